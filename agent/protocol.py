@@ -1,0 +1,234 @@
+"""Messages between agents and the console. No torch here: the console imports this module.
+
+Every message is strict: unknown fields are refused, strings and numbers are bounded. Paths are
+below `/api/v1`. A worker is named `W<pipeline>_<stage>`; its `incarnation` is new at every process
+start, so that a report of a dead process can't be taken for one of its successor.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+API = "/api/v1"
+PROTOCOL_VERSION = 1
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[\w .:@/()+-]+$")]
+Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
+WorkerName = Annotated[str, StringConstraints(pattern=r"^W\d{1,6}_\d{1,6}$")]
+Text = Annotated[str, StringConstraints(max_length=2000)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WorkerState(StrEnum):
+    """What the console holds a worker for.
+
+    STARTING: known, not yet registered. RUNNING: in the epoch, heard lately. SUSPECT: in the
+    epoch, heartbeats overdue. FAILED: out of the epoch. REJOINING: registered again, not yet in
+    an epoch or still taking weights. FINISHED: left after the last iteration.
+    Whether a running worker takes re-routed work is read off the plan, not stored.
+    """
+
+    STARTING = "starting"
+    RUNNING = "running"
+    SUSPECT = "suspect"
+    FAILED = "failed"
+    REJOINING = "re-joining"
+    FINISHED = "finished"
+
+
+class JobState(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    RECOVERING = "recovering"
+    HALTED = "halted"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+class JobSpec(Message):
+    """POST /jobs -> JobCreated. What a launcher asks the console to look after.
+
+    durations: F, I, W, O, transfer in milliseconds, one number each for all stages: what plans
+    are made from. paced: each op is stretched to its duration (a demo on a machine without
+    accelerators). demo: its processes may be killed from the console.
+    """
+
+    name: Name
+    pipelines: Annotated[int, Field(ge=1, le=4096)]
+    stages: Annotated[int, Field(ge=1, le=4096)]
+    micro_batches: Annotated[int, Field(ge=1, le=65536)]
+    iterations: Annotated[int, Field(ge=1)]
+    samples_per_micro_batch: Annotated[int, Field(ge=1)] = 1
+    technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
+    memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|[1-9]\d{0,8})$")] = "uniform"
+    durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
+    paced: bool = False
+    demo: bool = False
+    seed: Count = 0
+
+
+class JobCreated(Message):
+    job_id: Identifier
+    heartbeat_seconds: Seconds
+    suspect_seconds: Seconds
+    dead_seconds: Seconds
+
+
+class Registration(Message):
+    """POST /jobs/{job_id}/workers -> Registered. The first thing a worker process says."""
+
+    worker: WorkerName
+    incarnation: Identifier
+    host: Annotated[str, StringConstraints(max_length=255)]
+    pid: Count
+
+
+class Registered(Message):
+    """epoch: the newest one of the job (0: none yet)."""
+
+    worker: WorkerName
+    epoch: Count
+
+
+class Heartbeat(Message):
+    """POST /jobs/{job_id}/heartbeats -> HeartbeatReply. `seq` rises by one per incarnation.
+
+    epoch: the worker's own. iteration: the one it works on. op_milliseconds: mean duration of
+    each kind (F, I, W, B, O) since the last heartbeat.
+    """
+
+    worker: WorkerName
+    incarnation: Identifier
+    seq: Count
+    epoch: Count
+    iteration: Count
+    phase: Literal["starting", "waiting", "forming", "training", "draining"]
+    op_milliseconds: dict[Literal["F", "I", "W", "B", "O"], Milliseconds] = Field(default_factory=dict)
+    resident_bytes: Count = 0
+
+
+class HeartbeatReply(Message):
+    """epoch: the newest epoch of the job. A fenced worker gets 409 with `code: fenced` instead."""
+
+    epoch: Count
+
+
+class Deployment(Message):
+    """GET /jobs/{job_id}/deployment?after=E&wait=S -> the newest deployment with epoch > E, or 204
+    after S seconds.
+
+    One epoch: who is in it, and the plan they run. joining: living workers that must take state
+    from a peer of their stage first.
+    """
+
+    epoch: Annotated[int, Field(ge=1)]
+    plan_fingerprint: Identifier
+    living: tuple[WorkerName, ...]
+    failed: tuple[WorkerName, ...]
+    joining: tuple[WorkerName, ...] = ()
+    reason: Text = ""
+
+
+class Acknowledgement(Message):
+    """POST /jobs/{job_id}/acknowledgements. A worker's progress in taking up an epoch.
+
+    adopted: has the plan. formed: is in the epoch's process groups. resumed: committed its first
+    iteration in it. iteration: the one agreed on (formed) or committed (resumed).
+    """
+
+    worker: WorkerName
+    incarnation: Identifier
+    epoch: Annotated[int, Field(ge=1)]
+    state: Literal["adopted", "formed", "resumed"]
+    iteration: Count = 0
+
+
+class FailureReport(Message):
+    """POST /jobs/{job_id}/failures. Something broke.
+
+    cause `exit`: the launcher saw the process of `worker` end. `transfer`: `reporter` could not
+    exchange data (then `worker` is the reporter's best guess, or itself). age_milliseconds: how
+    long ago it was seen.
+    """
+
+    worker: WorkerName
+    incarnation: Identifier
+    cause: Literal["exit", "transfer"]
+    reporter: Name
+    detail: Text = ""
+    age_milliseconds: Milliseconds = 0
+
+
+class Iteration(Message):
+    """One committed iteration. loss_hex: the loss as a hexadecimal float, exact."""
+
+    iteration: Count
+    loss: Number
+    loss_hex: Annotated[str, StringConstraints(max_length=40)]
+    seconds: Seconds
+    epoch: Count
+    living: Count
+
+
+class IterationReport(Message):
+    """POST /jobs/{job_id}/iterations. From the launcher, in batches; repeated ones are ignored."""
+
+    iterations: Annotated[tuple[Iteration, ...], Field(max_length=1000)]
+
+
+class Recovery(Message):
+    """POST /jobs/{job_id}/recoveries. Milliseconds after the death of `worker` until: its death was
+    seen; the last survivor had left the iteration; the last had re-formed; the redone iteration
+    was committed."""
+
+    worker: WorkerName
+    epoch: Count
+    detected_ms: Milliseconds
+    unblocked_ms: Milliseconds
+    reformed_ms: Milliseconds
+    resumed_ms: Milliseconds
+
+
+class Command(Message):
+    """kill: SIGKILL the worker's process. restart: start a new process for a failed worker."""
+
+    seq: Count
+    kind: Literal["kill", "restart"]
+    worker: WorkerName
+
+
+class Commands(Message):
+    """GET /jobs/{job_id}/commands?after=SEQ&wait=S. What the operator asks of the launcher."""
+
+    commands: tuple[Command, ...]
+
+
+class JobFinished(Message):
+    """POST /jobs/{job_id}/finish. From the launcher, when all its workers are gone."""
+
+    state: Literal["finished", "stopped"]
+    reason: Text = ""
+
+
+class Problem(Message):
+    """Body of every 4xx and 5xx answer (RFC 9457, application/problem+json).
+
+    code: for programs (`unknown_job`, `unknown_worker`, `fenced`, `invalid`, `too_large`, ...).
+    detail: one sentence for people that names the field, the value and what was expected.
+    """
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: str
+    detail: str

@@ -1,0 +1,92 @@
+"""What the UI sees of a job: plain data, made by app.console, drawn by app.ui.
+
+Times: `*_at` are POSIX seconds (wall clock, for display); `*_age` are seconds by the monotonic
+clock of the console.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agent.protocol import JobSpec, JobState, WorkerState
+from planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One cell of the grid, now. takes_rerouted: micro-batches of other pipelines per iteration."""
+
+    name: str
+    pipeline: int
+    stage: int
+    state: WorkerState
+    takes_rerouted: int = 0
+    heartbeat_age: float | None = None
+    epoch: int = 0
+    iteration: int = 0
+    phase: str = ""
+    op_milliseconds: dict[str, float] = field(default_factory=dict)
+    resident_bytes: int = 0
+    host: str = ""
+    pid: int = 0
+    acknowledged: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class IterationView:
+    """seconds: wall time of the iteration; samples_per_second: global batch / seconds."""
+
+    iteration: int
+    loss: float
+    seconds: float
+    samples_per_second: float
+    epoch: int
+    living: int
+    committed_at: float
+
+
+@dataclass(frozen=True)
+class EventView:
+    """One line of the feed. severity: info, warning, error. kind: failure, epoch, recovery, ..."""
+
+    seq: int
+    at: float
+    severity: str
+    kind: str
+    worker: str | None
+    text: str
+
+
+@dataclass(frozen=True)
+class RecoveryView:
+    worker: str
+    epoch: int
+    detected_ms: float
+    unblocked_ms: float
+    reformed_ms: float
+    resumed_ms: float
+    at: float
+
+
+@dataclass(frozen=True)
+class JobView:
+    """sentence: what the coordinator does or waits for, and why. plan: the one in force.
+
+    iterations: the newest ones, oldest first. events: the newest ones, newest first.
+    fault_free_samples_per_second: what the fault-free plan predicts, None when not paced.
+    """
+
+    job_id: str
+    spec: JobSpec
+    state: JobState
+    sentence: str
+    created_at: float
+    epoch: int
+    workers: tuple[WorkerView, ...]
+    plan: Plan | None
+    iterations: tuple[IterationView, ...]
+    events: tuple[EventView, ...]
+    recoveries: tuple[RecoveryView, ...]
+    planned_ahead: int = 0
+    plans_to_make: int = 0

@@ -1,0 +1,34 @@
+"""Errors that a person reads: each names the field, the value and what was expected."""
+
+from __future__ import annotations
+
+
+class PlannerError(ValueError):
+    """Base of everything the planner refuses. `str(error)` is one sentence for the user."""
+
+
+class InputError(PlannerError):
+    """A value is not acceptable.
+
+    field: the name the user knows it by (`--fail`, `job.stages`, ...).
+    value: what was given.
+    expected: what would have been accepted.
+    """
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        self.field = field
+        self.value = value
+        self.expected = expected
+        super().__init__(f"{field}: got {value!r}, expected {expected}")
+
+
+class InfeasibleError(PlannerError):
+    """The input is well formed, and no schedule exists.
+
+    constraint: which requirement fails; remedy: what would make it feasible.
+    """
+
+    def __init__(self, constraint: str, remedy: str) -> None:
+        self.constraint = constraint
+        self.remedy = remedy
+        super().__init__(f"no schedule exists: {constraint}; {remedy}")

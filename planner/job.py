@@ -1,0 +1,316 @@
+"""What is to be planned: the grid, the micro-batches, the op times, the failures, the limits.
+
+Durations are floats of the user's unit outside; inside they are integers of a *tick*, the largest
+decimal fraction of that unit in which every duration is whole (`Job.ticks_per_unit`). All schedule
+arithmetic is therefore exact.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from planner.errors import InfeasibleError, InputError
+
+# Refused before memory is taken: 3 ops per micro-batch and stage, about 100 bytes each.
+MAX_OPS = 20_000_000
+MAX_DECIMALS = 6
+
+_WORKER = re.compile(r"W(\d{1,6})_(\d{1,6})")
+
+
+class Worker(NamedTuple):
+    """One cell of the grid. `str(Worker(1, 2)) == "W1_2"`: pipeline 1, stage 2."""
+
+    pipeline: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"W{self.pipeline}_{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str, *, field: str = "worker") -> Worker:
+        """Raises InputError unless `text` reads W<pipeline>_<stage>."""
+        match = _WORKER.fullmatch(text.strip())
+        if not match:
+            raise InputError(field, text, "a worker such as W1_2 (pipeline 1, stage 2)")
+        return cls(int(match[1]), int(match[2]))
+
+
+class Technique(StrEnum):
+    """The most that a plan may use; each includes the ones before it."""
+
+    FAULT_FREE = "fault-free"
+    ADAPTIVE = "adaptive"
+    DECOUPLED = "decoupled"
+    STAGGERED = "staggered"
+
+    @property
+    def reroutes(self) -> bool:
+        return self is not Technique.FAULT_FREE
+
+    @property
+    def splits(self) -> bool:
+        """May B be split into I and W?"""
+        return self in (Technique.DECOUPLED, Technique.STAGGERED)
+
+    @property
+    def staggers(self) -> bool:
+        """Does each stage step on its own, without a global barrier?"""
+        return self is Technique.STAGGERED
+
+    @classmethod
+    def of(cls, text: str, *, field: str = "--technique") -> Technique:
+        try:
+            return cls(text)
+        except ValueError:
+            raise InputError(field, text, "one of " + ", ".join(t.value for t in cls)) from None
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """Op times of one stage, in the job's time unit.
+
+    forward F, input_backward I, weight_backward W, optimizer O (reduction and step).
+    """
+
+    forward: float = 1.0
+    input_backward: float = 1.0
+    weight_backward: float = 1.0
+    optimizer: float = 0.0
+
+    def check(self, where: str) -> None:
+        for name in ("forward", "input_backward", "weight_backward", "optimizer"):
+            _check_duration(f"{where}.{name}", getattr(self, name))
+        if self.forward <= 0:
+            raise InputError(f"{where}.forward", self.forward, "a duration above 0")
+        if self.input_backward + self.weight_backward <= 0:
+            raise InputError(f"{where}.input_backward + weight_backward", 0, "a backward above 0")
+
+
+class StageTicks(NamedTuple):
+    """A StageProfile in ticks. `backward` is the coupled B = I + W."""
+
+    forward: int
+    input_backward: int
+    weight_backward: int
+    optimizer: int
+
+    @property
+    def backward(self) -> int:
+        return self.input_backward + self.weight_backward
+
+    @property
+    def work(self) -> int:
+        """Ticks of compute one micro-batch needs on this stage: F + I + W."""
+        return self.forward + self.input_backward + self.weight_backward
+
+
+@dataclass(frozen=True)
+class Job:
+    """A grid of `pipelines` x `stages` workers; `micro_batches` enter each pipeline per iteration.
+
+    profiles: one StageProfile per stage. transfers: one time per stage boundary (stages - 1 of
+    them), for activations forward and gradients backward alike; transfers overlap with compute.
+    time_unit: what one unit of the durations is called ("slot", "ms"); it is a label only.
+    Raises InputError for sizes or durations that make no job.
+    """
+
+    pipelines: int
+    stages: int
+    micro_batches: int
+    profiles: tuple[StageProfile, ...] = field(default=())
+    transfers: tuple[float, ...] = field(default=())
+    time_unit: str = "slot"
+
+    def __post_init__(self) -> None:
+        for name in ("pipelines", "stages", "micro_batches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(name, value, "a whole number of at least 1")
+        ops = 3 * self.pipelines * self.stages * self.micro_batches
+        if ops > MAX_OPS:
+            raise InputError("pipelines x stages x micro_batches x 3 ops", ops, f"at most {MAX_OPS:,} ops")
+        if not self.profiles:
+            object.__setattr__(self, "profiles", (StageProfile(),) * self.stages)
+        if not self.transfers:
+            object.__setattr__(self, "transfers", (0.0,) * (self.stages - 1))
+        if len(self.profiles) != self.stages:
+            raise InputError("profiles", len(self.profiles), f"one per stage, {self.stages} in all")
+        if len(self.transfers) != self.stages - 1:
+            raise InputError("transfers", len(self.transfers), f"one per stage boundary, {self.stages - 1} in all")
+        for s, profile in enumerate(self.profiles):
+            profile.check(f"profiles[{s}]")
+        for s, transfer in enumerate(self.transfers):
+            _check_duration(f"transfers[{s}]", transfer)
+
+    @classmethod
+    def uniform(
+        cls,
+        pipelines: int,
+        stages: int,
+        micro_batches: int,
+        *,
+        durations: Mapping[str, float] | None = None,
+        time_unit: str = "slot",
+    ) -> Job:
+        """A job whose stages are alike. `durations` has any of the keys F, I, W, O, transfer."""
+        times = {"F": 1.0, "I": 1.0, "W": 1.0, "O": 0.0, "transfer": 0.0, **(durations or {})}
+        if isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= MAX_OPS:
+            raise InputError("stages", stages, "a whole number of at least 1")
+        profile = StageProfile(times["F"], times["I"], times["W"], times["O"])
+        return cls(
+            pipelines,
+            stages,
+            micro_batches,
+            profiles=(profile,) * stages,
+            transfers=(times["transfer"],) * (stages - 1),
+            time_unit=time_unit,
+        )
+
+    @cached_property
+    def ticks_per_unit(self) -> int:
+        """Smallest power of ten that makes every duration a whole number of ticks."""
+        values: list[float] = list(self.transfers)
+        for p in set(self.profiles):
+            values += [p.forward, p.input_backward, p.weight_backward, p.optimizer]
+        return 10 ** max((_decimals(v) for v in set(values)), default=0)
+
+    @cached_property
+    def ticks(self) -> tuple[StageTicks, ...]:
+        """The profiles in ticks, one per stage."""
+        scale = self.ticks_per_unit
+        return tuple(
+            StageTicks(*(round(v * scale) for v in (p.forward, p.input_backward, p.weight_backward, p.optimizer)))
+            for p in self.profiles
+        )
+
+    @cached_property
+    def transfer_ticks(self) -> tuple[int, ...]:
+        """Transfer time of each boundary in ticks; index s is between stage s and s + 1."""
+        return tuple(round(t * self.ticks_per_unit) for t in self.transfers)
+
+    def units(self, ticks: int | float) -> float | int:
+        """Ticks in the user's unit; whole numbers come back as int."""
+        value = ticks / self.ticks_per_unit
+        return int(value) if value == int(value) else value
+
+    def workers(self) -> Iterable[Worker]:
+        """Every cell of the grid, pipeline by pipeline."""
+        return (Worker(p, s) for p in range(self.pipelines) for s in range(self.stages))
+
+    def check_worker(self, worker: Worker, *, field: str = "worker") -> Worker:
+        """Returns `worker`; raises InputError when the grid has no such cell."""
+        if not (0 <= worker.pipeline < self.pipelines and 0 <= worker.stage < self.stages):
+            raise InputError(
+                field, str(worker), f"a worker of the grid, W0_0 to W{self.pipelines - 1}_{self.stages - 1}"
+            )
+        return worker
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """How many activations one worker may hold at once (F's start to W's end), by stage.
+
+    `1f1b`: stages - s on stage s; `uniform`: stages on every stage; `none`; or a number.
+    """
+
+    text: str
+
+    @classmethod
+    def parse(cls, text: str, *, field: str = "--memory") -> MemoryLimit:
+        text = text.strip().lower()
+        if text not in ("1f1b", "uniform", "none"):
+            if not re.fullmatch(r"\d{1,9}", text) or int(text) < 1:
+                raise InputError(field, text, "1f1b, uniform, none, or a whole number of at least 1")
+        return cls(text)
+
+    def limits(self, job: Job) -> tuple[int | None, ...]:
+        """One limit per stage; None where there is none."""
+        if self.text == "none":
+            return (None,) * job.stages
+        if self.text == "1f1b":
+            return tuple(job.stages - s for s in range(job.stages))
+        count = job.stages if self.text == "uniform" else int(self.text)
+        return (count,) * job.stages
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One planning question: this job, with these workers dead, this technique and memory limit.
+
+    Raises InputError or InfeasibleError when no plan can exist.
+    """
+
+    job: Job
+    failed: frozenset[Worker] = frozenset()
+    technique: Technique = Technique.STAGGERED
+    memory: MemoryLimit = MemoryLimit("uniform")
+
+    def __post_init__(self) -> None:
+        for worker in self.failed:
+            self.job.check_worker(worker, field="failed")
+        if self.failed and not self.technique.reroutes:
+            raise InputError(
+                "--technique", self.technique.value, "adaptive, decoupled or staggered when a worker has failed"
+            )
+        for stage in range(self.job.stages):
+            if not self.living_peers(stage):
+                raise InfeasibleError(
+                    f"stage {stage} has no living peer",
+                    f"bring back one of W0_{stage} to W{self.job.pipelines - 1}_{stage}, or copy a worker of another stage there",
+                )
+
+    def living_peers(self, stage: int) -> tuple[int, ...]:
+        """Pipelines whose worker of `stage` lives, ascending."""
+        return self._living[stage]
+
+    @cached_property
+    def _living(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(p for p in range(self.job.pipelines) if Worker(p, s) not in self.failed)
+            for s in range(self.job.stages)
+        )
+
+    @cached_property
+    def limits(self) -> tuple[int | None, ...]:
+        return self.memory.limits(self.job)
+
+    def living_workers(self) -> list[Worker]:
+        return [w for w in self.job.workers() if w not in self.failed]
+
+
+def parse_durations(text: str, *, field: str = "--durations") -> dict[str, float]:
+    """Reads `F=1,I=1,W=1,O=0,transfer=0` (any subset). Raises InputError."""
+    known = ("F", "I", "W", "O", "transfer")
+    out: dict[str, float] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, _, raw = part.partition("=")
+        if key not in known:
+            raise InputError(field, part, "comma-separated NAME=NUMBER with NAME one of " + ", ".join(known))
+        try:
+            out[key] = float(raw)
+        except ValueError:
+            raise InputError(field, part, f"{key}=NUMBER") from None
+        _check_duration(f"{field} {key}", out[key])
+    return out
+
+
+def _check_duration(field: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InputError(field, value, "a finite number")
+    if not 0 <= value <= 1e9:
+        raise InputError(field, value, "a duration from 0 to 1e9")
+    if _decimals(value) > MAX_DECIMALS:
+        raise InputError(field, value, f"at most {MAX_DECIMALS} decimals")
+
+
+def _decimals(value: float) -> int:
+    exponent = Decimal(repr(float(value))).normalize().as_tuple().exponent
+    return max(0, -int(exponent))

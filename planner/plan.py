@@ -1,0 +1,214 @@
+"""The Plan document: versioned JSON with a published schema and a fingerprint.
+
+A Plan is a schedule that has been solved, with what a reader needs to trust it: the problem, the
+metrics, the proven bound, and who solved it. Times are in the job's own time unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+
+from planner.errors import PlannerError
+from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from planner.schedule import Op, Schedule
+
+SCHEMA_VERSION = 1
+
+Time = Annotated[int | float, Field(ge=0, allow_inf_nan=False)]
+WorkerName = Annotated[str, Field(pattern=r"^W\d{1,6}_\d{1,6}$")]
+
+
+class PlanError(PlannerError):
+    """A plan file that can't be read as a plan. The sentence names the field and what is wrong."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StageDoc(_Model):
+    """Op times of one stage, in `time_unit`."""
+
+    forward: Time
+    input_backward: Time
+    weight_backward: Time
+    optimizer: Time
+
+
+class JobDoc(_Model):
+    pipelines: StrictInt
+    stages: StrictInt
+    micro_batches: StrictInt
+    profiles: tuple[StageDoc, ...]
+    transfers: tuple[Time, ...]
+    time_unit: Annotated[str, Field(max_length=20)] = "slot"
+
+
+class OpDoc(_Model):
+    """`micro_batch` counts from 0 inside its home `pipeline`; null for O, which belongs to none."""
+
+    kind: Literal["F", "I", "W", "B", "O"]
+    pipeline: StrictInt
+    micro_batch: StrictInt | None
+    stage: StrictInt
+    start: Time
+    duration: Time
+
+
+class MetricsDoc(_Model):
+    """All as defined in planner.schedule; `gap` and the slowdowns are fractions (0.08 = +8 %)."""
+
+    makespan: Time
+    period: Time
+    lower_bound: Time
+    gap: float
+    bubble_fraction: float
+    slowdown_vs_1f1b: float
+    slowdown_vs_best: float
+    peak_activations: dict[WorkerName, int]
+
+
+class SolverDoc(_Model):
+    """status: `optimal` when the bound equals the period, else `feasible`."""
+
+    name: str
+    status: Literal["optimal", "feasible"]
+    seconds: float
+    message: str = ""
+
+
+class Plan(_Model):
+    """See the module. `fingerprint` is a hash of the problem and the ops; equal plans share it."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    job: JobDoc
+    failed: tuple[WorkerName, ...]
+    technique: Technique
+    memory: str
+    workers: dict[WorkerName, tuple[OpDoc, ...]]
+    metrics: MetricsDoc
+    solver: SolverDoc
+    fingerprint: str
+
+    # -- from and to the planner's objects ---------------------------------------------------
+
+    @classmethod
+    def of(cls, schedule: Schedule, *, metrics: MetricsDoc, solver: SolverDoc) -> Plan:
+        problem = schedule.problem
+        body: dict[str, Any] = {
+            "job": job_doc(problem.job),
+            "failed": tuple(str(w) for w in sorted(problem.failed)),
+            "technique": problem.technique,
+            "memory": problem.memory.text,
+            "workers": {
+                str(w): tuple(_op_doc(problem.job, op) for op in ops) for w, ops in sorted(schedule.ops.items())
+            },
+        }
+        plan = cls(metrics=metrics, solver=solver, fingerprint="", **body)
+        return plan.model_copy(update={"fingerprint": plan.compute_fingerprint()})
+
+    def compute_fingerprint(self) -> str:
+        """SHA-256 over the canonical JSON of the problem and the ops (not of who solved it)."""
+        body = self.model_dump(
+            mode="json", include={"schema_version", "job", "failed", "technique", "memory", "workers"}
+        )
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def problem(self) -> Problem:
+        """Raises PlannerError when the document describes no job."""
+        job = Job(
+            self.job.pipelines,
+            self.job.stages,
+            self.job.micro_batches,
+            profiles=tuple(StageProfile(**p.model_dump()) for p in self.job.profiles),
+            transfers=tuple(float(t) for t in self.job.transfers),
+            time_unit=self.job.time_unit,
+        )
+        failed = frozenset(Worker.parse(name, field="failed") for name in self.failed)
+        return Problem(job, failed, self.technique, MemoryLimit.parse(self.memory, field="memory"))
+
+    def schedule(self) -> Schedule:
+        """The schedule in ticks. It is not checked: planner.check does that."""
+        problem = self.problem()
+        scale = problem.job.ticks_per_unit
+        ops = {}
+        for name, docs in self.workers.items():
+            worker = Worker.parse(name, field="workers")
+            ops[worker] = tuple(
+                Op(
+                    d.kind,
+                    d.pipeline,
+                    -1 if d.micro_batch is None else d.micro_batch,
+                    d.stage,
+                    worker,
+                    round(d.start * scale),
+                    round(d.duration * scale),
+                )
+                for d in docs
+            )
+        return Schedule(problem, ops)
+
+    # -- JSON --------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = "plan") -> Plan:
+        """Raises PlanError naming the first field that is wrong."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise PlanError(f"{source} is not a plan: {first_problem(error)}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Raises PlanError when the file can't be read."""
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
+        return cls.from_json(data, source=str(path))
+
+
+def job_doc(job: Job) -> JobDoc:
+    return JobDoc(
+        pipelines=job.pipelines,
+        stages=job.stages,
+        micro_batches=job.micro_batches,
+        profiles=tuple(StageDoc(**{n: _plain(getattr(p, n)) for n in StageDoc.model_fields}) for p in job.profiles),
+        transfers=tuple(_plain(t) for t in job.transfers),
+        time_unit=job.time_unit,
+    )
+
+
+def first_problem(error: ValidationError) -> str:
+    """One sentence out of pydantic's error: field, value and what was expected."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "the document"
+    value = repr(first.get("input"))
+    shown = value if len(value) <= 80 else value[:77] + "..."
+    more = len(error.errors()) - 1
+    return f"{where}: {first['msg']} (got {shown})" + (f", and {more} more" if more else "")
+
+
+def _op_doc(job: Job, op: Op) -> OpDoc:
+    # model_construct: the values come from a Schedule and large plans have 10^5 ops.
+    return OpDoc.model_construct(
+        kind=op.kind,  # type: ignore[arg-type]
+        pipeline=op.pipeline,
+        micro_batch=None if op.kind == "O" else op.micro_batch,
+        stage=op.stage,
+        start=job.units(op.start),
+        duration=job.units(op.duration),
+    )
+
+
+def _plain(value: float) -> float | int:
+    return int(value) if value == int(value) else value
