@@ -180,7 +180,8 @@ class Job:
         values: list[float] = list(self.transfers)
         for p in set(self.profiles):
             values += [p.forward, p.input_backward, p.weight_backward, p.optimizer]
-        return 10 ** max((_decimals(v) for v in set(values)), default=0)
+        decimals: int = max((_decimals(v) for v in set(values)), default=0)
+        return int(10**decimals)
 
     @cached_property
     def ticks(self) -> tuple[StageTicks, ...]:
@@ -226,9 +227,9 @@ class MemoryLimit:
     @classmethod
     def parse(cls, text: str, *, field: str = "--memory") -> MemoryLimit:
         text = text.strip().lower()
-        if text not in ("1f1b", "uniform", "none"):
-            if not re.fullmatch(r"\d{1,9}", text) or int(text) < 1:
-                raise InputError(field, text, "1f1b, uniform, none, or a whole number of at least 1")
+        named = text in ("1f1b", "uniform", "none")
+        if not named and (not re.fullmatch(r"\d{1,9}", text) or int(text) < 1):
+            raise InputError(field, text, "1f1b, uniform, none, or a whole number of at least 1")
         return cls(text)
 
     def limits(self, job: Job) -> tuple[int | None, ...]:
@@ -264,7 +265,8 @@ class Problem:
             if not self.living_peers(stage):
                 raise InfeasibleError(
                     f"stage {stage} has no living peer",
-                    f"bring back one of W0_{stage} to W{self.job.pipelines - 1}_{stage}, or copy a worker of another stage there",
+                    f"bring back one of W0_{stage} to W{self.job.pipelines - 1}_{stage}, "
+                    "or copy a worker of another stage there",
                 )
 
     def living_peers(self, stage: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from planner.errors import PlannerError
 from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from planner.schedule import Op, Schedule
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 Time = Annotated[int | float, Field(ge=0, allow_inf_nan=False)]
 WorkerName = Annotated[str, Field(pattern=r"^W\d{1,6}_\d{1,6}$")]
