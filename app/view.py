@@ -90,3 +90,17 @@ class JobView:
     recoveries: tuple[RecoveryView, ...]
     planned_ahead: int = 0
     plans_to_make: int = 0
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """One line of the list of jobs. living: workers in the epoch; workers: size of the grid."""
+
+    job_id: str
+    name: str
+    state: JobState
+    sentence: str
+    created_at: float
+    epoch: int
+    living: int
+    workers: int
