@@ -48,6 +48,17 @@ class JobDoc(_Model):
     transfers: tuple[Time, ...]
     time_unit: Annotated[str, Field(max_length=20)] = "slot"
 
+    def job(self) -> Job:
+        """Raises InputError when the document describes no job."""
+        return Job(
+            self.pipelines,
+            self.stages,
+            self.micro_batches,
+            profiles=tuple(StageProfile(**p.model_dump()) for p in self.profiles),
+            transfers=tuple(self.transfers),
+            time_unit=self.time_unit,
+        )
+
 
 class OpDoc(_Model):
     """`micro_batch` counts from 0 inside its home `pipeline`; null for O, which belongs to none."""
@@ -122,16 +133,8 @@ class Plan(_Model):
 
     def problem(self) -> Problem:
         """Raises PlannerError when the document describes no job."""
-        job = Job(
-            self.job.pipelines,
-            self.job.stages,
-            self.job.micro_batches,
-            profiles=tuple(StageProfile(**p.model_dump()) for p in self.job.profiles),
-            transfers=tuple(float(t) for t in self.job.transfers),
-            time_unit=self.job.time_unit,
-        )
         failed = frozenset(Worker.parse(name, field="failed") for name in self.failed)
-        return Problem(job, failed, self.technique, MemoryLimit.parse(self.memory, field="memory"))
+        return Problem(self.job.job(), failed, self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
     def schedule(self) -> Schedule:
         """The schedule in ticks. It is not checked: planner.check does that."""

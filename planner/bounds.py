@@ -1,0 +1,169 @@
+"""Proven lower bounds on the period. A bound that some plan beats is a bug.
+
+Notation, for one stage s: F, I, W, O its op times; n the micro-batches that its busiest living
+worker must run, at least ceil(all micro-batches / living peers) whatever the routing; C the most
+activations that worker may hold (n when there is no limit). A micro-batch *turns round* at s in
+  r(s) = F(s) + transfers and F below s + all I below s and their transfers back,
+the time from its F's start on s to the earliest start of its I on s. Where B is not split (the
+adaptive technique), B takes the place of I on the way back, and W is 0.
+
+Every bound holds for all routings, since each concerns one worker with at least n micro-batches
+and the chain of ops of single micro-batches, and for both notions of period: a staggered period
+is at least (end of stage a's O) - (first start of stage a) for each stage a, and the other is at
+least that much for each a too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from planner.job import Problem
+
+
+@dataclass(frozen=True)
+class Bound:
+    """ticks, and in words which requirement it comes from."""
+
+    ticks: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What the bounds need of one stage, in ticks; see the module for the letters."""
+
+    F: int
+    I: int  # noqa: E741 -- the field's name for it
+    W: int
+    O: int  # noqa: E741
+    n: int
+    C: int
+    turn: int
+
+    @property
+    def work(self) -> int:
+        return self.n * (self.F + self.I + self.W)
+
+    @property
+    def first_phase(self) -> int:
+        """Least time from the worker's first F to the end of its n-th F and I, whatever the W's.
+
+        Before the first I can start, r(s) after the first F, only F's can run, and no more than C
+        of them; so at most min(r(s), C F) of that time is spent working.
+        """
+        return max(self.turn, self.C * self.F) + (self.n - self.C) * self.F + self.n * self.I
+
+    @property
+    def last_input_backward(self) -> int:
+        """Least time from the worker's first F to the end of its last I.
+
+        When its last I ends all n micro-batches have run F and I, and at most C are still held,
+        so at least n - C W's have run, none of them before the first I.
+        """
+        return self.first_phase + (self.n - self.C) * self.W
+
+    @property
+    def span(self) -> int:
+        """Least time from the worker's first F to the end of its last op: all W's as well."""
+        return self.first_phase + self.n * self.W
+
+    @property
+    def residence(self) -> int:
+        """Least time over which the worker's n micro-batches can be held C at a time.
+
+        Each is held for at least r(s) + I + W. Intervals of which at most C overlap can be
+        coloured with C colours so that those of one colour are disjoint (interval graphs are
+        perfect), and some colour has at least ceil(n / C) of them.
+        """
+        return -(-self.n // self.C) * (self.turn + self.I + self.W)
+
+
+def period_bound(problem: Problem) -> int:
+    """Ticks that no valid schedule of `problem` can beat."""
+    return best_bound(problem).ticks
+
+
+@lru_cache(maxsize=256)
+def best_bound(problem: Problem) -> Bound:
+    """The largest of the bounds of this module, with the reason for it."""
+    stages = _stages(problem)
+    bounds = _staggered(problem, stages) if problem.technique.staggers else _barrier(problem, stages)
+    return max(bounds, key=lambda b: b.ticks)
+
+
+def _stages(problem: Problem) -> list[_Stage]:
+    job = problem.job
+    total = job.pipelines * job.micro_batches
+    below = 0  # transfers and F below, all I below and their transfers
+    stages: list[_Stage] = []
+    for s in reversed(range(job.stages)):
+        t = job.ticks[s]
+        n = -(-total // len(problem.living_peers(s)))
+        limit = problem.limits[s]
+        splits = problem.technique.splits
+        back = t.input_backward if splits else t.backward
+        stage = _Stage(
+            F=t.forward,
+            I=back,
+            W=t.weight_backward if splits else 0,
+            O=t.optimizer,
+            n=n,
+            C=n if limit is None else min(n, limit),
+            turn=t.forward + below,
+        )
+        stages.append(stage)
+        if s > 0:
+            below += t.forward + back + 2 * job.transfer_ticks[s - 1]
+    return stages[::-1]
+
+
+def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
+    """For each stage its own span; for each pair a < s the way down, the last I of s, the way up.
+
+    Stage s starts no sooner than stage a's first start + F and transfers from a to s, for its
+    first F follows an F of the same micro-batch on a. After the last I of a worker of s, that
+    micro-batch still passes I on the stages between, then I and W on a.
+    """
+    bounds: list[Bound] = []
+    # path[s]: F, I and both transfers of all stages above s; differences give any stretch.
+    path = list(accumulate((x.F + x.I for x in stages[:-1]), initial=0))
+    wire = list(accumulate((2 * t for t in problem.job.transfer_ticks), initial=0))
+    way = [p + t for p, t in zip(path, wire, strict=True)]
+    best_above: int | None = None  # max over a of W(a) + O(a) - way[a]
+    for s, x in enumerate(stages):
+        bounds.append(Bound(x.span + x.O, f"stage {s} has {x.n} micro-batches per worker to run"))
+        bounds.append(Bound(x.residence + x.O, f"stage {s} may hold only {x.C} activations"))
+        if best_above is not None:
+            bounds.append(
+                Bound(
+                    x.last_input_backward + way[s] + best_above,
+                    f"the last backward of stage {s} must still reach the stages above",
+                )
+            )
+        above = x.W + x.O - way[s]
+        best_above = above if best_above is None else max(best_above, above)
+    return bounds
+
+
+def _barrier(problem: Problem, stages: list[_Stage]) -> list[Bound]:
+    """For each stage: the way down to it (head), its own least time, the way up (tail).
+
+    The period is the makespan and the longest O. The makespan counts from the first op, and the
+    first F of stage s follows F's and transfers of all stages above. After the last I of s its
+    micro-batch passes I on each stage above, and each of those ends with W.
+    """
+    longest = max(x.O for x in stages)
+    wires = list(accumulate(problem.job.transfer_ticks, initial=0))
+    heads = [f + t for f, t in zip(accumulate((x.F for x in stages[:-1]), initial=0), wires, strict=True)]
+    backs = [f + t for f, t in zip(accumulate((x.I for x in stages[:-1]), initial=0), wires, strict=True)]
+    bounds: list[Bound] = []
+    best_above: int | None = None  # max over a of W(a) - backs[a]
+    for s, x in enumerate(stages):
+        tail = x.W if best_above is None else max(x.W, backs[s] + best_above)
+        own = max(x.span, x.last_input_backward + tail, x.residence - x.W + tail)
+        bounds.append(Bound(heads[s] + own + longest, f"stage {s} has {x.n} micro-batches per worker to run"))
+        above = x.W - backs[s]
+        best_above = above if best_above is None else max(best_above, above)
+    return bounds

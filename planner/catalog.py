@@ -1,0 +1,167 @@
+"""Plans made ahead: one per failure pattern, so that recovery is a look-up.
+
+Pipelines are interchangeable, so a plan for a pattern serves every failure set that differs from
+it only in which pipeline is called which: `find` renames the pipelines of the stored plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from planner.errors import InputError
+from planner.failures import canonical_pattern, patterns
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc
+from planner.solvers.portfolio import make_plan
+
+# More patterns than this per failure count are not planned ahead; the list scheduler takes over.
+MAX_PATTERNS = 10_000
+
+
+class CatalogDoc(BaseModel):
+    """The catalog as JSON, for a file or another process."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    job: JobDoc
+    technique: Technique
+    memory: str
+    plans: tuple[Plan, ...]
+
+
+class Catalog:
+    """Plans of one job, technique and memory limit, by failure pattern."""
+
+    def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
+        self.job = job
+        self.technique = technique
+        self.memory = memory
+        self._plans: dict[frozenset[Worker], Plan] = {}
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The stored plans, in the order in which their patterns were first added."""
+        return tuple(self._plans.values())
+
+    def patterns(self, tolerance: int) -> list[list[frozenset[Worker]]]:
+        """For each failure count 0..tolerance the canonical failure sets that leave every stage a
+        living peer, at most MAX_PATTERNS per count. Raises InputError for a negative tolerance.
+        """
+        if tolerance < 0:
+            raise InputError("tolerance", tolerance, "a number of failures of at least 0")
+        if not self.technique.reroutes:
+            tolerance = 0
+        return [list(islice(patterns(self.job, count), MAX_PATTERNS)) for count in range(tolerance + 1)]
+
+    def problem(self, failed: Iterable[Worker]) -> Problem:
+        """Raises InputError or InfeasibleError when `failed` can't be planned for."""
+        return Problem(self.job, frozenset(failed), self.technique, self.memory)
+
+    def add(self, plan: Plan) -> None:
+        """Keeps `plan` for its pattern, unless one with a shorter period is kept already.
+
+        Raises InputError for a plan of another job, technique or memory limit.
+        """
+        for field, value, expected in (
+            ("plan.job", plan.job, job_doc(self.job)),
+            ("plan.technique", plan.technique, self.technique),
+            ("plan.memory", plan.memory, self.memory.text),
+        ):
+            if value != expected:
+                raise InputError(field, str(value), f"that of the catalog, {expected}")
+        pattern, permutation = canonical_pattern(_failed(plan), self.job)
+        kept = self._plans.get(pattern)
+        if kept is None or plan.metrics.period < kept.metrics.period:
+            self._plans[pattern] = rename_pipelines(plan, permutation)
+
+    def find(self, failed: Iterable[Worker]) -> Plan | None:
+        """The stored plan with its pipelines renamed to fit exactly `failed`; None: none stored."""
+        pattern, permutation = canonical_pattern(failed, self.job)
+        plan = self._plans.get(pattern)
+        if plan is None:
+            return None
+        inverse = [0] * len(permutation)
+        for pipeline, position in enumerate(permutation):
+            inverse[position] = pipeline
+        return rename_pipelines(plan, inverse)
+
+    def plan_for(self, failed: Iterable[Worker]) -> tuple[Plan, str]:
+        """A plan for `failed` at once, and in words where it comes from.
+
+        Looked up, else made by the list scheduler now. Raises InfeasibleError when a stage has no
+        living peer, InputError for a worker that is not of the grid.
+        """
+        problem = self.problem(failed)
+        count = len(problem.failed)
+        what = f"{count} failed worker{'' if count == 1 else 's'}" if count else "the full grid"
+        plan = self.find(problem.failed)
+        if plan is not None:
+            return plan, f"planned ahead for {what} ({plan.solver.name}, {_gap(plan)})"
+        plan = make_plan(problem, solver="list")
+        return plan, f"no plan was made ahead for {what}: the list scheduler made one now ({_gap(plan)})"
+
+    # -- JSON --------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        return CatalogDoc(
+            job=job_doc(self.job), technique=self.technique, memory=self.memory.text, plans=self.plans
+        ).model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = "catalog") -> Catalog:
+        """Raises PlanError naming the first field that is wrong."""
+        try:
+            document = CatalogDoc.model_validate_json(text)
+        except ValidationError as error:
+            raise PlanError(f"{source} is not a catalog: {first_problem(error)}") from None
+        catalog = cls(document.job.job(), document.technique, MemoryLimit.parse(document.memory, field="memory"))
+        for plan in document.plans:
+            catalog.add(plan)
+        return catalog
+
+
+def rename_pipelines(plan: Plan, names: Iterable[int]) -> Plan:
+    """`plan` with each pipeline p called names[p]; the fingerprint is computed anew."""
+    new = list(names)
+    if new == sorted(new):
+        return plan
+
+    def worker(name: str) -> str:
+        old = Worker.parse(name)
+        return str(Worker(new[old.pipeline], old.stage))
+
+    workers = {
+        worker(name): tuple(op.model_copy(update={"pipeline": new[op.pipeline]}) for op in ops)
+        for name, ops in plan.workers.items()
+    }
+    peaks = {worker(name): n for name, n in plan.metrics.peak_activations.items()}
+    renamed = plan.model_copy(
+        update={
+            "failed": _sorted(map(worker, plan.failed)),
+            "workers": {name: workers[name] for name in _sorted(workers)},
+            "metrics": plan.metrics.model_copy(
+                update={"peak_activations": {name: peaks[name] for name in _sorted(peaks)}}
+            ),
+        }
+    )
+    return renamed.model_copy(update={"fingerprint": renamed.compute_fingerprint()})
+
+
+def _sorted(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=Worker.parse))
+
+
+def _failed(plan: Plan) -> frozenset[Worker]:
+    return frozenset(Worker.parse(name, field="failed") for name in plan.failed)
+
+
+def _gap(plan: Plan) -> str:
+    return "proven optimal" if plan.solver.status == "optimal" else f"at most {plan.metrics.gap:.1%} above the best"

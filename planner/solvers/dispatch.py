@@ -1,0 +1,216 @@
+"""The event loop of the list scheduler: one pass over all ops, in time order.
+
+Written over flat integer arrays only, so that the same source runs as plain Python (on lists) and
+compiled. Indices: worker = stage * pipelines + pipeline; item = stage * n + micro-batch, where n
+counts the micro-batches of all pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence, Sequence
+from heapq import heappop, heappush
+
+Ints = Sequence[int]
+Buffer = MutableSequence[int]
+
+
+def push(heap: Buffer, base: int, size: int, key: int) -> None:
+    """Adds `key` to the binary heap of `size` keys that lies at `base`."""
+    at = size
+    while at > 0:
+        parent = (at - 1) >> 1
+        above = heap[base + parent]
+        if above <= key:
+            break
+        heap[base + at] = above
+        at = parent
+    heap[base + at] = key
+
+
+def pop(heap: Buffer, base: int, size: int) -> int:
+    """Takes the smallest key of the heap of `size` keys at `base`; leaves size - 1 of them."""
+    top = heap[base]
+    last = heap[base + size - 1]
+    end = size - 1
+    at = 0
+    child = 1
+    while child < end:
+        if child + 1 < end and heap[base + child + 1] < heap[base + child]:
+            child += 1
+        if heap[base + child] >= last:
+            break
+        heap[base + at] = heap[base + child]
+        at = child
+        child = 2 * at + 1
+    heap[base + at] = last
+    return top
+
+
+def dispatch(
+    pipelines: int,
+    n: int,
+    route: Ints,
+    forward: Ints,
+    input_backward: Ints,
+    weight_backward: Ints,
+    transfer: Ints,
+    capacity: Ints,
+    split: Ints,
+    forward_key: Ints,
+    backward_key: Ints,
+    depth: Ints,
+    open_limit: Ints,
+    base: Ints,
+    ready_f: Buffer,
+    ready_i: Buffer,
+    pending_w: Buffer,
+    start_f: Buffer,
+    start_i: Buffer,
+    start_w: Buffer,
+    state: Buffer,
+    dirty: Buffer,
+) -> int:
+    """Fills start_f, start_i, start_w (per item, ticks); returns the number of ops started.
+
+    Each worker takes, whenever it is free, the first of these that it may:
+      1. W, when open_limit of them are pending;
+      2. F, while fewer than `depth` forwards are ahead of the backwards and memory allows;
+      3. I (or B where the worker does not split);
+      4. F, when memory allows;
+      5. W.
+    No worker waits while it may work, so no limit of at least 1 can deadlock: on the last stage
+    an F that has run is followed by its backward, which frees its memory; and if every worker of
+    stage s + 1 frees its memory again and again, each micro-batch held on stage s is taken in
+    turn, comes back, and is freed as well.
+
+    route: worker of each item. forward, input_backward, weight_backward: ticks by stage (for a
+    worker that does not split, B lasts both). transfer: by boundary. capacity: activations by
+    stage. split: by worker, 0 or 1. forward_key, backward_key: by item, smaller first; unique per
+    worker because the micro-batch is part of it. depth, open_limit: by worker. base: where each
+    worker's part of ready_f, ready_i and pending_w begins. state: 10 zeros per worker.
+    """
+    stages = len(forward)
+    workers = stages * pipelines
+    items = stages * n
+    # One event is time * codes + code; below `workers` a worker ends its op, above an arrival.
+    codes = workers + 2 * items
+    size_f = 0
+    size_i = workers
+    head_w = 2 * workers
+    tail_w = 3 * workers
+    held = 4 * workers
+    ahead = 5 * workers
+    kind = 6 * workers  # of the running op: 0 none, 1 F, 2 I or B, 3 W
+    current = 7 * workers
+    marked = 8 * workers
+    events = [0]
+    heappop(events)
+    started = 0
+    n_dirty = 0
+    for m in range(n):
+        w = route[m]
+        push(ready_f, base[w], state[size_f + w], forward_key[m] * n + m)
+        state[size_f + w] += 1
+        if state[marked + w] == 0:
+            state[marked + w] = 1
+            dirty[n_dirty] = w
+            n_dirty += 1
+    now = 0
+    while True:
+        for k in range(n_dirty):
+            w = dirty[k]
+            state[marked + w] = 0
+            if state[kind + w] != 0:
+                continue
+            s = w // pipelines
+            has_w = state[tail_w + w] > state[head_w + w]
+            may_f = state[size_f + w] > 0 and state[held + w] < capacity[s]
+            if has_w and state[tail_w + w] - state[head_w + w] >= open_limit[w]:
+                choice = 3
+            elif may_f and state[ahead + w] < depth[w]:
+                choice = 1
+            elif state[size_i + w] > 0:
+                choice = 2
+            elif may_f:
+                choice = 1
+            elif has_w:
+                choice = 3
+            else:
+                continue
+            if choice == 1:
+                m = pop(ready_f, base[w], state[size_f + w]) % n
+                state[size_f + w] -= 1
+                state[held + w] += 1
+                state[ahead + w] += 1
+                start_f[s * n + m] = now
+                length = forward[s]
+            elif choice == 2:
+                m = pop(ready_i, base[w], state[size_i + w]) % n
+                state[size_i + w] -= 1
+                state[ahead + w] -= 1
+                start_i[s * n + m] = now
+                length = input_backward[s]
+                if split[w] == 0:
+                    length += weight_backward[s]
+            else:
+                m = pending_w[base[w] + state[head_w + w]]
+                state[head_w + w] += 1
+                start_w[s * n + m] = now
+                length = weight_backward[s]
+            state[kind + w] = choice
+            state[current + w] = m
+            heappush(events, (now + length) * codes + w)
+            started += 1
+        n_dirty = 0
+        if len(events) == 0:
+            return started
+        now = events[0] // codes
+        while len(events) > 0 and events[0] // codes == now:
+            code = heappop(events) - now * codes
+            if code < workers:
+                w = code
+                s = w // pipelines
+                m = state[current + w]
+                done = state[kind + w]
+                state[kind + w] = 0
+                if state[marked + w] == 0:
+                    state[marked + w] = 1
+                    dirty[n_dirty] = w
+                    n_dirty += 1
+                if done == 3:
+                    state[held + w] -= 1
+                    continue
+                if done == 1:
+                    if s == stages - 1:
+                        code = workers + items + s * n + m
+                    else:
+                        code = workers + (s + 1) * n + m
+                        if transfer[s] > 0:
+                            heappush(events, (now + transfer[s]) * codes + code)
+                            continue
+                else:
+                    if split[w] == 0:
+                        state[held + w] -= 1
+                    else:
+                        pending_w[base[w] + state[tail_w + w]] = m
+                        state[tail_w + w] += 1
+                    if s == 0:
+                        continue
+                    code = workers + items + (s - 1) * n + m
+                    if transfer[s - 1] > 0:
+                        heappush(events, (now + transfer[s - 1]) * codes + code)
+                        continue
+            item = code - workers
+            if item < items:
+                w = route[item]
+                push(ready_f, base[w], state[size_f + w], forward_key[item] * n + item % n)
+                state[size_f + w] += 1
+            else:
+                item -= items
+                w = route[item]
+                push(ready_i, base[w], state[size_i + w], backward_key[item] * n + item % n)
+                state[size_i + w] += 1
+            if state[marked + w] == 0:
+                state[marked + w] = 1
+                dirty[n_dirty] = w
+                n_dirty += 1
