@@ -1,0 +1,310 @@
+"""The coordinator's vocabulary: what it knows of a job, what can happen to it, what it may decide.
+
+Plain immutable data. `now` and every time in here are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from agent.protocol import JobState, WorkerState
+from planner.errors import InputError
+
+AckState = Literal["", "adopted", "formed", "resumed"]
+ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
+
+# Members that count as there: in the epoch, or able to enter the next one.
+PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """When silence means what, in seconds. Each rung must lie above the one before.
+
+    heartbeat: how often a worker reports. suspect: silence after which it is marked. dead: silence
+    after which the job goes on without it. transfer_grace: how long a broken transfer may wait for
+    the exit or the time-out that explains it. Raises InputError.
+    """
+
+    heartbeat: float = 1.0
+    suspect: float = 5.0
+    dead: float = 20.0
+    transfer_grace: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0.05 <= self.heartbeat <= 3600:
+            raise InputError("heartbeat", self.heartbeat, "0.05 to 3600 seconds")
+        if not self.suspect >= 2 * self.heartbeat:
+            raise InputError("suspect", self.suspect, f"at least two heartbeats ({2 * self.heartbeat:g} s)")
+        if not self.suspect < self.dead <= 86400:
+            raise InputError("dead", self.dead, f"more than suspect ({self.suspect:g} s), at most a day")
+        if not 0 < self.transfer_grace < self.dead:
+            raise InputError("transfer_grace", self.transfer_grace, f"above 0, below dead ({self.dead:g} s)")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One cell of the grid.
+
+    incarnation: of the process that now counts; retired: those that came before it, fenced for
+    good. epoch: the newest one that this incarnation is in (0: none yet). acknowledged: how far it
+    came in taking up that epoch. draining: it said that its work is done. detail: why it is FAILED.
+    """
+
+    name: str
+    stage: int
+    state: WorkerState = WorkerState.STARTING
+    incarnation: str | None = None
+    retired: tuple[str, ...] = ()
+    epoch: int = 0
+    acknowledged: AckState = ""
+    last_heard: float | None = None
+    draining: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A deployment that has been opened. joining: those of `living` that take state from a peer first."""
+
+    number: int
+    living: tuple[str, ...]
+    failed: tuple[str, ...]
+    joining: tuple[str, ...]
+    plan_fingerprint: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The epoch to be opened as soon as the plan for `failed` is there."""
+
+    living: tuple[str, ...]
+    failed: tuple[str, ...]
+    joining: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A transfer that broke, not yet explained by a death."""
+
+    since: float
+    reporter: str
+    worker: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class State:
+    """All that the coordinator knows of one job. members: in grid order.
+
+    committed: iterations committed so far, of `iterations`. halted: why the job can't go on.
+    over: set once the launcher has said that the job ended.
+    """
+
+    members: Mapping[str, Member]
+    iterations: int
+    current: Epoch | None = None
+    pending: Pending | None = None
+    broken: Broken | None = None
+    committed: int = 0
+    halted: str = ""
+    over: JobState | None = None
+    over_reason: str = ""
+
+    @classmethod
+    def new(cls, pipelines: int, stages: int, iterations: int) -> State:
+        cells = [(f"W{p}_{s}", s) for p in range(pipelines) for s in range(stages)]
+        return cls({name: Member(name, stage) for name, stage in cells}, iterations)
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch's number; 0 before the first."""
+        return self.current.number if self.current else 0
+
+    @property
+    def settled(self) -> bool:
+        """Have all of the current epoch's members committed an iteration in it?"""
+        return self.current is not None and self.pending is None and not self.unsettled()
+
+    def unsettled(self) -> list[Member]:
+        """Members of the current epoch that have not resumed yet."""
+        living = self.current.living if self.current else ()
+        members = (self.members[name] for name in living)
+        return [m for m in members if m.state is not WorkerState.FINISHED and m.acknowledged != "resumed"]
+
+    @property
+    def job_state(self) -> JobState:
+        if self.over:
+            return self.over
+        if self.halted:
+            return JobState.HALTED
+        if self.current is None:
+            return JobState.STARTING
+        if self.settled:
+            return JobState.RUNNING
+        return JobState.STARTING if self.current.number == 1 and not self.pending else JobState.RECOVERING
+
+
+# -- what can happen ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Registered:
+    worker: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    incarnation: str
+    heard: float
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Heartbeats since the last time, the newest of each worker."""
+
+    beats: Mapping[str, Beat]
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A launcher saw the process of `worker` end."""
+
+    worker: str
+    incarnation: str
+    reporter: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class TransferBroken:
+    """`reporter`, with this incarnation, could not exchange data with `worker` (its best guess).
+
+    epoch: the one in which it saw that; 0 when it did not say.
+    """
+
+    reporter: str
+    incarnation: str
+    worker: str
+    epoch: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time went by."""
+
+
+@dataclass(frozen=True)
+class PlanReady:
+    failed: tuple[str, ...]
+    fingerprint: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class PlanRefused:
+    """No plan exists for these failures, and why."""
+
+    failed: tuple[str, ...]
+    detail: str
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    worker: str
+    incarnation: str
+    epoch: int
+    state: AckState
+
+
+@dataclass(frozen=True)
+class IterationsCommitted:
+    """count: iterations committed so far."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    state: JobState
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ConsoleRestarted:
+    """The state was read back from the database; nobody was heard in between."""
+
+
+Event = (
+    Registered
+    | Heard
+    | Exited
+    | TransferBroken
+    | Tick
+    | PlanReady
+    | PlanRefused
+    | Acknowledged
+    | IterationsCommitted
+    | Finished
+    | ConsoleRestarted
+)
+
+
+# -- what may be decided ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NeedPlan:
+    failed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OpenEpoch:
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line for the event feed."""
+
+    severity: Literal["info", "warning", "error"]
+    kind: Literal["worker", "failure", "epoch", "recovery", "plan", "job", "console", "operator"]
+    text: str
+    worker: str | None = None
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The event does not count, and nothing changed. code: as in agent.protocol.Problem."""
+
+    code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid"]
+    detail: str
+
+
+Decision = NeedPlan | OpenEpoch | Note | Refuse
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one event led to. reason: a sentence for people."""
+
+    state: State
+    decisions: tuple[Decision, ...] = ()
+    reason: str = ""
+
+    @property
+    def refusal(self) -> Refuse | None:
+        return next((d for d in self.decisions if isinstance(d, Refuse)), None)
+
+
+def names(workers: tuple[str, ...] | list[str], limit: int = 6) -> str:
+    """`W0_1, W1_2 and 3 more`."""
+    shown = ", ".join(workers[:limit])
+    return shown if len(workers) <= limit else f"{shown} and {len(workers) - limit} more"

@@ -1,0 +1,68 @@
+"""One sentence that says what the coordinator does or waits for, and why."""
+
+from __future__ import annotations
+
+from agent.protocol import WorkerState
+from app.membership import Ladder, Member, State, names
+
+
+def sentence(state: State, now: float, ladder: Ladder) -> str:
+    if state.over:
+        return f"The job has {state.over}" + (f": {state.over_reason}." if state.over_reason else ".")
+    if state.halted:
+        return state.halted[0].upper() + state.halted[1:]
+    if silent := _most_silent(state, now, ladder):
+        age = now - (silent.last_heard or now)
+        return f"Waiting for {silent.name}: last heard {age:.1f} s ago, dead at {ladder.dead:g} s."
+    if state.pending:
+        without = f" without {names(state.pending.failed)}" if state.pending.failed else ""
+        return f"Making the plan for epoch {state.epoch + 1}{without}: {state.pending.reason}."
+    if state.current is None:
+        return _before_the_first_epoch(state)
+    if state.broken:
+        left = max(0.0, state.broken.since + ladder.transfer_grace - now)
+        return (
+            f"{state.broken.reporter} can't exchange data with {state.broken.worker}: waiting {left:.1f} s more "
+            "for an exit or a time-out that explains it, then all connect anew."
+        )
+    return _in_an_epoch(state)
+
+
+def _before_the_first_epoch(state: State) -> str:
+    failed = [m for m in state.members.values() if m.state is WorkerState.FAILED]
+    if failed:
+        return f"Waiting for {names([m.name for m in failed])} to be started again: {failed[0].detail}."
+    missing = [m.name for m in state.members.values() if m.incarnation is None]
+    return f"Waiting for {len(missing)} of {len(state.members)} workers to register: {names(missing)}."
+
+
+def _in_an_epoch(state: State) -> str:
+    assert state.current is not None
+    waiting, living = state.unsettled(), len(state.current.living)
+    if waiting:
+        steps = {"": "to take up the plan", "adopted": "to form its groups", "formed": "to commit its first iteration"}
+        slowest = min(waiting, key=lambda m: list(steps).index(m.acknowledged))
+        alike = [m.name for m in waiting if m.acknowledged == slowest.acknowledged]
+        return (
+            f"Epoch {state.epoch} ({state.current.reason}): {living - len(waiting)} of {living} workers train; "
+            f"waiting for {names(alike)} {steps[slowest.acknowledged]}."
+        )
+    out = [m.name for m in state.members.values() if m.state is WorkerState.FAILED]
+    if out:
+        return (
+            f"Training in epoch {state.epoch} with {living} of {len(state.members)} workers; {names(out)} "
+            f"{'is' if len(out) == 1 else 'are'} out, living peers of the same stage do the work."
+        )
+    return f"Training in epoch {state.epoch} with all {len(state.members)} workers."
+
+
+def _most_silent(state: State, now: float, ladder: Ladder) -> Member | None:
+    overdue = [
+        m
+        for m in state.members.values()
+        if m.state not in (WorkerState.FAILED, WorkerState.FINISHED)
+        and not m.draining
+        and m.last_heard is not None
+        and now - m.last_heard > ladder.suspect
+    ]
+    return min(overdue, key=lambda m: m.last_heard or 0.0, default=None)

@@ -1,0 +1,195 @@
+"""The tables. Times are POSIX seconds (float, wall clock); JSON is kept as text.
+
+Whether a stored value makes sense is the business of whoever writes it: the store takes what the
+coordinator has accepted.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Double, ForeignKey, Index, Integer, LargeBinary, MetaData, String, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# Names for every constraint, so that a later migration can drop it by name on any database.
+NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+# SQLite makes a row id only of a column declared INTEGER.
+RowId = BigInteger().with_variant(Integer, "sqlite")
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(naming_convention=NAMING)
+
+
+def _job_key() -> Mapped[str]:
+    return mapped_column(String(64), ForeignKey("job.id", ondelete="CASCADE"), primary_key=True)
+
+
+class JobRow(Base):
+    """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs one."""
+
+    __tablename__ = "job"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(80))
+    spec: Mapped[str] = mapped_column(Text)
+    state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(Text, default="")
+    idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
+    created_at: Mapped[float] = mapped_column(Double)
+
+
+class WorkerRow(Base):
+    """The latest of one cell of the grid. What a heartbeat brings is written behind, in batches.
+
+    retired: the incarnations that came before, a JSON list: they are fenced for good. member_epoch:
+    the newest epoch that its incarnation is in; epoch: the one it says it is in.
+    """
+
+    __tablename__ = "worker"
+
+    job_id: Mapped[str] = _job_key()
+    name: Mapped[str] = mapped_column(String(16), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16))
+    incarnation: Mapped[str | None] = mapped_column(String(64))
+    retired: Mapped[str] = mapped_column(Text, default="[]")
+    detail: Mapped[str] = mapped_column(Text, default="")
+    draining: Mapped[bool] = mapped_column(default=False)
+    member_epoch: Mapped[int] = mapped_column(BigInteger, default=0)
+    host: Mapped[str] = mapped_column(String(255), default="")
+    pid: Mapped[int] = mapped_column(BigInteger, default=0)
+    seq: Mapped[int] = mapped_column(BigInteger, default=-1)
+    epoch: Mapped[int] = mapped_column(BigInteger, default=0)
+    iteration: Mapped[int] = mapped_column(BigInteger, default=0)
+    phase: Mapped[str] = mapped_column(String(16), default="")
+    op_milliseconds: Mapped[str] = mapped_column(Text, default="{}")
+    resident_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    heard_at: Mapped[float | None] = mapped_column(Double)
+
+
+class PlanRow(Base):
+    """A Plan document, deflated. Equal plans share a fingerprint and so a row, across all jobs."""
+
+    __tablename__ = "plan"
+
+    fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
+    document: Mapped[bytes] = mapped_column(LargeBinary)
+    created_at: Mapped[float] = mapped_column(Double)
+
+
+class JobPlanRow(Base):
+    """Which plans a job has. ahead: made before its failure happened."""
+
+    __tablename__ = "job_plan"
+
+    job_id: Mapped[str] = _job_key()
+    fingerprint: Mapped[str] = mapped_column(String(64), ForeignKey("plan.fingerprint"), primary_key=True)
+    failed: Mapped[str] = mapped_column(Text)
+    ahead: Mapped[bool]
+    created_at: Mapped[float] = mapped_column(Double)
+
+
+class EpochRow(Base):
+    """One deployment: who is in the epoch, and the plan it runs. living, failed, joining: JSON lists."""
+
+    __tablename__ = "epoch"
+
+    job_id: Mapped[str] = _job_key()
+    epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    plan_fingerprint: Mapped[str] = mapped_column(String(64), ForeignKey("plan.fingerprint"))
+    living: Mapped[str] = mapped_column(Text)
+    failed: Mapped[str] = mapped_column(Text)
+    joining: Mapped[str] = mapped_column(Text)
+    reason: Mapped[str] = mapped_column(Text)
+    opened_at: Mapped[float] = mapped_column(Double)
+
+
+class AcknowledgementRow(Base):
+    """How far a worker came in taking up an epoch: a row each for adopted, formed, resumed."""
+
+    __tablename__ = "acknowledgement"
+
+    job_id: Mapped[str] = _job_key()
+    epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    worker: Mapped[str] = mapped_column(String(16), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16), primary_key=True)
+    incarnation: Mapped[str] = mapped_column(String(64))
+    iteration: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[float] = mapped_column(Double)
+
+
+class EventRow(Base):
+    """One line of a job's history. seq counts from 1 within the job, without gaps."""
+
+    __tablename__ = "event"
+
+    job_id: Mapped[str] = _job_key()
+    seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at: Mapped[float] = mapped_column(Double)
+    severity: Mapped[str] = mapped_column(String(8))
+    kind: Mapped[str] = mapped_column(String(16))
+    worker: Mapped[str | None] = mapped_column(String(16))
+    text: Mapped[str] = mapped_column(Text)
+
+
+class IterationRow(Base):
+    """One committed iteration; the first report of it counts. loss_hex: exact."""
+
+    __tablename__ = "iteration"
+
+    job_id: Mapped[str] = _job_key()
+    iteration: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    loss: Mapped[float] = mapped_column(Double)
+    loss_hex: Mapped[str] = mapped_column(String(40))
+    seconds: Mapped[float] = mapped_column(Double)
+    epoch: Mapped[int] = mapped_column(BigInteger)
+    living: Mapped[int] = mapped_column(Integer)
+    committed_at: Mapped[float] = mapped_column(Double)
+
+
+class RecoveryRow(Base):
+    """Milliseconds from a worker's death to each step of the recovery, as the launcher measured them."""
+
+    __tablename__ = "recovery"
+
+    job_id: Mapped[str] = _job_key()
+    worker: Mapped[str] = mapped_column(String(16), primary_key=True)
+    epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    detected_ms: Mapped[float] = mapped_column(Double)
+    unblocked_ms: Mapped[float] = mapped_column(Double)
+    reformed_ms: Mapped[float] = mapped_column(Double)
+    resumed_ms: Mapped[float] = mapped_column(Double)
+    at: Mapped[float] = mapped_column(Double)
+
+
+class CommandRow(Base):
+    """What an operator asked of the launcher. seq counts from 1 within the job."""
+
+    __tablename__ = "command"
+
+    job_id: Mapped[str] = _job_key()
+    seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    kind: Mapped[str] = mapped_column(String(16))
+    worker: Mapped[str] = mapped_column(String(16))
+    actor: Mapped[str] = mapped_column(String(80))
+    at: Mapped[float] = mapped_column(Double)
+
+
+class AuditRow(Base):
+    """Every operator action: who, what, on what. Kept when the job it speaks of is gone."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index(None, "job_id", "at"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True, autoincrement=True)
+    at: Mapped[float] = mapped_column(Double)
+    actor: Mapped[str] = mapped_column(String(80))
+    action: Mapped[str] = mapped_column(String(40))
+    job_id: Mapped[str | None] = mapped_column(String(64))
+    target: Mapped[str] = mapped_column(String(255), default="")
+    detail: Mapped[str] = mapped_column(Text, default="")

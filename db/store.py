@@ -1,0 +1,287 @@
+"""Every query there is. Each function is one transaction and returns plain data.
+
+Thread-safe: a Store holds nothing but the Database.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Table, bindparam, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from db.models import (
+    AcknowledgementRow,
+    AuditRow,
+    Base,
+    CommandRow,
+    EpochRow,
+    EventRow,
+    IterationRow,
+    JobPlanRow,
+    JobRow,
+    PlanRow,
+    RecoveryRow,
+    WorkerRow,
+)
+from db.session import Database
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one step of the coordinator adds to a job's history: stored in one transaction.
+
+    job: columns of the job row that changed. workers, epoch, events, acknowledgement: rows without
+    their job_id; `plan` is (fingerprint, JSON document, failed workers, made ahead).
+    """
+
+    job: Record = field(default_factory=dict)
+    workers: Sequence[Record] = ()
+    plan: tuple[str, str, Sequence[str], bool] | None = None
+    epoch: Record | None = None
+    events: Sequence[Record] = ()
+    acknowledgement: Record | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.job or self.workers or self.plan or self.epoch or self.events or self.acknowledgement)
+
+
+class Store:
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def ping(self) -> None:
+        """Raises when the database does not answer."""
+        with self.database.read() as session:
+            session.execute(select(1))
+
+    # -- jobs -------------------------------------------------------------------------------
+
+    def create_job(
+        self,
+        job_id: str,
+        *,
+        name: str,
+        spec: str,
+        state: str,
+        created_at: float,
+        workers: Sequence[Record],
+        idempotency_key: str | None = None,
+    ) -> Record:
+        """The new job's row, or that of the job which was created under this key before."""
+        with self.database.write() as session:
+            row = {
+                "id": job_id,
+                "name": name,
+                "spec": spec,
+                "state": state,
+                "reason": "",
+                "idempotency_key": idempotency_key,
+                "created_at": created_at,
+            }
+            created = session.execute(self._insert_new(JobRow).values(row)).rowcount  # type: ignore[attr-defined]
+            if not created:
+                found = select(JobRow.__table__).where(JobRow.idempotency_key == idempotency_key)
+                return dict(session.execute(found).mappings().one())
+            if workers:
+                session.execute(insert(WorkerRow), [{"job_id": job_id, **w} for w in workers])
+            return row
+
+    def jobs(self) -> list[Record]:
+        """Every job, oldest first."""
+        with self.database.read() as session:
+            return _rows(session, select(JobRow.__table__).order_by(JobRow.created_at, JobRow.id))
+
+    def workers(self, job_id: str) -> list[Record]:
+        with self.database.read() as session:
+            return _rows(session, select(WorkerRow.__table__).where(WorkerRow.job_id == job_id))
+
+    # -- the coordinator's steps ------------------------------------------------------------
+
+    def apply(self, job_id: str, change: Change) -> None:
+        """All of it or nothing."""
+        with self.database.write() as session:
+            if change.job:
+                session.execute(update(JobRow).where(JobRow.id == job_id).values(change.job))
+            _update_workers(session, job_id, change.workers)
+            if change.plan:
+                self._put_plan(session, job_id, *change.plan)
+            if change.epoch:
+                row = {k: json.dumps(v) if isinstance(v, (list, tuple)) else v for k, v in change.epoch.items()}
+                session.execute(insert(EpochRow).values(job_id=job_id, **row))
+            if change.events:
+                session.execute(insert(EventRow), [{"job_id": job_id, **e} for e in change.events])
+            if change.acknowledgement:
+                statement = self._insert_new(AcknowledgementRow)
+                session.execute(statement.values(job_id=job_id, **change.acknowledgement))
+
+    def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
+        """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""
+        with self.database.write() as session:
+            for job_id, workers in beats.items():
+                _update_workers(session, job_id, workers)
+
+    def last_event(self, job_id: str) -> int:
+        with self.database.read() as session:
+            return session.scalar(select(func.max(EventRow.seq)).where(EventRow.job_id == job_id)) or 0
+
+    def events(self, job_id: str, *, after: int = 0, limit: int = 200, newest: bool = False) -> list[Record]:
+        """Events with seq > after: the first `limit`, oldest first; or the newest, newest first."""
+        order = EventRow.seq.desc() if newest else EventRow.seq
+        with self.database.read() as session:
+            where = (EventRow.job_id == job_id, EventRow.seq > after)
+            return _rows(session, select(EventRow.__table__).where(*where).order_by(order).limit(limit))
+
+    def epochs(self, job_id: str) -> list[Record]:
+        """Every epoch, oldest first; living, failed and joining as lists."""
+        with self.database.read() as session:
+            query = select(EpochRow.__table__).where(EpochRow.job_id == job_id).order_by(EpochRow.epoch)
+            rows = _rows(session, query)
+        for row in rows:
+            for key in ("living", "failed", "joining"):
+                row[key] = json.loads(row[key])
+        return rows
+
+    def acknowledgements(self, job_id: str, epoch: int | None = None) -> list[Record]:
+        where = [AcknowledgementRow.job_id == job_id]
+        if epoch is not None:
+            where.append(AcknowledgementRow.epoch == epoch)
+        with self.database.read() as session:
+            return _rows(session, select(AcknowledgementRow.__table__).where(*where).order_by(AcknowledgementRow.at))
+
+    # -- plans ------------------------------------------------------------------------------
+
+    def put_plan(self, job_id: str, fingerprint: str, document: str, failed: Sequence[str], ahead: bool) -> None:
+        """A plan that is stored already, by this or another job, is not stored twice."""
+        with self.database.write() as session:
+            self._put_plan(session, job_id, fingerprint, document, failed, ahead)
+
+    def plan(self, fingerprint: str) -> str | None:
+        """The plan document as JSON."""
+        with self.database.read() as session:
+            data = session.scalar(select(PlanRow.document).where(PlanRow.fingerprint == fingerprint))
+        return None if data is None else zlib.decompress(data).decode()
+
+    def job_plans(self, job_id: str) -> list[Record]:
+        """What plans a job has, without the documents; `failed` as a list, fewest failures first."""
+        with self.database.read() as session:
+            rows = _rows(session, select(JobPlanRow.__table__).where(JobPlanRow.job_id == job_id))
+        for row in rows:
+            row["failed"] = json.loads(row["failed"])
+        return sorted(rows, key=lambda r: (len(r["failed"]), r["failed"], r["created_at"]))
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def add_iterations(self, job_id: str, rows: Sequence[Record]) -> None:
+        """The first report of an iteration counts; later ones are ignored."""
+        if rows:
+            with self.database.write() as session:
+                session.execute(self._insert_new(IterationRow), [{"job_id": job_id, **r} for r in rows])
+
+    def iterations(self, job_id: str, *, after: int = -1, limit: int = 1000, newest: bool = False) -> list[Record]:
+        """Iterations with a number > after, oldest first: the first `limit`, or the newest."""
+        order = IterationRow.iteration.desc() if newest else IterationRow.iteration
+        where = (IterationRow.job_id == job_id, IterationRow.iteration > after)
+        with self.database.read() as session:
+            rows = _rows(session, select(IterationRow.__table__).where(*where).order_by(order).limit(limit))
+        return rows[::-1] if newest else rows
+
+    def iteration_count(self, job_id: str) -> int:
+        with self.database.read() as session:
+            query = select(func.count()).select_from(IterationRow).where(IterationRow.job_id == job_id)
+            return session.scalar(query) or 0
+
+    def add_recovery(self, job_id: str, row: Record) -> None:
+        with self.database.write() as session:
+            session.execute(self._insert_new(RecoveryRow).values(job_id=job_id, **row))
+
+    def recoveries(self, job_id: str) -> list[Record]:
+        """Oldest first."""
+        with self.database.read() as session:
+            query = select(RecoveryRow.__table__).where(RecoveryRow.job_id == job_id)
+            return _rows(session, query.order_by(RecoveryRow.at, RecoveryRow.epoch))
+
+    # -- operators --------------------------------------------------------------------------
+
+    def add_command(self, job_id: str, *, kind: str, worker: str, actor: str, events: Sequence[Record]) -> int:
+        """Stores the command, its line in the audit log and its events; returns the command's seq."""
+        now = time.time()
+        with self.database.write() as session:
+            # Locks the job's row, so that two operators on PostgreSQL get different numbers.
+            session.execute(select(JobRow.id).where(JobRow.id == job_id).with_for_update())
+            last = session.scalar(select(func.max(CommandRow.seq)).where(CommandRow.job_id == job_id)) or 0
+            command = {"seq": last + 1, "kind": kind, "worker": worker, "actor": actor, "at": now}
+            session.execute(insert(CommandRow).values(job_id=job_id, **command))
+            audit = {"at": now, "actor": actor, "action": kind, "job_id": job_id, "target": worker, "detail": ""}
+            session.execute(insert(AuditRow).values(audit))
+            if events:
+                session.execute(insert(EventRow), [{"job_id": job_id, **e} for e in events])
+            return last + 1
+
+    def commands(self, job_id: str, *, after: int = 0) -> list[Record]:
+        where = (CommandRow.job_id == job_id, CommandRow.seq > after)
+        with self.database.read() as session:
+            return _rows(session, select(CommandRow.__table__).where(*where).order_by(CommandRow.seq))
+
+    def audit(self, job_id: str | None = None) -> list[Record]:
+        """Oldest first."""
+        query = select(AuditRow.__table__).order_by(AuditRow.at, AuditRow.id)
+        if job_id is not None:
+            query = query.where(AuditRow.job_id == job_id)
+        with self.database.read() as session:
+            return _rows(session, query)
+
+    # -- details ----------------------------------------------------------------------------
+
+    def _put_plan(
+        self, session: Session, job_id: str, fingerprint: str, document: str, failed: Sequence[str], ahead: bool
+    ) -> None:
+        now = time.time()
+        plan = {"fingerprint": fingerprint, "document": zlib.compress(document.encode()), "created_at": now}
+        session.execute(self._insert_new(PlanRow).values(plan))
+        link = {
+            "job_id": job_id,
+            "fingerprint": fingerprint,
+            "failed": json.dumps(list(failed)),
+            "ahead": ahead,
+            "created_at": now,
+        }
+        session.execute(self._insert_new(JobPlanRow).values(link))
+
+    def _insert_new(self, model: type[Base]) -> Any:
+        """INSERT that leaves a row alone which is there already."""
+        assert isinstance(model.__table__, Table)
+        if self.database.is_sqlite:
+            return sqlite.insert(model.__table__).on_conflict_do_nothing()
+        return postgresql.insert(model.__table__).on_conflict_do_nothing()
+
+
+def _rows(session: Session, query: Any) -> list[Record]:
+    return [dict(row) for row in session.execute(query).mappings()]
+
+
+def _update_workers(session: Session, job_id: str, workers: Iterable[Record]) -> None:
+    """Updates many rows per statement. Rows with the same columns go together."""
+    alike: dict[tuple[str, ...], list[Record]] = {}
+    for worker in workers:
+        alike.setdefault(tuple(sorted(worker)), []).append(worker)
+    for columns, rows in alike.items():
+        table = WorkerRow.__table__
+        assert isinstance(table, Table)
+        statement = (
+            update(table)
+            .where(table.c.job_id == bindparam("_job"), table.c.name == bindparam("_name"))
+            .values({c: bindparam(f"_{c}_") for c in columns if c != "name"})
+        )
+        values = [
+            {"_job": job_id, "_name": row["name"], **{f"_{c}_": row[c] for c in columns if c != "name"}} for row in rows
+        ]
+        session.connection().execute(statement, values)
