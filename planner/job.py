@@ -130,13 +130,7 @@ class Job:
     time_unit: str = "slot"
 
     def __post_init__(self) -> None:
-        for name in ("pipelines", "stages", "micro_batches"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(name, value, "a whole number of at least 1")
-        ops = 3 * self.pipelines * self.stages * self.micro_batches
-        if ops > MAX_OPS:
-            raise InputError("pipelines x stages x micro_batches x 3 ops", ops, f"at most {MAX_OPS:,} ops")
+        _check_sizes(self.pipelines, self.stages, self.micro_batches)
         if not self.profiles:
             object.__setattr__(self, "profiles", (StageProfile(),) * self.stages)
         if not self.transfers:
@@ -162,8 +156,7 @@ class Job:
     ) -> Job:
         """A job whose stages are alike. `durations` has any of the keys F, I, W, O, transfer."""
         times = {"F": 1.0, "I": 1.0, "W": 1.0, "O": 0.0, "transfer": 0.0, **(durations or {})}
-        if isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= MAX_OPS:
-            raise InputError("stages", stages, "a whole number of at least 1")
+        _check_sizes(pipelines, stages, micro_batches)  # before a tuple per stage is made
         profile = StageProfile(times["F"], times["I"], times["W"], times["O"])
         return cls(
             pipelines,
@@ -302,6 +295,16 @@ def parse_durations(text: str, *, field: str = "--durations") -> dict[str, float
             raise InputError(field, part, f"{key}=NUMBER") from None
         _check_duration(f"{field} {key}", out[key])
     return out
+
+
+def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
+    """Refuses what is no size, and what would not fit in memory, before any is taken."""
+    for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(name, value, "a whole number of at least 1")
+    ops = 3 * pipelines * stages * micro_batches
+    if ops > MAX_OPS:
+        raise InputError("pipelines x stages x micro_batches x 3 ops", ops, f"at most {MAX_OPS:,} ops")
 
 
 def _check_duration(field: str, value: float) -> None:

@@ -1,0 +1,228 @@
+"""`python -m planner`: plans from the command line.
+
+Exit status: 0 done; 1 a checked plan is invalid; 2 the input is not acceptable or unreadable.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from planner.check import check as find_violations
+from planner.errors import InputError, PlannerError
+from planner.failures import parse_failed
+from planner.gantt_text import gantt_lines
+from planner.job import Job, MemoryLimit, Problem, Technique, parse_durations
+from planner.plan import JobDoc, Plan, PlanError, first_problem
+from planner.solvers.base import Progress
+from planner.solvers.portfolio import make_plan
+
+SHOWN_VIOLATIONS = 20
+
+app = typer.Typer(
+    name="planner",
+    help="Plan pipeline-parallel training around failed workers, and check such plans.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Runs the command line; every refusal is one sentence and exit status 2."""
+    try:
+        app()
+    except PlannerError as error:
+        _refuse(str(error))
+    except KeyboardInterrupt:
+        _err.print("stopped")
+        sys.exit(130)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    _err.print(f"error: {sentence}", markup=False)
+    sys.exit(2)
+
+
+@app.command()
+def plan(
+    pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
+    fail: Annotated[list[str] | None, typer.Option(help="A failed worker such as W1_2; repeatable.")] = None,
+    technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
+    memory: Annotated[str, typer.Option(help="Activations per worker: 1f1b, uniform, none or a number.")] = "uniform",
+    durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
+    solver: Annotated[str, typer.Option(help="auto, list, cp-sat or milp.")] = "auto",
+    time_limit: Annotated[float, typer.Option(help="Seconds at most.")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="Write the plan document here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan document.")] = False,
+) -> None:
+    """Make a plan. Ctrl-C keeps the best one found so far."""
+    job = _job(pipelines, stages, micro_batches, durations, profile)
+    problem = Problem(
+        job,
+        parse_failed((name for text in fail or [] for name in text.split(",")), job),
+        Technique.of(technique),
+        MemoryLimit.parse(memory),
+    )
+    if out is not None and not out.absolute().parent.is_dir():  # said before time is spent on solving
+        raise InputError("--out", str(out), "a file in a folder that exists")
+    with _interruptible() as stop, _progress(job, quiet=as_json) as report:
+        made = make_plan(
+            problem, solver=solver, time_limit=time_limit, on_progress=report, cancelled=lambda: bool(stop)
+        )
+    if out is not None:
+        _write(out, made.to_json() + "\n")
+    if as_json:
+        sys.stdout.write(made.to_json() + "\n")
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for line in _summary(made):
+        console.print(line, markup=False)
+    if out is not None:
+        console.print(f"written to {out}", markup=False)
+        return
+    console.print()
+    for text in gantt_lines(made.schedule(), width=console.width):
+        console.print(text)
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.json")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Say whether a plan is valid: 0 valid, 1 invalid (what clashes is named), 2 unreadable."""
+    loaded = Plan.load(path)
+    violations = find_violations(loaded)
+    if as_json:
+        found = [{"sentence": v.sentence, "ops": [str(op) for op in v.ops]} for v in violations]
+        sys.stdout.write(json.dumps({"valid": not violations, "violations": found}) + "\n")
+    elif violations:
+        for violation in violations[:SHOWN_VIOLATIONS]:
+            print(f"{path}: {violation}")
+        if len(violations) > SHOWN_VIOLATIONS:
+            print(f"{path}: and {len(violations) - SHOWN_VIOLATIONS} more")
+    else:
+        print(f"{path} is valid")
+        print("\n".join(_summary(loaded)))
+    raise typer.Exit(1 if violations else 0)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the plan document."""
+    sys.stdout.write(schema_text())
+
+
+def schema_text() -> str:
+    """What planner/plan.schema.json holds."""
+    document: dict[str, Any] = Plan.model_json_schema()
+    return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def _job(
+    pipelines: int | None,
+    stages: int | None,
+    micro_batches: int | None,
+    durations: str | None,
+    profile: Path | None,
+) -> Job:
+    sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
+    if profile is not None:
+        for option, value in sizes.items():
+            if value is not None:
+                raise InputError(option, value, "nothing, since --profile FILE says it")
+        return _read_profile(profile)
+    for option, value in sizes.items():
+        if value is None and option != "--durations":
+            raise InputError(option, None, "a whole number of at least 1 (or --profile FILE)")
+    assert pipelines is not None and stages is not None and micro_batches is not None
+    return Job.uniform(pipelines, stages, micro_batches, durations=parse_durations(durations or ""))
+
+
+def _read_profile(path: Path) -> Job:
+    try:
+        return JobDoc.model_validate_json(path.read_bytes()).job()
+    except OSError as error:
+        raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        raise PlanError(f"{path} is not a job document: {first_problem(error)}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: a reader never sees half a plan."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise InputError("--out", str(path), f"a file that can be written ({error.strerror or error})") from None
+
+
+def _summary(made: Plan) -> list[str]:
+    m, job = made.metrics, made.job
+    failed = ", ".join(made.failed[:8]) + (f" and {len(made.failed) - 8} more" if len(made.failed) > 8 else "")
+    unit = job.time_unit
+    proof = "optimal" if made.solver.status == "optimal" else f"gap {m.gap:.2%}"
+    lines = [
+        f"{job.pipelines} pipelines x {job.stages} stages x {job.micro_batches} micro-batches, "
+        f"failed: {failed or 'none'}",
+        f"technique {made.technique.value}, memory {made.memory}, "
+        f"most activations on a worker {max(m.peak_activations.values())}",
+        f"period {m.period} {unit}s, lower bound {m.lower_bound} ({proof}), makespan {m.makespan}",
+        f"slowdown {m.slowdown_vs_1f1b:+.1%} against fault-free 1F1B, "
+        f"{m.slowdown_vs_best:+.1%} against our best fault-free plan",
+        f"bubbles {m.bubble_fraction:.1%}; solver {made.solver.name}, {made.solver.seconds:.2f} s; "
+        f"fingerprint {made.fingerprint}",
+    ]
+    return [*lines, made.solver.message] if made.solver.message else lines
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """The first Ctrl-C only marks the list that is yielded; the second one ends the program."""
+    stop: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(number)
+        _err.print("stopping; keeping the best plan so far")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(job: Job, *, quiet: bool) -> Iterator[Any]:
+    """A line that shows the best period and the bound while solving; nothing off a terminal."""
+    if quiet or not _err.is_terminal:
+        yield None
+        return
+    with _err.status("planning") as status:
+
+        def report(progress: Progress) -> None:
+            best = "none yet" if progress.incumbent is None else job.units(progress.incumbent)
+            status.update(
+                f"{progress.solver}: period {best}, bound {job.units(progress.bound)}, {progress.elapsed:.1f} s"
+            )
+
+        yield report
