@@ -67,8 +67,8 @@ class JobSpec(Message):
     pipelines: Annotated[int, Field(ge=1, le=4096)]
     stages: Annotated[int, Field(ge=1, le=4096)]
     micro_batches: Annotated[int, Field(ge=1, le=65536)]
-    iterations: Annotated[int, Field(ge=1)]
-    samples_per_micro_batch: Annotated[int, Field(ge=1)] = 1
+    iterations: Annotated[int, Field(ge=1, le=2**53)]
+    samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] = 1
     technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
     memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|[1-9]\d{0,8})$")] = "uniform"
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
@@ -158,7 +158,9 @@ class FailureReport(Message):
 
     cause `exit`: the launcher saw the process of `worker` end. `transfer`: `reporter` could not
     exchange data (then `worker` is the reporter's best guess, or itself). age_milliseconds: how
-    long ago it was seen.
+    long ago it was seen. incarnation: of `worker` for an exit, of `reporter` for a transfer. epoch:
+    the reporter's own when the transfer broke, so that a late report can't disturb the next one
+    (0: not said).
     """
 
     worker: WorkerName
@@ -167,6 +169,7 @@ class FailureReport(Message):
     reporter: Name
     detail: Text = ""
     age_milliseconds: Milliseconds = 0
+    epoch: Count = 0
 
 
 class Iteration(Message):
@@ -189,7 +192,8 @@ class IterationReport(Message):
 class Recovery(Message):
     """POST /jobs/{job_id}/recoveries. Milliseconds after the death of `worker` until: its death was
     seen; the last survivor had left the iteration; the last had re-formed; the redone iteration
-    was committed."""
+    was committed. death_known: False when only the moment it was seen is known (then the times
+    count from there)."""
 
     worker: WorkerName
     epoch: Count
@@ -197,6 +201,7 @@ class Recovery(Message):
     unblocked_ms: Milliseconds
     reformed_ms: Milliseconds
     resumed_ms: Milliseconds
+    death_known: bool = True
 
 
 class Command(Message):

@@ -90,6 +90,7 @@ class JobView:
     recoveries: tuple[RecoveryView, ...]
     planned_ahead: int = 0
     plans_to_make: int = 0
+    fault_free_samples_per_second: float | None = None
 
 
 @dataclass(frozen=True)
