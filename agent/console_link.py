@@ -1,0 +1,178 @@
+"""The launcher's link to a console: reports go out, epochs and commands come in, nothing blocks.
+
+Three threads, each with its own HTTP session: one delivers reports in order, one long-polls for
+epochs, one for the operator's commands. A console that is down is tried again with back-off;
+reports wait in a bounded queue, iterations and exits before anything that can be dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from agent.coordination import Deploy, Event, Halt
+from agent.protocol import (
+    Commands,
+    Deployment,
+    FailureReport,
+    Iteration,
+    IterationReport,
+    JobCreated,
+    JobFinished,
+    JobSpec,
+    Message,
+    Recovery,
+)
+from planner.job import Worker
+from planner.plan import Plan
+
+LONG_POLL_SECONDS = 20.0
+MAX_REPORTS = 100_000
+
+
+def create_job(client: ConsoleClient, spec: JobSpec, *, patience: float = 30.0) -> JobCreated:
+    """Registers the job; waits up to `patience` seconds for the console to answer.
+
+    Raises ConsoleUnavailable or ConsoleRefused.
+    """
+    key, backoff, waited = uuid.uuid4().hex, Backoff(0.2, 2.0), 0.0
+    while True:
+        try:
+            created = client.post("/jobs", spec, JobCreated, key=key)
+            assert created is not None
+            return created
+        except ConsoleUnavailable:
+            if waited >= patience:
+                raise
+            wait = backoff.seconds()
+            threading.Event().wait(wait)
+            waited += wait
+
+
+class ConsoleCoordination:
+    """A Coordination whose decisions are the console's.
+
+    wake_fd: becomes readable when `poll` has something.
+    """
+
+    def __init__(self, connect: Callable[[], ConsoleClient], job_id: str) -> None:
+        self._connect, self._path = connect, f"/jobs/{job_id}"
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._reports: deque[tuple[str, Message]] = deque(maxlen=MAX_REPORTS)
+        self._report_there, self._closing = threading.Event(), threading.Event()
+        self.wake_fd, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._sender = threading.Thread(target=self._send_reports, name="reports", daemon=True)
+        self._sender.start()
+        for target in (self._follow_epochs, self._follow_commands):
+            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+
+    # -- Coordination -------------------------------------------------------------------------
+
+    def ready(self, worker: Worker, incarnation: str) -> None:
+        """The worker registers itself."""
+
+    def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
+        report = FailureReport(
+            worker=str(worker), incarnation=incarnation, cause="exit", reporter="launcher", detail=detail[:2000]
+        )
+        self._report("/failures", report)
+
+    def broken(self, worker: Worker, epoch: int, now: float) -> None:
+        """The worker reports it itself."""
+
+    def committed(self, iterations: Iterable[Iteration]) -> None:
+        batch = tuple(iterations)
+        if batch:
+            self._report("/iterations", IterationReport(iterations=batch))
+
+    def recovered(self, recovery: Recovery) -> None:
+        self._report("/recoveries", recovery)
+
+    def finished(self, state: str, reason: str) -> None:
+        self._report("/finish", JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
+
+    def poll(self, now: float) -> list[Event]:
+        out = []
+        while not self._events.empty():
+            out.append(self._events.get())
+        if out:
+            os.read(self.wake_fd, 4096)
+        return out
+
+    def close(self, patience: float = 3.0) -> None:
+        """Delivers what is queued, for up to `patience` seconds."""
+        self._closing.set()
+        self._report_there.set()
+        self._sender.join(patience)
+
+    # -- threads ------------------------------------------------------------------------------
+
+    def _report(self, path: str, message: Message) -> None:
+        self._reports.append((path, message))
+        self._report_there.set()
+
+    def _put(self, event: Event) -> None:
+        self._events.put(event)
+        with contextlib.suppress(BlockingIOError):  # full, so readable already
+            os.write(self._wake_write, b"!")
+
+    def _send_reports(self) -> None:
+        client, backoff = self._connect(), Backoff()
+        while True:
+            if not self._reports:
+                if self._closing.is_set():
+                    return
+                self._report_there.wait()
+                self._report_there.clear()
+                continue
+            path, message = self._reports[0]
+            try:
+                client.post(f"{self._path}{path}", message)
+            except ConsoleUnavailable:
+                self._closing.wait(backoff.seconds())
+                continue
+            except ConsoleRefused:
+                pass  # the console knows better (fenced, finished): the same again would be refused
+            backoff.reset()
+            self._reports.popleft()
+
+    def _follow_epochs(self) -> None:
+        client, backoff, epoch = self._connect(), Backoff(), 0
+        plans: dict[str, Plan] = {}
+        while not self._closing.is_set():
+            try:
+                deployment = client.get(f"{self._path}/deployment", Deployment, wait=LONG_POLL_SECONDS, after=epoch)
+                backoff.reset()
+                if deployment is None or deployment.epoch <= epoch:
+                    continue
+                name = deployment.plan_fingerprint
+                if name not in plans:
+                    plan = client.get(f"{self._path}/plans/{name}", Plan)
+                    assert plan is not None
+                    plans[name] = plan
+                epoch = deployment.epoch
+                self._put(Deploy(deployment, plans[name]))
+            except ConsoleUnavailable:
+                self._closing.wait(backoff.seconds())
+            except ConsoleRefused as refusal:
+                self._put(Halt(f"the console refused: {refusal}"))
+                return
+
+    def _follow_commands(self) -> None:
+        client, backoff, seq = self._connect(), Backoff(), 0
+        while not self._closing.is_set():
+            try:
+                answer = client.get(f"{self._path}/commands", Commands, wait=LONG_POLL_SECONDS, after=seq)
+                backoff.reset()
+                for command in answer.commands if answer else ():
+                    seq = max(seq, command.seq)
+                    self._put(command)
+            except (ConsoleUnavailable, ConsoleRefused):
+                self._closing.wait(backoff.seconds())

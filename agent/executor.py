@@ -1,0 +1,241 @@
+"""Runs one worker's ops of one iteration, in the order of the plan.
+
+The order is all that counts: each op waits for its inputs, so times in the plan are a forecast and
+not a clock. Sends are asynchronous and tagged and receives are posted ahead, so an order that a
+valid schedule has can't deadlock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from agent.communicator import Groups, Pending
+from agent.faults import FaultInjector
+from agent.optimizer import StageOptimizer
+from agent.randomness import seed_for
+from agent.stage import MicroBatch, Stage
+from agent.workload import Workload
+from planner.job import Job, Worker
+from planner.schedule import Op, Schedule
+
+# Receives posted ahead of the op that needs them.
+PREFETCH = 4
+# Tags tell apart the messages of this many iterations; two may be in flight, since steps are staggered.
+_TAG_ITERATIONS = 4
+
+
+class Interrupted(Exception):
+    """A newer epoch has been announced: the iteration in flight is abandoned."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one worker does in every iteration of an epoch.
+
+    ops: in order. before, after: for each micro-batch, who runs it on the previous and next stage.
+    """
+
+    ops: tuple[Op, ...]
+    before: Mapping[MicroBatch, Worker]
+    after: Mapping[MicroBatch, Worker]
+
+    @classmethod
+    def of(cls, schedule: Schedule, me: Worker) -> Script:
+        """Raises KeyError when the plan has no such worker."""
+        neighbours: dict[int, dict[MicroBatch, Worker]] = {me.stage - 1: {}, me.stage + 1: {}}
+        for worker, ops in schedule.ops.items():
+            if worker.stage in neighbours:
+                for op in ops:
+                    if op.kind == "F":
+                        neighbours[worker.stage][op.pipeline, op.micro_batch] = worker
+        return cls(schedule.ops[me], neighbours[me.stage - 1], neighbours[me.stage + 1])
+
+    def receives(self) -> list[tuple[str, MicroBatch]]:
+        """(`F` or `I`, micro-batch) of every op that waits for a transfer, in order."""
+        out = []
+        for op in self.ops:
+            key = (op.pipeline, op.micro_batch)
+            if op.kind == "F" and key in self.before:
+                out.append(("F", key))
+            elif op.kind in ("I", "B") and key in self.after:
+                out.append(("I", key))
+        return out
+
+
+@dataclass
+class OpTimes:
+    """Seconds spent per op kind since the last `take`; waiting for inputs does not count."""
+
+    total: dict[str, float] = field(default_factory=dict)
+    count: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: str, seconds: float) -> None:
+        self.total[kind] = self.total.get(kind, 0.0) + seconds
+        self.count[kind] = self.count.get(kind, 0) + 1
+
+    def take(self) -> dict[str, float]:
+        """Mean milliseconds per kind; starts anew."""
+        total, count = self.total, self.count
+        self.total, self.count = {}, {}
+        return {kind: 1000 * total[kind] / count[kind] for kind in total if kind in count}
+
+
+class Executor:
+    """One worker's engine: a table from op kind to method, and a short loop.
+
+    pace: seconds an op of each kind is stretched to (real computation inside), as an accelerator
+    of that speed would take. interrupted: asked before every op. committed: called with (iteration,
+    loss) right after a step, before anything that can fail; the loss is 0 but on the last stage.
+    """
+
+    def __init__(
+        self,
+        me: Worker,
+        job: Job,
+        seed: int,
+        workload: Workload,
+        stage: Stage,
+        optimizer: StageOptimizer,
+        faults: FaultInjector,
+        pace: Mapping[str, float],
+        interrupted: Callable[[], bool],
+        committed: Callable[[int, float], None],
+    ) -> None:
+        self.times = OpTimes()
+        self._me, self._job, self._seed = me, job, seed
+        self._workload, self._stage, self._optimizer = workload, stage, optimizer
+        self._faults, self._pace, self._interrupted = faults, dict(pace), interrupted
+        self._committed = committed
+        self._last = me.stage == job.stages - 1
+        self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
+        self._sent: deque[tuple[int, Pending]] = deque()
+        self._iteration = 0
+        self._groups: Groups | None = None
+
+    def run(self, iteration: int, script: Script, groups: Groups) -> None:
+        """One iteration, its step included.
+
+        Raises Interrupted or TransferError; `abandon` must follow then. The step may have been
+        taken nevertheless.
+        """
+        self._iteration, self._groups, self._script = iteration, groups, script
+        self._expected = iter(script.receives())
+        self._receiving: dict[tuple[str, MicroBatch], Pending] = {}
+        self._post_receives()
+        for op in script.ops:
+            if self._interrupted():
+                raise Interrupted
+            if op.kind == "O":
+                self._step()
+            else:
+                self._run[op.kind]((op.pipeline, op.micro_batch))
+        # What went out an iteration ago has been received by now: its receiver has answered since.
+        while self._sent and self._sent[0][0] < iteration:
+            self._sent.popleft()[1].wait()
+
+    def abandon(self) -> None:
+        """Drops the iteration in flight and every transfer."""
+        self._stage.abandon()
+        self._sent.clear()
+        self._receiving = {}
+
+    # -- ops ----------------------------------------------------------------------------------
+
+    def _forward(self, key: MicroBatch) -> None:
+        self._faults.before(self._iteration, "F", *key)
+        seed = seed_for("stage", self._seed, self._iteration, *key, self._me.stage)
+        x = (
+            self._received("F", key)
+            if key in self._script.before
+            else self._workload.inputs(self._seed, self._iteration, *key)
+        )
+        started = time.monotonic()
+        if self._last:
+            targets = self._workload.targets(self._seed, self._iteration, *key)
+            share = 1.0 / (self._job.pipelines * self._job.micro_batches)
+            self._stage.forward(key, x, seed=seed, loss=lambda y: self._workload.loss(y, targets) * share)
+            self._finish("F", started)
+            return
+        y = self._stage.forward(key, x, seed=seed)
+        self._finish("F", started)
+        self._send(self._script.after[key], y, "F", key)
+
+    def _input_backward(self, key: MicroBatch) -> None:
+        self._faults.before(self._iteration, "I", *key)
+        dy = self._received("I", key) if key in self._script.after else None
+        started = time.monotonic()
+        dx = self._stage.input_backward(key, dy)
+        self._finish("I", started)
+        if key in self._script.before:
+            assert dx is not None
+            self._send(self._script.before[key], dx, "I", key)
+
+    def _weight_backward(self, key: MicroBatch) -> None:
+        self._faults.before(self._iteration, "W", *key)
+        started = time.monotonic()
+        self._stage.weight_backward(key)
+        self._finish("W", started)
+
+    def _backward(self, key: MicroBatch) -> None:
+        """B, coupled: the gradient goes upstream only when W is done too, as in the plan."""
+        self._faults.before(self._iteration, "I", *key)
+        dy = self._received("I", key) if key in self._script.after else None
+        started = time.monotonic()
+        dx = self._stage.input_backward(key, dy)
+        self._faults.before(self._iteration, "W", *key)
+        self._stage.weight_backward(key)
+        self._finish("B", started)
+        if key in self._script.before:
+            assert dx is not None
+            self._send(self._script.before[key], dx, "I", key)
+
+    def _step(self) -> None:
+        assert self._groups is not None
+        self._faults.before(self._iteration, "R")
+        started = time.monotonic()
+        self._groups.reduce(self._stage.gradients.buffer)
+        self._faults.before(self._iteration, "O")
+        if self._interrupted():
+            raise Interrupted
+        self._committed(self._iteration, self._optimizer.step())
+        self._finish("O", started)
+
+    def _finish(self, kind: str, started: float) -> None:
+        pace = self._pace.get(kind, 0.0)
+        if kind == "B":
+            pace = self._pace.get("I", 0.0) + self._pace.get("W", 0.0)
+        remaining = started + pace - time.monotonic()
+        if remaining > 0:
+            # The device would still be computing; nothing else may run on this worker meanwhile.
+            time.sleep(remaining)
+        self.times.add(kind, time.monotonic() - started)
+
+    # -- transfers ----------------------------------------------------------------------------
+
+    def _tag(self, kind: str, key: MicroBatch) -> int:
+        iteration, direction = self._iteration % _TAG_ITERATIONS, "FI".index(kind)
+        slots = self._job.pipelines * self._job.micro_batches
+        return (2 * iteration + direction) * slots + key[0] * self._job.micro_batches + key[1]
+
+    def _send(self, to: Worker, tensor: Tensor, kind: str, key: MicroBatch) -> None:
+        assert self._groups is not None
+        self._sent.append((self._iteration, self._groups.send(to, tensor.contiguous(), self._tag(kind, key))))
+
+    def _post_receives(self) -> None:
+        assert self._groups is not None
+        while len(self._receiving) < PREFETCH and (wanted := next(self._expected, None)) is not None:
+            kind, key = wanted
+            source = (self._script.before if kind == "F" else self._script.after)[key]
+            buffer = torch.empty(self._workload.boundary_shape, dtype=self._workload.boundary_dtype)
+            self._receiving[wanted] = self._groups.receive(source, buffer, self._tag(kind, key))
+
+    def _received(self, kind: str, key: MicroBatch) -> Tensor:
+        tensor = self._receiving.pop((kind, key)).wait()
+        self._post_receives()
+        return tensor

@@ -1,0 +1,77 @@
+"""Deliberate faults: a worker that SIGKILLs itself just before a given op of a given iteration."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.errors import InputError
+from planner.job import Job, Worker
+
+_KILL = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+):(?P<op>R|O|[FIW](?:\d+\.)?\d+)")
+_REJOIN = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+)")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """kind: F, I, W, R (the reduction) or O (the step). pipeline, micro_batch: -1 for R and O."""
+
+    worker: Worker
+    iteration: int
+    kind: str
+    pipeline: int = -1
+    micro_batch: int = -1
+
+    @classmethod
+    def parse(cls, text: str, job: Job, *, field: str = "--kill") -> Kill:
+        """`W1_2@10:F3`; `F3` is the worker's own pipeline's micro-batch 3, `F1.3` that of pipeline 1.
+
+        Raises InputError naming what is wrong.
+        """
+        match = _KILL.fullmatch(text.strip())
+        if not match:
+            raise InputError(field, text, "WORKER@ITERATION:OP such as W1_2@10:F3, with OP F3, I3, W3, F1.3, R or O")
+        worker = job.check_worker(Worker.parse(match["worker"], field=field), field=field)
+        op, iteration = match["op"], int(match["iteration"])
+        if op in ("R", "O"):
+            return cls(worker, iteration, op)
+        head, _, tail = op[1:].rpartition(".")
+        pipeline, micro_batch = int(head) if head else worker.pipeline, int(tail)
+        if pipeline >= job.pipelines:
+            raise InputError(field, text, f"a pipeline from 0 to {job.pipelines - 1} in {op}")
+        if micro_batch >= job.micro_batches:
+            raise InputError(field, text, f"a micro-batch from 0 to {job.micro_batches - 1} in {op}")
+        return cls(worker, iteration, op[0], pipeline, micro_batch)
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Start a new process for `worker` once `iteration` is committed."""
+
+    worker: Worker
+    iteration: int
+
+    @classmethod
+    def parse(cls, text: str, job: Job, *, field: str = "--rejoin") -> Rejoin:
+        match = _REJOIN.fullmatch(text.strip())
+        if not match:
+            raise InputError(field, text, "WORKER@ITERATION such as W1_2@15")
+        worker = job.check_worker(Worker.parse(match["worker"], field=field), field=field)
+        return cls(worker, int(match["iteration"]))
+
+
+class FaultInjector:
+    """Holds one worker's kills; `before` is called by the executor ahead of every op."""
+
+    def __init__(self, worker: Worker, kills: list[Kill], last_words: Callable[[], None]) -> None:
+        """last_words: run just before the SIGKILL, to say when it happened."""
+        self._points = {(k.iteration, k.kind, k.pipeline, k.micro_batch) for k in kills if k.worker == worker}
+        self._last_words = last_words
+
+    def before(self, iteration: int, kind: str, pipeline: int = -1, micro_batch: int = -1) -> None:
+        if (iteration, kind, pipeline, micro_batch) in self._points:
+            self._last_words()
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,159 @@
+"""The reporting thread: registers a worker with the console, sends heartbeats and acknowledgements.
+
+It never holds up training: the training thread only puts messages into a bounded queue. A console
+that is down costs nothing; what was not delivered is sent when it is back, oldest first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from agent.protocol import Acknowledgement, FailureReport, Heartbeat, HeartbeatReply, Registered, Registration
+
+QUEUE = 1000
+
+
+@dataclass
+class Status:
+    """What a heartbeat says; written by the training thread, read by the reporting one."""
+
+    epoch: int = 0
+    iteration: int = 0
+    phase: str = "starting"
+    take_op_milliseconds: Callable[[], dict[str, float]] = field(default=dict)
+
+
+class HeartbeatThread(threading.Thread):
+    """Reports one worker process to the console until `stop`.
+
+    fenced: called once when the console says that this incarnation no longer counts.
+    """
+
+    def __init__(
+        self,
+        client: ConsoleClient,
+        job_id: str,
+        worker: str,
+        incarnation: str,
+        status: Status,
+        *,
+        interval: float,
+        fenced: Callable[[], None],
+    ) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._client, self._path = client, f"/jobs/{job_id}"
+        self._worker, self._incarnation = worker, incarnation
+        self._status, self._interval, self._fenced = status, interval, fenced
+        self._queue: deque[Acknowledgement | FailureReport] = deque(maxlen=QUEUE)
+        self._wake, self._stop_asked = threading.Event(), threading.Event()
+        self._seq = 0
+
+    def acknowledge(self, epoch: int, state: str, iteration: int) -> None:
+        """Queues an Acknowledgement; never blocks."""
+        self._put(
+            Acknowledgement(
+                worker=self._worker,
+                incarnation=self._incarnation,
+                epoch=epoch,
+                state=state,  # type: ignore[arg-type]
+                iteration=iteration,
+            )
+        )
+
+    def report_broken(self, detail: str) -> None:
+        """Queues a FailureReport of a broken transfer; never blocks."""
+        self._put(
+            FailureReport(
+                worker=self._worker,
+                incarnation=self._incarnation,
+                cause="transfer",
+                reporter=self._worker,
+                detail=detail,
+            )
+        )
+
+    def stop(self) -> None:
+        """Ends the thread after what is queued has been tried once."""
+        self._stop_asked.set()
+        self._wake.set()
+
+    def run(self) -> None:
+        backoff, registered = Backoff(), False
+        while True:
+            try:
+                if not registered:
+                    self._register()
+                    registered = True
+                self._deliver()
+                if self._stop_asked.is_set():
+                    return
+                self._beat()
+                backoff.reset()
+                wait = self._interval
+            except ConsoleUnavailable:
+                if self._stop_asked.is_set():
+                    return
+                wait = backoff.seconds()
+            except ConsoleRefused as refusal:
+                if refusal.problem.code == "fenced":
+                    self._fenced()
+                    return
+                # Refused for another reason (an unknown job, say): the same again would be, too.
+                wait = backoff.seconds()
+            self._wake.wait(wait)
+            self._wake.clear()
+
+    def _put(self, message: Acknowledgement | FailureReport) -> None:
+        self._queue.append(message)
+        self._wake.set()
+
+    def _register(self) -> None:
+        registration = Registration(
+            worker=self._worker, incarnation=self._incarnation, host=socket.gethostname(), pid=os.getpid()
+        )
+        self._client.post(f"{self._path}/workers", registration, Registered)
+
+    def _deliver(self) -> None:
+        while self._queue:
+            message = self._queue[0]
+            route = "acknowledgements" if isinstance(message, Acknowledgement) else "failures"
+            try:
+                self._client.post(f"{self._path}/{route}", message)
+            except ConsoleRefused as refusal:
+                if refusal.problem.code == "fenced":
+                    raise
+                # Out of date by now; the next message may not be.
+            self._queue.popleft()
+
+    def _beat(self) -> None:
+        self._seq += 1
+        status = self._status
+        self._client.post(
+            f"{self._path}/heartbeats",
+            Heartbeat(
+                worker=self._worker,
+                incarnation=self._incarnation,
+                seq=self._seq,
+                epoch=status.epoch,
+                iteration=status.iteration,
+                phase=status.phase,  # type: ignore[arg-type]
+                op_milliseconds=status.take_op_milliseconds(),  # type: ignore[arg-type]
+                resident_bytes=resident_bytes(),
+            ),
+            HeartbeatReply,
+        )
+
+
+def resident_bytes() -> int:
+    """Memory this process holds, in bytes; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

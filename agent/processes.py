@@ -1,0 +1,104 @@
+"""Worker processes of this node: forked from one server that has torch loaded, each with a pipe.
+
+The server makes a start cost a fork instead of an import (seconds on a loaded machine), and shares
+the libraries' memory. Messages to a worker go through a thread of its own, so that one that is
+stopped can't hold up the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from agent import channel
+from planner.job import Worker
+
+
+@dataclass
+class WorkerProcess:
+    """One incarnation. heard_at: monotonic seconds of its last message."""
+
+    worker: Worker
+    incarnation: str
+    process: BaseProcess
+    pipe: Connection
+    heard_at: float
+    outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
+    error: str = ""
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Sends a message; returns at once. A worker that is gone does not matter here."""
+        self.outbox.put({"kind": kind, **fields})
+
+    def kill(self) -> None:
+        """SIGKILL, which also ends a stopped process."""
+        if self.process.pid is not None and self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+    @property
+    def ending(self) -> str:
+        """In words, how the process ended."""
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}" + (f" ({self.error})" if self.error else "")
+
+
+class ProcessPool:
+    """Starts and keeps the processes. threads: of each worker's torch."""
+
+    def __init__(self, target: Callable[..., None], preload: list[str]) -> None:
+        # Before the server starts: its libraries size their thread pools from the environment.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(preload)
+        self._target = target
+        self.running: dict[Worker, WorkerProcess] = {}
+
+    def start(self, worker: Worker, make_spec: Callable[[str], Any], now: float) -> WorkerProcess:
+        """Starts a process for `worker`; make_spec maps its new incarnation to what it is told."""
+        incarnation = uuid.uuid4().hex[:16]
+        ours, theirs = self._context.Pipe(duplex=True)
+        process = self._context.Process(
+            target=self._target, args=(make_spec(incarnation), theirs), name=str(worker), daemon=True
+        )
+        process.start()
+        theirs.close()
+        entry = WorkerProcess(worker, incarnation, process, ours, now)
+        threading.Thread(target=_write_outbox, args=(entry,), name=f"to-{worker}", daemon=True).start()
+        self.running[worker] = entry
+        return entry
+
+    def forget(self, entry: WorkerProcess) -> None:
+        """Of a process that has ended."""
+        entry.outbox.put(None)
+        entry.pipe.close()
+        if self.running.get(entry.worker) is entry:
+            del self.running[entry.worker]
+
+    def kill_all(self) -> None:
+        for entry in list(self.running.values()):
+            entry.kill()
+        for entry in list(self.running.values()):
+            entry.process.join(5.0)
+            self.forget(entry)
+
+
+def _write_outbox(entry: WorkerProcess) -> None:
+    while (message := entry.outbox.get()) is not None:
+        try:
+            channel.send(entry.pipe, message.pop("kind"), **message)
+        except (OSError, ValueError):
+            return

@@ -1,0 +1,186 @@
+"""The run's record: which iterations are committed, with which loss, and how each failure went.
+
+Pure bookkeeping over the messages of all workers; the launcher feeds it and writes what it returns.
+An iteration is committed when every living worker has taken its step: from then on no agreement can
+go behind it (see agent.recovery), so it is recorded exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent.protocol import Iteration, Recovery
+from planner.job import Worker
+
+_MS = 1e6
+
+
+class DivergedError(RuntimeError):
+    """Peers that must be equal are not: the run's numbers can't be trusted."""
+
+
+@dataclass
+class _Failure:
+    worker: Worker
+    died_at: int
+    detected_at: int
+    known: bool
+    """Is the moment of death known, or only when it was seen?"""
+    epoch: int = 0
+    """The first epoch without the worker; 0 until it is opened."""
+
+
+@dataclass
+class _Progress:
+    committed: int = 0
+    left_at: int = 0
+    formed_epoch: int = 0
+    formed_at: int = 0
+    committed_at: dict[int, int] = field(default_factory=dict)
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What became certain: iterations, and failures that have been survived."""
+
+    iterations: tuple[Iteration, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+
+
+class RunRecord:
+    """Times are monotonic nanoseconds on this machine's one clock."""
+
+    def __init__(self, stages: int, started_at: int) -> None:
+        self._stages = stages
+        self._workers: dict[Worker, _Progress] = {}
+        self._living: frozenset[Worker] = frozenset()
+        self._epoch = 0
+        self._losses: dict[int, str] = {}
+        self._failures: list[_Failure] = []
+        self._deaths: dict[Worker, int] = {}
+        self._last_at = started_at
+        self.committed = 0
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def epoch_opened(self, epoch: int, living: Iterable[Worker], at: int) -> Recorded:
+        """A new membership is in force."""
+        if self._epoch == 0:
+            self._last_at = at
+        self._epoch, self._living = epoch, frozenset(living)
+        for failure in self._failures:
+            if not failure.epoch and failure.worker not in self._living:
+                failure.epoch = epoch
+        for worker in self._living:
+            self._workers.setdefault(worker, _Progress())
+        return self._settle()
+
+    def dying(self, worker: Worker, at: int) -> None:
+        """The moment of a death that is about to be seen."""
+        self._deaths[worker] = at
+
+    def died(self, worker: Worker, detected_at: int) -> None:
+        """A member's process has ended."""
+        known = worker in self._deaths
+        self._failures.append(_Failure(worker, self._deaths.pop(worker, detected_at), detected_at, known))
+        self._workers.pop(worker, None)
+
+    def left(self, worker: Worker, at: int) -> None:
+        """The worker has abandoned the iteration in flight."""
+        self._of(worker).left_at = at
+
+    def formed(self, worker: Worker, epoch: int, iteration: int, at: int) -> Recorded:
+        """The worker is in the groups of `epoch` and goes on with `iteration`."""
+        progress = self._of(worker)
+        progress.formed_epoch, progress.formed_at, progress.committed = epoch, at, iteration
+        progress.committed_at = {i: t for i, t in progress.committed_at.items() if i < iteration}
+        return self._settle()
+
+    def committed_by(self, worker: Worker, iteration: int, loss: str, at: int) -> Recorded:
+        """The worker has taken the step of `iteration`. loss: hexadecimal; counts on the last stage.
+
+        Raises DivergedError when peers disagree about the loss.
+        """
+        progress = self._of(worker)
+        progress.committed, progress.committed_at[iteration] = iteration + 1, at
+        if worker.stage == self._stages - 1 and self._losses.setdefault(iteration, loss) != loss:
+            raise DivergedError(
+                f"iteration {iteration}: {worker} has loss {loss}, another worker had {self._losses[iteration]}"
+            )
+        return self._settle()
+
+    def done(self, worker: Worker, sha256: str) -> None:
+        """The worker has no iteration left; the hash is of its stage's parameters."""
+        self._of(worker).sha256 = sha256
+
+    # -- what is certain ----------------------------------------------------------------------
+
+    def finished(self, iterations: int) -> bool:
+        """Has every living worker committed all iterations and handed in its hash?"""
+        return self.committed >= iterations and all(self._of(w).sha256 is not None for w in self._living)
+
+    def final(self) -> dict[str, Any]:
+        """The last line. parameters_sha256: over the stages' own hashes, in order.
+
+        Raises DivergedError when peers of a stage differ.
+        """
+        digest = hashlib.sha256()
+        for stage in range(self._stages):
+            hashes = {w: self._of(w).sha256 for w in sorted(self._living) if w.stage == stage}
+            if len(set(hashes.values())) != 1:
+                raise DivergedError(
+                    f"peers of stage {stage} ended with different parameters: {', '.join(map(str, hashes))}"
+                )
+            digest.update(bytes.fromhex(next(iter(hashes.values())) or ""))
+        return {"parameters_sha256": digest.hexdigest(), "iterations": self.committed}
+
+    def _of(self, worker: Worker) -> _Progress:
+        return self._workers.setdefault(worker, _Progress())
+
+    def _settle(self) -> Recorded:
+        if not self._living:
+            return Recorded()
+        certain = min(self._of(w).committed for w in self._living)
+        iterations = []
+        while self.committed < certain:
+            i = self.committed
+            at = max(self._of(w).committed_at.get(i, self._last_at) for w in self._living)
+            loss = self._losses.pop(i)
+            iterations.append(
+                Iteration(
+                    iteration=i,
+                    loss=float.fromhex(loss),
+                    loss_hex=loss,
+                    seconds=max(0.0, (at - self._last_at) / 1e9),
+                    epoch=self._epoch,
+                    living=len(self._living),
+                )
+            )
+            self._last_at = at
+            self.committed += 1
+        return Recorded(tuple(iterations), self._survived() if iterations else ())
+
+    def _survived(self) -> tuple[Recovery, ...]:
+        """Failures after which a whole iteration has been committed, by all, in a later epoch."""
+        members = [self._of(w) for w in self._living]
+        if any(p.formed_epoch != self._epoch for p in members):
+            return ()
+        done = [f for f in self._failures if 0 < f.epoch <= self._epoch]
+        self._failures = [f for f in self._failures if f not in done]
+        left, formed = max(p.left_at for p in members), max(p.formed_at for p in members)
+        return tuple(
+            Recovery(
+                worker=str(f.worker),
+                epoch=f.epoch,
+                detected_ms=max(0.0, (f.detected_at - f.died_at) / _MS),
+                unblocked_ms=max(0.0, (left - f.died_at) / _MS),
+                reformed_ms=max(0.0, (formed - f.died_at) / _MS),
+                resumed_ms=max(0.0, (self._last_at - f.died_at) / _MS),
+                death_known=f.known,
+            )
+            for f in done
+        )

@@ -1,0 +1,64 @@
+"""Agreement after a death: on which iteration everybody goes on. Pure; no processes, no torch.
+
+Why one snapshot a worker is enough. A stage can commit iteration i + 1 only with the gradients of
+all its micro-batches of i + 1, each of which has passed through every other stage; a stage works on
+i + 1 only after its own step i (its worker's ops are in order, and a worker without ops still takes
+part in its stage's reduction). So when anybody has committed i + 1, everybody has committed i:
+committed counts differ by at most one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.job import Worker
+
+
+class NoAgreementError(RuntimeError):
+    """The survivors can't go on together; the sentence says why."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """iteration: the one everybody runs next. roll_back: workers that undo their last step.
+
+    state_from: for each joining worker the peer of its stage that sends it its state.
+    """
+
+    iteration: int
+    roll_back: frozenset[Worker]
+    state_from: Mapping[Worker, Worker]
+    reason: str
+
+
+def agree(committed: Mapping[Worker, int | None]) -> Agreement:
+    """committed: for each living worker the number of iterations it has committed, None if it joins.
+
+    Raises NoAgreementError when a joining worker's stage has no peer with state, or when counts
+    differ by more than one.
+    """
+    counts = {w: c for w, c in committed.items() if c is not None}
+    if not counts:
+        raise NoAgreementError("no living worker holds any state")
+    iteration = min(counts.values())
+    ahead = {w for w, c in counts.items() if c > iteration}
+    too_far = sorted(w for w in ahead if counts[w] > iteration + 1)
+    if too_far:
+        raise NoAgreementError(
+            f"{too_far[0]} has committed {counts[too_far[0]]} iterations and another worker only {iteration}: "
+            "they can't be of one run"
+        )
+    state_from: dict[Worker, Worker] = {}
+    for worker in sorted(w for w, c in committed.items() if c is None):
+        peers = sorted(w for w in counts if w.stage == worker.stage)
+        if not peers:
+            raise NoAgreementError(f"{worker} joins, and no living peer of stage {worker.stage} holds its state")
+        # Spread several newcomers of one stage over its peers.
+        state_from[worker] = peers[sum(w.stage == worker.stage for w in state_from) % len(peers)]
+    reason = (
+        f"iteration {iteration} is redone by all"
+        if not ahead
+        else (f"iteration {iteration} is redone: {len(ahead)} of {len(counts)} workers had stepped and roll back")
+    )
+    return Agreement(iteration, frozenset(ahead), state_from, reason)

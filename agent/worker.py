@@ -1,0 +1,110 @@
+"""The process of one worker: what the launcher starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from agent.channel import WorkerChannel
+from agent.client import ConsoleClient
+from agent.communicator import Communicator
+from agent.heartbeat import HeartbeatThread, Status
+from agent.optimizer import NonFiniteError
+from agent.recovery import NoAgreementError
+from agent.trainer import ResilientTrainer, TrainerOptions
+from agent.workload import load_workload
+from planner.job import Worker
+
+# Exit codes the launcher tells apart.
+FAILED, FENCED = 1, 3
+ALIVE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ConsoleLink:
+    """Where a worker reports to."""
+
+    url: str
+    job_id: str
+    token: str | None
+    heartbeat_seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything a worker process needs to know; plain data."""
+
+    worker: Worker
+    incarnation: str
+    options: TrainerOptions
+    workload: str
+    workload_options: Mapping[str, Any]
+    store: tuple[str, int]
+    console: ConsoleLink | None
+    threads: int = 1
+
+
+def main(spec: WorkerSpec, pipe: Connection) -> None:
+    """Runs until the job is over, then returns; exits otherwise with one of the codes above."""
+    # Ctrl-C reaches the whole terminal group; the launcher decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The same everywhere: the number of threads shows in the bits of some kernels.
+    torch.set_num_threads(spec.threads)
+    host, port = spec.store
+    communicator = Communicator(host, port, spec.worker)
+    channel = WorkerChannel(pipe, communicator.cancel)
+    status = Status()
+    heartbeat = _heartbeat(spec, status)
+    threading.Thread(target=_say_alive, args=(channel, status), name="alive", daemon=True).start()
+    try:
+        workload = load_workload(spec.workload, dict(spec.workload_options))
+        trainer = ResilientTrainer(spec.worker, spec.options, workload, communicator, channel, status, heartbeat)
+        channel.say("ready", incarnation=spec.incarnation, pid=os.getpid())
+        if heartbeat is not None:
+            heartbeat.start()
+        trainer.run()
+    except (NonFiniteError, NoAgreementError) as error:
+        # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
+        channel.say("fatal", text=str(error))
+        channel.wait_for_epoch(WorkerChannel.OVER - 1)
+    except Exception as error:
+        channel.say("error", text=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        sys.stdout.flush()
+        os._exit(FAILED)
+    if heartbeat is not None and heartbeat.is_alive():
+        heartbeat.stop()
+        heartbeat.join(2.0)
+    # Not sys.exit: gloo's threads may still sit in a group that was given up.
+    os._exit(0)
+
+
+def _heartbeat(spec: WorkerSpec, status: Status) -> HeartbeatThread | None:
+    if spec.console is None:
+        return None
+    link = spec.console
+    return HeartbeatThread(
+        ConsoleClient(link.url, token=link.token),
+        link.job_id,
+        str(spec.worker),
+        spec.incarnation,
+        status,
+        interval=link.heartbeat_seconds,
+        fenced=lambda: os._exit(FENCED),
+    )
+
+
+def _say_alive(channel: WorkerChannel, status: Status) -> None:
+    """Tells the launcher once a second that the process still runs: it may have been stopped or hang."""
+    pause = threading.Event()
+    while not pause.wait(ALIVE_SECONDS):
+        channel.say("alive", phase=status.phase, iteration=status.iteration)

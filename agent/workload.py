@@ -1,0 +1,54 @@
+"""What a job trains: model stages, data, loss and optimizer, all functions of their arguments alone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import InputError
+
+
+class Workload(Protocol):
+    """A training task cut into stages.
+
+    boundary_shape, boundary_dtype: of the tensor that passes from a stage to the next (and of its
+    gradient). `inputs` and `targets` depend on (seed, iteration, pipeline, micro_batch) only, so
+    that whichever worker runs a micro-batch sees the same data.
+    """
+
+    boundary_shape: tuple[int, ...]
+    boundary_dtype: torch.dtype
+    samples_per_micro_batch: int
+
+    def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
+        """The module of one stage; equal arguments give equal initial parameters."""
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        """What enters the first stage."""
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        """What the last stage's output is compared with."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Scalar mean loss of one micro-batch."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer: ...
+
+
+def load_workload(path: str, options: dict[str, Any]) -> Workload:
+    """`package.module:factory` called with `options`. Raises InputError when that can't be done."""
+    module_name, _, factory_name = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError("--workload", path, f"module:factory that can be imported ({error})") from None
+    try:
+        workload: Workload = factory(**options)
+    except (TypeError, ValueError) as error:
+        raise InputError("--workload-options", json.dumps(options), f"options that {path} accepts ({error})") from None
+    return workload
