@@ -114,9 +114,10 @@ class _Checker:
 
     def _register(self, op: Op) -> Iterator[Violation]:
         key = (op.pipeline, op.micro_batch, op.stage)
-        other = self.at[op.kind].setdefault(key, op)
-        if other is not op:
+        other = self.at[op.kind].get(key)
+        if other is not None:
             yield Violation(f"{self.show(op)} is there twice: {self.show(other)}", (other, op))
+        self.at[op.kind][key] = op
 
     def _duration(self, op: Op) -> int | None:
         if not 0 <= op.stage < self.job.stages:

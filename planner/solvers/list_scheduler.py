@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.baseline import one_forward_one_backward
+from planner.baseline import one_forward_one_backward, reference_period
 from planner.bounds import period_bound
-from planner.job import Problem, Worker
+from planner.job import MemoryLimit, Problem, Worker
 from planner.routing import assign
 from planner.schedule import Op, Schedule
 from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
@@ -73,10 +73,19 @@ class ListScheduler:
             if best.period <= target or time.perf_counter() - begin > time_limit or (cancelled and cancelled()):
                 break
         assert best is not None
-        schedule = table.schedule(best)
+        if not problem.failed and best.period > reference_period(problem.job) and _admits_1f1b(problem):
+            schedule = one_forward_one_backward(problem)
+        else:
+            schedule = table.schedule(best)
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
         return Solution(schedule, bound, self.name, time.perf_counter() - begin)
+
+
+def _admits_1f1b(problem: Problem) -> bool:
+    needed = MemoryLimit("1f1b").limits(problem.job)
+    pairs = zip(problem.limits, needed, strict=True)
+    return all(limit is None or held is None or limit >= held for limit, held in pairs)
 
 
 def _rules(problem: Problem) -> Iterator[Rule]:

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.baseline import gpipe, one_forward_one_backward, reference_period
+from planner.errors import InfeasibleError
+from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+
+
+def fault_free(job: Job, memory: str = "1f1b") -> Problem:
+    return Problem(job, technique=Technique.FAULT_FREE, memory=MemoryLimit(memory))
+
+
+def test_worked_example() -> None:
+    schedule = one_forward_one_backward(fault_free(Job.uniform(3, 4, 6)))
+    assert schedule.period == 27
+    assert [schedule.peak_activations[Worker(0, s)] for s in range(4)] == [4, 3, 2, 1]
+    with_optimizer = one_forward_one_backward(fault_free(Job.uniform(3, 4, 6, durations={"O": 3})))
+    assert with_optimizer.period == 30
+    assert with_optimizer.makespan == 27
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_closed_form_of_equal_times(stages: int, extra: int) -> None:
+    micro_batches = stages + extra
+    assert reference_period(Job.uniform(2, stages, micro_batches)) == 3 * (micro_batches + stages - 1)
+    assert gpipe(fault_free(Job.uniform(2, stages, micro_batches), "none")).period == 3 * (micro_batches + stages - 1)
+
+
+def test_gpipe_holds_every_micro_batch() -> None:
+    assert set(gpipe(fault_free(Job.uniform(1, 3, 5), "none")).peak_activations.values()) == {5}
+
+
+def test_uneven_stages_and_transfers_by_hand() -> None:
+    """2 stages, 1 micro-batch: F 2, transfer 1, F 3, B 4, transfer 1, B 5 = 16; longest O 2."""
+    job = Job(1, 2, 1, profiles=(StageProfile(2, 3, 2, 2), StageProfile(3, 2, 2, 1)), transfers=(1.0,))
+    assert reference_period(job) == 18
+
+
+def test_a_limit_below_1f1b_is_refused_with_what_would_do() -> None:
+    with pytest.raises(InfeasibleError, match=r"1F1B holds 4 activations on stage 0 .* limit is 3; allow at least 4"):
+        one_forward_one_backward(fault_free(Job.uniform(3, 4, 6), "3"))

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.catalog import Catalog, rename_pipelines
+from planner.check import check
+from planner.errors import InfeasibleError, InputError
+from planner.failures import canonical_pattern
+from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.plan import PlanError
+from planner.solvers.portfolio import make_plan
+
+JOB = Job.uniform(3, 2, 3)
+
+
+def empty() -> Catalog:
+    return Catalog(JOB, Technique.STAGGERED, MemoryLimit("uniform"))
+
+
+@pytest.fixture(scope="module")
+def full() -> Catalog:
+    catalog = empty()
+    for failed in chain.from_iterable(catalog.patterns(2)):
+        catalog.add(make_plan(catalog.problem(failed), solver="list"))
+    return catalog
+
+
+def test_patterns_by_count(full: Catalog) -> None:
+    assert [len(row) for row in full.patterns(2)] == [1, 2, 4]
+    assert len(full) == 7
+    assert Catalog(JOB, Technique.FAULT_FREE, MemoryLimit("1f1b")).patterns(2) == [[frozenset()]]
+    with pytest.raises(InputError, match="tolerance"):
+        full.patterns(-1)
+
+
+def test_every_failure_set_within_the_tolerance_is_found_and_fits(full: Catalog) -> None:
+    for count in range(3):
+        for workers in combinations(JOB.workers(), count):
+            plan = full.find(workers)
+            assert plan is not None
+            assert {Worker.parse(name) for name in plan.failed} == set(workers)
+            assert list(plan.workers) == [str(w) for w in sorted(plan.problem().living_workers())]
+            assert check(plan) == []
+
+
+def test_a_renamed_plan_keeps_its_numbers_and_gets_its_own_fingerprint(full: Catalog) -> None:
+    one, other = full.find([Worker(0, 1)]), full.find([Worker(2, 1)])
+    assert one is not None and other is not None
+    assert one.metrics.period == other.metrics.period
+    assert one.fingerprint != other.fingerprint
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.permutations(range(3)))
+def test_renaming_there_and_back(full: Catalog, names: list[int]) -> None:
+    plan = full.find([Worker(0, 1)])
+    assert plan is not None
+    back = [names.index(p) for p in range(3)]
+    assert rename_pipelines(rename_pipelines(plan, names), back) == plan
+
+
+def test_a_plan_for_any_member_of_a_pattern_can_be_added() -> None:
+    catalog = empty()
+    catalog.add(make_plan(catalog.problem({Worker(2, 1)}), solver="list"))
+    plan, why = catalog.plan_for({Worker(1, 1)})
+    assert plan.failed == ("W1_1",)
+    assert check(plan) == []
+    assert why.startswith("planned ahead for 1 failed worker")
+
+
+def test_the_shorter_plan_is_kept() -> None:
+    catalog = empty()
+    good = make_plan(catalog.problem(()), solver="list")
+    worse = good.model_copy(update={"metrics": good.metrics.model_copy(update={"period": good.metrics.period + 1})})
+    for plan in (worse, good, worse):
+        catalog.add(plan)
+    assert catalog.find(()) == good
+
+
+def test_what_is_not_planned_ahead_is_planned_now(full: Catalog) -> None:
+    failed = {Worker(0, 0), Worker(1, 0), Worker(2, 1)}
+    assert full.find(failed) is None
+    plan, why = full.plan_for(failed)
+    assert check(plan) == []
+    assert "the list scheduler made one now" in why
+    assert set(plan.failed) == {str(w) for w in failed}
+
+
+def test_json_round_trip(full: Catalog) -> None:
+    again = Catalog.from_json(full.to_json())
+    assert again.plans == full.plans
+    assert (again.job, again.technique, again.memory) == (full.job, full.technique, full.memory)
+
+
+def test_bad_input(full: Catalog) -> None:
+    with pytest.raises(PlanError, match="memo"):
+        Catalog.from_json(full.to_json().replace('"memory":"uniform"', '"memo":"uniform"'))
+    with pytest.raises(PlanError, match="is not a catalog"):
+        Catalog.from_json("{")
+    with pytest.raises(InputError, match=r"plan\.memory"):
+        full.add(make_plan(Catalog(JOB, Technique.STAGGERED, MemoryLimit("none")).problem(()), solver="list"))
+    with pytest.raises(InputError, match=r"plan\.job"):
+        other = Catalog(Job.uniform(3, 2, 4), Technique.STAGGERED, MemoryLimit("uniform"))
+        full.add(make_plan(other.problem(()), solver="list"))
+    with pytest.raises(InfeasibleError, match="stage 1 has no living peer"):
+        full.plan_for(Worker(p, 1) for p in range(3))
+    with pytest.raises(InputError, match="W5_0"):
+        full.plan_for({Worker(5, 0)})
+
+
+def test_patterns_are_canonical(full: Catalog) -> None:
+    for failed in chain.from_iterable(full.patterns(3)):
+        assert canonical_pattern(failed, JOB)[0] == failed

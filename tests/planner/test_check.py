@@ -1,0 +1,243 @@
+"""The checker must catch every kind of damage; each test breaks a valid plan in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.baseline import gpipe, one_forward_one_backward
+from planner.check import check
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.plan import Plan
+from planner.schedule import Op, Schedule
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.portfolio import make_plan
+from tests.planner.problems import problems
+
+PROBLEM = Problem(
+    Job.uniform(3, 4, 6, durations={"O": 2, "transfer": 0.5}),
+    frozenset({Worker(1, 2)}),
+    Technique.STAGGERED,
+    MemoryLimit("uniform"),
+)
+W0_2 = Worker(0, 2)
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    return ListScheduler().solve(PROBLEM).schedule
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(PROBLEM, solver="list")
+
+
+def with_row(schedule: Schedule, worker: Worker, change: Callable[[list[Op]], list[Op]]) -> Schedule:
+    return Schedule(schedule.problem, {**schedule.ops, worker: tuple(change(list(schedule.ops[worker])))})
+
+
+def replaced(schedule: Schedule, old: Op, **changes: Any) -> Schedule:
+    return with_row(schedule, old.worker, lambda row: [op._replace(**changes) if op == old else op for op in row])
+
+
+def find(schedule: Schedule, kind: str, worker: Worker, k: int = 0) -> Op:
+    return [op for op in schedule.ops[worker] if op.kind == kind][k]
+
+
+def sentences(subject: Schedule | Plan) -> str:
+    return "\n".join(map(str, check(subject)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_every_schedule_of_the_list_scheduler_is_valid(problem: Problem) -> None:
+    assert check(ListScheduler().solve(problem).schedule) == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(techniques=[Technique.FAULT_FREE], memories=["none"]))
+def test_reference_schedules_are_valid(problem: Problem) -> None:
+    assert check(one_forward_one_backward(problem)) == []
+    assert check(gpipe(problem)) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.sampled_from(["list"]))
+def test_every_plan_tells_the_truth(problem: Problem, solver: str) -> None:
+    plan = make_plan(problem, solver=solver)
+    assert check(plan) == []
+    assert check(Plan.from_json(plan.to_json())) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(memories=["1", "2", "uniform"]), st.data())
+def test_moving_any_op_earlier_is_caught_unless_it_had_room(problem: Problem, data: st.DataObject) -> None:
+    """An op of the event loop starts when something just ended; a tick earlier it clashes."""
+    schedule = ListScheduler().solve(problem).schedule
+    op = data.draw(st.sampled_from(sorted(schedule.compute_ops())))
+    if op.start == 0 or op.duration == 0:
+        return
+    moved = replaced(schedule, op, start=op.start - 1)
+    clash = check(moved)
+    causes = {o.end for o in schedule.compute_ops()} | {
+        o.end + wire for o in schedule.compute_ops() for wire in problem.job.transfer_ticks
+    }
+    assert op.start in causes
+    assert clash
+
+
+def test_overlap_names_both_ops(schedule: Schedule) -> None:
+    first, second = schedule.ops[W0_2][3:5]
+    (violation, *_) = check(replaced(schedule, second, start=first.end - 1))
+    assert len(violation.ops) == 2
+    assert "overlaps" in str(violation)
+    assert f"micro-batch {second.micro_batch} of pipeline {second.pipeline} on W0_2" in str(violation)
+
+
+def test_transfer_is_part_of_precedence(schedule: Schedule) -> None:
+    late = find(schedule, "F", Worker(0, 1))
+    assert late.start == 15  # F of stage 0 ends at 1 slot = 10 ticks; 5 more for the transfer
+    assert "and a transfer of 0.5" in sentences(replaced(schedule, late, start=14))
+
+
+def test_backward_before_its_own_forward() -> None:
+    problem = Problem(Job.uniform(1, 1, 1), memory=MemoryLimit("none"))
+    w = Worker(0, 0)
+    rows = {
+        w: (Op("I", 0, 0, 0, w, 0, 1), Op("W", 0, 0, 0, w, 1, 1), Op("F", 0, 0, 0, w, 2, 1), Op("O", 0, -1, 0, w, 3, 0))
+    }
+    (violation,) = check(Schedule(problem, rows))
+    assert [op.kind for op in violation.ops] == ["F", "I"]
+
+
+def test_weight_gradient_before_its_input_gradient(schedule: Schedule) -> None:
+    weight = schedule.ops[W0_2][-2]
+    assert weight.kind == "W"
+    own = next(o for o in schedule.ops[W0_2] if o.kind == "I" and o[1:4] == weight[1:4])
+
+    def swap(row: list[Op]) -> list[Op]:
+        starts = {own: weight.start, weight: own.start}
+        return sorted((o._replace(start=starts.get(o, o.start)) for o in row), key=lambda o: (o.start, o.end))
+
+    pairs = [tuple(o.kind for o in v.ops) for v in check(with_row(schedule, W0_2, swap))]
+    assert ("I", "W") in pairs
+
+
+def test_memory_counts_from_forward_to_weight_gradient() -> None:
+    job = Job.uniform(1, 1, 2)
+    w = Worker(0, 0)
+
+    def rows(order: str) -> dict[Worker, tuple[Op, ...]]:
+        seen: dict[str, int] = {}
+        ops = []
+        for start, kind in enumerate(order):
+            ops.append(Op(kind, 0, seen.get(kind, 0), 0, w, start, 1))
+            seen[kind] = seen.get(kind, 0) + 1
+        return {w: (*ops, Op("O", 0, -1, 0, w, 6, 0))}
+
+    for limit, order, valid in [("1", "FIWFIW", True), ("1", "FIFWIW", False), ("2", "FIFWIW", True)]:
+        found = check(Schedule(Problem(job, memory=MemoryLimit(limit)), rows(order)))
+        assert (found == []) == valid
+        if not valid:
+            assert "may hold 1" in str(found[0])
+            assert [op.kind for op in found[0].ops] == ["F", "F"]
+
+
+def test_missing_and_doubled_ops(schedule: Schedule) -> None:
+    weight = find(schedule, "W", W0_2)
+    assert "has no W" in sentences(with_row(schedule, W0_2, lambda row: [o for o in row if o != weight]))
+    forward = find(schedule, "F", W0_2)
+    assert "has no F" in sentences(with_row(schedule, W0_2, lambda row: [o for o in row if o != forward]))
+    assert "is there twice" in sentences(with_row(schedule, W0_2, lambda row: [*row[:-1], weight, row[-1]]))
+
+
+def test_backward_on_another_worker_than_its_forward(schedule: Schedule) -> None:
+    other = Worker(2, 2)
+    weight = find(schedule, "W", W0_2)
+    moved = weight._replace(worker=other, start=10_000)
+    broken = with_row(schedule, W0_2, lambda row: [o for o in row if o != weight])
+    broken = with_row(broken, other, lambda row: [*row, moved])
+    assert "is not on the worker of F" in sentences(broken)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pipeline": 7}, "outside the grid"),
+        ({"micro_batch": 6}, "micro-batches are 0 to 5"),
+        ({"micro_batch": -1}, "micro-batches are 0 to 5"),
+        ({"stage": 1}, "stands in the row of W0_2"),
+        ({"worker": Worker(2, 2)}, "stands in the row of W0_2"),
+        ({"kind": "X"}, "unknown kind 'X'"),
+        ({"duration": 9}, "lasts other than its 1"),
+        ({"start": -5}, "before time 0"),
+    ],
+    ids=str,
+)
+def test_a_single_op_that_can_not_be(schedule: Schedule, changes: dict[str, Any], said: str) -> None:
+    assert said in sentences(replaced(schedule, find(schedule, "F", W0_2), **changes))
+
+
+def test_workers_must_be_those_that_live(schedule: Schedule) -> None:
+    rows = dict(schedule.ops)
+    rows[Worker(1, 2)] = ()
+    assert "W1_2 has ops and has failed" in sentences(Schedule(PROBLEM, rows))
+    rows = {w: ops for w, ops in schedule.ops.items() if w != Worker(0, 0)}
+    assert "W0_0 lives and has no ops" in sentences(Schedule(PROBLEM, rows))
+
+
+def test_optimizer_waits_for_the_last_peer(schedule: Schedule) -> None:
+    own = schedule.ops[W0_2][-1]
+    assert own.kind == "O"
+    assert "before the end of" in sentences(replaced(schedule, own, start=own.start - 1))
+    assert "after the end of" in sentences(replaced(schedule, own, start=own.start + 1))
+    assert "has 0 O" in sentences(with_row(schedule, W0_2, lambda row: row[:-1]))
+
+
+def test_what_the_technique_forbids(schedule: Schedule) -> None:
+    adaptive = Problem(PROBLEM.job, PROBLEM.failed, Technique.ADAPTIVE, PROBLEM.memory)
+    assert "adaptive does not split B" in sentences(Schedule(adaptive, schedule.ops))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("makespan", 1),
+        ("period", 1),
+        ("gap", 0.5),
+        ("bubble_fraction", 0.0),
+        ("slowdown_vs_1f1b", -0.9),
+        ("lower_bound", 1_000),
+        ("peak_activations", {"W0_0": 1}),
+    ],
+)
+def test_a_plan_that_lies(plan: Plan, field: str, value: object) -> None:
+    lying = plan.model_copy(update={"metrics": plan.metrics.model_copy(update={field: value})})
+    assert f"metrics.{field}" in sentences(lying)
+
+
+def test_a_plan_with_another_fingerprint_or_status(plan: Plan) -> None:
+    assert "fingerprint is 0" in sentences(plan.model_copy(update={"fingerprint": "0" * 32}))
+    other = {"optimal": "feasible", "feasible": "optimal"}[plan.solver.status]
+    solver = plan.solver.model_copy(update={"status": other})
+    assert "solver.status" in sentences(plan.model_copy(update={"solver": solver}))
+
+
+def test_a_plan_whose_job_is_none(plan: Plan) -> None:
+    job = plan.job.model_copy(update={"stages": 0})
+    assert "stages: got 0" in sentences(plan.model_copy(update={"job": job}))
+    dead = ("W0_2", "W1_2", "W2_2")
+    assert "stage 2 has no living peer" in sentences(plan.model_copy(update={"failed": dead}))
+
+
+def test_names_and_times_have_one_spelling(plan: Plan) -> None:
+    rows = {("W00_0" if name == "W0_0" else name): ops for name, ops in plan.workers.items()}
+    assert "should be spelt W0_0" in sentences(plan.model_copy(update={"workers": rows}))
+    first = plan.workers["W0_0"][0].model_copy(update={"start": 0.01})
+    rows = {**plan.workers, "W0_0": (first, *plan.workers["W0_0"][1:])}
+    assert "finer than the job's durations" in sentences(plan.model_copy(update={"workers": rows}))

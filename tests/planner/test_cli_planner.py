@@ -1,0 +1,232 @@
+"""The command line as a user has it: a real process for each exit status, in-process for the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner, Result
+
+import planner
+from planner.cli import app, main, schema_text
+from planner.errors import PlannerError
+from planner.plan import Plan
+
+GRID = ["--pipelines", "3", "--stages", "4", "--micro-batches", "6"]
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, args)
+
+
+def run(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "planner", *args], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    result = invoke("plan", *GRID, "--fail", "W1_2", "--memory", "none", "--solver", "list", "--out", str(path))
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def test_the_document_has_what_is_promised(plan_file: Path) -> None:
+    document = json.loads(plan_file.read_text())
+    jsonschema.validate(document, json.loads(schema_text()))
+    assert document["schema_version"] == 1
+    assert document["failed"] == ["W1_2"]
+    assert {k: document["job"][k] for k in ("pipelines", "stages", "micro_batches")} == {
+        "pipelines": 3,
+        "stages": 4,
+        "micro_batches": 6,
+    }
+    assert len(document["workers"]) == 11
+    assert "W1_2" not in document["workers"]
+    assert set(document["workers"]["W0_0"][0]) == {"kind", "pipeline", "micro_batch", "stage", "start", "duration"}
+    assert set(document["metrics"]) == {
+        "makespan",
+        "period",
+        "lower_bound",
+        "gap",
+        "bubble_fraction",
+        "slowdown_vs_1f1b",
+        "slowdown_vs_best",
+        "peak_activations",
+    }
+    assert document["metrics"]["period"] == 27
+    assert set(document["solver"]) >= {"name", "status", "seconds"}
+    assert document["fingerprint"]
+
+
+def test_check_says_valid(plan_file: Path) -> None:
+    done = run("check", str(plan_file))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "is valid" in done.stdout
+    assert "period 27 slots, lower bound 27 (optimal)" in done.stdout
+
+
+def test_check_names_the_two_ops_that_clash(plan_file: Path) -> None:
+    document = json.loads(plan_file.read_text())
+    first, second = document["workers"]["W0_2"][4:6]
+    second["start"] = first["start"]
+    plan_file.write_text(json.dumps(document))
+    done = run("check", str(plan_file))
+    assert (done.returncode, done.stderr) == (1, "")
+    for op in (first, second):
+        assert f"{op['kind']} of micro-batch {op['micro_batch']} of pipeline {op['pipeline']} on W0_2" in done.stdout
+    answer = json.loads(invoke("check", str(plan_file), "--json").output)
+    assert answer["valid"] is False
+    assert all(len(v["ops"]) == 2 for v in answer["violations"])
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"schema_version": 2}', "\x00\xff"])
+def test_check_of_what_is_no_plan_exits_2(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(damage, encoding="latin-1")
+    with pytest.raises(PlannerError, match="is not a plan"):
+        Plan.load(path)
+
+
+def test_unreadable_files_exit_2_without_a_traceback(tmp_path: Path, plan_file: Path) -> None:
+    plan_file.write_text(plan_file.read_text()[:500])
+    for path in (tmp_path / "missing.json", plan_file, tmp_path):
+        done = run("check", str(path))
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert str(path) in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "field", "value"),
+    [
+        (["--fail", "W9_9"], "--fail", "W9_9"),
+        (["--fail", "bogus"], "--fail", "bogus"),
+        (["--fail", "W0_1", "--fail", "W1_1", "--fail", "W2_1"], "stage 1", "no living peer"),
+        (["--memory", "0"], "--memory", "'0'"),
+        (["--memory", "lots"], "--memory", "'lots'"),
+        (["--technique", "magic"], "--technique", "'magic'"),
+        (["--technique", "fault-free", "--fail", "W1_2"], "--technique", "'fault-free'"),
+        (["--technique", "fault-free", "--memory", "2"], "1F1B holds 4", "limit is 2"),
+        (["--solver", "oracle"], "--solver", "'oracle'"),
+        (["--time-limit", "0"], "--time-limit", "0"),
+        (["--time-limit", "nan"], "--time-limit", "nan"),
+        (["--durations", "F=x"], "--durations", "F=x"),
+        (["--durations", "Q=1"], "--durations", "Q=1"),
+        (["--durations", "F=-1"], "--durations F", "-1"),
+        (["--durations", "W=inf"], "--durations W", "inf"),
+        (["--durations", "F=0"], "forward", "0"),
+        (["--durations", "I=0,W=0"], "backward", "0"),
+        (["--durations", "F=1.00000001"], "--durations F", "1.00000001"),
+        (["--pipelines", "0"], "pipelines", "0"),
+        (["--micro-batches", "-6"], "micro_batches", "-6"),
+        (["--stages", "1000000000000"], "ops", "at most 20,000,000"),
+        (["--out", "/no/such/folder/plan.json"], "--out", "/no/such/folder"),
+        (["--profile", "/no/such/file"], "--pipelines", "3"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_names_field_and_value(
+    args: list[str], field: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["planner", "plan", *GRID, *args])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert field in captured.err
+    assert value in captured.err
+
+
+def test_missing_sizes_are_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["planner", "plan", "--pipelines", "3"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--stages" in capsys.readouterr().err
+
+
+def test_words_where_numbers_belong_exit_2() -> None:
+    done = run("plan", "--pipelines", "three")
+    assert done.returncode == 2
+    assert "--pipelines" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_summary_and_gantt_without_out() -> None:
+    result = invoke("plan", *GRID, "--fail", "W1_2", "--technique", "decoupled", "--memory", "none", "--solver", "list")
+    assert result.exit_code == 0
+    assert "period 29 slots, lower bound 29 (optimal)" in result.output
+    assert "slowdown +7.4% against fault-free 1F1B" in result.output
+    rows = {line.split()[0]: line.split()[1] for line in result.output.splitlines() if line.startswith("W")}
+    assert len(rows) == 11
+    assert {len(row) for row in rows.values()} == {29}
+    assert sum(c.islower() for c in rows["W0_2"] + rows["W2_2"]) == 18  # 6 micro-batches, 3 ops each
+
+
+def test_json_goes_to_stdout_alone() -> None:
+    result = invoke("plan", *GRID, "--solver", "list", "--json")
+    assert Plan.from_json(result.stdout).metrics.period == 21
+
+
+def test_profile_file(tmp_path: Path, plan_file: Path) -> None:
+    job = json.loads(plan_file.read_text())["job"]
+    job["profiles"][1] = {"forward": 2, "input_backward": 1.5, "weight_backward": 1, "optimizer": 0.5}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job))
+    result = invoke("plan", "--profile", str(path), "--solver", "list", "--json")
+    assert result.exit_code == 0, result.output
+    assert Plan.from_json(result.stdout).job.profiles[1].input_backward == 1.5
+    path.write_text('{"pipelines": 3}')
+    done = run("plan", "--profile", str(path))
+    assert done.returncode == 2
+    assert "stages" in done.stderr
+
+
+def test_the_published_schema_is_that_of_the_code() -> None:
+    shipped = Path(planner.__file__ or "").parent / "plan.schema.json"
+    assert shipped.read_text() == schema_text()
+    assert run("schema").stdout == schema_text()
+
+
+def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    args = ["--pipelines", "16", "--stages", "16", "--micro-batches", "64", "--fail", "W1_2,W3_4,W5_6,W7_6"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "planner", "plan", *args, "--time-limit", "120", "--out", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        # The handler stands once the process no longer has Python's own SIGINT handling; until
+        # then an interrupt ends it with 130, and then there is nothing to keep.
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not _started(process.pid):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    if process.returncode == 0:
+        assert "period" in out
+        assert Plan.load(path).metrics.period > 0
+    else:
+        assert (process.returncode, err.strip()) == (130, "stopped")
+
+
+def _started(pid: int) -> bool:
+    """Has the process used CPU for a while? (It plans after about a second of imports.)"""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > 1.5

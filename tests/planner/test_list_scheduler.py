@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from planner.baseline import reference_period
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.schedule import Schedule
+from planner.solvers.base import Progress
+from planner.solvers.list_scheduler import ListScheduler
+from tests.planner.problems import problems
+
+
+def worked(technique: str, memory: str, *, fail: bool = True) -> Problem:
+    failed = frozenset({Worker(1, 2)}) if fail else frozenset()
+    return Problem(Job.uniform(3, 4, 6), failed, Technique(technique), MemoryLimit(memory))
+
+
+@pytest.mark.parametrize(
+    ("technique", "memory", "fail", "period"),
+    [
+        ("fault-free", "1f1b", False, 27),
+        ("adaptive", "1f1b", True, 36),
+        ("adaptive", "none", True, 33),
+        ("decoupled", "none", True, 29),
+        ("staggered", "none", True, 27),
+        ("staggered", "uniform", False, 21),
+        ("staggered", "none", False, 19),
+    ],
+)
+def test_worked_example_is_solved_to_its_proven_optimum(technique: str, memory: str, fail: bool, period: int) -> None:
+    solution = ListScheduler().solve(worked(technique, memory, fail=fail))
+    assert solution.schedule.period == period
+    assert solution.optimal
+
+
+def test_optimizer_slots_of_the_papers_figure() -> None:
+    """O = 3 as drawn: slots 28-30, 29-31, 30-32, 31-33 at the latest, period 30."""
+    job = Job.uniform(3, 4, 6, durations={"O": 3})
+    problem = Problem(job, frozenset({Worker(1, 2)}), Technique.STAGGERED, MemoryLimit("none"))
+    schedule = ListScheduler().solve(problem).schedule
+    assert schedule.period == 30
+    assert all(ops[-1].end <= 30 + worker.stage for worker, ops in schedule.ops.items())
+
+
+@pytest.mark.parametrize("technique", ["adaptive", "decoupled", "staggered"])
+def test_a_limit_of_one_activation_is_survived(technique: str) -> None:
+    schedule = ListScheduler().solve(worked(technique, "1")).schedule
+    assert set(schedule.peak_activations.values()) == {1}
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_equal_problems_get_equal_schedules(problem: Problem) -> None:
+    """Agents plan on their own and must agree; so neither clock nor chance may decide."""
+    again = Problem(problem.job, frozenset(set(problem.failed)), problem.technique, problem.memory)
+    assert ListScheduler().solve(problem).schedule.ops == ListScheduler().solve(again).schedule.ops
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(memories=["uniform", "none"]))
+def test_without_failures_never_worse_than_1f1b(problem: Problem) -> None:
+    healthy = Problem(problem.job, technique=problem.technique, memory=problem.memory)
+    assert ListScheduler().solve(healthy).schedule.period <= reference_period(problem.job)
+
+
+def test_never_worse_than_its_warm_start() -> None:
+    problem = worked("staggered", "uniform")
+    good = ListScheduler().solve(problem).schedule
+    late = Schedule(problem, {w: tuple(op._replace(start=2 * op.start) for op in ops) for w, ops in good.ops.items()})
+    assert ListScheduler().solve(problem, warm_start=late).schedule.period <= late.period
+    assert ListScheduler().solve(problem, warm_start=good).schedule is good
+
+
+def test_progress_falls_and_cancel_keeps_the_first_schedule() -> None:
+    seen: list[Progress] = []
+    problem = worked("adaptive", "1f1b")
+    ListScheduler().solve(problem, on_progress=seen.append)
+    incumbents = [p.incumbent for p in seen]
+    assert incumbents == sorted(set(incumbents), key=incumbents.index)
+    assert all(p.bound == 36 for p in seen)
+    stopped = ListScheduler().solve(problem, cancelled=lambda: True)
+    assert stopped.schedule.period >= 36
+
+
+def test_a_large_grid() -> None:
+    """16 x 16 x 64 with 5 % failed: within 5 % of the bound."""
+    workers = list(Job.uniform(16, 16, 64).workers())
+    problem = Problem(Job.uniform(16, 16, 64), frozenset(workers[7::20]), Technique.STAGGERED, MemoryLimit("uniform"))
+    solution = ListScheduler().solve(problem)
+    assert solution.schedule.period <= 1.05 * solution.bound
