@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import planner
-from planner.cli import app, main, schema_text
+from planner.cli import _interruptible, app, main, schema_text
 from planner.errors import PlannerError
 from planner.plan import Plan
 
@@ -200,6 +200,15 @@ def test_the_published_schema_is_that_of_the_code() -> None:
     assert run("schema").stdout == schema_text()
 
 
+def test_the_first_ctrl_c_asks_to_stop_and_the_second_stops() -> None:
+    with _interruptible() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     args = ["--pipelines", "16", "--stages", "16", "--micro-batches", "64", "--fail", "W1_2,W3_4,W5_6,W7_6"]
@@ -213,7 +222,7 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
         # The handler stands once the process no longer has Python's own SIGINT handling; until
         # then an interrupt ends it with 130, and then there is nothing to keep.
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not _started(process.pid):
+        while time.monotonic() < deadline and process.poll() is None and not _started(process.pid):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
