@@ -6,11 +6,12 @@ is built on: a transfer with a killed peer raises within 20 ms, but everything e
 (a transfer with a survivor who has left, an all-reduce two hops away) hangs to its time-out, and
 `abort()` wakes nothing. What does wake it: an expired wait closes every pair of its group. So
 `cancel()`, called from another thread, posts a receive that nobody answers, with a 1 ms time-out,
-on every live group.
+to every rank of every live group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,12 +132,13 @@ class Groups:
     def cancel(self) -> None:
         """Makes every wait on these groups fail within milliseconds. From any thread."""
         for group in filter(None, (self._world, self._stage)):
-            try:
-                other = 1 if group.rank() == 0 else 0
-                if group.size() > 1:
-                    group.recv([torch.zeros(1)], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                pass  # that it fails is the point
+            # Every rank: a receive from a dead peer fails at once, and only one that *expires*
+            # closes the other pairs.
+            for rank in range(group.size()):
+                if rank == group.rank():
+                    continue
+                with contextlib.suppress(RuntimeError):  # that it fails is the point
+                    group.recv([torch.zeros(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
 
 
 class Communicator:

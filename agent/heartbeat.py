@@ -67,8 +67,8 @@ class HeartbeatThread(threading.Thread):
             )
         )
 
-    def report_broken(self, detail: str) -> None:
-        """Queues a FailureReport of a broken transfer; never blocks."""
+    def report_broken(self, epoch: int, detail: str) -> None:
+        """Queues a FailureReport of a transfer that broke in `epoch`; never blocks."""
         self._put(
             FailureReport(
                 worker=self._worker,
@@ -76,6 +76,7 @@ class HeartbeatThread(threading.Thread):
                 cause="transfer",
                 reporter=self._worker,
                 detail=detail,
+                epoch=epoch,
             )
         )
 

@@ -62,6 +62,8 @@ class ProcessPool:
     def __init__(self, target: Callable[..., None], preload: list[str]) -> None:
         # Before the server starts: its libraries size their thread pools from the environment.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # Broken connections are this program's daily bread; c10d would print a stack for each.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(preload)
         self._target = target

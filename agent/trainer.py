@@ -167,4 +167,4 @@ class ResilientTrainer:
     def _say_broken(self, detail: str) -> None:
         self._channel.say("broken", epoch=self._epoch, detail=detail)
         if self._heartbeat is not None:
-            self._heartbeat.report_broken(detail)
+            self._heartbeat.report_broken(self._epoch, detail)

@@ -1,0 +1,146 @@
+"""`python -m app demo`: a console and a real training job on this machine, under one roof.
+
+Two child processes, the console's server and the job's launcher. Both end with this one, however it
+ends: they are told on Ctrl-C and SIGTERM, and the kernel tells them should this process be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from agent.protocol import API
+from app.errors import SettingsError
+
+_PR_SET_PDEATHSIG = 1
+_START_SECONDS = 90.0
+_END_SECONDS = 8.0
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """serve, launch: further arguments of `python -m app serve` and `python -m agent launch`."""
+
+    host: str
+    port: int
+    serve: tuple[str, ...]
+    launch: tuple[str, ...]
+
+
+def run(options: DemoOptions, say: Callable[[str], None]) -> int:
+    """Runs until Ctrl-C or until one of the two ends; returns the exit status.
+
+    say: called with each line for the user. Raises SettingsError when it can't start.
+    """
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    address = f"http://{options.host}:{options.port}"
+    _check_port(options.host, options.port)
+    children: dict[str, subprocess.Popen[bytes]] = {}
+    began = time.monotonic()
+    try:
+        say(f"starting the console at {address} ...")
+        children["console"] = _start(
+            ["app", "serve", "--host", options.host, "--port", str(options.port), *options.serve]
+        )
+        if not _wait(f"{address}/healthz", children, ended, lambda answer: answer.status_code == 200):
+            return _verdict(children, ended)
+        say(f"console ready ({time.monotonic() - began:.1f} s); starting the training processes ...")
+        children["training job"] = _start(["agent", "launch", "--console", address, "--demo", *options.launch])
+        if not _wait(f"{address}{API}/jobs", children, ended, _trains):
+            return _verdict(children, ended)
+        say(f"training ({time.monotonic() - began:.1f} s)")
+        say("")
+        say(f"  Open {address}")
+        say("")
+        say("  Kill a worker there and watch the job heal. Ctrl-C ends everything.")
+        while not ended.wait(0.3):
+            if any(child.poll() is not None for child in children.values()):
+                break
+        return _verdict(children, ended)
+    finally:
+        _end(children)
+        if ended.is_set():
+            say("stopped; no process is left")
+
+
+def _verdict(children: dict[str, subprocess.Popen[bytes]], ended: threading.Event) -> int:
+    """0 when the user ended it or the job is done, else the status of what ended first."""
+    if ended.is_set():
+        return 0
+    for name, child in children.items():
+        status = child.poll()
+        if status is not None and status != 0:
+            raise SettingsError(f"the {name} ended with status {status}; its own message is above")
+    return 0
+
+
+def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    module, *rest = arguments
+    output = None if module == "app" else subprocess.DEVNULL
+    # Its own session: Ctrl-C reaches this process alone, which then ends both in order.
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *rest], stdout=output, start_new_session=True, preexec_fn=_die_with_parent
+    )
+
+
+def _die_with_parent() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait(
+    url: str,
+    children: dict[str, subprocess.Popen[bytes]],
+    ended: threading.Event,
+    good: Callable[[requests.Response], bool],
+) -> bool:
+    """Until `good(answer)`; False when a child or the user ended it. Raises SettingsError after a while."""
+    token = os.environ.get("OPENRECYCLE_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(requests.RequestException, ValueError, LookupError):
+            if good(requests.get(url, headers=headers, timeout=2.0)):
+                return True
+        if ended.wait(0.1) or any(child.poll() is not None for child in children.values()):
+            return False
+    raise SettingsError(f"{url} gave no good answer within {_START_SECONDS:.0f} s")
+
+
+def _trains(answer: requests.Response) -> bool:
+    jobs: list[dict[str, Any]] = answer.json()["jobs"]
+    return any(job["state"] == "running" for job in jobs)
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise SettingsError(f"--port: got {port}, expected a free port on {host} ({error.strerror})") from None
+
+
+def _end(children: dict[str, subprocess.Popen[bytes]]) -> None:
+    """The job first, so that it can say goodbye to the console."""
+    for child in reversed(list(children.values())):
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
