@@ -37,6 +37,7 @@ from app.membership import (
     PlanRefused,
     Refuse,
     Registered,
+    Stalled,
     State,
     Step,
     Tick,
@@ -59,11 +60,11 @@ def step(state: State, event: Event, now: float, ladder: Ladder) -> Step:
 def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> Step:
     member = state.members.get(event.worker)
     if member is None:
-        return _refuse(state, "unknown_worker", _no_such_worker(state, event.worker))
+        return _refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if state.over or member.state is FINISHED:
         return _refuse(state, "job_over", f"{event.worker}: the job is {state.over or 'past its last iteration'}")
     if event.incarnation in member.retired or (event.incarnation == member.incarnation and member.state is FAILED):
-        return _refuse(state, "fenced", _fenced_text(member, event.incarnation))
+        return _refuse(state, "fenced", fenced_text(member, event.incarnation))
     if event.incarnation == member.incarnation:
         return Step(state, reason=f"{event.worker} had registered already")
 
@@ -137,10 +138,19 @@ def _tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
     return Step(state, tuple(notes), "time went by")
 
 
+def _stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
+    members = {
+        name: m if m.last_heard is None else replace(m, last_heard=min(now, m.last_heard + event.seconds))
+        for name, m in state.members.items()
+    }
+    text = f"the console stood still for {event.seconds:.1f} s; that time is not held against the workers"
+    return Step(replace(state, members=members), (Note("warning", "console", text),), text)
+
+
 def _exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
     member = state.members.get(event.worker)
     if member is None:
-        return _refuse(state, "unknown_worker", _no_such_worker(state, event.worker))
+        return _refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if state.over or event.incarnation in member.retired:
         return Step(state, reason=f"the end of that process of {event.worker} is known")
     if member.incarnation not in (None, event.incarnation):
@@ -162,7 +172,7 @@ def _exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
 def _transfer_broken(state: State, event: TransferBroken, now: float, ladder: Ladder) -> Step:
     reporter, worker = state.members.get(event.reporter), state.members.get(event.worker)
     if reporter is None or worker is None:
-        return _refuse(state, "unknown_worker", _no_such_worker(state, event.worker if reporter else event.reporter))
+        return _refuse(state, "unknown_worker", no_such_worker(state, event.worker if reporter else event.reporter))
     if fenced := _fence(state, reporter, event.incarnation):
         return fenced
     old = event.epoch != state.epoch if event.epoch else reporter.acknowledged == ""
@@ -208,7 +218,7 @@ def _plan_refused(state: State, event: PlanRefused, now: float, ladder: Ladder) 
 def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder) -> Step:
     member = state.members.get(event.worker)
     if member is None:
-        return _refuse(state, "unknown_worker", _no_such_worker(state, event.worker))
+        return _refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if fenced := _fence(state, member, event.incarnation):
         return fenced
     if event.epoch > state.epoch:
@@ -267,6 +277,7 @@ _HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
     Exited: _exited,
     TransferBroken: _transfer_broken,
     Tick: _tick,
+    Stalled: _stalled,
     PlanReady: _plan_ready,
     PlanRefused: _plan_refused,
     Acknowledged: _acknowledged,
@@ -348,10 +359,10 @@ def _is_done(state: State, member: Member) -> bool:
 def _fence(state: State, member: Member, incarnation: str) -> Step | None:
     if member.incarnation == incarnation and member.state is not FAILED:
         return None
-    return _refuse(state, "fenced", _fenced_text(member, incarnation))
+    return _refuse(state, "fenced", fenced_text(member, incarnation))
 
 
-def _fenced_text(member: Member, incarnation: str) -> str:
+def fenced_text(member: Member, incarnation: str) -> str:
     if member.incarnation is None:
         return f"{member.name}: incarnation {incarnation!r} has not registered"
     if member.incarnation == incarnation:
@@ -378,6 +389,6 @@ def _without(failed: tuple[str, ...]) -> str:
     return f" without {names(failed)}" if failed else ""
 
 
-def _no_such_worker(state: State, name: str) -> str:
+def no_such_worker(state: State, name: str) -> str:
     cells = list(state.members)
     return f"worker: got {name!r}, expected a worker of the job's grid, {cells[0]} to {cells[-1]}"

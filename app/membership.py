@@ -202,6 +202,13 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class Stalled:
+    """The console itself did not run for so long: silence in that time says nothing about workers."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PlanReady:
     failed: tuple[str, ...]
     fingerprint: str
@@ -248,6 +255,7 @@ Event = (
     | Exited
     | TransferBroken
     | Tick
+    | Stalled
     | PlanReady
     | PlanRefused
     | Acknowledged

@@ -60,6 +60,8 @@ class EventView:
 
 @dataclass(frozen=True)
 class RecoveryView:
+    """Milliseconds after the death of `worker`; after it was seen when not death_known."""
+
     worker: str
     epoch: int
     detected_ms: float
@@ -67,6 +69,7 @@ class RecoveryView:
     reformed_ms: float
     resumed_ms: float
     at: float
+    death_known: bool = True
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,10 @@ class IterationRow(Base):
 
 
 class RecoveryRow(Base):
-    """Milliseconds from a worker's death to each step of the recovery, as the launcher measured them."""
+    """Milliseconds from a worker's death to each step of the recovery, as the launcher measured them.
+
+    death_known: False when they count from the moment the death was seen.
+    """
 
     __tablename__ = "recovery"
 
@@ -164,6 +167,7 @@ class RecoveryRow(Base):
     unblocked_ms: Mapped[float] = mapped_column(Double)
     reformed_ms: Mapped[float] = mapped_column(Double)
     resumed_ms: Mapped[float] = mapped_column(Double)
+    death_known: Mapped[bool] = mapped_column(default=True)
     at: Mapped[float] = mapped_column(Double)
 
 

@@ -199,9 +199,11 @@ class Store:
             query = select(func.count()).select_from(IterationRow).where(IterationRow.job_id == job_id)
             return session.scalar(query) or 0
 
-    def add_recovery(self, job_id: str, row: Record) -> None:
+    def add_recovery(self, job_id: str, row: Record) -> bool:
+        """False when it was reported before."""
         with self.database.write() as session:
-            session.execute(self._insert_new(RecoveryRow).values(job_id=job_id, **row))
+            result = session.execute(self._insert_new(RecoveryRow).values(job_id=job_id, **row))
+            return bool(result.rowcount)  # type: ignore[attr-defined]
 
     def recoveries(self, job_id: str) -> list[Record]:
         """Oldest first."""

@@ -130,6 +130,7 @@ def upgrade() -> None:
         sa.Column("unblocked_ms", sa.Double(), nullable=False),
         sa.Column("reformed_ms", sa.Double(), nullable=False),
         sa.Column("resumed_ms", sa.Double(), nullable=False),
+        sa.Column("death_known", sa.Boolean(), nullable=False),
         sa.Column("at", sa.Double(), nullable=False),
         sa.ForeignKeyConstraint(["job_id"], ["job.id"], name=op.f("fk_recovery_job_id_job"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("job_id", "worker", "epoch", name=op.f("pk_recovery")),

@@ -1,0 +1,81 @@
+"""What agents and launchers say and ask. Messages: agent.protocol."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+
+from agent.protocol import (
+    Acknowledgement,
+    Commands,
+    Deployment,
+    FailureReport,
+    IterationReport,
+    JobCreated,
+    JobFinished,
+    JobSpec,
+    Recovery,
+    Registered,
+    Registration,
+)
+from app.api.models import Outcome
+from app.api.runner import in_thread
+from app.console import Console
+
+After = Annotated[int, Query(ge=0, le=2**53)]
+Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new")]
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+
+
+def router(console: Console) -> APIRouter:
+    api = APIRouter(prefix="/jobs", tags=["agents"])
+
+    @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
+    async def create_job(spec: JobSpec, response: Response, idempotency_key: IdempotencyKey = None) -> JobCreated:
+        """201 for a new job; 200 with the earlier one for an Idempotency-Key seen before."""
+        created, new = await in_thread(console.create_job, spec, idempotency_key)
+        response.status_code = 201 if new else 200
+        return created
+
+    @api.post("/{job_id}/workers", status_code=201)
+    async def register(job_id: str, message: Registration) -> Registered:
+        return await in_thread(console.register, job_id, message)
+
+    @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
+    async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
+        """The newest deployment with an epoch above `after`, as soon as there is one; 204: none in time."""
+        topic = console.job(job_id).topic
+        found = await topic.wait_for(lambda: console.deployment(job_id, after), wait)
+        if found is None:
+            return Response(status_code=204)
+        return Response(found.model_dump_json(), media_type="application/json")
+
+    @api.post("/{job_id}/acknowledgements")
+    async def acknowledge(job_id: str, message: Acknowledgement) -> Outcome:
+        return Outcome(reason=await in_thread(console.acknowledge, job_id, message))
+
+    @api.post("/{job_id}/failures")
+    async def failure(job_id: str, message: FailureReport) -> Outcome:
+        return Outcome(reason=await in_thread(console.failure, job_id, message))
+
+    @api.post("/{job_id}/iterations", status_code=204)
+    async def iterations(job_id: str, message: IterationReport) -> None:
+        await in_thread(console.committed, job_id, message.iterations)
+
+    @api.post("/{job_id}/recoveries", status_code=204)
+    async def recovery(job_id: str, message: Recovery) -> None:
+        await in_thread(console.recovered, job_id, message)
+
+    @api.get("/{job_id}/commands")
+    async def commands(job_id: str, after: After = 0, wait: Wait = 0) -> Commands:
+        """Commands with seq > after, as soon as there are any; an empty list after `wait` seconds."""
+        topic = console.job(job_id).topic
+        found = await topic.wait_for(lambda: console.commands(job_id, after) or None, wait)
+        return Commands(commands=tuple(found or ()))
+
+    @api.post("/{job_id}/finish", status_code=204)
+    async def finish(job_id: str, message: JobFinished) -> None:
+        await in_thread(console.finish, job_id, message)
+
+    return api

@@ -1,0 +1,96 @@
+"""What people and dashboards read of a job, and what an operator may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Response
+
+from app.api.models import EpochInfo, EventInfo, IterationInfo, JobDetail, JobInfo, Outcome, PlanInfo, WorkerInfo
+from app.api.runner import in_thread
+from app.console import Console
+from app.views import summary
+
+Limit = Annotated[int, Query(ge=1, le=5000)]
+Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
+
+
+def router(console: Console) -> APIRouter:
+    api = APIRouter(prefix="/jobs", tags=["jobs"])
+
+    @api.get("")
+    async def jobs() -> list[JobInfo]:
+        """Newest first."""
+        return [JobInfo(**asdict(job)) for job in console.list_jobs()]
+
+    @api.get("/{job_id}")
+    async def job(job_id: str) -> JobDetail:
+        return await in_thread(_detail, console, job_id)
+
+    @api.get("/{job_id}/workers")
+    async def workers(job_id: str) -> list[WorkerInfo]:
+        view = await in_thread(console.view, job_id, 1, 1)
+        return [WorkerInfo(**asdict(worker)) for worker in view.workers]
+
+    @api.get("/{job_id}/events")
+    async def events(
+        job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Limit = 200
+    ) -> list[EventInfo]:
+        """Events with seq > after, oldest first: read on with `after` = the last one's seq."""
+        return [EventInfo(**row) for row in await in_thread(console.events, job_id, after, limit)]
+
+    @api.get("/{job_id}/iterations")
+    async def iterations(
+        job_id: str, after: Annotated[int, Query(ge=-1, le=2**53)] = -1, limit: Limit = 1000
+    ) -> list[IterationInfo]:
+        """Iterations with a number > after, oldest first."""
+        return [IterationInfo(**row) for row in await in_thread(console.iterations, job_id, after, limit)]
+
+    @api.get("/{job_id}/epochs")
+    async def epochs(job_id: str) -> list[EpochInfo]:
+        return [EpochInfo(**row) for row in await in_thread(console.epochs, job_id)]
+
+    @api.get("/{job_id}/plans")
+    async def plans(job_id: str) -> list[PlanInfo]:
+        """Fewest failures first."""
+        return [PlanInfo(**row) for row in await in_thread(console.plans, job_id)]
+
+    @api.get("/{job_id}/plans/{fingerprint}", response_model=dict[str, Any], responses={304: {}})
+    async def plan(job_id: str, fingerprint: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
+        """The Plan document. It never changes: its ETag is the fingerprint."""
+        tag = f'"{fingerprint}"'
+        headers = {"ETag": tag, "Cache-Control": "private, max-age=31536000, immutable"}
+        document = await in_thread(console.plan_document, job_id, fingerprint)
+        if if_none_match and (if_none_match.strip() == "*" or tag in if_none_match):
+            return Response(status_code=304, headers=headers)
+        return Response(document, media_type="application/json", headers=headers)
+
+    @api.post("/{job_id}/workers/{worker}/kill", status_code=202, tags=["operator"])
+    async def kill(job_id: str, worker: str, x_actor: Actor = "API") -> Outcome:
+        """Asks the launcher of a demo job to kill this worker's process."""
+        await in_thread(console.request_kill, job_id, worker, x_actor)
+        return Outcome(reason=f"the launcher is asked to kill {worker}")
+
+    @api.post("/{job_id}/workers/{worker}/restart", status_code=202, tags=["operator"])
+    async def restart(job_id: str, worker: str, x_actor: Actor = "API") -> Outcome:
+        """Asks the launcher to start a new process for this failed worker."""
+        await in_thread(console.request_restart, job_id, worker, x_actor)
+        return Outcome(reason=f"the launcher is asked to start {worker} again")
+
+    return api
+
+
+def _detail(console: Console, job_id: str) -> JobDetail:
+    job = console.job(job_id)
+    view = console.view(job_id, 1, 1)
+    line = summary(job, view.sentence)
+    return JobDetail(
+        **asdict(line),
+        spec=view.spec,
+        committed=job.state.committed,
+        plan_fingerprint=view.plan.fingerprint if view.plan else None,
+        planned_ahead=view.planned_ahead,
+        plans_to_make=view.plans_to_make,
+        fault_free_samples_per_second=view.fault_free_samples_per_second,
+    )

@@ -1,0 +1,108 @@
+"""What the API answers where agent.protocol has no message for it: what people and dashboards read."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from agent.protocol import JobSpec, JobState, WorkerState
+
+
+class JobInfo(BaseModel):
+    """created_at: POSIX seconds. living: workers in the epoch. workers: size of the grid."""
+
+    job_id: str
+    name: str
+    state: JobState
+    sentence: str
+    created_at: float
+    epoch: int
+    living: int
+    workers: int
+
+
+class JobDetail(JobInfo):
+    """committed: iterations so far. plan_fingerprint: of the plan in force."""
+
+    spec: JobSpec
+    committed: int
+    plan_fingerprint: str | None
+    planned_ahead: int
+    plans_to_make: int
+    fault_free_samples_per_second: float | None
+
+
+class WorkerInfo(BaseModel):
+    """heartbeat_age: seconds. takes_rerouted: micro-batches of other pipelines per iteration."""
+
+    name: str
+    pipeline: int
+    stage: int
+    state: WorkerState
+    takes_rerouted: int
+    heartbeat_age: float | None
+    epoch: int
+    iteration: int
+    phase: str
+    op_milliseconds: dict[str, float]
+    resident_bytes: int
+    host: str
+    pid: int
+    acknowledged: str
+    detail: str
+
+
+class EventInfo(BaseModel):
+    seq: int
+    at: float
+    severity: Literal["info", "warning", "error"]
+    kind: str
+    worker: str | None
+    text: str
+
+
+class IterationInfo(BaseModel):
+    """loss_hex: the loss as a hexadecimal float, exact."""
+
+    iteration: int
+    loss: float
+    loss_hex: str
+    seconds: float
+    epoch: int
+    living: int
+    committed_at: float
+
+
+class AcknowledgementInfo(BaseModel):
+    worker: str
+    incarnation: str
+    state: Literal["adopted", "formed", "resumed"]
+    iteration: int
+    at: float
+
+
+class EpochInfo(BaseModel):
+    epoch: int
+    plan_fingerprint: str
+    living: list[str]
+    failed: list[str]
+    joining: list[str]
+    reason: str
+    opened_at: float
+    acknowledgements: list[AcknowledgementInfo]
+
+
+class PlanInfo(BaseModel):
+    """ahead: made before its failure happened. The document is at .../plans/{fingerprint}."""
+
+    fingerprint: str
+    failed: list[str]
+    ahead: bool
+    created_at: float
+
+
+class Outcome(BaseModel):
+    """reason: what the coordinator made of the report, in a sentence."""
+
+    reason: str

@@ -1,0 +1,91 @@
+"""Every error of the API as problem details (RFC 9457), one sentence that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agent.protocol import Problem
+from app.errors import ConsoleError
+
+log = structlog.get_logger()
+
+MEDIA_TYPE = "application/problem+json"
+
+_CODES = {400: "invalid", 401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+
+
+def problem(status: int, code: str, detail: str, headers: Mapping[str, str] | None = None) -> Response:
+    body = Problem(title=HTTPStatus(status).phrase, status=status, code=code, detail=detail)
+    return Response(body.model_dump_json(), status, media_type=MEDIA_TYPE, headers=dict(headers or {}))
+
+
+def validation_problem(errors: Sequence[Mapping[str, Any]]) -> Response:
+    return problem(422, "invalid", sentence(errors))
+
+
+def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
+    """`pipelines: got 0, expected a value greater than or equal to 1; and 2 more`."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    where = ".".join(place) or "the body"
+    shown = repr(first.get("input"))
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    kind, message = first["type"], str(first["msg"])
+    if kind == "missing":
+        text = f"{where}: missing, expected a value"
+    elif kind == "extra_forbidden":
+        text = f"{where}: got {shown}, expected no field of that name"
+    elif kind == "json_invalid":
+        text = f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
+    else:
+        for start, wording in (("Input should be ", ""), ("String should ", "a string to "), ("Value error, ", "")):
+            if message.startswith(start):
+                message = wording + message.removeprefix(start)
+        text = f"{where}: got {shown}, expected {message}"
+    more = len(errors) - 1
+    return text + (f"; and {more} more" if more else "")
+
+
+def install(app: FastAPI) -> None:
+    """Makes `app` answer every error this way."""
+
+    @app.exception_handler(ConsoleError)
+    async def _console(request: Request, error: ConsoleError) -> Response:
+        headers = {"Retry-After": "1"} if error.status == 503 else None
+        return problem(error.status, error.code, error.detail, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
+        return validation_problem(error.errors())
+
+    @app.exception_handler(ValidationError)
+    async def _invalid_model(request: Request, error: ValidationError) -> Response:
+        return validation_problem(error.errors(include_url=False))  # type: ignore[arg-type]
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> Response:
+        return http_problem(request, error)
+
+    @app.exception_handler(Exception)
+    async def _unexpected(request: Request, error: Exception) -> Response:
+        log.exception("the API failed", path=request.url.path, exc_info=error)
+        return problem(500, "internal", "the console failed on this request; its log says why")
+
+
+def http_problem(request: Request, error: HTTPException) -> Response:
+    detail = str(error.detail)
+    if error.status_code == 404:
+        detail = f"path: got {request.url.path!r}, expected one of the API's; see /api/v1/docs"
+    elif error.status_code == 405:
+        detail = f"method: got {request.method}, expected one that {request.url.path} takes"
+    return problem(error.status_code, _CODES.get(error.status_code, "refused"), detail, error.headers)

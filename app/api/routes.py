@@ -1,0 +1,76 @@
+"""The API as Starlette routes: FastAPI below /api/v1, the heartbeat beside it, health at the root."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+
+from agent.protocol import API, Heartbeat, HeartbeatReply, Problem
+from app.api import agents, jobs, problems
+from app.api.runner import in_thread
+from app.console import Console
+from app.errors import ConsoleError
+
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+def create_api(console: Console) -> FastAPI:
+    api = FastAPI(
+        title="OpenReCycle",
+        version="1",
+        description="Jobs, their workers, and the plans they run. Errors are problem details (RFC 9457).",
+        redoc_url=None,
+        responses={"4XX": {"model": Problem, "content": {problems.MEDIA_TYPE: {}}}},
+    )
+    api.state.console = console
+    problems.install(api)
+    api.include_router(agents.router(console))
+    api.include_router(jobs.router(console))
+
+    # Answered by the lean route of `create_routes`; declared here for the OpenAPI document.
+    @api.post("/jobs/{job_id}/heartbeats", tags=["agents"])
+    async def heartbeat(job_id: str, message: Heartbeat) -> HeartbeatReply:
+        return HeartbeatReply(epoch=console.heartbeat(job_id, message))
+
+    return api
+
+
+def create_routes(console: Console) -> list[BaseRoute]:
+    async def heartbeat(request: Request) -> Response:
+        try:
+            message = Heartbeat.model_validate_json(await request.body())
+            epoch = console.heartbeat(request.path_params["job_id"], message)
+        except ValidationError as error:
+            return problems.validation_problem(error.errors(include_url=False))  # type: ignore[arg-type]
+        except ConsoleError as error:
+            return problems.problem(error.status, error.code, error.detail)
+        return Response(b'{"epoch":%d}' % epoch, media_type="application/json")
+
+    async def healthz(request: Request) -> Response:
+        """The process serves requests."""
+        return JSONResponse({"status": "ok"})
+
+    async def readyz(request: Request) -> Response:
+        """The database answers too."""
+        try:
+            await in_thread(console.ready)
+        except ConsoleError as error:
+            return problems.problem(error.status, error.code, error.detail)
+        return JSONResponse({"status": "ready"})
+
+    async def nothing(request: Request) -> Response:
+        """Without this, Streamlit would answer an unknown API path with its page and 200."""
+        return problems.http_problem(request, HTTPException(404))
+
+    return [
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+        Route(f"{API}/jobs/{{job_id}}/heartbeats", heartbeat, methods=["POST"]),
+        Mount(API, create_api(console)),
+        Route("/api", nothing, methods=METHODS),
+        Route("/api/{path:path}", nothing, methods=METHODS),
+    ]

@@ -1,0 +1,19 @@
+"""Runs the console's blocking calls in threads of the API's own, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# The database has one writer at a time: more threads would only queue in another place.
+_pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="api")
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_pool, partial(function, *args, **kwargs))

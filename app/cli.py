@@ -1,0 +1,82 @@
+"""The command line: `python -m app serve`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from app.errors import SettingsError
+from app.membership import Ladder
+from app.settings import Settings, read_token
+from planner.errors import PlannerError
+
+cli = typer.Typer(
+    name="python -m app",
+    help="The console: watch and repair training jobs from a browser.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_DEFAULT = Ladder()
+
+Host = Annotated[str, typer.Option(help="Address to listen on. Any but loopback needs a token.")]
+Port = Annotated[int, typer.Option(help="Port; 0 takes any free one.")]
+DatabaseUrl = Annotated[
+    str,
+    typer.Option(
+        envvar="DATABASE_URL",
+        help="sqlite:///path or postgresql://user:password@host/name. Default: a file in the user's state folder.",
+        show_envvar=True,
+        show_default=False,
+    ),
+]
+
+
+@cli.callback()
+def _main() -> None:
+    """Keeps `serve` a subcommand while it is the only one."""
+
+
+@cli.command()
+def serve(
+    host: Host = "127.0.0.1",
+    port: Port = 8501,
+    database_url: DatabaseUrl = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File (mode 0600) with the token; else OPENRECYCLE_TOKEN.")
+    ] = None,
+    api_only: Annotated[bool, typer.Option("--api-only", help="Serve the REST API without the pages.")] = False,
+    heartbeat: Annotated[float, typer.Option(help="Seconds between two reports of a worker.")] = _DEFAULT.heartbeat,
+    suspect: Annotated[float, typer.Option(help="Seconds of silence that make a suspect.")] = _DEFAULT.suspect,
+    dead: Annotated[float, typer.Option(help="Seconds of silence after which a worker is out.")] = _DEFAULT.dead,
+    tolerance: Annotated[
+        int, typer.Option(min=0, max=8, help="Plans are made ahead for up to this many failures.")
+    ] = 2,
+) -> None:
+    """Serve the pages and the REST API until Ctrl-C."""
+    from app.server import serve as run
+    from db.session import DatabaseError
+
+    try:
+        settings = Settings(
+            host=host,
+            port=port,
+            database_url=database_url,
+            token=read_token(token_file),
+            ladder=Ladder(heartbeat=heartbeat, suspect=suspect, dead=dead),
+            tolerance=tolerance,
+            api_only=api_only,
+        )
+        run(settings)
+    except (SettingsError, PlannerError, DatabaseError) as error:
+        fail(str(error))
+
+
+def fail(sentence: str) -> NoReturn:
+    """One sentence on stderr, exit status 2."""
+    print(sentence, file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,427 @@
+"""The console as a service: what the REST API and the pages call. Thread-safe.
+
+Every report goes through the coordinator of its job and into the database before it is answered;
+heartbeats alone are kept in memory and written behind.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from agent.protocol import (
+    Acknowledgement,
+    Command,
+    Deployment,
+    FailureReport,
+    Heartbeat,
+    Iteration,
+    JobCreated,
+    JobFinished,
+    JobSpec,
+    JobState,
+    Recovery,
+    Registered,
+    Registration,
+    WorkerState,
+)
+from app import membership as m
+from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
+from app.jobs import URGENT, PlanMaker, PlanRequest
+from app.live import LiveJob
+from app.membership import Ladder
+from app.sentence import sentence
+from app.view import JobSummary, JobView
+from app.views import PlanCache, job_view, summary
+from db.store import Record, Store
+from planner.errors import PlannerError
+from planner.plan import Plan, job_doc
+
+log = structlog.get_logger()
+
+MAX_WORKERS = 16_384
+# How many failure patterns are planned ahead; the list scheduler serves the rest when they happen.
+MAX_AHEAD = 512
+
+TICK_SECONDS = 0.25
+FLUSH_SECONDS = 1.0
+
+
+class Console:
+    """One per process and database. `start` before use, `close` at the end.
+
+    tolerance: plans are made ahead for up to this many failures.
+    """
+
+    def __init__(self, store: Store, *, ladder: Ladder | None = None, tolerance: int = 2) -> None:
+        self.ladder = ladder or Ladder()
+        self._store = store
+        self._tolerance = tolerance
+        self._jobs: dict[str, LiveJob] = {}
+        self._lock = threading.Lock()
+        self._plans = PlanCache(store)
+        self._maker = PlanMaker()
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
+
+    # -- life -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Takes up every job of the database."""
+        self._maker.start()
+        for row in self._store.jobs():
+            job = self._live(row["id"], JobSpec.model_validate_json(row["spec"]), row["created_at"])
+            self._jobs[job.job_id] = job
+            job.restore(row)
+            if not job.state.over:
+                self._plan_ahead(job)
+        self._ticker.start()
+
+    def stop_waiting(self) -> None:
+        """Sends every long-poll home, so that the server can end."""
+        for job in list(self._jobs.values()):
+            job.topic.close()
+
+    def close(self) -> None:
+        """Writes what is not yet written, ends the planning process."""
+        self.stop_waiting()
+        self._stop.set()
+        if self._ticker.is_alive():
+            self._ticker.join(2)
+        self._maker.close()
+        self._flush()
+
+    def ready(self) -> None:
+        """Raises ConsoleError when the database does not answer."""
+        try:
+            self._store.ping()
+        except SQLAlchemyError as error:
+            raise unavailable(type(error).__name__) from None
+
+    # -- jobs -------------------------------------------------------------------------------
+
+    def create_job(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobCreated, bool]:
+        """Also says whether the job is new: with a key seen before, the earlier job is returned.
+
+        Raises ConsoleError for a job that can't be planned, or a key that was used for another one.
+        """
+        if spec.pipelines * spec.stages > MAX_WORKERS:
+            raise ConsoleError(
+                422,
+                "invalid",
+                f"pipelines x stages: got {spec.pipelines * spec.stages}, expected at most {MAX_WORKERS} workers",
+            )
+        job_id, created_at = secrets.token_hex(6), time.time()
+        try:
+            job = self._live(job_id, spec, created_at)
+        except PlannerError as error:
+            raise ConsoleError(422, "invalid", str(error)) from None
+        members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
+        text = spec.model_dump_json()
+        with self._storing():
+            row = self._store.create_job(
+                job_id,
+                name=spec.name,
+                spec=text,
+                state=JobState.STARTING.value,
+                created_at=created_at,
+                workers=members,
+                idempotency_key=idempotency_key,
+            )
+        new = row["id"] == job_id
+        if not new and JobSpec.model_validate_json(row["spec"]) != spec:
+            raise ConsoleError(
+                409, "idempotency_conflict", f"Idempotency-Key: {idempotency_key!r} was used for another job"
+            )
+        if new:
+            self._jobs[job_id] = job
+            self._plan_ahead(job)
+            log.info("job created", job=job_id, name=spec.name, workers=len(members))
+        ladder = self.ladder
+        created = JobCreated(
+            job_id=row["id"],
+            heartbeat_seconds=ladder.heartbeat,
+            suspect_seconds=ladder.suspect,
+            dead_seconds=ladder.dead,
+        )
+        return created, new
+
+    def job(self, job_id: str) -> LiveJob:
+        """Raises ConsoleError (404)."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            raise unknown_job(job_id)
+        return job
+
+    def list_jobs(self) -> list[JobSummary]:
+        """Newest first."""
+        return [summary(job, self.sentence(job)) for job in reversed(list(self._jobs.values()))]
+
+    def view(self, job_id: str, iterations: int = 600, events: int = 200) -> JobView:
+        job = self.job(job_id)
+        with self._storing():
+            return job_view(job, self._store, self._plans, self.sentence(job), iterations, events)
+
+    def sentence(self, job: LiveJob) -> str:
+        return sentence(job.state, time.monotonic(), self.ladder)
+
+    def plan(self, fingerprint: str) -> Plan:
+        """Raises ConsoleError (404)."""
+        with self._storing():
+            plan = self._plans.get(fingerprint)
+        if plan is None:
+            raise unknown_plan(fingerprint)
+        return plan
+
+    def plan_document(self, job_id: str, fingerprint: str) -> str:
+        """The stored JSON, as it is. Raises ConsoleError (404)."""
+        self.job(job_id)
+        with self._storing():
+            document = self._store.plan(fingerprint)
+        if document is None:
+            raise unknown_plan(fingerprint)
+        return document
+
+    def plans(self, job_id: str) -> list[Record]:
+        """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""
+        self.job(job_id)
+        with self._storing():
+            return self._store.job_plans(job_id)
+
+    def events(self, job_id: str, after: int, limit: int) -> list[Record]:
+        self.job(job_id)
+        with self._storing():
+            return self._store.events(job_id, after=after, limit=limit)
+
+    def iterations(self, job_id: str, after: int, limit: int) -> list[Record]:
+        self.job(job_id)
+        with self._storing():
+            return self._store.iterations(job_id, after=after, limit=limit)
+
+    def epochs(self, job_id: str) -> list[Record]:
+        """Every epoch with its acknowledgements, oldest first."""
+        self.job(job_id)
+        with self._storing():
+            epochs, acks = self._store.epochs(job_id), self._store.acknowledgements(job_id)
+        by_epoch: dict[int, list[Record]] = {}
+        for ack in acks:
+            by_epoch.setdefault(ack.pop("epoch"), []).append({k: v for k, v in ack.items() if k != "job_id"})
+        return [
+            {**{k: v for k, v in e.items() if k != "job_id"}, "acknowledgements": by_epoch.get(e["epoch"], [])}
+            for e in epochs
+        ]
+
+    # -- reports of agents and launchers ----------------------------------------------------
+
+    def register(self, job_id: str, message: Registration) -> Registered:
+        job = self.job(job_id)
+        job.apply(m.Registered(message.worker, message.incarnation), process=(message.host, message.pid))
+        return Registered(worker=message.worker, epoch=job.state.epoch)
+
+    def heartbeat(self, job_id: str, message: Heartbeat) -> int:
+        """Touches no database and waits for nothing: may be called from the event loop."""
+        return self.job(job_id).heard(message)
+
+    def failure(self, job_id: str, message: FailureReport) -> str:
+        """Returns what the coordinator makes of it."""
+        job = self.job(job_id)
+        if message.cause == "exit":
+            seen = f", seen {message.age_milliseconds:.0f} ms ago" if message.age_milliseconds >= 1 else ""
+            detail = (message.detail or "no exit status given") + seen
+            return job.apply(m.Exited(message.worker, message.incarnation, message.reporter, detail))
+        return job.apply(
+            m.TransferBroken(message.reporter, message.incarnation, message.worker, message.epoch, message.detail)
+        )
+
+    def acknowledge(self, job_id: str, message: Acknowledgement) -> str:
+        row = {**message.model_dump(), "at": time.time()}
+        event = m.Acknowledged(message.worker, message.incarnation, message.epoch, message.state)
+        return self.job(job_id).apply(event, acknowledgement=row)
+
+    def committed(self, job_id: str, iterations: Sequence[Iteration]) -> None:
+        job = self.job(job_id)
+        for report in iterations:
+            if report.iteration > job.spec.iterations:
+                raise ConsoleError(
+                    422,
+                    "invalid",
+                    f"iterations.iteration: got {report.iteration}, expected at most {job.spec.iterations}, "
+                    "what the job runs",
+                )
+        now = time.time()
+        with self._storing():
+            self._store.add_iterations(job_id, [{**i.model_dump(), "committed_at": now} for i in iterations])
+            count = self._store.iteration_count(job_id)
+        job.stored()
+        job.apply(m.IterationsCommitted(count))
+
+    def recovered(self, job_id: str, message: Recovery) -> None:
+        job = self.job(job_id)
+        if message.worker not in job.state.members:
+            raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
+        text = f"epoch {message.epoch}: training resumed {message.resumed_ms:.0f} ms after {message.worker} died"
+        with job.lock, self._storing():
+            if self._store.add_recovery(job_id, {**message.model_dump(), "at": time.time()}):
+                job.record(m.Note("info", "recovery", text, message.worker))
+
+    def finish(self, job_id: str, message: JobFinished) -> None:
+        self.job(job_id).apply(m.Finished(JobState(message.state), message.reason))
+        self._maker.cancel(job_id)
+
+    def deployment(self, job_id: str, after: int) -> Deployment | None:
+        """The newest deployment, if its epoch is above `after`. Does not block."""
+        epoch = self.job(job_id).state.current
+        if epoch is None or epoch.number <= after:
+            return None
+        return Deployment(
+            epoch=epoch.number,
+            plan_fingerprint=epoch.plan_fingerprint,
+            living=epoch.living,
+            failed=epoch.failed,
+            joining=epoch.joining,
+            reason=epoch.reason[:2000],
+        )
+
+    def commands(self, job_id: str, after: int) -> list[Command]:
+        """The commands with seq > after. Does not block."""
+        return [c for c in self.job(job_id).commands if c.seq > after]
+
+    # -- operators --------------------------------------------------------------------------
+
+    def request_kill(self, job_id: str, worker: str, actor: str) -> None:
+        """Asks the launcher to kill a worker's process. Only for demo jobs. Raises ConsoleError."""
+        job, member = self._member(job_id, worker)
+        if not job.spec.demo:
+            raise ConsoleError(
+                403, "not_a_demo", "demo: got false; only processes of a demo job may be killed from the console"
+            )
+        if member.incarnation is None or member.state in (WorkerState.FAILED, WorkerState.FINISHED):
+            raise ConsoleError(409, "not_running", f"worker: {worker} is {member.state}, expected one that runs")
+        self._command(job, "kill", worker, actor)
+
+    def request_restart(self, job_id: str, worker: str, actor: str) -> None:
+        """Asks the launcher to start a new process for a failed worker. Raises ConsoleError."""
+        job, member = self._member(job_id, worker)
+        if member.state is not WorkerState.FAILED:
+            raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
+        self._command(job, "restart", worker, actor)
+
+    def _member(self, job_id: str, worker: str) -> tuple[LiveJob, m.Member]:
+        job = self.job(job_id)
+        member = job.state.members.get(worker)
+        if member is None:
+            raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
+        if job.state.over:
+            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+        return job, member
+
+    def _command(self, job: LiveJob, kind: str, worker: str, actor: str) -> None:
+        actor = actor.strip()[:80] or "unknown"
+        with job.lock, self._storing():
+            events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker}", worker)])
+            seq = self._store.add_command(job.job_id, kind=kind, worker=worker, actor=actor, events=events)
+            job.stored(len(events))
+            job.commands.append(Command(seq=seq, kind=kind, worker=worker))  # type: ignore[arg-type]
+        log.info("operator command", job=job.job_id, kind=kind, worker=worker, actor=actor)
+        job.topic.publish()
+
+    # -- plans ------------------------------------------------------------------------------
+
+    def _live(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
+        return LiveJob(job_id, spec, created_at, store=self._store, ladder=self.ladder, want_plan=self._want_plan)
+
+    def _request(self, job: LiveJob, failed: Sequence[str]) -> PlanRequest:
+        return PlanRequest(job.job_id, job_doc(job.job), tuple(failed), job.spec.technique, job.spec.memory)
+
+    def _plan_ahead(self, job: LiveJob) -> None:
+        """The fault-free plan first, then one for each failure pattern, one failure after another."""
+        patterns = [p for count in job.catalog.patterns(self._tolerance) for p in count][:MAX_AHEAD]
+        missing = [p for p in patterns if job.catalog.find(p) is None]
+        job.plans_to_make = len(patterns)
+        job.planned_ahead = len(patterns) - len(missing)
+
+        def done(plan: Plan | None, why: str) -> None:
+            if plan is None:
+                job.plans_to_make -= 1
+                log.warning("no plan ahead", job=job.job_id, reason=why)
+                return
+            job.file_plan(plan)
+            job.planned_ahead += 1
+
+        for pattern in missing:
+            self._maker.submit(self._request(job, [str(w) for w in sorted(pattern)]), done)
+
+    def _want_plan(self, job: LiveJob, failed: tuple[str, ...]) -> None:
+        """A failure came for which no plan is there: it is made before all others."""
+
+        def done(plan: Plan | None, why: str) -> None:
+            if plan is None:
+                job.apply(m.PlanRefused(failed, why))
+                return
+            job.catalog.add(plan)
+            job.apply(m.PlanReady(failed, plan.fingerprint, f"made now ({plan.solver.name})"))
+
+        self._maker.submit(self._request(job, failed), done, priority=URGENT)
+
+    # -- time -------------------------------------------------------------------------------
+
+    def _keep_time(self) -> None:
+        last_tick = last_flush = time.monotonic()
+        while not self._stop.wait(TICK_SECONDS):
+            now = time.monotonic()
+            late, last_tick = now - last_tick - TICK_SECONDS, now
+            for job in list(self._jobs.values()):
+                try:
+                    if late > self.ladder.heartbeat and not job.state.over:
+                        job.apply(m.Stalled(late))
+                    job.tick()
+                except ConsoleError as error:
+                    log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)
+                except Exception:
+                    log.exception("a tick failed", job=job.job_id)
+            if now - last_flush >= FLUSH_SECONDS:
+                last_flush = now
+                self._flush()
+
+    def _flush(self) -> None:
+        beats = {job_id: rows for job_id, job in list(self._jobs.items()) if (rows := job.unsaved_contacts())}
+        if beats:
+            try:
+                self._store.heartbeats(beats)
+            except SQLAlchemyError as error:
+                # Only the latest heartbeat counts, and another one is on its way.
+                log.warning("heartbeats could not be stored", reason=type(error).__name__)
+
+    def _storing(self) -> _Storing:
+        return _Storing()
+
+
+class _Storing:
+    """Turns an error of the database into a ConsoleError (503)."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SQLAlchemyError):
+            raise unavailable(type(error).__name__) from error
+
+
+_console: Console | None = None
+
+
+def get_console() -> Console:
+    """The console of this process. Raises RuntimeError before `set_console`."""
+    if _console is None:
+        raise RuntimeError("no console runs in this process")
+    return _console
+
+
+def set_console(console: Console | None) -> None:
+    global _console
+    _console = console

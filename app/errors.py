@@ -1,0 +1,29 @@
+"""What the console refuses. `str(error)` is one sentence: the field, the value, what was expected."""
+
+from __future__ import annotations
+
+
+class ConsoleError(Exception):
+    """status: of HTTP (4xx, 503); code: for programs, as in agent.protocol.Problem."""
+
+    def __init__(self, status: int, code: str, detail: str) -> None:
+        self.status = status
+        self.code = code
+        self.detail = detail
+        super().__init__(detail)
+
+
+class SettingsError(Exception):
+    """The console can't start as it was asked to. `str(error)` is one sentence for the user."""
+
+
+def unknown_job(job_id: str) -> ConsoleError:
+    return ConsoleError(404, "unknown_job", f"job: got {job_id!r}, expected the id of a job of this console")
+
+
+def unavailable(reason: str) -> ConsoleError:
+    return ConsoleError(503, "unavailable", f"the database can't take this now ({reason}); try again")
+
+
+def unknown_plan(fingerprint: str) -> ConsoleError:
+    return ConsoleError(404, "unknown_plan", f"plan: got {fingerprint!r}, expected the fingerprint of a plan")

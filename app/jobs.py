@@ -1,0 +1,184 @@
+"""Long work in a child process: plans are made there, one at a time, the most urgent first.
+
+A solver in a thread of the console's process would hold up its heartbeats; in a child it can also
+be ended. Only JSON crosses the pipe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import structlog
+
+from planner.errors import PlannerError
+from planner.job import MemoryLimit, Problem, Technique, Worker
+from planner.plan import JobDoc, Plan
+from planner.solvers.portfolio import make_plan
+
+log = structlog.get_logger()
+
+URGENT, AHEAD = 0, 1
+_STOP = 2
+
+# A plan is tried again once when the child that made it died; then its request is at fault.
+_ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """owner: what `cancel` goes by (the job's id)."""
+
+    owner: str
+    job: JobDoc
+    failed: tuple[str, ...]
+    technique: str
+    memory: str
+    solver: str = "list"
+    time_limit: float = 60.0
+
+    def to_json(self) -> bytes:
+        body = {**self.__dict__, "job": self.job.model_dump(mode="json")}
+        return json.dumps(body).encode()
+
+
+Done = Callable[[Plan | None, str], None]
+"""Called with (plan, "") or (None, why there is none), in the maker's own thread."""
+
+
+class PlanMaker:
+    """Owns the child process. Thread-safe. `done` callbacks run one after the other."""
+
+    def __init__(self) -> None:
+        self._queue: queue.PriorityQueue[tuple[int, int, PlanRequest | None, Done]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._lock = threading.Lock()
+        self._cancelled: set[str] = set()
+        self._stopping = False
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._thread = threading.Thread(target=self._run, name="plan-maker", daemon=True)
+
+    def start(self) -> None:
+        """Starts the child now, so that the first plan need not wait for it."""
+        self._ensure_child()
+        self._thread.start()
+
+    def submit(self, request: PlanRequest, done: Done, *, priority: int = AHEAD) -> None:
+        self._queue.put((priority, next(self._order), request, done))
+
+    def cancel(self, owner: str) -> None:
+        """Forgets what `owner` still waits for; its callbacks are not called."""
+        self._cancelled.add(owner)
+
+    def close(self) -> None:
+        """Ends the child, whatever it does, and waits for both."""
+        self._stopping = True
+        self._queue.put((-1, next(self._order), None, lambda plan, why: None))
+        with self._lock:
+            if self._process is not None:
+                self._process.terminate()
+        if self._thread.is_alive():
+            self._thread.join(5)
+        if self._process is not None:
+            self._process.join(1)
+
+    def _run(self) -> None:
+        while True:
+            _, _, request, done = self._queue.get()
+            if request is None or self._stopping:
+                return
+            if request.owner in self._cancelled:
+                continue
+            plan, why = self._solve(request)
+            if self._stopping:
+                return
+            if request.owner not in self._cancelled:
+                try:
+                    done(plan, why)
+                except Exception:
+                    log.exception("a plan could not be filed", job=request.owner)
+
+    def _solve(self, request: PlanRequest) -> tuple[Plan | None, str]:
+        for _ in range(_ATTEMPTS):
+            try:
+                pipe = self._ensure_child()
+                pipe.send_bytes(request.to_json())
+                answer = json.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                if self._stopping:
+                    return None, "the console is stopping"
+                log.warning("the planning process died; starting another", job=request.owner)
+                self._drop_child()
+                continue
+            if "error" in answer:
+                return None, answer["error"]
+            return Plan.from_json(answer["plan"], source="the planning process"), ""
+        return None, "the planning process died over it"
+
+    def _ensure_child(self) -> Connection:
+        with self._lock:
+            if self._pipe is not None and self._process is not None and self._process.is_alive():
+                return self._pipe
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=serve, args=(theirs,), name="planning", daemon=True)
+            self._process.start()
+            theirs.close()
+            return self._pipe
+
+    def _drop_child(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                self._process.terminate()
+                self._process.join(5)
+            self._process, self._pipe = None, None
+
+
+def serve(pipe: Connection) -> None:
+    """The child's life: a request, a plan, and so on until the console is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
+    os.nice(5)  # planning ahead must not slow down training on the same machine
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        pipe.send_bytes(json.dumps(answer(request)).encode())
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    """Also when the console was killed in the middle of a long solve."""
+    parent.join()
+    os._exit(0)
+
+
+def answer(request: bytes) -> dict[str, str]:
+    """{"plan": JSON document} or {"error": a sentence}."""
+    body = json.loads(request)
+    try:
+        plan = make_plan(
+            problem(JobDoc.model_validate(body["job"]), body["failed"], body["technique"], body["memory"]),
+            solver=body["solver"],
+            time_limit=body["time_limit"],
+        )
+    except PlannerError as error:
+        return {"error": str(error)}
+    return {"plan": plan.to_json()}
+
+
+def problem(job: JobDoc, failed: Sequence[str], technique: str, memory: str) -> Problem:
+    """Raises PlannerError."""
+    workers = frozenset(Worker.parse(name, field="failed") for name in failed)
+    return Problem(job.job(), workers, Technique.of(technique), MemoryLimit.parse(memory))

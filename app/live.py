@@ -1,0 +1,314 @@
+"""One job in memory: the coordinator's state, its plans, and what its workers said last.
+
+The database is the truth: a step of the coordinator is stored before it can be seen from outside.
+Readers take `job.state`, which is replaced as a whole, and need no lock.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from agent.protocol import Command, Heartbeat, JobSpec, JobState, WorkerState
+from app import coordinator
+from app.errors import ConsoleError, unavailable
+from app.membership import (
+    ACK_ORDER,
+    Beat,
+    ConsoleRestarted,
+    Decision,
+    Event,
+    Heard,
+    Ladder,
+    NeedPlan,
+    Note,
+    OpenEpoch,
+    PlanReady,
+    PlanRefused,
+    State,
+    Tick,
+)
+from app.notify import Topic
+from app.rows import Contact, differs, epoch_row, member_row, read_contact, read_epoch, read_member
+from db.store import Change, Record, Store
+from planner.catalog import Catalog
+from planner.errors import PlannerError
+from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.plan import Plan
+
+# Below this many ops a plan that is missing is made at once, by the thread that needs it: a few ms.
+INLINE_OPS = 1_500
+
+_STATUS = {"unknown_worker": 404, "fenced": 409, "not_member": 409, "job_over": 409, "invalid": 422}
+
+
+def job_of(spec: JobSpec) -> Job:
+    """What is planned for. Durations are milliseconds, whole microseconds; without any, slots.
+
+    Raises InputError.
+    """
+    durations: dict[str, float] = {kind: round(value, 3) for kind, value in spec.durations.items()}
+    unit = "ms" if durations else "slot"
+    return Job.uniform(spec.pipelines, spec.stages, spec.micro_batches, durations=durations, time_unit=unit)
+
+
+class LiveJob:
+    """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
+    the answer comes back as a PlanReady or PlanRefused event."""
+
+    def __init__(
+        self,
+        job_id: str,
+        spec: JobSpec,
+        created_at: float,
+        *,
+        store: Store,
+        ladder: Ladder,
+        want_plan: Callable[[LiveJob, tuple[str, ...]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.job_id = job_id
+        self.spec = spec
+        self.created_at = created_at
+        self.ladder = ladder
+        self.job = job_of(spec)
+        self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
+        self.planned_ahead = 0
+        self.plans_to_make = 0
+        self.topic = Topic()
+        self.state = State.new(spec.pipelines, spec.stages, spec.iterations)
+        self.contacts: dict[str, Contact] = {}
+        self.processes: dict[str, tuple[str, int]] = {}
+        self.commands: list[Command] = []
+        self.version = 0  # rises with everything that is stored: what views are cached by
+        self.view_cache: dict[object, object] = {}  # of app.views
+        self.lock = threading.RLock()
+        self._store = store
+        self._want_plan = want_plan
+        self._clock = clock
+        self._event_seq = 0
+        self._fresh: deque[tuple[Heartbeat, float]] = deque()
+        self._unsaved: set[str] = set()
+
+    # -- events -----------------------------------------------------------------------------
+
+    def apply(
+        self, event: Event, *, process: tuple[str, int] | None = None, acknowledgement: Record | None = None
+    ) -> str:
+        """Takes one event, stores what follows from it, and returns the reason.
+
+        process: (host, pid) of a registering worker. acknowledgement: its row, stored if the event
+        is accepted. Raises ConsoleError when the event is refused or can't be stored; then nothing
+        has changed.
+        """
+        with self.lock:
+            old, now = self.state, self._clock()
+            step = coordinator.step(old, event, now, self.ladder)
+            if step.refusal:
+                raise ConsoleError(_STATUS[step.refusal.code], step.refusal.code, step.refusal.detail)
+            decisions, plan, wanted = list(step.decisions), None, None
+            state, reason = step.state, step.reason
+            for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:
+                found = self._plan_now(need.failed)
+                if found is None:
+                    wanted = need.failed
+                    continue
+                answer, plan = found
+                step = coordinator.step(state, answer, now, self.ladder)
+                decisions += step.decisions
+                state, reason = step.state, step.reason
+            if isinstance(event, PlanReady):
+                plan = self.catalog.find(_workers(event.failed))
+            change = self._change(old, state, decisions, plan, process, acknowledgement, event)
+            self._save(change)
+            self.state = state
+            if process is not None:
+                self.processes[event.worker] = process  # type: ignore[union-attr]
+        if change:
+            self.topic.publish()
+        if wanted is not None:
+            self._want_plan(self, wanted)
+        return reason
+
+    def heard(self, beat: Heartbeat) -> int:
+        """Takes a heartbeat, without lock or database; returns the newest epoch.
+
+        Raises ConsoleError for an unknown or fenced worker.
+        """
+        state = self.state
+        member = state.members.get(beat.worker)
+        if member is None:
+            raise ConsoleError(404, "unknown_worker", coordinator.no_such_worker(state, beat.worker))
+        if member.incarnation != beat.incarnation or member.state is WorkerState.FAILED:
+            raise ConsoleError(409, "fenced", coordinator.fenced_text(member, beat.incarnation))
+        self._fresh.append((beat, self._clock()))
+        return state.epoch
+
+    def tick(self) -> None:
+        """Takes the heartbeats that came in, then looks for those that did not."""
+        beats: dict[str, Beat] = {}
+        while self._fresh:
+            beat, heard = self._fresh.popleft()
+            known = self.contacts.get(beat.worker)
+            same = known is not None and known.beat.incarnation == beat.incarnation
+            if known is None or not same or beat.seq > known.beat.seq:
+                # An older one that came late still shows that the worker lives, and no more.
+                self.contacts[beat.worker] = Contact(beat, time.time())
+                self._unsaved.add(beat.worker)
+            before = beats.get(beat.worker)
+            draining = beat.phase == "draining" or bool(before and before.draining)
+            beats[beat.worker] = Beat(beat.incarnation, heard, draining)
+        if beats:
+            self.apply(Heard(beats))
+        if not self.state.over:
+            self.apply(Tick())
+
+    def unsaved_contacts(self) -> list[Record]:
+        """Worker columns out of the heartbeats since the last call."""
+        workers, self._unsaved = self._unsaved, set()
+        return [
+            {
+                "name": name,
+                "seq": beat.seq,
+                "epoch": beat.epoch,
+                "iteration": beat.iteration,
+                "phase": beat.phase,
+                "op_milliseconds": json.dumps(beat.op_milliseconds),
+                "resident_bytes": beat.resident_bytes,
+                "heard_at": self.contacts[name].at,
+            }
+            for name, beat in ((name, self.contacts[name].beat) for name in workers)
+        ]
+
+    # -- plans ------------------------------------------------------------------------------
+
+    def file_plan(self, plan: Plan) -> None:
+        """Adds a plan that was made ahead."""
+        with self.lock:
+            self.catalog.add(plan)
+        self._store.put_plan(self.job_id, plan.fingerprint, plan.to_json(), plan.failed, True)
+        self.version += 1
+
+    def _plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:
+        """The plan, if it is there or can be made in milliseconds; None: it must be made elsewhere."""
+        workers = _workers(failed)
+        small = 3 * self.job.pipelines * self.job.stages * self.job.micro_batches <= INLINE_OPS
+        try:
+            if not small and self.catalog.find(workers) is None:
+                return None
+            plan, origin = self.catalog.plan_for(workers)
+        except PlannerError as error:
+            return PlanRefused(failed, str(error)), None
+        self.catalog.add(plan)
+        return PlanReady(failed, plan.fingerprint, origin), plan
+
+    # -- storing ----------------------------------------------------------------------------
+
+    def note(self, notes: Iterable[Note]) -> list[Record]:
+        """Event rows, numbered. Call with the lock held, and store them before letting it go."""
+        now = time.time()
+        return [
+            {
+                "seq": self._event_seq + i,
+                "at": now,
+                "severity": note.severity,
+                "kind": note.kind,
+                "worker": note.worker,
+                "text": note.text,
+            }
+            for i, note in enumerate(notes, start=1)
+        ]
+
+    def record(self, *notes: Note) -> None:
+        """Stores lines of the event feed that come from no step of the coordinator."""
+        with self.lock:
+            self._save(Change(events=self.note(notes)))
+        self.topic.publish()
+
+    def stored(self, events: int = 0) -> None:
+        """Says that `events` numbered event rows have been stored."""
+        self._event_seq += events
+        self.version += 1
+
+    def _change(
+        self,
+        old: State,
+        new: State,
+        decisions: Sequence[Decision],
+        plan: Plan | None,
+        process: tuple[str, int] | None,
+        acknowledgement: Record | None,
+        event: Event,
+    ) -> Change:
+        workers = [member_row(member) for name, member in new.members.items() if differs(member, old.members[name])]
+        if process is not None:
+            for row in workers:
+                if row["name"] == getattr(event, "worker", None):
+                    row.update(host=process[0], pid=process[1])
+        opened = next((d.epoch for d in decisions if isinstance(d, OpenEpoch)), None)
+        job = {}
+        if new.job_state != old.job_state or new.halted != old.halted:
+            job = {"state": new.job_state.value, "reason": new.halted or new.over_reason}
+        return Change(
+            job=job,
+            workers=workers,
+            plan=(plan.fingerprint, plan.to_json(), plan.failed, False) if opened and plan else None,
+            epoch=epoch_row(opened) if opened else None,
+            events=self.note(d for d in decisions if isinstance(d, Note)),
+            acknowledgement=acknowledgement,
+        )
+
+    def _save(self, change: Change) -> None:
+        if change:
+            try:
+                self._store.apply(self.job_id, change)
+            except SQLAlchemyError as error:
+                raise unavailable(type(error).__name__) from error
+            self.stored(len(change.events))
+
+    # -- reading back -----------------------------------------------------------------------
+
+    def restore(self, job_row: Record) -> None:
+        """Takes the job up where the database says it was."""
+        store, job_id = self._store, self.job_id
+        epochs = store.epochs(job_id)
+        current = read_epoch(epochs[-1]) if epochs else None
+        acknowledged: dict[tuple[str, str], str] = {}
+        if current:
+            for row in store.acknowledgements(job_id, current.number):
+                key = (row["worker"], row["incarnation"])
+                known = acknowledged.get(key, "")
+                acknowledged[key] = max(known, row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
+        members = dict(self.state.members)
+        for row in store.workers(job_id):
+            members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
+            self.processes[row["name"]] = (row["host"], row["pid"])
+            if row["incarnation"] and row["heard_at"] is not None:
+                self.contacts[row["name"]] = read_contact(row)
+        over = job_row["state"] if job_row["state"] in ("finished", "stopped") else None
+        self.state = State(
+            members=members,
+            iterations=self.spec.iterations,
+            current=current,
+            committed=store.iteration_count(job_id),
+            halted=job_row["reason"] if job_row["state"] == "halted" else "",
+            over=JobState(over) if over else None,
+            over_reason=job_row["reason"] if over else "",
+        )
+        self._event_seq = store.last_event(job_id)
+        self.commands = [Command(seq=r["seq"], kind=r["kind"], worker=r["worker"]) for r in store.commands(job_id)]
+        if not over:
+            for row in store.job_plans(job_id):
+                document = store.plan(row["fingerprint"])
+                if document:
+                    self.catalog.add(Plan.from_json(document))
+            self.apply(ConsoleRestarted())
+
+
+def _workers(names: Iterable[str]) -> frozenset[Worker]:
+    return frozenset(Worker.parse(name) for name in names)

@@ -1,0 +1,87 @@
+"""Between the coordinator's objects and the rows of the database."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+from agent.protocol import Heartbeat, WorkerState
+from app.membership import Epoch, Member
+from db.store import Record
+
+
+@dataclass(frozen=True)
+class Contact:
+    """The newest heartbeat of a worker, and when it came (wall clock)."""
+
+    beat: Heartbeat
+    at: float
+
+
+def differs(a: Member, b: Member) -> bool:
+    """Is there a change to store? `last_heard` alone is none."""
+    return a is not b and (
+        (a.state, a.incarnation, a.epoch, a.draining, a.detail, a.retired)
+        != (b.state, b.incarnation, b.epoch, b.draining, b.detail, b.retired)
+    )
+
+
+def member_row(member: Member) -> Record:
+    """The worker columns that the coordinator decides on."""
+    return {
+        "name": member.name,
+        "state": member.state.value,
+        "incarnation": member.incarnation,
+        "retired": json.dumps(member.retired),
+        "member_epoch": member.epoch,
+        "draining": member.draining,
+        "detail": member.detail,
+    }
+
+
+def read_member(row: Record, stage: int, acknowledged: dict[tuple[str, str], str]) -> Member:
+    incarnation = row["incarnation"]
+    return Member(
+        name=row["name"],
+        stage=stage,
+        state=WorkerState(row["state"]),
+        incarnation=incarnation,
+        retired=tuple(json.loads(row["retired"])),
+        epoch=row["member_epoch"],
+        acknowledged=acknowledged.get((row["name"], incarnation), ""),  # type: ignore[arg-type]
+        last_heard=0.0 if incarnation else None,  # ConsoleRestarted sets it to now
+        draining=row["draining"],
+        detail=row["detail"],
+    )
+
+
+def epoch_row(epoch: Epoch) -> Record:
+    return {
+        "epoch": epoch.number,
+        "plan_fingerprint": epoch.plan_fingerprint,
+        "living": epoch.living,
+        "failed": epoch.failed,
+        "joining": epoch.joining,
+        "reason": epoch.reason,
+        "opened_at": time.time(),
+    }
+
+
+def read_epoch(row: Record) -> Epoch:
+    living, failed, joining = (tuple(row[key]) for key in ("living", "failed", "joining"))
+    return Epoch(row["epoch"], living, failed, joining, row["plan_fingerprint"], row["reason"])
+
+
+def read_contact(row: Record) -> Contact:
+    beat = Heartbeat.model_construct(
+        worker=row["name"],
+        incarnation=row["incarnation"],
+        seq=row["seq"],
+        epoch=row["epoch"],
+        iteration=row["iteration"],
+        phase=row["phase"],
+        op_milliseconds=json.loads(row["op_milliseconds"]),
+        resident_bytes=row["resident_bytes"],
+    )
+    return Contact(beat, row["heard_at"])

@@ -1,0 +1,211 @@
+"""`python -m app serve`: Streamlit pages and REST API in one process, on one port.
+
+A Starlette application carries both: the API's routes first, Streamlit's for everything else, the
+guards of app.security around all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+
+from agent.protocol import API
+from app.api.problems import problem
+from app.api.routes import create_routes
+from app.console import Console, set_console
+from app.errors import SettingsError
+from app.security import BodyLimit, HostGuard, TokenGuard
+from app.settings import Settings, default_database_url
+from db.session import Database
+from db.store import Store
+
+HERE = Path(__file__).resolve().parent
+UI_SCRIPT = HERE / "ui" / "main.py"
+
+# Seconds for open requests to end after a signal; long-polls are sent home at once.
+GRACE = 1
+
+
+def create_app(console: Console, settings: Settings) -> Starlette:
+    """The whole application. The console is started and closed by its caller."""
+    routes: list[BaseRoute] = create_routes(console)
+    lifespan: Callable[[Any], AbstractAsyncContextManager[None]]
+    if settings.api_only:
+        routes.append(Route("/{path:path}", _no_pages))
+        lifespan = _no_lifespan
+    else:
+        pages = _streamlit(settings)
+        lifespan = pages.lifespan()
+        routes.append(Mount("/", pages))
+    middleware = [Middleware(HostGuard, allowed=_allowed_hosts(settings)), Middleware(BodyLimit)]
+    if settings.token is not None:
+        middleware.append(Middleware(TokenGuard, token=settings.token))
+    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+
+
+def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = None) -> None:
+    """Runs until SIGTERM or SIGINT. on_ready: called once, from the event loop, when requests are taken.
+
+    Raises SettingsError or DatabaseError, before anything is served.
+    """
+    listener = bind(settings.host, settings.port)
+    settings = replace(settings, port=listener.getsockname()[1])
+    configure_logging()
+    database = Database(settings.database_url or default_database_url())
+    try:
+        database.lead()
+        database.upgrade()
+        console = Console(Store(database), ladder=settings.ladder, tolerance=settings.tolerance)
+        set_console(console)
+        try:
+            console.start()
+            config = uvicorn.Config(
+                create_app(console, settings),
+                loop="uvloop",
+                http="httptools",
+                ws="websockets-sansio",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=GRACE,
+            )
+            _run(_Server(config, console, lambda: _ready(settings, database, on_ready)), listener)
+        finally:
+            console.close()
+            set_console(None)
+    finally:
+        listener.close()
+        database.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises SettingsError when the port is taken or the address is not ours."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise SettingsError(f"--host: got {host!r}, expected an address of this machine ({error.strerror})") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise SettingsError(
+                f"--port: {port} is taken on {host}; stop what listens there, or name another port (0: any free one)"
+            ) from None
+        why = error.strerror or str(error)
+        raise SettingsError(f"--host {host} --port {port} can't be listened on: {why}") from None
+    return listener
+
+
+def configure_logging() -> None:
+    """One line per event on stderr. Nothing that is logged holds a token or a password."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+class _Server(uvicorn.Server):
+    """Calls `ready` when requests are taken, and ends long-polls before it waits for requests to end."""
+
+    def __init__(self, config: uvicorn.Config, console: Console, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._console = console
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._console.stop_waiting()
+        await super().shutdown(sockets)
+
+
+def _run(server: _Server, listener: socket.socket) -> None:
+    def already_handled(number: int, frame: object) -> None:
+        """uvicorn raises the signal again once it has stopped; by then there is nothing left to do."""
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, already_handled)
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        server.run(sockets=[listener])
+
+
+def _ready(settings: Settings, database: Database, on_ready: Callable[[Settings], None] | None) -> None:
+    what = f"API only, at {API}" if settings.api_only else f"API at {API}"
+    print(
+        f"OpenReCycle console: {settings.address} ({what}; database {database.shown_url}). Ctrl-C stops it.",
+        flush=True,
+    )
+    if on_ready is not None:
+        on_ready(settings)
+
+
+def _streamlit(settings: Settings) -> Any:
+    import streamlit as st
+    from streamlit import config
+    from streamlit.web import bootstrap
+
+    # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes.
+    config._main_script_path = str(HERE / "__main__.py")
+    bootstrap.load_config_options(
+        {
+            "server.address": settings.host,
+            "server.port": settings.port,
+            "server.headless": True,
+            "server.fileWatcherType": "none",
+            "browser.gatherUsageStats": False,
+            "browser.serverAddress": settings.host if settings.loopback else None,
+            "client.toolbarMode": "minimal",
+            "client.showErrorDetails": "none",
+        }
+    )
+    return st.App(str(UI_SCRIPT))
+
+
+def _allowed_hosts(settings: Settings) -> tuple[str, ...]:
+    """On loopback the names of loopback only: a foreign page can't reach us under a name of its own."""
+    return ("localhost", "127.0.0.1", "[::1]") if settings.loopback else ()
+
+
+async def _no_pages(request: Request) -> Response:
+    detail = f"path: got {request.url.path!r}; this console serves its API only, below {API}"
+    return problem(404, "not_found", detail)
+
+
+@asynccontextmanager
+async def _no_lifespan(app: object) -> AsyncIterator[None]:
+    yield

@@ -1,0 +1,86 @@
+"""How a console is to run: where it listens, which database, what silence means, which token."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from app.errors import SettingsError
+from app.membership import Ladder
+
+MIN_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """database_url: empty for the default file. token: None only on a loopback address.
+
+    tolerance: plans are made ahead for up to this many failures.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8501
+    database_url: str = ""
+    token: str | None = field(default=None, repr=False)
+    ladder: Ladder = field(default_factory=Ladder)
+    tolerance: int = 2
+    api_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise SettingsError(f"--port: got {self.port}, expected 0 (any free one) to 65535")
+        if self.token is not None and (len(self.token) < MIN_TOKEN or not self.token.isprintable()):
+            raise SettingsError(f"the token must have at least {MIN_TOKEN} printable characters")
+        if self.token is None and not self.loopback:
+            raise SettingsError(
+                f"--host {self.host} can be reached from other machines, so a token is needed: "
+                "set OPENRECYCLE_TOKEN, or --token-file to a file with mode 0600"
+            )
+
+    @property
+    def loopback(self) -> bool:
+        return is_loopback(self.host)
+
+    @property
+    def address(self) -> str:
+        """As a browser on this machine reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def default_database_url(environment: Mapping[str, str] | None = None) -> str:
+    """A file below the user's state folder (XDG)."""
+    environment = os.environ if environment is None else environment
+    state = environment.get("XDG_STATE_HOME", "")
+    root = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
+    return f"sqlite:///{root / 'openrecycle' / 'console.db'}"
+
+
+def read_token(token_file: Path | None, environment: Mapping[str, str] | None = None) -> str | None:
+    """The token out of the file, else out of OPENRECYCLE_TOKEN; None: neither is given.
+
+    Raises SettingsError for a file that others can read.
+    """
+    environment = os.environ if environment is None else environment
+    if token_file is None:
+        return environment.get("OPENRECYCLE_TOKEN") or None
+    try:
+        mode = stat.S_IMODE(token_file.stat().st_mode)
+        text = token_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise SettingsError(f"--token-file {token_file} can't be read: {why}") from None
+    if mode & 0o077:
+        raise SettingsError(f"--token-file {token_file} has mode {mode:04o}, expected 0600: others must not read it")
+    return text

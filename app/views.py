@@ -1,0 +1,179 @@
+"""Makes what the UI and the API see of a job: app.view's plain data."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from app.live import LiveJob
+from app.membership import Member
+from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
+from db.store import Store
+from planner.plan import Plan
+
+# Parsed plans kept in memory; a plan of 393,216 ops takes about 300 MB.
+_KEEP_PLANS = 64
+_KEEP_OPS = 400_000
+
+
+class PlanCache:
+    """Plans by fingerprint, out of the store; the most recently used ones stay parsed. Thread-safe."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[str, tuple[Plan, dict[str, int]]] = OrderedDict()
+
+    def get(self, fingerprint: str) -> Plan | None:
+        found = self._get(fingerprint)
+        return found[0] if found else None
+
+    def rerouted(self, fingerprint: str) -> dict[str, int]:
+        """worker -> micro-batches of other pipelines that it runs per iteration."""
+        found = self._get(fingerprint)
+        return found[1] if found else {}
+
+    def _get(self, fingerprint: str) -> tuple[Plan, dict[str, int]] | None:
+        with self._lock:
+            if found := self._plans.get(fingerprint):
+                self._plans.move_to_end(fingerprint)
+                return found
+        document = self._store.plan(fingerprint)
+        if document is None:
+            return None
+        plan = Plan.from_json(document)
+        found = (plan, rerouted_load(plan))
+        with self._lock:
+            self._plans[fingerprint] = found
+            ops = sum(_op_count(p) for p, _ in self._plans.values())
+            while len(self._plans) > 1 and (len(self._plans) > _KEEP_PLANS or ops > _KEEP_OPS):
+                ops -= _op_count(self._plans.popitem(last=False)[1][0])
+        return found
+
+
+def _op_count(plan: Plan) -> int:
+    return sum(map(len, plan.workers.values()))
+
+
+def rerouted_load(plan: Plan) -> dict[str, int]:
+    """worker -> forwards of other pipelines' micro-batches, per iteration."""
+    return {
+        name: sum(op.kind == "F" and op.pipeline != int(name[1:].partition("_")[0]) for op in ops)
+        for name, ops in plan.workers.items()
+    }
+
+
+@dataclass(frozen=True)
+class _History:
+    version: int
+    iterations: tuple[IterationView, ...]
+    events: tuple[EventView, ...]
+    recoveries: tuple[RecoveryView, ...]
+
+
+def job_view(job: LiveJob, store: Store, plans: PlanCache, sentence: str, iterations: int, events: int) -> JobView:
+    state = job.state
+    fingerprint = state.current.plan_fingerprint if state.current else None
+    rerouted = plans.rerouted(fingerprint) if fingerprint else {}
+    history = _history(job, store, iterations, events)
+    return JobView(
+        job_id=job.job_id,
+        spec=job.spec,
+        state=state.job_state,
+        sentence=sentence,
+        created_at=job.created_at,
+        epoch=state.epoch,
+        workers=tuple(worker_view(job, member, rerouted.get(member.name, 0)) for member in state.members.values()),
+        plan=plans.get(fingerprint) if fingerprint else None,
+        iterations=history.iterations,
+        events=history.events,
+        recoveries=history.recoveries,
+        planned_ahead=job.planned_ahead,
+        plans_to_make=job.plans_to_make,
+        fault_free_samples_per_second=_fault_free_rate(job),
+    )
+
+
+def worker_view(job: LiveJob, member: Member, takes_rerouted: int = 0) -> WorkerView:
+    host, pid = job.processes.get(member.name, ("", 0))
+    contact = job.contacts.get(member.name)
+    beat = contact.beat if contact and contact.beat.incarnation == member.incarnation else None
+    age = None if member.last_heard is None else max(0.0, time.monotonic() - member.last_heard)
+    return WorkerView(
+        name=member.name,
+        pipeline=int(member.name[1:].partition("_")[0]),
+        stage=member.stage,
+        state=member.state,
+        takes_rerouted=takes_rerouted,
+        heartbeat_age=age,
+        epoch=member.epoch,
+        iteration=beat.iteration if beat else 0,
+        phase=beat.phase if beat else "",
+        op_milliseconds={str(kind): ms for kind, ms in beat.op_milliseconds.items()} if beat else {},
+        resident_bytes=beat.resident_bytes if beat else 0,
+        host=host,
+        pid=pid,
+        acknowledged=member.acknowledged,
+        detail=member.detail,
+    )
+
+
+def summary(job: LiveJob, sentence: str) -> JobSummary:
+    state = job.state
+    return JobSummary(
+        job_id=job.job_id,
+        name=job.spec.name,
+        state=state.job_state,
+        sentence=sentence,
+        created_at=job.created_at,
+        epoch=state.epoch,
+        living=len(state.current.living) if state.current else 0,
+        workers=len(state.members),
+    )
+
+
+def _history(job: LiveJob, store: Store, iterations: int, events: int) -> _History:
+    """Read again only when something was stored since: many viewers share one read."""
+    key = (iterations, events)
+    version = job.version
+    cached = job.view_cache.get(key)
+    if isinstance(cached, _History) and cached.version == version:
+        return cached
+    samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
+    history = _History(
+        version,
+        tuple(
+            IterationView(
+                iteration=row["iteration"],
+                loss=row["loss"],
+                seconds=row["seconds"],
+                samples_per_second=samples / row["seconds"] if row["seconds"] > 0 else 0.0,
+                epoch=row["epoch"],
+                living=row["living"],
+                committed_at=row["committed_at"],
+            )
+            for row in store.iterations(job.job_id, limit=iterations, newest=True)
+        ),
+        tuple(
+            EventView(row["seq"], row["at"], row["severity"], row["kind"], row["worker"], row["text"])
+            for row in store.events(job.job_id, limit=events, newest=True)
+        ),
+        tuple(RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}) for row in store.recoveries(job.job_id)),
+    )
+    if len(job.view_cache) > 8:
+        job.view_cache.clear()
+    job.view_cache[key] = history
+    return history
+
+
+def _fault_free_rate(job: LiveJob) -> float | None:
+    """Samples per second that the fault-free plan predicts; None when its times are not real ones."""
+    if not job.spec.paced or job.job.time_unit != "ms":
+        return None
+    plan = job.catalog.find(())
+    if plan is None:
+        return None
+    samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
+    return samples / (plan.metrics.period / 1000)
