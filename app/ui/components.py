@@ -1,0 +1,169 @@
+"""The console's own pieces of HTML: cards, the coordinator's sentence, recovery, events, legend.
+
+Every text that comes from outside is escaped here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from html import escape
+from pathlib import Path
+
+import streamlit as st
+
+from agent.protocol import JobState
+from app.ui import text
+from app.ui.charts.worker_grid import LOOKS
+from app.ui.facts import Card
+from app.ui.theme import OP_WORDS, Palette, palette
+from app.view import EventView, JobView, RecoveryView
+
+_CSS = Path(__file__).parent / "assets" / "console.css"
+
+JOB_TONE = {
+    JobState.STARTING: "wait",
+    JobState.RUNNING: "good",
+    JobState.RECOVERING: "warn",
+    JobState.HALTED: "bad",
+    JobState.FINISHED: "done",
+    JobState.STOPPED: "done",
+}
+
+
+def use_style() -> Palette:
+    """Puts the style sheet and the theme's colours on the page; returns the palette."""
+    colours = palette(st.context.theme.type)
+    names = [f.name for f in fields(Palette) if f.type == "str" and f.name != "name"]
+    variables = "".join(f"--or-{n.replace('_', '-')}:{getattr(colours, n)};" for n in names)
+    variables += "".join(f"--or-op-{k}:{v};" for k, v in colours.ops.items())
+    st.html(f"<style>:root{{{variables}}}\n{_CSS.read_text()}</style>")
+    return colours
+
+
+def cards(items: list[Card]) -> None:
+    st.html('<div class="or-cards">' + "".join(map(_card, items)) + "</div>")
+
+
+def _card(card: Card) -> str:
+    of = f' <span class="or-of">{escape(card.of)}</span>' if card.of else ""
+    return (
+        f'<div class="or-card"><div class="or-label">{escape(card.label)}</div>'
+        f'<div class="or-value">{escape(card.value)}{of}</div>'
+        f'<div class="or-note {card.tone and "or-" + card.tone}">{escape(card.note)}</div></div>'
+    )
+
+
+def sentence(view: JobView) -> None:
+    """What the coordinator does or waits for, coloured by the job's state."""
+    tone = JOB_TONE[view.state]
+    st.html(
+        f'<div class="or-sentence or-tone-{tone}" role="status" aria-live="polite">'
+        f'<span class="or-state">{escape(view.state.value)}</span>'
+        f"<span class='or-says'>{escape(view.sentence) or '&nbsp;'}</span></div>"
+    )
+
+
+def legend(counts: dict[str, int]) -> None:
+    """One entry per state that occurs, with its shape, colour and count."""
+    entries = "".join(
+        f'<span class="or-key"><i class="or-shape or-look-{name}"></i>{escape(words)} <b>{counts[name]:,}</b></span>'
+        for name, (words, _, _) in LOOKS.items()
+        if counts.get(name)
+    )
+    st.html(f'<div class="or-legend">{entries}</div>')
+
+
+def recovery(latest: RecoveryView | None, zone: str | None) -> None:
+    """The latest failure's way back to training, step by step, to scale."""
+    if latest is None:
+        st.html('<div class="or-quiet">No failure so far. The latest recovery will be measured here.</div>')
+        return
+    steps = [
+        ("failure seen", latest.detected_ms),
+        ("last survivor free", latest.unblocked_ms),
+        ("groups re-formed", latest.reformed_ms),
+        ("training resumed", latest.resumed_ms),
+    ]
+    whole = max(latest.resumed_ms, 1e-9)
+    bars, before = [], 0.0
+    for i, (_, at) in enumerate(steps):
+        share = max(0.0, at - before) / whole
+        bars.append(f'<i class="or-step-{i}" style="width:{100 * share:.2f}%"></i>')
+        before = max(before, at)
+    items = "".join(
+        f'<li><i class="or-dot or-step-{i}"></i><b>{text.milliseconds(at)}</b><span>{words}</span></li>'
+        for i, (words, at) in enumerate(steps)
+    )
+    st.html(
+        f'<div class="or-recovery"><p><b>{escape(latest.worker)}</b> died · {text.clock(latest.at, zone)} · '
+        f'epoch {latest.epoch}</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div>'
+        f"<ol>{items}</ol><p class='or-small'>Times since its process died.</p></div>"
+    )
+
+
+def events(items: tuple[EventView, ...], zone: str | None) -> None:
+    """The newest events first, in a list that scrolls by itself."""
+    if not items:
+        st.html('<div class="or-quiet">Nothing has happened yet.</div>')
+        return
+    marks = {"error": "✕", "warning": "▲", "info": "·"}
+    rows = "".join(
+        f'<li class="or-{escape(e.severity)}"><time>{text.clock(e.at, zone)}</time>'
+        f'<i title="{escape(e.severity)}">{marks.get(e.severity, "·")}</i>'
+        f"<span>{escape(e.text)}</span></li>"
+        for e in items
+    )
+    st.html(f'<ol class="or-events" tabindex="0" aria-label="Events, newest first">{rows}</ol>')
+
+
+def heading(words: str, aside: str = "") -> None:
+    extra = f' <span class="or-aside">{escape(aside)}</span>' if aside else ""
+    st.html(f'<h2 class="or-heading">{escape(words)}{extra}</h2>')
+
+
+def quiet(words: str) -> None:
+    st.html(f'<div class="or-quiet">{escape(words)}</div>')
+
+
+def op_legend(kinds: list[str], *, rerouted: bool, ghost: bool) -> None:
+    """What the bars of a schedule mean: the op kinds that occur, and the marks."""
+    entries = [(f"or-op-{kind}", OP_WORDS[kind]) for kind in kinds]
+    if rerouted:
+        entries.append(("or-op-moved", "Re-routed: home pipeline·micro-batch"))
+    entries.append(("or-op-bubble", "Bubble (idle)"))
+    if ghost:
+        entries.append(("or-op-ghost", "Next iteration"))
+    shapes = "".join(f'<span class="or-key"><i class="or-shape {c}"></i>{escape(words)}</span>' for c, words in entries)
+    st.html(f'<div class="or-legend">{shapes}</div>')
+
+
+def job_title(view: JobView, *, pace: bool = True) -> None:
+    """The job's name, what it is, and whether its op times are paced."""
+    spec = view.spec
+    about = (
+        f"{text.count(spec.pipelines, 'pipeline')} × {text.count(spec.stages, 'stage')}, "
+        f"{text.count(spec.micro_batches, 'micro-batch', 'micro-batches')} each · {spec.technique} · "
+        f"memory limit {spec.memory}"
+    )
+    paced = ""
+    if spec.paced and pace:
+        times = ", ".join(f"{kind} {text.milliseconds(ms)}" for kind, ms in spec.durations.items() if ms)
+        paced = (
+            f"<br>Paced: each op is stretched to a set time ({escape(times)}), as an accelerator would take it. "
+            "The computation inside is real."
+        )
+    st.html(f'<h1 class="or-title">{escape(spec.name)}</h1><div class="or-about">{escape(about)}{paced}</div>')
+
+
+def grid_columns(stages: int) -> None:
+    """Tells the style sheet how many columns the worker grid has; draws their heads."""
+    heads = "".join(
+        f'<span class="or-colhead"><span class="or-long">stage </span><span class="or-short">S</span>{s}</span>'
+        for s in range(stages)
+    )
+    st.html(f'<style>:root{{--or-stages:{stages}}}</style><div class="or-colheads"><span></span>{heads}</div>')
+
+
+def row_head(pipeline: int) -> None:
+    words = '<span class="or-long">pipeline&nbsp;</span><span class="or-short">P</span>'
+    st.html(f'<div class="or-rowhead">{words}{pipeline}</div>')

@@ -1,0 +1,293 @@
+"""What the pages say in words and figures, worked out from views and plans. No Streamlit here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from agent.protocol import JobState, WorkerState
+from app.ui import text
+from app.view import IterationView, JobView, WorkerView
+from planner.plan import Plan
+from planner.schedule import Schedule
+
+RECENT = 5
+LOST = (WorkerState.FAILED,)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One figure of the top row. tone: "", "good", "warn" or "bad"; it colours the note."""
+
+    label: str
+    value: str
+    note: str = ""
+    tone: str = ""
+    of: str = ""
+
+
+def look(worker: WorkerView) -> str:
+    """The state a cell is drawn in: the worker's own, or `re-routed` when it runs for others."""
+    if worker.state is WorkerState.RUNNING and worker.takes_rerouted:
+        return "re-routed"
+    return worker.state.value
+
+
+def living(view: JobView) -> int:
+    return sum(w.state not in LOST for w in view.workers)
+
+
+def global_batch(view: JobView) -> int:
+    """Samples in one iteration, over all pipelines."""
+    spec = view.spec
+    return spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch
+
+
+def recent_rate(iterations: tuple[IterationView, ...]) -> float | None:
+    """Samples per second over the newest iterations of the newest epoch."""
+    if not iterations:
+        return None
+    newest = [i for i in iterations[-RECENT:] if i.epoch == iterations[-1].epoch]
+    # The first iteration of an epoch holds the recovery itself; later ones tell the pace.
+    settled = newest[1:] if len(newest) > 1 else newest
+    seconds = sum(i.seconds for i in settled)
+    return sum(i.samples_per_second * i.seconds for i in settled) / seconds if seconds else None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Samples per second without failures, and where the number comes from."""
+
+    samples_per_second: float
+    source: str
+
+
+def fault_free_rate(view: JobView) -> Reference | None:
+    """Measured in this job while all workers lived; before that, what the fault-free plan predicts."""
+    whole = [i for i in view.iterations if i.living == len(view.workers)]
+    # As above: an epoch's first iteration holds start-up or recovery.
+    settled = [b for a, b in pairwise(whole) if a.epoch == b.epoch]
+    if len(settled) >= 3:
+        return Reference(median(i.samples_per_second for i in settled), "measured with all workers living")
+    if view.fault_free_samples_per_second is not None:
+        return Reference(view.fault_free_samples_per_second, "predicted by the fault-free plan")
+    return None
+
+
+def data_age(view: JobView) -> float | None:
+    """Seconds since the newest word of any worker."""
+    ages = [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in LOST]
+    return min(ages, default=None)
+
+
+def live_cards(view: JobView) -> list[Card]:
+    """Iteration, throughput, workers, plan in force, slowdown, loss."""
+    return [_iteration(view), _throughput(view), _workers(view), *_plan(view), _loss(view)]
+
+
+def _iteration(view: JobView) -> Card:
+    done = view.iterations[-1].iteration + 1 if view.iterations else 0
+    total = view.spec.iterations
+    fresh = data_age(view)
+    if view.state in (JobState.FINISHED, JobState.STOPPED):
+        note = "all done" if view.state is JobState.FINISHED else "stopped"
+    else:
+        note = f"last heard {text.age(fresh)}" if fresh is not None else "no worker heard yet"
+    stale = fresh is not None and fresh > 5 and view.state in (JobState.RUNNING, JobState.RECOVERING)
+    return Card("Iterations done", f"{done:,}", note, "warn" if stale else "", of=f"of {total:,}")
+
+
+def _throughput(view: JobView) -> Card:
+    now = recent_rate(view.iterations)
+    if now is None:
+        return Card("Throughput", "–", "no iteration done yet")
+    reference = fault_free_rate(view)
+    if reference is None:
+        return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
+    share = now / reference.samples_per_second
+    tone = "good" if share >= 0.98 else "warn" if share >= 0.8 else "bad"
+    return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
+
+
+def _workers(view: JobView) -> Card:
+    total = len(view.workers)
+    lost = [w.name for w in view.workers if w.state in LOST]
+    starting = sum(w.state is WorkerState.STARTING for w in view.workers)
+    suspect = [w.name for w in view.workers if w.state is WorkerState.SUSPECT]
+    joining = [w.name for w in view.workers if w.state is WorkerState.REJOINING]
+    if lost:
+        note, tone = f"failed: {_names(lost)}", "bad"
+    elif suspect:
+        note, tone = f"suspect: {_names(suspect)}", "warn"
+    elif joining:
+        note, tone = f"re-joining: {_names(joining)}", "warn"
+    elif starting:
+        note, tone = f"{starting:,} still to register", ""
+    else:
+        note, tone = "none lost", "good"
+    return Card("Living workers", f"{total - len(lost) - starting:,}", note, tone, of=f"of {total:,}")
+
+
+def _plan(view: JobView) -> list[Card]:
+    plan = view.plan
+    if plan is None:
+        made = f"{view.planned_ahead} of {view.plans_to_make} made" if view.plans_to_make else "waits for all workers"
+        return [Card("Plan in force", "–", made), Card("Slowdown", "–", "no plan in force yet")]
+    metrics = plan.metrics
+    return [
+        Card(
+            f"Plan in force · epoch {view.epoch}",
+            text.planned(metrics.period, plan.job.time_unit),
+            gap_words(plan),
+            of="period",
+        ),
+        Card(
+            "Slowdown, planned",
+            text.percent(metrics.slowdown_vs_1f1b, sign=True),
+            f"{text.percent(metrics.slowdown_vs_best, sign=True)} vs our best fault-free",
+            of="vs 1F1B",
+        ),
+    ]
+
+
+def _loss(view: JobView) -> Card:
+    if not view.iterations:
+        return Card("Loss", "–", "no iteration done yet")
+    first, last = view.iterations[0], view.iterations[-1]
+    if len(view.iterations) == 1:
+        return Card("Loss", f"{last.loss:.4f}", f"iteration {last.iteration}")
+    return Card("Loss", f"{last.loss:.4f}", f"{first.loss:.4f} at iteration {first.iteration}")
+
+
+def gap_words(plan: Plan) -> str:
+    """How far the plan may be from the best possible."""
+    if plan.metrics.gap <= 0:
+        return "proven optimal"
+    return f"at most {text.percent(plan.metrics.gap)} over optimal"
+
+
+def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
+    """Period, bound, bubbles, slowdowns, re-routed work, memory."""
+    metrics, unit = plan.metrics, plan.job.time_unit
+    moved = sum(op.kind == "F" and op.rerouted for op in schedule.compute_ops())
+    total = plan.job.pipelines * plan.job.stages * plan.job.micro_batches
+    peak = max(metrics.peak_activations.values(), default=0)
+    tone = "good" if metrics.slowdown_vs_1f1b <= 0.0005 else "warn" if metrics.slowdown_vs_1f1b <= 0.15 else "bad"
+    return [
+        Card("Period", text.planned(metrics.period, unit), f"makespan {text.planned(metrics.makespan, unit)}"),
+        Card(
+            "Gap to the bound",
+            text.percent(max(metrics.gap, 0)),
+            f"{'proven optimal' if metrics.gap <= 0 else 'bound'}: {text.planned(metrics.lower_bound, unit)}",
+            "good" if metrics.gap <= 0 else "",
+        ),
+        Card(
+            "Slowdown vs 1F1B",
+            text.percent(metrics.slowdown_vs_1f1b, sign=True),
+            f"{text.percent(metrics.slowdown_vs_best, sign=True)} vs our best fault-free",
+            tone,
+        ),
+        Card("Bubbles", text.percent(metrics.bubble_fraction), "of living workers' time"),
+        Card("Re-routed", f"{moved:,}", "micro-batch visits to peers", of=f"of {total:,}"),
+        Card("Peak activations", f"{peak:,}", f"memory limit: {plan.memory}", of="held"),
+    ]
+
+
+def consequence_of_kill(view: JobView, worker: WorkerView) -> tuple[str, bool]:
+    """What killing `worker` does, in a sentence, and whether the job survives it."""
+    peers = [
+        w.name
+        for w in view.workers
+        if w.stage == worker.stage
+        and w.name != worker.name
+        and w.state in (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
+    ]
+    if not peers:
+        return (
+            f"No other worker of stage {worker.stage} is living: nobody can take over its micro-batches, "
+            "and the job will halt until a worker of this stage is back.",
+            False,
+        )
+    load = view.spec.micro_batches + worker.takes_rerouted
+    return (
+        f"Its {text.count(load, 'micro-batch', 'micro-batches')} per iteration move to {_names(peers, 6)}, "
+        f"the living {'peer' if len(peers) == 1 else 'peers'} of stage {worker.stage}. The iteration in flight "
+        "is redone; no update is lost, and the other workers keep their processes.",
+        True,
+    )
+
+
+def legend_counts(view: JobView) -> dict[str, int]:
+    """How many workers are drawn in each look."""
+    counts: dict[str, int] = {}
+    for worker in view.workers:
+        counts[look(worker)] = counts.get(look(worker), 0) + 1
+    return counts
+
+
+def _names(names: list[str], most: int = 3) -> str:
+    shown = names[:most]
+    rest = len(names) - len(shown)
+    if rest:
+        return f"{', '.join(shown)} and {rest} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
+
+
+def tile_words(worker: WorkerView) -> str:
+    """The second line of a cell: quiet when all is well."""
+    state = look(worker)
+    if state == "re-routed":
+        return f"+{worker.takes_rerouted} re-routed"
+    if state == "suspect" and worker.heartbeat_age is not None:
+        return f"suspect, {worker.heartbeat_age:.0f} s"
+    return state
+
+
+def grid_words(view: JobView) -> str:
+    """The worker grid in words, for those who can't see it."""
+    counts = ", ".join(f"{n} {state}" for state, n in legend_counts(view).items())
+    lost = [w.name for w in view.workers if w.state in LOST]
+    return f"Worker grid, {view.spec.pipelines} pipelines by {view.spec.stages} stages: {counts}." + (
+        f" Failed: {_names(lost, 12)}." if lost else ""
+    )
+
+
+def progress_words(view: JobView) -> str:
+    """Throughput and loss in words, for those who can't see the curves."""
+    last = view.iterations[-1]
+    return (
+        f"Throughput and loss from iteration {view.iterations[0].iteration} to {last.iteration}. "
+        f"Last: {last.samples_per_second:.3g} samples per second, loss {last.loss:.4f}, {last.living} living workers."
+    )
+
+
+def plan_name(failed: Sequence[str]) -> str:
+    """`fault-free`, or `without W1_2 and W0_0`."""
+    return f"without {_names(list(failed), 4)}" if failed else "fault-free"
+
+
+def schedule_words(plan: Plan, schedule: Schedule) -> str:
+    """The Gantt chart in words, for those who can't see it."""
+    moved = sum(op.kind == "F" and op.rerouted for op in schedule.compute_ops())
+    unit = plan.job.time_unit
+    return (
+        f"Gantt chart of {plan.job.pipelines} pipelines by {plan.job.stages} stages, "
+        f"{plan.job.micro_batches} micro-batches each. Failed: {_names(list(plan.failed), 12) or 'none'}. "
+        f"Re-routed micro-batches: {moved}. Period {text.planned(plan.metrics.period, unit)}, "
+        f"makespan {text.planned(plan.metrics.makespan, unit)}."
+    )
+
+
+def reading_help(plan: Plan) -> str:
+    """How to read the chart, in one or two sentences."""
+    words = "A number in a bar is the micro-batch; a grey track is a bubble."
+    if plan.failed:
+        words += " A hatched bar is re-routed: 1·3 means micro-batch 3 of pipeline 1, whose own worker has failed."
+    if plan.technique.staggers:
+        words += (
+            " Faint bars are the next iteration: each stage steps on its own, so it may begin on one stage before "
+            "this one has ended on another. That is why the period can be shorter than the makespan."
+        )
+    return words + " Drag to pan, double-click to see all."

@@ -1,0 +1,123 @@
+"""Live: what a job does now, and the hand on its workers."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app.console import Console, get_console
+from app.errors import ConsoleError
+from app.ui import components, facts, text
+from app.ui.charts.progress import epoch_marks, progress
+from app.ui.charts.worker_grid import worker_grid, worker_sentence
+from app.ui.picker import choose_job
+from app.ui.theme import CHART_CONFIG, Palette
+from app.ui.worker_dialog import open_worker
+from app.view import JobView, WorkerView
+
+# Up to here each worker is a button; larger grids are drawn as a heat-map.
+MAX_TILES = 64
+OPENED = "opened-worker"
+
+
+def page() -> None:
+    colours = components.use_style()
+    console = get_console()
+    job = choose_job(console)
+    if job is None:
+        return
+    try:
+        view = console.view(job.job_id)
+    except ConsoleError as error:
+        st.error(str(error))
+        return
+    with st.container(horizontal=True, vertical_alignment="bottom", key="page-head"):
+        components.job_title(view)
+        moving = st.toggle("Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely.")
+    every = (1.0 if len(view.workers) <= MAX_TILES else 2.0) if moving else None
+    st.fragment(_live, run_every=every)(console, job.job_id, colours)
+    if opened := st.session_state.pop(OPENED, None):
+        open_worker(console, job.job_id, opened)
+
+
+def _live(console: Console, job_id: str, colours: Palette) -> None:
+    try:
+        view = console.view(job_id)
+    except ConsoleError as error:
+        st.error(f"{error}. The page tries again by itself.")
+        return
+    zone = st.context.timezone
+    with st.container(gap="small"):
+        components.sentence(view)
+        components.cards(facts.live_cards(view))
+    left, right = st.columns([6, 7], gap="medium")
+    with left, st.container(gap="xsmall"):
+        components.heading("Workers", "select one for details, kill or restart")
+        opened = _tiles(view) if len(view.workers) <= MAX_TILES else _heat_map(view, colours)
+        latest = max(view.recoveries, key=lambda r: r.at, default=None)
+        components.heading("Latest recovery")
+        components.recovery(latest, zone)
+    with right, st.container(gap="xsmall"):
+        components.heading("Progress", f"newest {text.count(len(view.iterations), 'iteration')}")
+        _progress(view, colours)
+        components.heading("Events", "newest first")
+        components.events(view.events, zone)
+    if opened:
+        st.session_state[OPENED] = opened
+        st.rerun()
+
+
+def _tiles(view: JobView) -> str | None:
+    """The grid as buttons, a row per pipeline; returns the worker that was clicked."""
+    clicked = None
+    components.legend(facts.legend_counts(view))
+    components.grid_columns(view.spec.stages)
+    rows: dict[int, list[WorkerView]] = {}
+    for worker in sorted(view.workers, key=lambda w: (w.pipeline, w.stage)):
+        rows.setdefault(worker.pipeline, []).append(worker)
+    with st.container(key="worker-grid", gap=None):
+        for pipeline, workers in rows.items():
+            with st.container(key=f"grid-row-{pipeline}", horizontal=True):
+                components.row_head(pipeline)
+                for worker in workers:
+                    with st.container(key=f"cell-{facts.look(worker)}-{worker.name}"):
+                        label = f"**{worker.name}** :small[{facts.tile_words(worker)}]"
+                        tip = worker_sentence(worker).replace("<br>", "  \n").replace("<b>", "**").replace("</b>", "**")
+                        if st.button(label, key=f"worker-{worker.name}", help=tip, width="stretch"):
+                            clicked = worker.name
+    return clicked
+
+
+def _heat_map(view: JobView, colours: Palette) -> str | None:
+    figure = worker_grid(view, colours, revision=view.job_id)
+    st.plotly_chart(figure, theme=None, key="worker-map", config=CHART_CONFIG, alt=facts.grid_words(view))
+    # Workers that need a look come first, so that they are found without scrolling.
+    quiet = ("running", "finished")
+    names = [w.name for w in sorted(view.workers, key=lambda w: (facts.look(w) in quiet, w.pipeline, w.stage))]
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        chosen = st.selectbox(
+            "Worker", names, index=None, placeholder="Type or choose, such as W1_2", key="worker-name"
+        )
+        asked = st.button("Open", disabled=chosen is None, key="worker-open")
+    return chosen if asked else None
+
+
+def _progress(view: JobView, colours: Palette) -> None:
+    if not view.iterations:
+        components.quiet("The curves begin with the first committed iteration.")
+        return
+    reference = facts.fault_free_rate(view)
+    figure = progress(
+        view.iterations,
+        colours,
+        total=view.spec.iterations,
+        marks=epoch_marks(view.iterations, view.recoveries, view.events),
+        fault_free=reference.samples_per_second if reference else None,
+        height=310,
+        revision=view.job_id,
+    )
+    st.plotly_chart(figure, theme=None, key="progress", config=CHART_CONFIG, alt=facts.progress_words(view))
+    if reference:
+        st.caption(f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}.")
+
+
+page()

@@ -1,0 +1,20 @@
+"""The console's pages. Streamlit runs this file for every browser session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import streamlit as st
+
+_HERE = Path(__file__).parent
+_LOGO = str(_HERE / "assets" / "logo.svg")
+
+st.set_page_config(page_title="OpenReCycle", page_icon=_LOGO, layout="wide", initial_sidebar_state="collapsed")
+st.logo(_LOGO, size="medium")
+st.navigation(
+    [
+        st.Page(_HERE / "live.py", title="Live", default=True),
+        st.Page(_HERE / "schedule.py", title="Schedule", url_path="schedule"),
+    ],
+    position="top",
+).run()

@@ -1,0 +1,193 @@
+"""Schedule: a plan as a Gantt chart, with its figures and the same facts in tables."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app.console import Console, get_console
+from app.errors import ConsoleError
+from app.ui import components, facts
+from app.ui.charts import overview as large
+from app.ui.charts import rows
+from app.ui.charts.gantt import KIND_ORDER, gantt
+from app.ui.picker import choose_job
+from app.ui.tables import operations_table, workers_table
+from app.ui.theme import CHART_CONFIG, Palette
+from app.view import JobView
+from planner.job import Worker
+from planner.plan import Plan
+from planner.schedule import Schedule
+
+IN_FORCE = "in-force"
+SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "One pipeline", "stage": "One stage"}
+
+
+def page() -> None:
+    colours = components.use_style()
+    console = get_console()
+    job = choose_job(console)
+    if job is None:
+        return
+    try:
+        view = console.view(job.job_id)
+    except ConsoleError as error:
+        st.error(str(error))
+        return
+    components.job_title(view, pace=False)
+    st.fragment(_follow, run_every=2)(console, job.job_id, view.plan.fingerprint if view.plan else None)
+    filters = st.container(horizontal=True, vertical_alignment="bottom", key="filters")
+    with filters:
+        plan = _choose_plan(console, view)
+    if plan is None:
+        components.quiet(
+            "No plan is in force yet: the first one is rolled out when all workers have registered. "
+            f"So far {view.planned_ahead} of {view.plans_to_make} plans have been made ahead."
+        )
+        return
+    schedule = st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)
+    with filters:
+        workers = _choose_workers(schedule)
+    components.cards(facts.plan_cards(plan, schedule))
+    _chart(plan, schedule, workers, colours)
+    _tables(plan, schedule, workers)
+
+
+def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
+    """Keyed by the fingerprint; the plan itself is not hashed."""
+    return _plan.schedule()
+
+
+def _follow(console: Console, job_id: str, shown: str | None) -> None:
+    """Runs the page again when another plan comes into force."""
+    try:
+        plan = console.view(job_id).plan
+    except ConsoleError:
+        return
+    if (plan.fingerprint if plan else None) != shown:
+        st.rerun()
+
+
+def _choose_plan(console: Console, view: JobView) -> Plan | None:
+    records = sorted(console.plans(view.job_id), key=lambda r: (len(r["failed"]), r["failed"]))
+    names = {r["fingerprint"]: facts.plan_name(r["failed"]) for r in records}
+    if view.plan is not None:
+        names = {IN_FORCE: f"In force, epoch {view.epoch}: {facts.plan_name(view.plan.failed)}", **names}
+    if not names:
+        return None
+    wanted = st.query_params.get("plan", IN_FORCE)
+    if wanted not in names and wanted != IN_FORCE:
+        st.error(f"plan: got {wanted!r}, expected the fingerprint of a plan of this job. Choose one instead.")
+    options = list(names)
+    chosen = st.selectbox(
+        "Plan",
+        options,
+        index=options.index(wanted) if wanted in names else 0,
+        format_func=names.__getitem__,
+        key="plan-picker",
+        width=420,
+    )
+    if chosen == IN_FORCE:
+        st.query_params.pop("plan", None)
+    elif chosen != wanted:
+        st.query_params["plan"] = chosen
+    return view.plan if chosen == IN_FORCE else console.plan(chosen)
+
+
+def _choose_workers(schedule: Schedule) -> list[Worker]:
+    job = schedule.problem.job
+    touched = rows.touched_workers(schedule)
+    options = [key for key in SHOW if key != "failure" or touched]
+    show = st.segmented_control(
+        "Show",
+        options,
+        default="all",
+        required=True,
+        format_func=SHOW.__getitem__,
+        key="show",
+        bind="query-params",
+        wrap=True,
+    )
+    if show == "pipeline":
+        pipeline = st.selectbox("Pipeline", range(job.pipelines), key="pipeline", width=120)
+        return rows.pipeline_workers(schedule, pipeline)
+    if show == "stage":
+        stage = st.selectbox("Stage", range(job.stages), key="stage", width=120)
+        return rows.stage_workers(schedule, stage)
+    return touched if show == "failure" else list(job.workers())
+
+
+def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], colours: Palette) -> None:
+    ops = sum(len(schedule.ops.get(w, ())) for w in workers)
+    revision = f"{plan.fingerprint}-{len(workers)}"
+    if ops > large.MAX_BARS:
+        _large_chart(schedule, workers, colours, revision)
+        return
+    job = schedule.problem.job
+    fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * job.ticks_per_unit
+    figure = gantt(schedule, colours, workers=workers, fault_free_end=fault_free, revision=revision)
+    kinds = [k for k in KIND_ORDER if any(op.kind == k for w in workers for op in schedule.ops.get(w, ()))]
+    moved = any(op.rerouted for w in workers for op in schedule.ops.get(w, ()))
+    components.op_legend(kinds, rerouted=moved, ghost=True)
+    with st.container(key="wide-chart"):
+        st.plotly_chart(figure, theme=None, key="gantt", config=CHART_CONFIG, alt=facts.schedule_words(plan, schedule))
+    st.caption(facts.reading_help(plan))
+
+
+def _large_chart(schedule: Schedule, workers: list[Worker], colours: Palette, revision: str) -> None:
+    """Beyond MAX_BARS ops: a picture of all, and bars for the part that a box or the fields choose."""
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        first = st.selectbox("First row", [str(w) for w in workers], key="first-row", width=160)
+        start = st.number_input("From time", min_value=0.0, value=0.0, key="from-time", width=160)
+        st.caption("Or draw a box on the overview.")
+    box = _drawn_box(st.session_state.get("overview"))
+    names = [str(w) for w in workers]
+    if box:
+        detail = large.detail_of_box(schedule, workers, *box)
+    else:
+        detail = large.detail_of(schedule, workers, names.index(first), 24, start * schedule.problem.job.ticks_per_unit)
+    st.plotly_chart(
+        large.overview(schedule, colours, workers=workers, detail=detail, revision=revision),
+        theme=None,
+        key="overview",
+        on_select="rerun",
+        selection_mode="box",
+        config=CHART_CONFIG,
+        alt=f"Overview of {len(workers):,} workers over one iteration.",
+    )
+    components.heading("Detail", f"{detail.ops:,} ops" + (", cut short to stay quick" if detail.cut else ""))
+    figure = gantt(
+        schedule, colours, workers=detail.workers, window=detail.window, revision=f"{revision}-{detail.window}"
+    )
+    with st.container(key="wide-chart"):
+        st.plotly_chart(figure, theme=None, key="gantt", config=CHART_CONFIG, alt="The chosen part, op by op.")
+
+
+def _drawn_box(state: object) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    selection = state.get("selection") if isinstance(state, dict) else None
+    boxes = selection.get("box") if selection else None
+    if not boxes:
+        return None
+    x, y = boxes[0]["x"], boxes[0]["y"]
+    return (float(x[0]), float(x[1])), (float(y[0]), float(y[1]))
+
+
+def _tables(plan: Plan, schedule: Schedule, workers: list[Worker]) -> None:
+    with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+        components.heading("The same in figures", f"times in {plan.job.time_unit}")
+        st.download_button(
+            "Download plan (JSON)",
+            plan.to_json,
+            file_name=f"plan-{plan.fingerprint[:12]}.json",
+            mime="application/json",
+            on_click="ignore",
+            icon=":material/download:",
+            key="download-plan",
+        )
+    by_worker, by_op = st.tabs(["Workers", "Ops"])
+    with by_worker:
+        st.dataframe(workers_table(schedule, workers), hide_index=True, key="workers-table", alt="Figures by worker")
+    with by_op:
+        st.dataframe(operations_table(schedule, workers), hide_index=True, key="ops-table", alt="Ops in order of start")
+
+
+page()

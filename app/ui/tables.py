@@ -1,0 +1,60 @@
+"""Schedules as tables: the same facts as the charts, for reading, sorting and screen readers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.ui.theme import OP_WORDS
+from planner.job import Worker
+from planner.schedule import Schedule
+
+# A browser table of more rows helps nobody; the plan's file has them all.
+MAX_OPS = 20_000
+
+Table = dict[str, list[object]]
+
+
+def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
+    """One row per worker: ops, re-routed micro-batches, busy and idle time, peak activations."""
+    job = schedule.problem.job
+    table: Table = {
+        name: []
+        for name in ("worker", "state", "ops", "re-routed micro-batches", "busy", "bubble %", "peak activations", "end")
+    }
+    for worker in workers:
+        ops = schedule.ops.get(worker)
+        row: list[object]
+        if ops is None:
+            row = [str(worker), "failed", 0, 0, None, None, None, None]
+        else:
+            moved = sum(op.kind == "F" and op.rerouted for op in ops)
+            row = [
+                str(worker),
+                "takes re-routed work" if moved else "runs its own",
+                len(ops),
+                moved,
+                job.units(schedule.busy(worker)),
+                round(100 * schedule.worker_bubble_fraction(worker), 1),
+                schedule.peak_activations[worker],
+                job.units(ops[-1].end),
+            ]
+        for column, value in zip(table.values(), row, strict=True):
+            column.append(value)
+    return table
+
+
+def operations_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
+    """One row per op by start, at most MAX_OPS of them."""
+    job = schedule.problem.job
+    ops = sorted((op for w in workers for op in schedule.ops.get(w, ())), key=lambda o: (o.start, o.worker))
+    ops = ops[:MAX_OPS]
+    return {
+        "start": [job.units(op.start) for op in ops],
+        "end": [job.units(op.end) for op in ops],
+        "worker": [str(op.worker) for op in ops],
+        "op": [OP_WORDS[op.kind] for op in ops],
+        "home pipeline": [op.pipeline for op in ops],
+        "micro-batch": [None if op.kind == "O" else op.micro_batch for op in ops],
+        "stage": [op.stage for op in ops],
+        "re-routed": [op.rerouted for op in ops],
+    }

@@ -1,0 +1,74 @@
+"""Numbers, times and names as people read them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+
+def milliseconds(value: float) -> str:
+    """`0.4 ms`, `283 ms`, `1.08 s`, `2 min 5 s`."""
+    if value < 9.95:
+        return f"{value:.1f} ms"
+    if value < 999.5:
+        return f"{value:.0f} ms"
+    if value < 59_950:
+        return f"{value / 1000:.3g} s"
+    minutes, seconds = divmod(round(value / 1000), 60)
+    return f"{minutes} min {seconds} s"
+
+
+def age(seconds: float | None) -> str:
+    """`0.4 s ago`, `3 min ago`; `never` for None."""
+    if seconds is None:
+        return "never"
+    if seconds < 60:
+        return f"{seconds:.1f} s ago"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min ago"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.0f} h ago"
+    return f"{seconds / 86400:.0f} days ago"
+
+
+def planned(value: float, unit: str) -> str:
+    """A time of a plan in the plan's own unit."""
+    if unit == "ms":
+        return milliseconds(value)
+    return f"{value:,.6g} {unit}" + ("s" if unit == "slot" and value != 1 else "")
+
+
+def percent(fraction: float, *, sign: bool = False) -> str:
+    """`95.2 %`; with sign: `+7.4 %`, and `±0 %` where nothing is left after rounding."""
+    if sign and abs(fraction) < 0.0005:
+        return "±0 %"
+    digits = f"{100 * fraction:+.1f}" if sign else f"{100 * fraction:.1f}"
+    return digits.removesuffix(".0").replace("-", "−") + " %"
+
+
+def rate(samples_per_second: float) -> str:
+    return f"{samples_per_second:,.3g}" if samples_per_second < 1000 else f"{samples_per_second:,.0f}"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 worker`, `12 workers`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def clock(at: float, zone: str | None) -> str:
+    """A POSIX time as `14:03:27` in the viewer's zone (UTC where the browser tells none)."""
+    try:
+        where = ZoneInfo(zone or "UTC")
+    except (ZoneInfoNotFoundError, ValueError):
+        where = ZoneInfo("UTC")
+    return datetime.fromtimestamp(at, where).strftime("%H:%M:%S")
+
+
+def size(number: int) -> str:
+    """Bytes as `412 MiB`."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
