@@ -1,0 +1,51 @@
+"""On which iteration survivors go on: a pure decision."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.recovery import NoAgreementError, agree
+from planner.job import Worker
+
+
+def test_nobody_had_stepped() -> None:
+    agreement = agree({Worker(0, 0): 7, Worker(0, 1): 7})
+    assert agreement.iteration == 7 and not agreement.roll_back
+
+
+def test_those_ahead_roll_back() -> None:
+    agreement = agree({Worker(0, 0): 8, Worker(1, 0): 7, Worker(0, 1): 7, Worker(1, 1): 8})
+    assert agreement.iteration == 7
+    assert agreement.roll_back == {Worker(0, 0), Worker(1, 1)}
+    assert "2 of 4" in agreement.reason
+
+
+def test_newcomers_take_state_from_living_peers_in_turn() -> None:
+    counts = {Worker(p, 0): 5 if p < 2 else None for p in range(4)}
+    agreement = agree(counts)
+    assert agreement.state_from == {Worker(2, 0): Worker(0, 0), Worker(3, 0): Worker(1, 0)}
+
+
+def test_no_peer_with_state() -> None:
+    with pytest.raises(NoAgreementError, match="no living peer of stage 1"):
+        agree({Worker(0, 0): 5, Worker(0, 1): None})
+    with pytest.raises(NoAgreementError, match="no living worker"):
+        agree({Worker(0, 0): None})
+
+
+def test_counts_of_different_runs() -> None:
+    with pytest.raises(NoAgreementError, match="can't be of one run"):
+        agree({Worker(0, 0): 5, Worker(0, 1): 7})
+
+
+@given(
+    base=st.integers(0, 1000),
+    ahead=st.dictionaries(st.builds(Worker, st.integers(0, 5), st.integers(0, 5)), st.booleans(), min_size=1),
+)
+def test_everybody_ends_on_the_same_iteration(base: int, ahead: dict[Worker, bool]) -> None:
+    counts = {w: base + a for w, a in ahead.items()}
+    agreement = agree(counts)
+    assert {counts[w] - (w in agreement.roll_back) for w in counts} == {agreement.iteration}
+    assert agreement.iteration == min(counts.values())

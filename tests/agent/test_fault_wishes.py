@@ -1,0 +1,46 @@
+"""`--kill` and `--rejoin`: what they mean and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.faults import FaultInjector, Kill, Rejoin
+from planner.errors import InputError
+from planner.job import Job, Worker
+
+JOB = Job(3, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "kill"),
+    [
+        ("W1_2@10:F3", Kill(Worker(1, 2), 10, "F", 1, 3)),
+        ("W1_2@0:I0", Kill(Worker(1, 2), 0, "I", 1, 0)),
+        ("W0_0@2:W5", Kill(Worker(0, 0), 2, "W", 0, 5)),
+        ("W0_2@10:F1.3", Kill(Worker(0, 2), 10, "F", 1, 3)),
+        ("W2_3@7:R", Kill(Worker(2, 3), 7, "R")),
+        ("W2_3@7:O", Kill(Worker(2, 3), 7, "O")),
+    ],
+)
+def test_reads(text: str, kill: Kill) -> None:
+    assert Kill.parse(text, JOB) == kill
+
+
+@pytest.mark.parametrize("text", ["", "W1_2", "W1_2@3", "W1_2@3:", "W1_2@3:B3", "W1_2@-1:F3", "W1_2@3:F6", "W9_0@3:F0"])
+def test_refuses_with_field_and_value(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Kill.parse(text, JOB)
+    assert caught.value.field == "--kill" and str(caught.value).startswith("--kill: got ")
+
+
+def test_rejoin() -> None:
+    assert Rejoin.parse("W1_2@15", JOB) == Rejoin(Worker(1, 2), 15)
+    with pytest.raises(InputError, match="WORKER@ITERATION"):
+        Rejoin.parse("W1_2", JOB)
+
+
+def test_others_are_not_harmed() -> None:
+    """Only the named worker dies, and only there: this process is still here afterwards."""
+    injector = FaultInjector(Worker(0, 0), [Kill.parse("W1_2@10:F3", JOB)], lambda: None)
+    for iteration in range(20):
+        injector.before(iteration, "F", 1, 3)

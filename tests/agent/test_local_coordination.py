@@ -1,0 +1,71 @@
+"""Epochs without a console: a state machine without a clock."""
+
+from __future__ import annotations
+
+from agent.coordination import Deploy, Halt, LocalCoordination
+from planner.catalog import Catalog
+from planner.check import check
+from planner.job import Job, MemoryLimit, Technique, Worker
+
+
+def _started(pipelines: int = 2, stages: int = 2) -> LocalCoordination:
+    coordination = LocalCoordination(Catalog(Job(pipelines, stages, 2), Technique.STAGGERED, MemoryLimit("uniform")))
+    for p in range(pipelines):
+        for s in range(stages):
+            assert not coordination.poll(0.0)
+            coordination.ready(Worker(p, s), "a")
+    return coordination
+
+
+def _only(events: list[object]) -> Deploy:
+    (event,) = events
+    assert isinstance(event, Deploy)
+    assert check(event.plan) == []
+    assert event.deployment.plan_fingerprint == event.plan.fingerprint
+    return event
+
+
+def test_the_first_epoch_opens_when_all_are_ready() -> None:
+    deployment = _only(_started().poll(0.0)).deployment
+    assert deployment.epoch == 1 and len(deployment.living) == 4 and deployment.failed == ()
+
+
+def test_a_death_opens_an_epoch_without_the_dead_and_a_return_one_with_it() -> None:
+    coordination = _started()
+    coordination.poll(0.0)
+    coordination.exited(Worker(1, 0), "a", "was killed by SIGKILL")
+    deploy = _only(coordination.poll(1.0))
+    assert deploy.deployment.epoch == 2 and deploy.deployment.failed == ("W1_0",)
+    assert "W1_0" not in deploy.plan.workers
+    coordination.exited(Worker(1, 0), "a", "again")
+    assert coordination.poll(1.0) == []
+    coordination.ready(Worker(1, 0), "b")
+    deployment = _only(coordination.poll(2.0)).deployment
+    assert deployment.epoch == 3 and deployment.joining == ("W1_0",) and deployment.failed == ()
+
+
+def test_a_stage_without_a_living_peer_halts_the_job() -> None:
+    coordination = _started()
+    coordination.poll(0.0)
+    coordination.exited(Worker(0, 1), "a", "died")
+    coordination.exited(Worker(1, 1), "a", "died")
+    first, second = coordination.poll(0.0)
+    assert isinstance(first, Deploy) and isinstance(second, Halt)
+    assert "stage 1 has no living peer" in second.reason
+
+
+def test_a_broken_transfer_waits_for_its_explanation() -> None:
+    coordination = _started()
+    coordination.poll(0.0)
+    coordination.broken(Worker(0, 0), 1, now=10.0)
+    coordination.broken(Worker(0, 1), 1, now=10.1)
+    assert coordination.poll(11.9) == []
+    coordination.exited(Worker(1, 0), "a", "died")
+    assert _only(coordination.poll(12.1)).deployment.epoch == 2
+    # A report about an epoch that is over changes nothing.
+    coordination.broken(Worker(0, 0), 1, now=12.2)
+    assert coordination.poll(20.0) == []
+    # Without an explanation the same members form anew.
+    coordination.broken(Worker(0, 0), 2, now=30.0)
+    deployment = _only(coordination.poll(32.0)).deployment
+    assert deployment.epoch == 3 and len(deployment.living) == 3

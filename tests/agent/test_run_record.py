@@ -1,0 +1,96 @@
+"""When an iteration counts as committed, and what is said of a failure."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from agent.record import DivergedError, RunRecord
+from planner.job import Worker
+
+A, B, C, D = (Worker(p, s) for p in range(2) for s in range(2))  # B and D are the last stage
+MS = 1_000_000
+
+
+def _running() -> RunRecord:
+    record = RunRecord(stages=2, started_at=0)
+    record.epoch_opened(1, [A, B, C, D], at=0)
+    for worker in (A, B, C, D):
+        record.formed(worker, 1, 0, at=1 * MS)
+    return record
+
+
+def test_an_iteration_is_committed_when_the_last_worker_has_stepped() -> None:
+    record = _running()
+    for worker in (A, B, C):
+        assert not record.committed_by(worker, 0, (2.5).hex(), at=5 * MS).iterations
+    (iteration,) = record.committed_by(D, 0, (2.5).hex(), at=9 * MS).iterations
+    assert (iteration.iteration, iteration.loss, iteration.living, iteration.epoch) == (0, 2.5, 4, 1)
+    assert iteration.seconds == pytest.approx(0.009)
+
+
+def test_a_death_before_its_step_does_not_hold_up_what_all_others_committed() -> None:
+    record = _running()
+    for worker in (A, B, C):
+        record.committed_by(worker, 0, (2.5).hex(), at=5 * MS)
+    record.died(D, detected_at=6 * MS)
+    (iteration,) = record.epoch_opened(2, [A, B, C], at=7 * MS).iterations
+    assert iteration.living == 3
+
+
+def test_an_iteration_that_was_rolled_back_is_recorded_once() -> None:
+    record = _running()
+    record.committed_by(A, 0, (0.0).hex(), at=5 * MS)
+    record.committed_by(B, 0, (2.5).hex(), at=5 * MS)
+    record.dying(D, at=6 * MS)
+    record.died(D, detected_at=10 * MS)
+    assert not record.epoch_opened(2, [A, B, C], at=11 * MS).iterations
+    for worker, left in ((A, 20), (B, 22), (C, 21)):
+        record.left(worker, at=left * MS)
+    for worker in (A, B, C):
+        assert not record.formed(worker, 2, 0, at=30 * MS).iterations
+    record.committed_by(A, 0, (0.0).hex(), at=70 * MS)
+    record.committed_by(B, 0, (2.5).hex(), at=71 * MS)
+    recorded = record.committed_by(C, 0, (0.0).hex(), at=72 * MS)
+    assert [i.iteration for i in recorded.iterations] == [0]
+    (recovery,) = recorded.recoveries
+    times = (recovery.detected_ms, recovery.unblocked_ms, recovery.reformed_ms, recovery.resumed_ms)
+    assert times == (4.0, 16.0, 24.0, 66.0) and recovery.death_known
+
+
+def test_redone_to_another_loss_is_an_error() -> None:
+    record = _running()
+    record.committed_by(B, 0, (2.5).hex(), at=5 * MS)
+    with pytest.raises(DivergedError, match="iteration 0"):
+        record.committed_by(D, 0, (2.25).hex(), at=6 * MS)
+
+
+def test_a_newcomer_counts_from_where_it_joined() -> None:
+    record = _running()
+    record.died(C, detected_at=2 * MS)
+    record.epoch_opened(2, [A, B, D], at=3 * MS)
+    for worker in (A, B, D):
+        record.formed(worker, 2, 0, at=4 * MS)
+        record.committed_by(worker, 0, (2.5).hex(), at=5 * MS)
+    assert record.committed == 1
+    record.epoch_opened(3, [A, B, C, D], at=6 * MS)
+    for worker in (A, B, C, D):
+        record.formed(worker, 3, 1, at=7 * MS)
+        record.committed_by(worker, 1, (2.25).hex(), at=8 * MS)
+    assert record.committed == 2
+
+
+def test_final_hash_is_over_the_stages_in_order_and_peers_must_agree() -> None:
+    record = _running()
+    one, two = hashlib.sha256(b"1").hexdigest(), hashlib.sha256(b"2").hexdigest()
+    for worker, sha in ((A, one), (B, two), (C, one), (D, two)):
+        record.committed_by(worker, 0, (2.5).hex(), at=5 * MS)
+        assert not record.finished(1)
+        record.done(worker, sha)
+    assert record.finished(1) and not record.finished(2)
+    expected = hashlib.sha256(bytes.fromhex(one) + bytes.fromhex(two)).hexdigest()
+    assert record.final() == {"parameters_sha256": expected, "iterations": 1}
+    record.done(C, two)
+    with pytest.raises(DivergedError, match="stage 0"):
+        record.final()
