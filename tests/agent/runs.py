@@ -1,0 +1,68 @@
+"""Real jobs for tests: `python -m agent launch` as a user runs it, and its record."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GRID = ("--pipelines", "2", "--stages", "3", "--micro-batches", "4")
+TINY = ("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}')
+ITERATIONS = 6
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a job left behind."""
+
+    status: int
+    errors: str
+    lines: tuple[dict[str, Any], ...]
+
+    @property
+    def iterations(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "iteration" in line]
+
+    @property
+    def losses(self) -> list[str]:
+        return [line["loss"] for line in self.iterations]
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        return [line["failure"] for line in self.lines if "failure" in line]
+
+    @property
+    def final(self) -> dict[str, Any]:
+        final: dict[str, Any] = self.lines[-1]["final"]
+        return final
+
+
+def launch(record: Path, *arguments: str, timeout: float = 120.0) -> Run:
+    """Runs a job to its end; its own time-out ends it before pytest's does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "agent", "launch", "--record", str(record), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    lines = tuple(map(json.loads, record.read_text().splitlines())) if record.exists() else ()
+    return Run(done.returncode, done.stderr, lines)
+
+
+def small(record: Path, *arguments: str, iterations: int = ITERATIONS) -> Run:
+    """The small grid with the tiny model."""
+    return launch(record, *GRID, *TINY, "--iterations", str(iterations), *arguments)
+
+
+@functools.cache
+def fault_free(folder: Path) -> Run:
+    """The run that all others are compared with; once per test process."""
+    run = small(folder / "fault-free.jsonl")
+    assert run.status == 0, run.errors
+    assert len(run.losses) == ITERATIONS and not run.failures
+    return run

@@ -1,0 +1,56 @@
+"""`python -m agent launch` refuses bad input in one sentence, before it starts anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from agent.cli import app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kill", "W9_9@1:F0"], ["--kill", "'W9_9'", "W0_0 to W2_3"]),
+        (["--kill", "nonsense"], ["--kill", "'nonsense'", "W1_2@10:F3"]),
+        (["--kill", "W0_1@1:F0", "--kill", "W1_1@2:F0", "--kill", "W2_1@3:F0"], ["stage 1", "no living peer"]),
+        (["--stages", "0"], ["stages", "0", "at least 1"]),
+        (["--micro-batches", "-3"], ["micro_batches", "-3"]),
+        (["--iterations", "0"], ["--iterations", "0"]),
+        (["--memory", "lots"], ["--memory", "'lots'", "uniform"]),
+        (["--technique", "magic"], ["--technique", "'magic'", "staggered"]),
+        (["--technique", "fault-free", "--kill", "W1_2@1:F0"], ["--technique", "fault-free"]),
+        (["--pace", "F=fast"], ["--pace", "'F=fast'", "F=40ms"]),
+        (["--pace", "F=40ms"], ["--pace", "I, W"]),
+        (["--console", "nowhere"], ["--console", "'nowhere'", "http://"]),
+        (["--record", "/no/such/folder/run.jsonl"], ["--record", "folder that exists"]),
+        (["--workload", "no.such:Model"], ["--workload", "no.such"]),
+        (["--workload-options", "[1]"], ["--workload-options", "JSON object"]),
+        (["--workload-options", '{"heads": 3}'], ["--workload-options", "multiple of heads"]),
+        (["--rejoin", "W1_2@3"], ["--rejoin", "--kill"]),
+        (["--seed", "-1"], ["--seed", "-1"]),
+        (["--token-file", "/no/such/file"], ["--token-file"]),
+    ],
+)
+def test_bad_input(arguments: list[str], words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["launch", *arguments])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert done.stdout == ""
+
+
+def test_as_a_user_sees_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "agent", "launch", "--kill", "W9_9@1:F0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: --kill: got 'W9_9', expected a worker of the grid, W0_0 to W2_3\n"

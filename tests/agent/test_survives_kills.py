@@ -1,0 +1,81 @@
+"""Real processes, real SIGKILL: every loss and every parameter keeps its bits, no survivor restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.agent.runs import ITERATIONS, Run, fault_free, small
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return fault_free(tmp_path_factory.getbasetemp())
+
+
+def _same_bits(run: Run, reference: Run) -> None:
+    assert run.status == 0, run.errors
+    assert run.losses == reference.losses
+    assert [line["iteration"] for line in run.iterations] == list(range(ITERATIONS))
+    assert run.final == reference.final
+
+
+@pytest.mark.parametrize(
+    ("moment", "kill"),
+    [
+        ("before anything else", "W0_0@0:F0"),
+        ("warm-up", "W1_0@2:F1"),
+        ("steady state", "W0_1@3:I1"),
+        ("steady state, a weight gradient", "W1_2@3:W2"),
+        ("cool-down", "W0_2@3:W3"),
+        ("cool-down of the first stage", "W1_0@2:I3"),
+        ("during the reduction", "W1_1@3:R"),
+        ("right before the step", "W0_1@3:O"),
+        ("right before the first stage's last step", "W0_0@5:O"),
+    ],
+)
+def test_one_death(moment: str, kill: str, reference: Run, tmp_path: Path) -> None:
+    run = small(tmp_path / "run.jsonl", "--kill", kill)
+    _same_bits(run, reference)
+    # A death right before the last step may leave nothing to redo: the others have it already.
+    if not kill.startswith("W0_0@5"):
+        (failure,) = run.failures
+        assert failure["worker"] == kill[:4] and failure["death_known"]
+        assert 0 <= failure["detected_ms"] <= failure["unblocked_ms"] <= failure["reformed_ms"] <= failure["resumed_ms"]
+        assert run.iterations[-1]["living"] == 5 and run.iterations[-1]["epoch"] == 2
+
+
+def test_two_deaths_in_two_stages_in_one_iteration(reference: Run, tmp_path: Path) -> None:
+    run = small(tmp_path / "run.jsonl", "--kill", "W1_0@2:F3", "--kill", "W0_2@2:I2")
+    _same_bits(run, reference)
+    assert sorted(f["worker"] for f in run.failures) == ["W0_2", "W1_0"]
+    assert run.iterations[-1]["living"] == 4
+
+
+def test_a_death_and_a_return(reference: Run, tmp_path: Path) -> None:
+    """The newcomer takes its state from a peer, and the full grid goes on to the same bits."""
+    run = small(tmp_path / "run.jsonl", "--kill", "W1_1@1:I2", "--rejoin", "W1_1@2", iterations=ITERATIONS)
+    _same_bits(run, reference)
+    assert [line["living"] for line in run.iterations][:2] == [6, 5]
+
+
+@pytest.mark.parametrize("technique", ["fault-free", "adaptive", "decoupled"])
+def test_the_technique_does_not_show_in_the_numbers(technique: str, reference: Run, tmp_path: Path) -> None:
+    _same_bits(small(tmp_path / "run.jsonl", "--technique", technique, "--memory", "1f1b"), reference)
+
+
+def test_coupled_backward_survives_too(reference: Run, tmp_path: Path) -> None:
+    run = small(tmp_path / "run.jsonl", "--technique", "adaptive", "--kill", "W0_1@2:W1")
+    _same_bits(run, reference)
+
+
+def test_another_seed_gives_other_numbers(reference: Run, tmp_path: Path) -> None:
+    """The comparison above is not one of constants."""
+    run = small(tmp_path / "run.jsonl", "--seed", "1")
+    assert run.status == 0
+    assert not set(run.losses) & set(reference.losses)
+    assert run.final != reference.final
+    assert float.fromhex(reference.losses[-1]) < float.fromhex(reference.losses[0])
