@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import structlog
@@ -40,6 +41,8 @@ from app.view import JobSummary, JobView
 from app.views import PlanCache, job_view, summary
 from db.store import Record, Store
 from planner.errors import PlannerError
+from planner.failures import canonical_pattern
+from planner.job import Worker
 from planner.plan import Plan, job_doc
 
 log = structlog.get_logger()
@@ -47,6 +50,8 @@ log = structlog.get_logger()
 MAX_WORKERS = 16_384
 # How many failure patterns are planned ahead; the list scheduler serves the rest when they happen.
 MAX_AHEAD = 512
+# In a grid above this, whatever fails beyond the tolerance is planned when it has failed.
+NEXT_WORKERS = 512
 
 TICK_SECONDS = 0.25
 FLUSH_SECONDS = 1.0
@@ -231,9 +236,9 @@ class Console:
         """Returns what the coordinator makes of it."""
         job = self.job(job_id)
         if message.cause == "exit":
-            seen = f", seen {message.age_milliseconds:.0f} ms ago" if message.age_milliseconds >= 1 else ""
-            detail = (message.detail or "no exit status given") + seen
-            return job.apply(m.Exited(message.worker, message.incarnation, message.reporter, detail))
+            late = message.age_milliseconds / 1000
+            seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
+            return job.apply(m.Exited(message.worker, message.incarnation, message.reporter, message.detail + seen))
         return job.apply(
             m.TransferBroken(message.reporter, message.incarnation, message.worker, message.epoch, message.detail)
         )
@@ -333,7 +338,15 @@ class Console:
     # -- plans ------------------------------------------------------------------------------
 
     def _live(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
-        return LiveJob(job_id, spec, created_at, store=self._store, ladder=self.ladder, want_plan=self._want_plan)
+        return LiveJob(
+            job_id,
+            spec,
+            created_at,
+            store=self._store,
+            ladder=self.ladder,
+            want_plan=self._want_plan,
+            on_epoch=self._plan_next,
+        )
 
     def _request(self, job: LiveJob, failed: Sequence[str]) -> PlanRequest:
         return PlanRequest(job.job_id, job_doc(job.job), tuple(failed), job.spec.technique, job.spec.memory)
@@ -341,20 +354,37 @@ class Console:
     def _plan_ahead(self, job: LiveJob) -> None:
         """The fault-free plan first, then one for each failure pattern, one failure after another."""
         patterns = [p for count in job.catalog.patterns(self._tolerance) for p in count][:MAX_AHEAD]
-        missing = [p for p in patterns if job.catalog.find(p) is None]
         job.plans_to_make = len(patterns)
-        job.planned_ahead = len(patterns) - len(missing)
+        job.planned_ahead = len(patterns)
+        self._submit_missing(job, patterns)
 
+    def _plan_next(self, job: LiveJob) -> None:
+        """Beyond the tolerance too, whatever worker fails next finds its plan made."""
+        epoch = job.state.current
+        if epoch is None or len(epoch.failed) < self._tolerance or len(epoch.living) > NEXT_WORKERS:
+            return
+        failed = {Worker.parse(name) for name in epoch.failed}
+        living = [Worker.parse(name) for name in epoch.living]
+        peers = Counter(worker.stage for worker in living)
+        next_ones = {canonical_pattern({*failed, w}, job.job)[0] for w in living if peers[w.stage] > 1}
+        new = [pattern for pattern in next_ones if pattern not in job.patterns_asked]
+        job.plans_to_make += len(new)
+        job.planned_ahead += len(new)
+        self._submit_missing(job, new[:MAX_AHEAD])
+
+    def _submit_missing(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> None:
         def done(plan: Plan | None, why: str) -> None:
-            if plan is None:
-                job.plans_to_make -= 1
-                log.warning("no plan ahead", job=job.job_id, reason=why)
-                return
-            job.file_plan(plan)
             job.planned_ahead += 1
+            if plan is None:
+                log.warning("no plan ahead", job=job.job_id, reason=why)
+            else:
+                job.file_plan(plan)
 
-        for pattern in missing:
-            self._maker.submit(self._request(job, [str(w) for w in sorted(pattern)]), done)
+        job.patterns_asked.update(patterns)
+        for pattern in patterns:
+            if job.catalog.find(pattern) is None:
+                job.planned_ahead -= 1
+                self._maker.submit(self._request(job, [str(w) for w in sorted(pattern)]), done)
 
     def _want_plan(self, job: LiveJob, failed: tuple[str, ...]) -> None:
         """A failure came for which no plan is there: it is made before all others."""

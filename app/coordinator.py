@@ -43,6 +43,7 @@ from app.membership import (
     Tick,
     TransferBroken,
     names,
+    peer_of,
 )
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
@@ -106,7 +107,7 @@ def _heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
         if member.state is SUSPECT and now - heard <= ladder.suspect:
             notes.append(Note("info", "worker", f"{name} is heard again", name))
             member = replace(member, state=RUNNING)
-        members[name] = replace(member, last_heard=heard, draining=member.draining or beat.draining)
+        members[name] = replace(member, last_heard=heard, draining=beat.draining)
     return Step(replace(state, members=members), tuple(notes), "heartbeats")
 
 
@@ -132,7 +133,8 @@ def _tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
         return _lose(state, dead, notes)
     broken = state.broken
     if broken and now - broken.since >= ladder.transfer_grace:
-        reason = f"{broken.reporter} lost its connection to {broken.worker}, and nobody died: all connect anew"
+        peer = peer_of(broken.reporter, broken.worker)
+        reason = f"{broken.reporter} lost its connection to {peer}, and nobody died: all connect anew"
         notes.append(Note("warning", "epoch", reason, broken.reporter))
         return _reconsider(replace(state, broken=None), reason, notes, anew=True)
     return Step(state, tuple(notes), "time went by")
@@ -165,7 +167,7 @@ def _exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
         )
     if member.incarnation is None:
         state = _with(state, replace(member, incarnation=event.incarnation))
-    detail = f"its process ended ({event.detail})" if event.detail else "its process ended"
+    detail = f"its process ended, {event.detail}" if event.detail else "its process ended"
     return _lose(state, {event.worker: detail}, [])
 
 
@@ -181,7 +183,7 @@ def _transfer_broken(state: State, event: TransferBroken, now: float, ladder: La
     if state.broken:
         return Step(state, reason=f"waiting already since {state.broken.reporter} reported a broken connection")
     detail = f" ({event.detail})" if event.detail else ""
-    text = f"{event.reporter} can't exchange data with {event.worker}{detail}"
+    text = f"{event.reporter} can't exchange data with {peer_of(event.reporter, event.worker)}{detail}"
     broken = Broken(now, event.reporter, event.worker, event.detail)
     return Step(replace(state, broken=broken), (Note("warning", "failure", text, event.reporter),), text)
 
@@ -198,9 +200,9 @@ def _plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> S
     for name in epoch.living:
         member = members[name]
         became = RUNNING if member.state is STARTING else member.state
-        members[name] = replace(member, state=became, epoch=epoch.number, acknowledged="")
+        members[name] = replace(member, state=became, epoch=epoch.number, acknowledged="", draining=False)
     without = f" without {names(epoch.failed)}" if epoch.failed else ""
-    text = f"epoch {epoch.number}{without}: {pending.reason}; plan {event.fingerprint[:8]} {event.origin}"
+    text = f"epoch {epoch.number}{without}: {pending.reason}; plan {event.fingerprint[:8]}: {event.origin}"
     return Step(
         replace(state, members=members, current=epoch, pending=None, broken=None),
         (OpenEpoch(epoch), Note("info", "epoch", text)),

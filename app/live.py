@@ -59,7 +59,8 @@ def job_of(spec: JobSpec) -> Job:
 
 class LiveJob:
     """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
-    the answer comes back as a PlanReady or PlanRefused event."""
+    the answer comes back as a PlanReady or PlanRefused event. on_epoch: called after an epoch has
+    opened."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class LiveJob:
         store: Store,
         ladder: Ladder,
         want_plan: Callable[[LiveJob, tuple[str, ...]], None],
+        on_epoch: Callable[[LiveJob], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job_id = job_id
@@ -80,6 +82,7 @@ class LiveJob:
         self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
         self.planned_ahead = 0
         self.plans_to_make = 0
+        self.patterns_asked: set[frozenset[Worker]] = set()  # canonical ones, planned ahead or about to be
         self.topic = Topic()
         self.state = State.new(spec.pipelines, spec.stages, spec.iterations)
         self.contacts: dict[str, Contact] = {}
@@ -90,6 +93,7 @@ class LiveJob:
         self.lock = threading.RLock()
         self._store = store
         self._want_plan = want_plan
+        self._on_epoch = on_epoch
         self._clock = clock
         self._event_seq = 0
         self._fresh: deque[tuple[Heartbeat, float]] = deque()
@@ -133,6 +137,8 @@ class LiveJob:
             self.topic.publish()
         if wanted is not None:
             self._want_plan(self, wanted)
+        if change.epoch:
+            self._on_epoch(self)
         return reason
 
     def heard(self, beat: Heartbeat) -> int:
@@ -160,9 +166,7 @@ class LiveJob:
                 # An older one that came late still shows that the worker lives, and no more.
                 self.contacts[beat.worker] = Contact(beat, time.time())
                 self._unsaved.add(beat.worker)
-            before = beats.get(beat.worker)
-            draining = beat.phase == "draining" or bool(before and before.draining)
-            beats[beat.worker] = Beat(beat.incarnation, heard, draining)
+            beats[beat.worker] = Beat(beat.incarnation, heard, beat.phase == "draining")
         if beats:
             self.apply(Heard(beats))
         if not self.state.over:

@@ -50,7 +50,8 @@ class Member:
 
     incarnation: of the process that now counts; retired: those that came before it, fenced for
     good. epoch: the newest one that this incarnation is in (0: none yet). acknowledged: how far it
-    came in taking up that epoch. draining: it said that its work is done. detail: why it is FAILED.
+    came in taking up that epoch. draining: it says that its work is done, unless another failure
+    calls it back. detail: why it is FAILED.
     """
 
     name: str
@@ -316,3 +317,8 @@ def names(workers: tuple[str, ...] | list[str], limit: int = 6) -> str:
     """`W0_1, W1_2 and 3 more`."""
     shown = ", ".join(workers[:limit])
     return shown if len(workers) <= limit else f"{shown} and {len(workers) - limit} more"
+
+
+def peer_of(reporter: str, worker: str) -> str:
+    """Whom a transfer failed with; a reporter that can't tell names itself."""
+    return "a peer" if worker == reporter else worker

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from agent.protocol import WorkerState
-from app.membership import Ladder, Member, State, names
+from app.membership import Ladder, Member, State, names, peer_of
 
 
 def sentence(state: State, now: float, ladder: Ladder) -> str:
+    text = _text(state, now, ladder)
+    return text[0].upper() + text[1:].rstrip(".") + "."
+
+
+def _text(state: State, now: float, ladder: Ladder) -> str:
     if state.over:
-        return f"The job has {state.over}" + (f": {state.over_reason}." if state.over_reason else ".")
+        return f"The job has {'been stopped' if state.over == 'stopped' else 'finished'}" + (
+            f": {state.over_reason}" if state.over_reason else ""
+        )
     if state.halted:
-        return state.halted[0].upper() + state.halted[1:]
+        return state.halted
     if silent := _most_silent(state, now, ladder):
         age = now - (silent.last_heard or now)
         return f"Waiting for {silent.name}: last heard {age:.1f} s ago, dead at {ladder.dead:g} s."
@@ -20,9 +27,10 @@ def sentence(state: State, now: float, ladder: Ladder) -> str:
     if state.current is None:
         return _before_the_first_epoch(state)
     if state.broken:
+        peer = peer_of(state.broken.reporter, state.broken.worker)
         left = max(0.0, state.broken.since + ladder.transfer_grace - now)
         return (
-            f"{state.broken.reporter} can't exchange data with {state.broken.worker}: waiting {left:.1f} s more "
+            f"{state.broken.reporter} can't exchange data with {peer}: waiting {left:.1f} s more "
             "for an exit or a time-out that explains it, then all connect anew."
         )
     return _in_an_epoch(state)

@@ -84,6 +84,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
                 ws="websockets-sansio",
                 lifespan="on",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=GRACE,

@@ -87,8 +87,8 @@ class Store:
                 "idempotency_key": idempotency_key,
                 "created_at": created_at,
             }
-            created = session.execute(self._insert_new(JobRow).values(row)).rowcount  # type: ignore[attr-defined]
-            if not created:
+            created = session.scalar(self._insert_new(JobRow).values(row).returning(JobRow.id))
+            if created is None:
                 found = select(JobRow.__table__).where(JobRow.idempotency_key == idempotency_key)
                 return dict(session.execute(found).mappings().one())
             if workers:
@@ -202,8 +202,8 @@ class Store:
     def add_recovery(self, job_id: str, row: Record) -> bool:
         """False when it was reported before."""
         with self.database.write() as session:
-            result = session.execute(self._insert_new(RecoveryRow).values(job_id=job_id, **row))
-            return bool(result.rowcount)  # type: ignore[attr-defined]
+            statement = self._insert_new(RecoveryRow).values(job_id=job_id, **row)
+            return session.scalar(statement.returning(RecoveryRow.worker)) is not None
 
     def recoveries(self, job_id: str) -> list[Record]:
         """Oldest first."""

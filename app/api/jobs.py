@@ -7,7 +7,22 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 
-from app.api.models import EpochInfo, EventInfo, IterationInfo, JobDetail, JobInfo, Outcome, PlanInfo, WorkerInfo
+from app.api.models import (
+    EpochInfo,
+    Epochs,
+    EventInfo,
+    Events,
+    IterationInfo,
+    Iterations,
+    JobDetail,
+    JobInfo,
+    Jobs,
+    Outcome,
+    PlanInfo,
+    Plans,
+    WorkerInfo,
+    Workers,
+)
 from app.api.runner import in_thread
 from app.console import Console
 from app.views import summary
@@ -20,41 +35,41 @@ def router(console: Console) -> APIRouter:
     api = APIRouter(prefix="/jobs", tags=["jobs"])
 
     @api.get("")
-    async def jobs() -> list[JobInfo]:
+    async def jobs() -> Jobs:
         """Newest first."""
-        return [JobInfo(**asdict(job)) for job in console.list_jobs()]
+        return Jobs(jobs=[JobInfo(**asdict(job)) for job in console.list_jobs()])
 
     @api.get("/{job_id}")
     async def job(job_id: str) -> JobDetail:
         return await in_thread(_detail, console, job_id)
 
     @api.get("/{job_id}/workers")
-    async def workers(job_id: str) -> list[WorkerInfo]:
+    async def workers(job_id: str) -> Workers:
         view = await in_thread(console.view, job_id, 1, 1)
-        return [WorkerInfo(**asdict(worker)) for worker in view.workers]
+        return Workers(workers=[WorkerInfo(**asdict(worker)) for worker in view.workers])
 
     @api.get("/{job_id}/events")
-    async def events(
-        job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Limit = 200
-    ) -> list[EventInfo]:
+    async def events(job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Limit = 200) -> Events:
         """Events with seq > after, oldest first: read on with `after` = the last one's seq."""
-        return [EventInfo(**row) for row in await in_thread(console.events, job_id, after, limit)]
+        return Events(events=[EventInfo(**row) for row in await in_thread(console.events, job_id, after, limit)])
 
     @api.get("/{job_id}/iterations")
     async def iterations(
         job_id: str, after: Annotated[int, Query(ge=-1, le=2**53)] = -1, limit: Limit = 1000
-    ) -> list[IterationInfo]:
+    ) -> Iterations:
         """Iterations with a number > after, oldest first."""
-        return [IterationInfo(**row) for row in await in_thread(console.iterations, job_id, after, limit)]
+        return Iterations(
+            iterations=[IterationInfo(**row) for row in await in_thread(console.iterations, job_id, after, limit)]
+        )
 
     @api.get("/{job_id}/epochs")
-    async def epochs(job_id: str) -> list[EpochInfo]:
-        return [EpochInfo(**row) for row in await in_thread(console.epochs, job_id)]
+    async def epochs(job_id: str) -> Epochs:
+        return Epochs(epochs=[EpochInfo(**row) for row in await in_thread(console.epochs, job_id)])
 
     @api.get("/{job_id}/plans")
-    async def plans(job_id: str) -> list[PlanInfo]:
+    async def plans(job_id: str) -> Plans:
         """Fewest failures first."""
-        return [PlanInfo(**row) for row in await in_thread(console.plans, job_id)]
+        return Plans(plans=[PlanInfo(**row) for row in await in_thread(console.plans, job_id)])
 
     @api.get("/{job_id}/plans/{fingerprint}", response_model=dict[str, Any], responses={304: {}})
     async def plan(job_id: str, fingerprint: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:

@@ -106,3 +106,27 @@ class Outcome(BaseModel):
     """reason: what the coordinator made of the report, in a sentence."""
 
     reason: str
+
+
+class Jobs(BaseModel):
+    jobs: list[JobInfo]
+
+
+class Workers(BaseModel):
+    workers: list[WorkerInfo]
+
+
+class Events(BaseModel):
+    events: list[EventInfo]
+
+
+class Iterations(BaseModel):
+    iterations: list[IterationInfo]
+
+
+class Epochs(BaseModel):
+    epochs: list[EpochInfo]
+
+
+class Plans(BaseModel):
+    plans: list[PlanInfo]

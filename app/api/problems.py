@@ -85,7 +85,7 @@ def install(app: FastAPI) -> None:
 def http_problem(request: Request, error: HTTPException) -> Response:
     detail = str(error.detail)
     if error.status_code == 404:
-        detail = f"path: got {request.url.path!r}, expected one of the API's; see /api/v1/docs"
+        detail = f"path: got {request.url.path!r}, expected one of the API's; see /api/v1/openapi.json"
     elif error.status_code == 405:
         detail = f"method: got {request.method}, expected one that {request.url.path} takes"
     return problem(error.status_code, _CODES.get(error.status_code, "refused"), detail, error.headers)

@@ -23,6 +23,8 @@ def create_api(console: Console) -> FastAPI:
         title="OpenReCycle",
         version="1",
         description="Jobs, their workers, and the plans they run. Errors are problem details (RFC 9457).",
+        # Their pages fetch scripts from elsewhere; the document itself is at /api/v1/openapi.json.
+        docs_url=None,
         redoc_url=None,
         responses={"4XX": {"model": Problem, "content": {problems.MEDIA_TYPE: {}}}},
     )

@@ -1,0 +1,153 @@
+"""Starts a real console process on a free port, and speaks to it as agents do."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import requests
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_SECONDS = 60
+
+
+class ConsoleServer:
+    """`python -m app serve` on a free port. `base` ends in /api/v1."""
+
+    def __init__(self, database_url: str, *options: str, environment: dict[str, str] | None = None) -> None:
+        self.database_url = database_url
+        self.options = options
+        self.environment = environment or {}
+        self.session = requests.Session()
+        self.start()
+
+    def start(self, port: int = 0) -> None:
+        command = [sys.executable, "-m", "app", "serve", "--port", str(port), "--database-url", self.database_url]
+        environment = {k: v for k, v in os.environ.items() if k not in ("DATABASE_URL", "OPENRECYCLE_TOKEN")}
+        self.process = subprocess.Popen(
+            [*command, *self.options],
+            cwd=ROOT,
+            env={**environment, **self.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout and self.process.stderr
+        self.errors: list[str] = []
+        threading.Thread(target=lambda e=self.process.stderr: self.errors.extend(e), daemon=True).start()
+        timer = threading.Timer(READY_SECONDS, self.process.kill)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        found = re.search(r"http://\S+?:(\d+) ", line)
+        assert found, f"the console did not start: {line!r} {''.join(self.errors)}"
+        self.port = int(found[1])
+        self.root = f"http://127.0.0.1:{self.port}"
+        self.base = f"{self.root}/api/v1"
+
+    def stop(self, number: int = signal.SIGTERM) -> float:
+        """Seconds until the process was gone."""
+        begin = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(30)
+        return time.monotonic() - begin
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream:
+                stream.close()
+        self.session.close()
+
+    def get(self, path: str, **options: Any) -> requests.Response:
+        return self.session.get(self.base + path, timeout=30, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> requests.Response:
+        return self.session.post(self.base + path, json=body, timeout=30, **options)
+
+
+class Agents:
+    """A job's workers as the console sees them: they register, report, and take up epochs."""
+
+    def __init__(self, server: ConsoleServer, *, pipelines: int = 3, stages: int = 4, **spec: Any) -> None:
+        self.server = server
+        self.names = [f"W{p}_{s}" for p in range(pipelines) for s in range(stages)]
+        self.spec = {
+            "name": "job under test",
+            "pipelines": pipelines,
+            "stages": stages,
+            "micro_batches": 6,
+            "iterations": 100,
+            **spec,
+        }
+        answer = server.post("/jobs", self.spec)
+        assert answer.status_code == 201, answer.text
+        self.job_id = answer.json()["job_id"]
+        self.incarnations = {name: f"{name}-a" for name in self.names}
+        self.seq = dict.fromkeys(self.names, 0)
+
+    def path(self, tail: str = "") -> str:
+        return f"/jobs/{self.job_id}{tail}"
+
+    def register(self, name: str, incarnation: str | None = None) -> requests.Response:
+        self.incarnations[name] = incarnation or self.incarnations[name]
+        body = {"worker": name, "incarnation": self.incarnations[name], "host": "node1", "pid": 4242}
+        return self.server.post(self.path("/workers"), body)
+
+    def register_all(self) -> dict[str, Any]:
+        """Returns the first deployment."""
+        for name in self.names:
+            assert self.register(name).status_code == 201
+        return self.deployment(after=0)
+
+    def heartbeat(self, name: str, *, epoch: int = 1, incarnation: str | None = None, **more: Any) -> requests.Response:
+        self.seq[name] += 1
+        body = {
+            "worker": name,
+            "incarnation": incarnation or self.incarnations[name],
+            "seq": self.seq[name],
+            "epoch": epoch,
+            "iteration": 3,
+            "phase": "training",
+            **more,
+        }
+        return self.server.post(self.path("/heartbeats"), body)
+
+    def acknowledge(self, name: str, epoch: int, state: str) -> requests.Response:
+        body = {"worker": name, "incarnation": self.incarnations[name], "epoch": epoch, "state": state}
+        return self.server.post(self.path("/acknowledgements"), body)
+
+    def resume(self, names: list[str], epoch: int) -> None:
+        """Takes all of `names` through adopted, formed and resumed."""
+        for state in ("adopted", "formed", "resumed"):
+            for name in names:
+                answer = self.acknowledge(name, epoch, state)
+                assert answer.status_code == 200, answer.text
+
+    def exit(self, name: str, incarnation: str | None = None) -> requests.Response:
+        body = {
+            "worker": name,
+            "incarnation": incarnation or self.incarnations[name],
+            "cause": "exit",
+            "reporter": "launcher node1",
+            "detail": "killed by signal 9",
+            "age_milliseconds": 2,
+        }
+        return self.server.post(self.path("/failures"), body)
+
+    def deployment(self, after: int, wait: float = 20) -> dict[str, Any]:
+        answer = self.server.get(self.path("/deployment"), params={"after": after, "wait": wait})
+        assert answer.status_code == 200, answer.text
+        return answer.json()  # type: ignore[no-any-return]
+
+    def job(self) -> dict[str, Any]:
+        return self.server.get(self.path()).json()  # type: ignore[no-any-return]

@@ -1,0 +1,109 @@
+"""Feeds a coordinator one event after the other, with plans made at once unless told otherwise."""
+
+from __future__ import annotations
+
+from app import coordinator
+from app.membership import (
+    Acknowledged,
+    Beat,
+    Decision,
+    Epoch,
+    Event,
+    Exited,
+    Heard,
+    Ladder,
+    Member,
+    NeedPlan,
+    Note,
+    OpenEpoch,
+    PlanReady,
+    Registered,
+    State,
+    Step,
+    Tick,
+)
+from app.sentence import sentence
+
+LADDER = Ladder(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
+
+
+class Run:
+    """plans: answer a NeedPlan at once. log: every event with its time, to be replayed."""
+
+    def __init__(self, pipelines: int = 2, stages: int = 2, *, iterations: int = 100, plans: bool = True) -> None:
+        self.state = State.new(pipelines, stages, iterations)
+        self.now = 100.0
+        self.plans = plans
+        self.log: list[tuple[Event, float]] = []
+        self.opened: list[Epoch] = []
+        self.notes: list[Note] = []
+        self.wanted: list[tuple[str, ...]] = []
+        self.count = 0
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.state.members)
+
+    def member(self, name: str) -> Member:
+        return self.state.members[name]
+
+    def send(self, event: Event) -> Step:
+        self.log.append((event, self.now))
+        step = coordinator.step(self.state, event, self.now, LADDER)
+        self.state = step.state
+        for decision in step.decisions:
+            self._take(decision)
+        return step
+
+    def _take(self, decision: Decision) -> None:
+        if isinstance(decision, OpenEpoch):
+            self.opened.append(decision.epoch)
+        elif isinstance(decision, Note):
+            self.notes.append(decision)
+        elif isinstance(decision, NeedPlan):
+            self.wanted.append(decision.failed)
+            if self.plans:
+                self.send(PlanReady(decision.failed, fingerprint(decision.failed), "made"))
+
+    def start(self) -> Run:
+        """Every worker registers; epoch 1 opens and all resume."""
+        for name in self.names:
+            self.send(Registered(name, f"{name}-1"))
+        self.resume()
+        return self
+
+    def resume(self, *names: str) -> None:
+        current = self.state.current
+        assert current is not None
+        for name in names or current.living:
+            for state in ("adopted", "formed", "resumed"):
+                incarnation = self.member(name).incarnation or ""
+                self.send(Acknowledged(name, incarnation, current.number, state))  # type: ignore[arg-type]
+
+    def exit(self, name: str) -> Step:
+        return self.send(Exited(name, self.member(name).incarnation or "never", "launcher", "killed by signal 9"))
+
+    def back(self, name: str) -> Step:
+        self.count += 1
+        return self.send(Registered(name, f"{name}-again{self.count}"))
+
+    def beat(self, *names: str, draining: bool = False) -> Step:
+        beats = {n: Beat(self.member(n).incarnation or "", self.now, draining) for n in names or self.names}
+        return self.send(Heard(beats))
+
+    def wait(self, seconds: float, *heard: str) -> Step:
+        """Time goes by in steps of a second; `heard` go on sending heartbeats."""
+        step = Step(self.state)
+        for _ in range(int(seconds)):
+            self.now += 1
+            if heard:
+                self.beat(*heard)
+            step = self.send(Tick())
+        return step
+
+    def sentence(self) -> str:
+        return sentence(self.state, self.now, LADDER)
+
+
+def fingerprint(failed: tuple[str, ...]) -> str:
+    return "plan-" + "-".join(failed)

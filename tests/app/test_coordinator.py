@@ -1,0 +1,447 @@
+"""The rules of membership, one by one."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_run import LADDER, Run, fingerprint
+
+from agent.protocol import JobState, WorkerState
+from app.membership import (
+    Acknowledged,
+    Beat,
+    ConsoleRestarted,
+    Exited,
+    Finished,
+    Heard,
+    IterationsCommitted,
+    Ladder,
+    NeedPlan,
+    PlanReady,
+    PlanRefused,
+    Registered,
+    Stalled,
+    Tick,
+    TransferBroken,
+)
+from planner.errors import InputError
+
+
+def test_the_first_epoch_opens_when_the_last_worker_registers() -> None:
+    run = Run()
+    for name in run.names[:-1]:
+        run.send(Registered(name, "a"))
+        assert not run.opened
+    assert run.state.job_state is JobState.STARTING
+    assert run.sentence() == "Waiting for 1 of 4 workers to register: W1_1."
+    run.send(Registered("W1_1", "a"))
+    assert [e.number for e in run.opened] == [1]
+    assert run.opened[0].living == ("W0_0", "W0_1", "W1_0", "W1_1")
+    assert run.opened[0].failed == run.opened[0].joining == ()
+    assert run.opened[0].plan_fingerprint == fingerprint(())
+
+
+def test_the_job_runs_once_all_have_committed_an_iteration() -> None:
+    run = Run()
+    for name in run.names:
+        run.send(Registered(name, f"{name}-1"))
+    run.resume("W0_0", "W0_1", "W1_0")
+    assert run.state.job_state is JobState.STARTING
+    assert run.sentence() == (
+        "Epoch 1 (all workers have registered): 3 of 4 workers train; waiting for W1_1 to take up the plan."
+    )
+    run.resume("W1_1")
+    assert run.state.job_state is JobState.RUNNING
+    assert run.sentence() == "Training in epoch 1 with all 4 workers."
+
+
+def test_registering_twice_changes_nothing() -> None:
+    run = Run().start()
+    before = run.state
+    step = run.send(Registered("W0_0", "W0_0-1"))
+    assert step.refusal is None
+    assert run.state is before
+
+
+def test_an_exit_opens_an_epoch_without_the_worker() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    epoch = run.opened[-1]
+    assert (epoch.number, epoch.failed, epoch.joining) == (2, ("W1_0",), ())
+    assert epoch.living == ("W0_0", "W0_1", "W1_1")
+    assert epoch.reason == "W1_0: its process ended, killed by signal 9"
+    assert run.member("W1_0").state is WorkerState.FAILED
+    assert run.state.job_state is JobState.RECOVERING
+    run.resume()
+    assert run.state.job_state is JobState.RUNNING
+    assert run.sentence() == (
+        "Training in epoch 2 with 3 of 4 workers; W1_0 is out, living peers of the same stage do the work."
+    )
+
+
+def test_an_exit_before_the_first_epoch_waits_for_the_worker_to_come_back() -> None:
+    run = Run()
+    for name in run.names[:-1]:
+        run.send(Registered(name, "a"))
+    run.exit("W0_1")
+    run.send(Registered("W1_1", "a"))
+    assert not run.opened
+    assert run.sentence() == "Waiting for W0_1 to be started again: its process ended, killed by signal 9."
+    run.send(Registered("W0_1", "b"))
+    assert [e.number for e in run.opened] == [1]
+
+
+def test_an_exit_before_registration_fences_that_process_only() -> None:
+    run = Run()
+    run.send(Exited("W0_0", "early", "launcher", "exit status 1"))
+    assert run.member("W0_0").state is WorkerState.FAILED
+    assert run.send(Registered("W0_0", "early")).refusal is not None
+    assert run.send(Registered("W0_0", "later")).refusal is None
+    before = run.member("W0_0")
+    run.send(Exited("W0_0", "another", "launcher", "exit status 1"))
+    assert run.member("W0_0").state is before.state
+    assert run.member("W0_0").incarnation == "later"
+
+
+def test_an_exit_that_is_known_is_accepted_and_changes_nothing() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    before = run.state
+    assert run.exit("W1_0").refusal is None
+    assert run.state is before
+
+
+def test_two_exits_open_two_epochs_and_agents_go_to_the_newest() -> None:
+    run = Run(3, 2).start()
+    run.exit("W1_0")
+    run.exit("W2_1")
+    assert [(e.number, e.failed) for e in run.opened[1:]] == [(2, ("W1_0",)), (3, ("W1_0", "W2_1"))]
+
+
+def test_a_failure_while_the_plan_is_made_replaces_the_pending_epoch() -> None:
+    run = Run(3, 2).start()
+    run.plans = False
+    run.exit("W1_0")
+    assert run.sentence().startswith("Making the plan for epoch 2 without W1_0: ")
+    run.exit("W2_1")
+    assert run.wanted[-2:] == [("W1_0",), ("W1_0", "W2_1")]
+    run.send(PlanReady(("W1_0",), "too-late", "made"))
+    assert len(run.opened) == 1
+    run.send(PlanReady(("W1_0", "W2_1"), "right", "made"))
+    assert (run.opened[-1].number, run.opened[-1].plan_fingerprint) == (2, "right")
+
+
+def test_silence_makes_a_suspect_and_a_word_clears_it() -> None:
+    run = Run().start()
+    run.beat()
+    run.wait(6, "W0_0", "W0_1", "W1_0")
+    assert run.member("W1_1").state is WorkerState.SUSPECT
+    assert run.sentence() == "Waiting for W1_1: last heard 6.0 s ago, dead at 20 s."
+    run.beat("W1_1")
+    assert run.member("W1_1").state is WorkerState.RUNNING
+    assert len(run.opened) == 1
+
+
+def test_a_worker_is_out_when_its_silence_lasts() -> None:
+    run = Run().start()
+    run.beat()
+    run.wait(20, "W0_0", "W0_1", "W1_0")
+    assert len(run.opened) == 1
+    run.wait(1, "W0_0", "W0_1", "W1_0")
+    assert run.opened[-1].failed == ("W1_1",)
+    assert run.member("W1_1").detail == "not heard for 21.0 s (dead at 20 s)"
+
+
+def test_workers_that_time_out_together_leave_in_one_epoch() -> None:
+    run = Run(3, 2).start()
+    run.beat()
+    run.wait(21, "W0_0", "W0_1", "W1_0", "W2_1")
+    assert [e.failed for e in run.opened[1:]] == [("W1_1", "W2_0")]
+
+
+def test_time_in_which_the_console_stood_still_counts_for_nobody() -> None:
+    run = Run().start()
+    run.beat()
+    run.now += 60
+    run.send(Stalled(60))
+    run.send(Tick())
+    assert run.state.job_state is JobState.RUNNING
+    assert len(run.opened) == 1
+
+
+def test_a_heartbeat_of_another_incarnation_does_not_count() -> None:
+    run = Run().start()
+    run.wait(3, *run.names)
+    heard = run.member("W0_0").last_heard
+    run.now += 1
+    run.send(Heard({"W0_0": Beat("someone-else", run.now)}))
+    assert run.member("W0_0").last_heard == heard
+
+
+def test_a_returned_worker_joins_when_the_others_have_recovered() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    run.back("W1_0")
+    assert run.member("W1_0").state is WorkerState.REJOINING
+    assert len(run.opened) == 2
+    run.resume()
+    epoch = run.opened[-1]
+    assert (epoch.number, epoch.failed, epoch.joining) == (3, (), ("W1_0",))
+    assert epoch.living == ("W0_0", "W0_1", "W1_0", "W1_1")
+    assert epoch.reason == "W1_0 re-joins"
+    assert run.member("W1_0").state is WorkerState.REJOINING
+    run.resume()
+    assert run.member("W1_0").state is WorkerState.RUNNING
+    assert run.state.job_state is JobState.RUNNING
+    assert len(run.opened) == 3
+
+
+def test_a_returned_worker_joins_at_once_in_a_settled_job() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    run.resume()
+    run.back("W1_0")
+    assert run.opened[-1].joining == ("W1_0",)
+
+
+def test_a_failure_takes_a_waiting_worker_along() -> None:
+    run = Run(3, 2).start()
+    run.exit("W1_0")
+    run.back("W1_0")
+    run.exit("W2_1")
+    assert (run.opened[-1].failed, run.opened[-1].joining) == (("W2_1",), ("W1_0",))
+
+
+def test_a_worker_that_still_takes_weights_joins_again_in_the_next_epoch() -> None:
+    run = Run(3, 2).start()
+    run.exit("W1_0")
+    run.resume()
+    run.back("W1_0")
+    incarnation = run.member("W1_0").incarnation or ""
+    run.send(Acknowledged("W1_0", incarnation, 3, "formed"))
+    run.exit("W2_1")
+    assert run.opened[-1].joining == ("W1_0",)
+
+
+def test_a_returned_worker_that_dies_while_it_waits_changes_no_epoch() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    run.back("W1_0")
+    run.exit("W1_0")
+    assert len(run.opened) == 2
+    run.resume()
+    assert len(run.opened) == 2
+
+
+def test_a_new_incarnation_of_a_running_worker_means_that_the_old_one_died() -> None:
+    run = Run().start()
+    run.back("W0_1")
+    assert (run.opened[-1].number, run.opened[-1].joining) == (2, ("W0_1",))
+    assert "W0_1-1" in run.member("W0_1").retired
+
+
+@pytest.mark.parametrize("incarnation", ["W1_0-1", "never-seen"])
+def test_a_fenced_worker_changes_nothing(incarnation: str) -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    run.resume()
+    run.back("W1_0")
+    before = run.state
+    for event in (
+        Acknowledged("W1_0", incarnation, 3, "resumed"),
+        TransferBroken("W1_0", incarnation, "W0_0", 3),
+    ):
+        refusal = run.send(event).refusal
+        assert refusal is not None
+        assert refusal.code == "fenced"
+        assert "W1_0" in refusal.detail
+        assert run.state is before
+
+
+def test_a_worker_that_was_put_out_can_not_register_as_itself() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    refusal = run.send(Registered("W1_0", "W1_0-1")).refusal
+    assert refusal is not None
+    assert refusal.code == "fenced"
+    assert "may only re-join, as a new incarnation" in refusal.detail
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Registered("W7_0", "x"),
+        Exited("W7_0", "x", "launcher"),
+        TransferBroken("W7_0", "x", "W0_0"),
+        TransferBroken("W0_0", "W0_0-1", "W7_0"),
+        Acknowledged("W7_0", "x", 1, "adopted"),
+    ],
+)
+def test_a_worker_outside_the_grid_is_refused(event: Registered) -> None:
+    run = Run().start()
+    before = run.state
+    refusal = run.send(event).refusal
+    assert refusal is not None
+    assert refusal.code == "unknown_worker"
+    assert refusal.detail == "worker: got 'W7_0', expected a worker of the job's grid, W0_0 to W1_1"
+    assert run.state is before
+
+
+def test_a_broken_transfer_that_nothing_explains_makes_all_connect_anew() -> None:
+    run = Run().start()
+    run.beat()
+    run.send(TransferBroken("W0_0", "W0_0-1", "W0_1", 1, "connection reset"))
+    assert run.sentence().startswith("W0_0 can't exchange data with W0_1: waiting 2.0 s more")
+    run.wait(1, *run.names)
+    assert len(run.opened) == 1
+    run.wait(1, *run.names)
+    assert (run.opened[-1].number, run.opened[-1].failed) == (2, ())
+    assert run.opened[-1].joining == ()
+
+
+def test_an_exit_explains_a_broken_transfer() -> None:
+    run = Run().start()
+    run.beat()
+    run.send(TransferBroken("W0_0", "W0_0-1", "W1_1", 1))
+    run.exit("W1_1")
+    run.wait(4, *run.names)
+    assert [e.number for e in run.opened] == [1, 2]
+
+
+@pytest.mark.parametrize("epoch", [1, 0])
+def test_a_broken_transfer_of_an_epoch_that_is_over_is_no_news(epoch: int) -> None:
+    run = Run().start()
+    run.exit("W1_1")
+    run.beat("W0_0", "W0_1", "W1_0")
+    run.send(TransferBroken("W0_0", "W0_0-1", "W1_1", epoch))
+    assert run.state.broken is None
+
+
+def test_a_stage_without_a_living_worker_halts_the_job() -> None:
+    run = Run().start()
+    run.exit("W0_1")
+    run.exit("W1_1")
+    assert run.state.job_state is JobState.HALTED
+    assert len(run.opened) == 2
+    assert run.sentence() == (
+        "Halted: stage 1 has no living worker left (W0_1, W1_1), and its weights went with them. "
+        "A worker that re-joins takes weights from a peer, so it can't help; resuming from a checkpoint is "
+        "not built yet. Start the job again."
+    )
+    run.back("W1_1")
+    assert run.state.job_state is JobState.HALTED
+    assert len(run.opened) == 2
+
+
+def test_a_peer_without_weights_yet_does_not_keep_a_stage_alive() -> None:
+    run = Run().start()
+    run.exit("W0_1")
+    run.resume()
+    run.back("W0_1")
+    assert run.opened[-1].joining == ("W0_1",)
+    run.exit("W1_1")
+    assert run.state.job_state is JobState.HALTED
+
+
+def test_a_plan_that_does_not_exist_halts_the_job_until_the_membership_changes() -> None:
+    run = Run().start()
+    run.plans = False
+    run.exit("W0_1")
+    run.send(PlanRefused(("W0_1",), "no schedule exists: too little memory"))
+    assert run.state.job_state is JobState.HALTED
+    assert "without W0_1: no schedule exists: too little memory" in run.sentence()
+    step = run.back("W0_1")
+    assert NeedPlan(()) in step.decisions
+    assert run.state.job_state is JobState.RECOVERING
+
+
+def test_an_acknowledgement_can_not_go_back() -> None:
+    run = Run().start()
+    before = run.state
+    run.send(Acknowledged("W0_0", "W0_0-1", 1, "adopted"))
+    assert run.state is before
+
+
+def test_an_acknowledgement_of_the_future_is_refused_one_of_the_past_ignored() -> None:
+    run = Run().start()
+    refusal = run.send(Acknowledged("W0_0", "W0_0-1", 2, "adopted")).refusal
+    assert refusal is not None
+    assert refusal.detail == "epoch: got 2, expected at most 1, the newest"
+    run.exit("W1_1")
+    before = run.state
+    assert run.send(Acknowledged("W0_0", "W0_0-1", 1, "resumed")).refusal is None
+    assert run.state is before
+
+
+def test_a_worker_outside_the_epoch_can_not_acknowledge_it() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    run.back("W1_0")
+    refusal = run.send(Acknowledged("W1_0", run.member("W1_0").incarnation or "", 2, "adopted")).refusal
+    assert refusal is not None
+    assert refusal.code == "not_member"
+
+
+def test_workers_that_leave_after_the_last_iteration_are_no_failures() -> None:
+    run = Run(iterations=10).start()
+    run.beat("W0_0", draining=True)
+    run.exit("W0_0")
+    assert run.member("W0_0").state is WorkerState.FINISHED
+    run.send(IterationsCommitted(10))
+    run.exit("W0_1")
+    run.wait(30)
+    assert {m.state for m in run.state.members.values()} == {WorkerState.FINISHED}
+    assert len(run.opened) == 1
+
+
+@pytest.mark.parametrize("state", [JobState.FINISHED, JobState.STOPPED])
+def test_a_job_that_is_over_takes_no_more_workers(state: JobState) -> None:
+    run = Run().start()
+    run.send(Finished(state, "all workers are gone"))
+    assert run.state.job_state is state
+    assert run.sentence().startswith("The job has ")
+    assert run.sentence().endswith(": all workers are gone.")
+    refusal = run.send(Registered("W0_0", "new")).refusal
+    assert refusal is not None
+    assert refusal.code == "job_over"
+    run.exit("W0_1")
+    run.wait(30)
+    assert len(run.opened) == 1
+
+
+def test_after_a_restart_of_the_console_nobody_is_late() -> None:
+    run = Run().start()
+    run.beat()
+    run.now += 1000
+    run.send(ConsoleRestarted())
+    run.send(Tick())
+    assert len(run.opened) == 1
+    assert run.state.job_state is JobState.RUNNING
+
+
+def test_a_restarted_console_opens_the_epoch_that_it_had_not_come_to() -> None:
+    run = Run().start()
+    run.plans = False
+    run.exit("W1_0")
+    run.plans = True
+    run.send(ConsoleRestarted())
+    assert run.opened[-1].failed == ("W1_0",)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"heartbeat": 0}, "heartbeat"),
+        ({"heartbeat": 3, "suspect": 5}, "suspect"),
+        ({"suspect": 20, "dead": 20}, "dead"),
+        ({"transfer_grace": 30}, "transfer_grace"),
+        ({"dead": float("nan")}, "dead"),
+    ],
+)
+def test_a_ladder_whose_rungs_cross_is_refused(values: dict[str, float], field: str) -> None:
+    with pytest.raises(InputError) as error:
+        Ladder(**values)
+    assert error.value.field == field
+
+
+def test_the_ladder_of_these_tests_is_the_default_one() -> None:
+    assert Ladder() == LADDER

@@ -1,0 +1,180 @@
+"""What holds whatever happens, in whatever order."""
+
+from __future__ import annotations
+
+from coordinator_run import LADDER, Run
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from agent.protocol import JobState, WorkerState
+from app import coordinator
+from app.membership import (
+    Acknowledged,
+    ConsoleRestarted,
+    Exited,
+    Finished,
+    IterationsCommitted,
+    PlanReady,
+    PlanRefused,
+    Registered,
+    Stalled,
+    State,
+    TransferBroken,
+)
+from app.sentence import sentence
+
+PIPELINES, STAGES = 3, 2
+NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
+name = st.sampled_from(NAMES)
+
+
+class Membership(RuleBasedStateMachine):
+    """A job whose workers, launcher and console do whatever they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run_ = Run(PIPELINES, STAGES, iterations=50, plans=False)
+        self.incarnations = 0
+
+    def current(self, worker: str) -> str:
+        return self.run_.member(worker).incarnation or "none"
+
+    def old(self, worker: str, pick: int) -> str | None:
+        member = self.run_.member(worker)
+        fenced = [*member.retired]
+        if member.state is WorkerState.FAILED and member.incarnation:
+            fenced.append(member.incarnation)
+        return fenced[pick % len(fenced)] if fenced else None
+
+    @rule(worker=name)
+    def register(self, worker: str) -> None:
+        self.incarnations += 1
+        self.run_.send(Registered(worker, f"i{self.incarnations}"))
+
+    @rule()
+    def register_everyone(self) -> None:
+        for worker in NAMES:
+            if self.run_.member(worker).state in (WorkerState.STARTING, WorkerState.FAILED):
+                self.register(worker)
+
+    @rule(worker=name)
+    def exit(self, worker: str) -> None:
+        self.run_.exit(worker)
+
+    @rule(reporter=name, worker=name, epoch=st.integers(0, 4))
+    def transfer(self, reporter: str, worker: str, epoch: int) -> None:
+        self.run_.send(TransferBroken(reporter, self.current(reporter), worker, epoch))
+
+    @rule(workers=st.sets(name), draining=st.booleans())
+    def heartbeats(self, workers: set[str], draining: bool) -> None:
+        self.run_.beat(*workers, draining=draining and len(workers) == 1)
+
+    @rule(seconds=st.sampled_from([1, 3, 8, 25]), workers=st.sets(name, min_size=3))
+    def time_goes_by(self, seconds: int, workers: set[str]) -> None:
+        self.run_.wait(seconds, *workers)
+
+    @rule(seconds=st.floats(1, 100))
+    def console_stalls(self, seconds: float) -> None:
+        self.run_.now += seconds
+        self.run_.send(Stalled(seconds))
+
+    @precondition(lambda self: self.run_.wanted)
+    @rule(pick=st.integers(0, 3))
+    def plan_arrives(self, pick: int) -> None:
+        wanted = self.run_.wanted[-1 - pick % len(self.run_.wanted)]
+        self.run_.send(PlanReady(wanted, f"p{len(self.run_.log)}", "made"))
+
+    @precondition(lambda self: self.run_.wanted)
+    @rule()
+    def plan_is_refused(self) -> None:
+        self.run_.send(PlanRefused(self.run_.wanted[-1], "no schedule exists"))
+
+    @rule(worker=name, state=st.sampled_from(["adopted", "formed", "resumed"]), back=st.integers(-1, 2))
+    def acknowledge(self, worker: str, state: str, back: int) -> None:
+        epoch = max(1, self.run_.state.epoch - back)
+        self.run_.send(Acknowledged(worker, self.current(worker), epoch, state))  # type: ignore[arg-type]
+
+    @precondition(lambda self: self.run_.state.current)
+    @rule()
+    def everyone_resumes(self) -> None:
+        self.run_.resume()
+
+    @rule(count=st.integers(0, 51))
+    def iterations(self, count: int) -> None:
+        self.run_.send(IterationsCommitted(count))
+
+    @rule()
+    def console_restarts(self) -> None:
+        self.run_.send(ConsoleRestarted())
+
+    @rule(really=st.sampled_from([False] * 9 + [True]))
+    def job_ends(self, really: bool) -> None:
+        if really:
+            self.run_.send(Finished(JobState.STOPPED, "the launcher stopped"))
+
+    @rule(worker=name, pick=st.integers(0, 9), state=st.sampled_from(["adopted", "resumed"]), epoch=st.integers(1, 9))
+    def fenced_worker(self, worker: str, pick: int, state: str, epoch: int) -> None:
+        incarnation = self.old(worker, pick)
+        if incarnation is None:
+            return
+        before = self.run_.state
+        self.run_.send(Acknowledged(worker, incarnation, epoch, state))  # type: ignore[arg-type]
+        self.run_.send(TransferBroken(worker, incarnation, NAMES[0], epoch))
+        assert self.run_.state is before
+        step = self.run_.send(Registered(worker, incarnation))
+        assert step.refusal is not None
+        assert self.run_.state is before
+        self.run_.send(Exited(worker, incarnation, "launcher"))
+        assert self.run_.state is before
+
+    # -- what always holds ------------------------------------------------------------------
+
+    @invariant()
+    def epochs_only_rise_by_one(self) -> None:
+        assert [e.number for e in self.run_.opened] == list(range(1, len(self.run_.opened) + 1))
+        assert self.run_.state.epoch == len(self.run_.opened)
+
+    @invariant()
+    def one_plan_in_force_and_it_fits(self) -> None:
+        for epoch in self.run_.opened:
+            assert epoch.plan_fingerprint
+            assert set(epoch.living) | set(epoch.failed) == set(NAMES)
+            assert not set(epoch.living) & set(epoch.failed)
+            assert set(epoch.joining) <= set(epoch.living)
+            with_weights = {n.partition("_")[2] for n in set(epoch.living) - set(epoch.joining)}
+            assert with_weights == {str(s) for s in range(STAGES)}
+
+    @invariant()
+    def a_failed_member_of_the_epoch_is_being_replaced(self) -> None:
+        state = self.run_.state
+        if state.current is None or state.over:
+            return
+        failed = [n for n in state.current.living if state.members[n].state is WorkerState.FAILED]
+        assert not failed or state.pending or state.halted
+
+    @invariant()
+    def pending_is_what_the_members_say(self) -> None:
+        pending, state = self.run_.state.pending, self.run_.state
+        if pending is not None:
+            assert not state.halted
+            assert not state.over
+            for worker in pending.failed:
+                assert state.members[worker].state in (WorkerState.FAILED, WorkerState.FINISHED)
+
+    @invariant()
+    def there_is_a_sentence(self) -> None:
+        text = sentence(self.run_.state, self.run_.now, LADDER)
+        assert text.endswith(".")
+        assert "None" not in text
+
+    def teardown(self) -> None:
+        """The same log gives the same state."""
+        state = State.new(PIPELINES, STAGES, 50)
+        for event, now in self.run_.log:
+            state = coordinator.step(state, event, now, LADDER).state
+        assert state == self.run_.state
+
+
+TestMembership = Membership.TestCase
+TestMembership.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)

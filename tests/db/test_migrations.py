@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import inspect
+
+from db.models import Base
+from db.session import Database, DatabaseError, alembic_config
+
+
+def test_the_migrations_make_the_tables_of_the_models(database: Database) -> None:
+    with database.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_an_upgrade_of_an_up_to_date_database_changes_nothing(database: Database) -> None:
+    before = inspect(database.engine).get_table_names()
+    database.upgrade()
+    assert inspect(database.engine).get_table_names() == before
+
+
+def test_processes_that_start_together_take_turns(database_url: str) -> None:
+    databases = [Database(database_url) for _ in range(4)]
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(databases))
+
+    def upgrade(database: Database) -> None:
+        start.wait()
+        try:
+            database.upgrade()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=upgrade, args=(database,)) for database in databases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert set(Base.metadata.tables) <= set(inspect(databases[0].engine).get_table_names())
+    for database in databases:
+        database.close()
+
+
+def test_every_migration_can_be_taken_back(database: Database) -> None:
+    with database._writing() as connection:
+        command.downgrade(alembic_config(connection), "base")
+    assert set(inspect(database.engine).get_table_names()) <= {"alembic_version"}
+    database.upgrade()
+    assert "job" in inspect(database.engine).get_table_names()
+
+
+def test_one_console_at_a_time_has_the_database(database_url: str) -> None:
+    first, second = Database(database_url), Database(database_url)
+    first.lead()
+    with pytest.raises(DatabaseError, match="in use by another console"):
+        second.lead()
+    first.close()
+    second.lead()
+    second.close()

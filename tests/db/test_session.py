@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from db.session import Database, DatabaseError
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("mysql://u:secret@h/d", "got a mysql database, expected sqlite:///"),
+        ("sqlite://", "in memory, expected sqlite:///path/to/file.db"),
+        ("sqlite:///:memory:", "in memory"),
+        ("no address, secret", "can't be read as an address"),
+        ("sqlite:////dev/null/x.db", "can't be written"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_without_repeating_secrets(url: str, says: str) -> None:
+    with pytest.raises(DatabaseError) as error:
+        Database(url)
+    assert says in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+def test_a_server_that_is_not_there_is_one_sentence_without_the_password() -> None:
+    database = Database("postgresql://user:secret@127.0.0.1:1/none")
+    with pytest.raises(DatabaseError) as error:
+        database.upgrade()
+    assert "can't be used" in str(error.value)
+    assert "secret" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "notes.db"
+    path.write_text("this is not a database, whatever its name says\n" * 100)
+    with pytest.raises(DatabaseError, match="can't be used: file is not a database"):
+        Database(f"sqlite:///{path}").upgrade()
+
+
+def test_sqlite_keeps_a_write_ahead_log_and_foreign_keys(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    with database.engine.connect() as connection:
+        pragmas = {
+            name: connection.execute(text(f"pragma {name}")).scalar_one()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        }
+    assert pragmas == {"journal_mode": "wal", "synchronous": 1, "foreign_keys": 1, "busy_timeout": 5000}
+    database.close()
+
+
+def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
+    insert = "insert into job (id, name, spec, state, reason, created_at) values ('a', 'a', '{}', 's', '', 0)"
+    with pytest.raises(ZeroDivisionError), database.write() as session:
+        session.execute(text(insert))
+        raise ZeroDivisionError
+    with database.read() as session:
+        assert session.execute(text("select count(*) from job")).scalar_one() == 0
