@@ -74,7 +74,7 @@ def legend(counts: dict[str, int]) -> None:
 
 
 def recovery(latest: RecoveryView | None, zone: str | None) -> None:
-    """The latest failure's way back to training, step by step, to scale."""
+    """The latest failure's way back to training, step by step, to scale, from the process's death."""
     if latest is None:
         st.html('<div class="or-quiet">No failure so far. The latest recovery will be measured here.</div>')
         return
@@ -95,9 +95,9 @@ def recovery(latest: RecoveryView | None, zone: str | None) -> None:
         for i, (words, at) in enumerate(steps)
     )
     st.html(
-        f'<div class="or-recovery"><p><b>{escape(latest.worker)}</b> died · {text.clock(latest.at, zone)} · '
-        f'epoch {latest.epoch}</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div>'
-        f"<ol>{items}</ol><p class='or-small'>Times since its process died.</p></div>"
+        f'<div class="or-recovery"><p>from the death of <b>{escape(latest.worker)}</b> · epoch {latest.epoch}, '
+        f'{text.clock(latest.at, zone)}</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div>'
+        f"<ol>{items}</ol></div>"
     )
 
 
@@ -167,3 +167,20 @@ def grid_columns(stages: int) -> None:
 def row_head(pipeline: int) -> None:
     words = '<span class="or-long">pipeline&nbsp;</span><span class="or-short">P</span>'
     st.html(f'<div class="or-rowhead">{words}{pipeline}</div>')
+
+
+def no_job(address: str) -> None:
+    """What this console is for, and how to bring it a job."""
+    st.html('<h1 class="or-title">No training job yet</h1>')
+    st.markdown(
+        "This console plans, watches and repairs pipeline-parallel training jobs. "
+        "A job appears here as soon as its launcher registers it. In a second terminal, start 12 real worker "
+        "processes, 3 pipelines of 4 stages, that train a small GPT and may be killed from this page:"
+    )
+    st.code(
+        f"python -m agent launch --console {address} --demo --pipelines 3 --stages 4 --micro-batches 6 "
+        "--iterations 1000 --pace F=40ms,I=40ms,W=40ms",
+        language=None,
+        wrap_lines=True,
+    )
+    st.markdown("Leave out `--pace` to run as fast as the machine can, and `--demo` to forbid kills from here.")

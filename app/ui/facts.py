@@ -15,6 +15,7 @@ from planner.schedule import Schedule
 
 RECENT = 5
 LOST = (WorkerState.FAILED,)
+HOLDING = (WorkerState.RUNNING, WorkerState.SUSPECT)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _throughput(view: JobView) -> Card:
     if reference is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
     share = now / reference.samples_per_second
-    tone = "good" if share >= 0.98 else "warn" if share >= 0.8 else "bad"
+    tone = "good" if share >= 0.98 else "warn" if share >= 0.5 else "bad"
     return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
 
 
@@ -134,7 +135,7 @@ def _plan(view: JobView) -> list[Card]:
     plan = view.plan
     if plan is None:
         made = f"{view.planned_ahead} of {view.plans_to_make} made" if view.plans_to_make else "waits for all workers"
-        return [Card("Plan in force", "–", made), Card("Slowdown", "–", "no plan in force yet")]
+        return [Card("Plan in force", "–", made), Card("Period vs fault-free", "–", "no plan in force yet")]
     metrics = plan.metrics
     return [
         Card(
@@ -144,9 +145,9 @@ def _plan(view: JobView) -> list[Card]:
             of="period",
         ),
         Card(
-            "Slowdown, planned",
+            "Period vs fault-free",
             text.percent(metrics.slowdown_vs_1f1b, sign=True),
-            f"{text.percent(metrics.slowdown_vs_best, sign=True)} vs our best fault-free",
+            f"{text.percent(metrics.slowdown_vs_best, sign=True)} vs our best plan",
             of="vs 1F1B",
         ),
     ]
@@ -195,19 +196,18 @@ def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
     ]
 
 
+def living_peers(view: JobView, worker: WorkerView) -> list[str]:
+    """The other workers of its stage that hold the stage's weights."""
+    return [w.name for w in view.workers if w.stage == worker.stage and w.name != worker.name and w.state in HOLDING]
+
+
 def consequence_of_kill(view: JobView, worker: WorkerView) -> tuple[str, bool]:
     """What killing `worker` does, in a sentence, and whether the job survives it."""
-    peers = [
-        w.name
-        for w in view.workers
-        if w.stage == worker.stage
-        and w.name != worker.name
-        and w.state in (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
-    ]
+    peers = living_peers(view, worker)
     if not peers:
         return (
-            f"No other worker of stage {worker.stage} is living: nobody can take over its micro-batches, "
-            "and the job will halt until a worker of this stage is back.",
+            f"No other worker of stage {worker.stage} is living: its weights go with it, nobody can take over its "
+            "micro-batches, and the job halts.",
             False,
         )
     load = view.spec.micro_batches + worker.takes_rerouted
@@ -215,6 +215,18 @@ def consequence_of_kill(view: JobView, worker: WorkerView) -> tuple[str, bool]:
         f"Its {text.count(load, 'micro-batch', 'micro-batches')} per iteration move to {_names(peers, 6)}, "
         f"the living {'peer' if len(peers) == 1 else 'peers'} of stage {worker.stage}. The iteration in flight "
         "is redone; no update is lost, and the other workers keep their processes.",
+        True,
+    )
+
+
+def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool]:
+    """What starting `worker` again does, in a sentence, and whether it can help."""
+    peers = living_peers(view, worker)
+    if not peers:
+        return f"No worker of stage {worker.stage} is living, so there is nobody to take the weights from.", False
+    return (
+        f"A new process takes weights, optimizer state and iteration from a living peer of stage {worker.stage} "
+        f"({_names(peers, 6)}) and joins at an iteration boundary. Its micro-batches then come home.",
         True,
     )
 

@@ -11,12 +11,11 @@ from app.ui.charts.progress import epoch_marks, progress
 from app.ui.charts.worker_grid import worker_grid, worker_sentence
 from app.ui.picker import choose_job
 from app.ui.theme import CHART_CONFIG, Palette
-from app.ui.worker_dialog import open_worker
+from app.ui.worker_dialog import open_worker, show_opened
 from app.view import JobView, WorkerView
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map.
 MAX_TILES = 64
-OPENED = "opened-worker"
 
 
 def page() -> None:
@@ -35,8 +34,7 @@ def page() -> None:
         moving = st.toggle("Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely.")
     every = (1.0 if len(view.workers) <= MAX_TILES else 2.0) if moving else None
     st.fragment(_live, run_every=every)(console, job.job_id, colours)
-    if opened := st.session_state.pop(OPENED, None):
-        open_worker(console, job.job_id, opened)
+    show_opened(console, job.job_id)
 
 
 def _live(console: Console, job_id: str, colours: Palette) -> None:
@@ -62,7 +60,7 @@ def _live(console: Console, job_id: str, colours: Palette) -> None:
         components.heading("Events", "newest first")
         components.events(view.events, zone)
     if opened:
-        st.session_state[OPENED] = opened
+        open_worker(opened)
         st.rerun()
 
 
@@ -88,8 +86,6 @@ def _tiles(view: JobView) -> str | None:
 
 
 def _heat_map(view: JobView, colours: Palette) -> str | None:
-    figure = worker_grid(view, colours, revision=view.job_id)
-    st.plotly_chart(figure, theme=None, key="worker-map", config=CHART_CONFIG, alt=facts.grid_words(view))
     # Workers that need a look come first, so that they are found without scrolling.
     quiet = ("running", "finished")
     names = [w.name for w in sorted(view.workers, key=lambda w: (facts.look(w) in quiet, w.pipeline, w.stage))]
@@ -98,6 +94,9 @@ def _heat_map(view: JobView, colours: Palette) -> str | None:
             "Worker", names, index=None, placeholder="Type or choose, such as W1_2", key="worker-name"
         )
         asked = st.button("Open", disabled=chosen is None, key="worker-open")
+    components.legend(facts.legend_counts(view))
+    figure = worker_grid(view, colours, revision=view.job_id)
+    st.plotly_chart(figure, theme=None, key="worker-map", config=CHART_CONFIG, alt=facts.grid_words(view))
     return chosen if asked else None
 
 

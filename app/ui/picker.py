@@ -5,9 +5,11 @@ from __future__ import annotations
 import streamlit as st
 
 from app.console import Console
+from app.ui import components
 from app.view import JobSummary
 
 CHOSEN = "chosen-job"
+PICKER = "job-picker"
 
 
 def choose_job(console: Console) -> JobSummary | None:
@@ -30,28 +32,24 @@ def choose_job(console: Console) -> JobSummary | None:
             index=list(by_id).index(wanted) if wanted in by_id else None if wanted is not None else 0,
             format_func=lambda job_id: names[job_id],
             placeholder="Choose a job",
-            key="job-picker",
+            key=PICKER,
+            width=420,
+            on_change=_remember,
         )
         if chosen is None:
             return None
-        st.query_params["job"] = st.session_state[CHOSEN] = chosen
         return by_id[chosen]
     return jobs[0]
 
 
+def _remember() -> None:
+    st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
+
+
 def _no_job(console: Console) -> None:
-    st.subheader("No training job yet")
-    st.markdown(
-        "This console plans, watches and repairs pipeline-parallel training jobs. "
-        "A job appears here as soon as its launcher registers it. To start one on this machine:"
-    )
-    st.code("python -m app demo", language="bash")
-    st.markdown(
-        "That starts a console with a job of 12 real worker processes, in 3 pipelines of 4 stages. "
-        "To connect a job to *this* console instead, give its launcher this page's address:"
-    )
     address = (st.context.url or "http://127.0.0.1:8501").rstrip("/")
-    st.code(f"python -m agent launch --pipelines 3 --stages 4 --micro-batches 6 --console {address}", language="bash")
+    address = address.removesuffix("/schedule")
+    components.no_job(address)
     st.fragment(_wait_for_job, run_every=2)(console)
 
 

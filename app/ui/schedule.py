@@ -19,6 +19,7 @@ from planner.plan import Plan
 from planner.schedule import Schedule
 
 IN_FORCE = "in-force"
+PICKER = "plan-picker"
 SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "One pipeline", "stage": "One stage"}
 
 
@@ -38,11 +39,12 @@ def page() -> None:
     filters = st.container(horizontal=True, vertical_alignment="bottom", key="filters")
     with filters:
         plan = _choose_plan(console, view)
-    if plan is None:
+    if view.plan is None:
         components.quiet(
             "No plan is in force yet: the first one is rolled out when all workers have registered. "
-            f"So far {view.planned_ahead} of {view.plans_to_make} plans have been made ahead."
+            f"Made ahead so far: {view.planned_ahead} of {view.plans_to_make} plans."
         )
+    if plan is None:
         return
     schedule = st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)
     with filters:
@@ -83,14 +85,19 @@ def _choose_plan(console: Console, view: JobView) -> Plan | None:
         options,
         index=options.index(wanted) if wanted in names else 0,
         format_func=names.__getitem__,
-        key="plan-picker",
+        key=PICKER,
+        on_change=_remember_plan,
         width=420,
     )
+    return view.plan if chosen == IN_FORCE else console.plan(chosen)
+
+
+def _remember_plan() -> None:
+    chosen = st.session_state[PICKER]
     if chosen == IN_FORCE:
         st.query_params.pop("plan", None)
-    elif chosen != wanted:
+    else:
         st.query_params["plan"] = chosen
-    return view.plan if chosen == IN_FORCE else console.plan(chosen)
 
 
 def _choose_workers(schedule: Schedule) -> list[Worker]:

@@ -27,6 +27,7 @@ class Palette:
     accent: str
     failed: str
     failed_text: str
+    failed_strong: str
     failed_tint: str
     healthy: str
     rerouted: str
@@ -49,6 +50,7 @@ LIGHT = Palette(
     accent="#2862B2",
     failed="#D7541F",
     failed_text="#A93D10",
+    failed_strong="#BC4413",
     failed_tint="rgba(215, 84, 31, 0.16)",
     healthy="#CBD6DF",
     rerouted="#2862B2",
@@ -71,6 +73,7 @@ DARK = Palette(
     accent="#7FA6EA",
     failed="#D75734",
     failed_text="#F58A68",
+    failed_strong="#B8431F",
     failed_tint="rgba(215, 87, 52, 0.22)",
     healthy="#33414F",
     rerouted="#4771C5",

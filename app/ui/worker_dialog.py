@@ -12,16 +12,25 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.ui import text
 from app.ui.charts.worker_grid import LOOKS
-from app.ui.facts import consequence_of_kill, look
+from app.ui.facts import consequence_of_kill, consequence_of_restart, look
 from app.view import JobView, WorkerView
 
 ACTOR = "operator in the browser"
+OPENED = "opened-worker"
 ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
 
 
-def open_worker(console: Console, job_id: str, name: str) -> None:
-    """Shows the dialog of worker `name`. Call it from the page's main run, not from a fragment that
-    runs again by itself: that would close it."""
+def open_worker(name: str) -> None:
+    """Has the page's next run show the dialog of worker `name`."""
+    st.session_state[OPENED] = name
+
+
+def show_opened(console: Console, job_id: str) -> None:
+    """Shows the dialog of the opened worker, if one is. Call it from the page's main run, not from a
+    fragment that runs again by itself: that would close it."""
+    name = st.session_state.get(OPENED)
+    if name is None:
+        return
 
     def dialog() -> None:
         try:
@@ -39,7 +48,11 @@ def open_worker(console: Console, job_id: str, name: str) -> None:
         elif worker.state is WorkerState.FAILED:
             _restart(console, view, worker)
 
-    st.dialog(f"Worker {name}", width="medium")(dialog)()
+    st.dialog(f"Worker {name}", width="medium", on_dismiss=_close)(dialog)()
+
+
+def _close() -> None:
+    st.session_state.pop(OPENED, None)
 
 
 def _facts(worker: WorkerView) -> None:
@@ -70,6 +83,7 @@ def _kill(console: Console, view: JobView, worker: WorkerView) -> None:
     if not survives:
         st.warning("This kill stops the job.", icon=":material/warning:")
     _act(
+        "kill",
         f"Kill {worker.name}",
         f"SIGKILL sent to {worker.name}",
         lambda: console.request_kill(view.job_id, worker.name, ACTOR),
@@ -77,22 +91,24 @@ def _kill(console: Console, view: JobView, worker: WorkerView) -> None:
 
 
 def _restart(console: Console, view: JobView, worker: WorkerView) -> None:
-    st.markdown(
-        f"**Restart {worker.name}?** A new process takes weights, optimizer state and iteration from a living peer "
-        f"of stage {worker.stage} and joins at an iteration boundary. Its micro-batches then come home."
-    )
+    consequence, helps = consequence_of_restart(view, worker)
+    st.markdown(f"**Restart {worker.name}?** {consequence}")
+    if not helps:
+        return
     _act(
+        "restart",
         f"Restart {worker.name}",
         f"Starting a new process for {worker.name}",
         lambda: console.request_restart(view.job_id, worker.name, ACTOR),
     )
 
 
-def _act(label: str, done: str, action: Callable[[], None]) -> None:
-    with st.container(horizontal=True, horizontal_alignment="right"):
+def _act(kind: str, label: str, done: str, action: Callable[[], None]) -> None:
+    with st.container(horizontal=True, horizontal_alignment="right", key=f"act-{kind}"):
         cancelled = st.button("Cancel", key="worker-cancel")
         confirmed = st.button(label, type="primary", key="worker-confirm")
     if cancelled:
+        _close()
         st.rerun()
     if confirmed:
         try:
@@ -101,4 +117,5 @@ def _act(label: str, done: str, action: Callable[[], None]) -> None:
             st.error(str(error))
             return
         st.toast(done)
+        _close()
         st.rerun()

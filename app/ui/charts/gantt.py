@@ -13,7 +13,7 @@ from planner.schedule import Op, Schedule
 
 KIND_ORDER = ("F", "I", "W", "B", "O")
 BAR_HEIGHT = 0.86
-GHOST_OPACITY = 0.3
+GHOST_OPACITY = {"light": 0.32, "dark": 0.5}
 # Above this many ops in a row, numbers appear only as far as they fit after zooming in.
 DENSE_OPS_PER_ROW = 90
 
@@ -98,7 +98,7 @@ def op_sentence(op: Op, job: Job) -> str:
 def _axis_end(schedule: Schedule, fault_free_end: float | None) -> float:
     last = max(ops[-1].end for ops in schedule.ops.values() if ops)
     # Room behind the end for the next iteration's first ops, which staggering pulls forward.
-    return max(last, fault_free_end or 0, schedule.period) * 1.1
+    return max(last, fault_free_end or 0, schedule.period) * 1.12
 
 
 def _inside(op: Op, window: tuple[float, float] | None) -> bool:
@@ -180,7 +180,7 @@ def _add_ghost(
             x=[job.units(min(op.duration, end - op.start - period)) for op in ops],
             y=[rows.at[op.worker] for op in ops],
             width=BAR_HEIGHT,
-            opacity=GHOST_OPACITY,
+            opacity=GHOST_OPACITY[colours.name],
             marker={
                 "color": [colours.ops[op.kind] for op in ops],
                 "line": {"width": 1, "color": colours.background},

@@ -7,11 +7,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from app.ui import text
-from app.ui.facts import legend_counts, look
+from app.ui.facts import look
 from app.ui.theme import Palette, style
 from app.view import JobView, WorkerView
 
-# Order of the legend; value: (words, plotly symbol, attribute of Palette).
+# In the order of the legend. Values: words, plotly symbol, attribute of Palette.
 LOOKS: dict[str, tuple[str, str, str]] = {
     "running": ("Running", "square", "healthy"),
     "re-routed": ("Takes re-routed work", "square", "rerouted"),
@@ -47,37 +47,29 @@ def worker_grid(view: JobView, colours: Palette, *, revision: str = "grid") -> g
             hovertemplate="%{text}<extra></extra>",
         )
     )
-    counts = legend_counts(view)
     for name, (words, symbol, attribute) in LOOKS.items():
-        if not counts.get(name):
-            continue
-        # A quiet state has its cells in the heat-map, and an empty trace for the legend.
         marked = [] if name in QUIET else [w for w in view.workers if look(w) == name]
-        x: list[int | None] = [w.pipeline for w in marked]
-        y: list[int | None] = [w.stage for w in marked]
+        if not marked:
+            continue
+        colour = getattr(colours, attribute)
         figure.add_trace(
             go.Scatter(
-                x=x or [None],
-                y=y or [None],
+                x=[w.pipeline for w in marked],
+                y=[w.stage for w in marked],
                 mode="markers",
-                name=f"{words} ({counts[name]:,})",
+                name=words,
                 marker={
                     "symbol": symbol,
                     "size": _marker_size(spec.pipelines, spec.stages),
-                    "color": getattr(colours, attribute),
-                    "line": {"width": 1, "color": colours.text if name == "suspect" else getattr(colours, attribute)},
+                    "color": colour,
+                    "line": {"width": 1, "color": colours.text if name == "suspect" else colour},
                 },
                 hoverinfo="skip",
                 meta={"look": name},
             )
         )
-    style(figure, colours, height=max(220, min(620, 14 * spec.stages + 120)), revision=revision)
-    figure.update_layout(
-        margin={"l": 52, "r": 10, "t": 44, "b": 44},
-        dragmode="pan",
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "itemclick": False},
-        legend_itemdoubleclick=False,
-    )
+    style(figure, colours, height=max(200, min(560, 12 * spec.stages + 80)), revision=revision)
+    figure.update_layout(margin={"l": 48, "r": 8, "t": 8, "b": 44}, dragmode="pan", showlegend=False)
     figure.update_xaxes(title_text="pipeline", showgrid=False, tickformat="d", range=[-0.5, spec.pipelines - 0.5])
     figure.update_yaxes(title_text="stage", showgrid=False, tickformat="d", range=[spec.stages - 0.5, -0.5])
     return figure

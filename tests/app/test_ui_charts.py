@@ -1,0 +1,245 @@
+"""Charts tell the truth about the plans and views that they draw."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+import ui_factory as factory
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.protocol import WorkerState
+from app.ui.charts import overview as large
+from app.ui.charts import rows
+from app.ui.charts.gantt import gantt
+from app.ui.charts.progress import epoch_marks, progress
+from app.ui.charts.worker_grid import LOOKS, worker_grid
+from app.ui.theme import DARK, LIGHT, OP_WORDS
+from planner.job import Worker
+from planner.schedule import Op, Schedule
+
+
+def schedule_of(failed: tuple[str, ...] = (), **options: Any) -> Schedule:
+    return factory.plan(failed, **options).schedule()
+
+
+def op_traces(figure: go.Figure) -> list[Any]:
+    return [t for t in figure.data if t.meta and t.meta.get("kind") in OP_WORDS]
+
+
+def drawn(figure: go.Figure) -> list[tuple[str, bool, float, float, float]]:
+    """(kind, re-routed, row, start, end) of every bar."""
+    return [
+        (t.meta["kind"], t.meta["rerouted"], float(y), float(base), float(base) + float(x))
+        for t in op_traces(figure)
+        for y, base, x in zip(t.y, t.base, t.x, strict=True)
+    ]
+
+
+def expected(schedule: Schedule, shown: rows.Rows) -> list[tuple[str, bool, float, float, float]]:
+    job = schedule.problem.job
+    ops: list[Op] = [op for w in shown.workers for op in schedule.ops.get(w, ())]
+    return [
+        (op.kind, op.rerouted, shown.at[op.worker], float(job.units(op.start)), float(job.units(op.end))) for op in ops
+    ]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_op_is_one_bar_at_its_place(data: st.DataObject) -> None:
+    pipelines, stages = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 4))
+    grid = (pipelines, stages, data.draw(st.integers(1, 5)))
+    # Pipeline 0 lives, so that every stage has a living peer.
+    cells = [f"W{p}_{s}" for p in range(1, pipelines) for s in range(stages)]
+    failed = tuple(sorted(data.draw(st.sets(st.sampled_from(cells), max_size=3))))
+    technique = data.draw(st.sampled_from(["adaptive", "decoupled", "staggered"]))
+    optimizer = data.draw(st.integers(0, 2))
+    schedule = schedule_of(failed, grid=grid, technique=technique, memory="none", optimizer=optimizer)
+    figure = gantt(schedule, LIGHT)
+    shown = rows.Rows.of(list(schedule.problem.job.workers()))
+    assert sorted(drawn(figure)) == sorted(expected(schedule, shown)), "times are whole, so they agree exactly"
+
+
+def test_rerouted_bars_are_hatched_outlined_and_name_their_home() -> None:
+    figure = gantt(schedule_of(("W1_2",)), LIGHT)
+    moved = [t for t in op_traces(figure) if t.meta["rerouted"]]
+    assert {t.meta["kind"] for t in moved} == {"F", "I", "W"}
+    for trace in moved:
+        assert trace.marker.pattern.shape == "/"
+        assert trace.marker.line.color == LIGHT.failed
+        assert set(trace.text) == {f"<b>1·{m}</b>" for m in range(6)}
+        assert all("of pipeline 1" in h and "re-routed" in h for h in trace.hovertext)
+    for trace in op_traces(figure):
+        if not trace.meta["rerouted"]:
+            assert trace.marker.pattern.shape is None
+
+
+def test_failed_row_is_tinted_and_says_so() -> None:
+    schedule = schedule_of(("W1_2", "W0_0"))
+    figure = gantt(schedule, LIGHT)
+    shown = rows.Rows.of(list(schedule.problem.job.workers()))
+    tinted = [s for s in figure.layout.shapes if s.fillcolor == LIGHT.failed_tint]
+    assert {s.name for s in tinted} == {"W0_0", "W1_2"}
+    assert all((s.y0 + s.y1) / 2 == pytest.approx(shown.at[Worker.parse(s.name)]) for s in tinted)
+    texts = [a.text for a in figure.layout.annotations]
+    assert any("✕ failed" in t and "W0_2 and W2_2" in t for t in texts)
+    tracks = next(t for t in figure.data if t.meta.get("kind") == "track")
+    assert len(tracks.y) == 10, "a failed worker has no bubbles"
+
+
+def test_fault_free_end_and_ghost_stand_where_they_belong() -> None:
+    schedule = schedule_of(("W1_2",), unit="slot", memory="none")
+    figure = gantt(schedule, LIGHT, fault_free_end=27)
+    line = next(s for s in figure.layout.shapes if s.line.dash == "dot")
+    assert line.x0 == line.x1 == 27
+    assert any("ends at 27 slots" in a.text for a in figure.layout.annotations)
+    ghost = next(t for t in figure.data if t.meta.get("kind") == "ghost")
+    first = min(ops[0].start for ops in schedule.ops.values())
+    assert min(ghost.base) == first + schedule.period
+    assert figure.layout.xaxis.range[1] >= min(ghost.base)
+
+
+def test_instant_optimizer_step_is_drawn_as_a_line() -> None:
+    without = next(t for t in op_traces(gantt(schedule_of(), LIGHT)) if t.meta["kind"] == "O")
+    assert set(without.x) == {0} and without.marker.line.width == 3
+    with_time = next(t for t in op_traces(gantt(schedule_of(optimizer=20), LIGHT)) if t.meta["kind"] == "O")
+    assert set(with_time.x) == {20} and with_time.marker.line.width == 1
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_figures_are_json_and_use_their_theme(colours: Any) -> None:
+    view = factory.failed()
+    figures = [
+        gantt(schedule_of(("W1_2",)), colours),
+        worker_grid(view, colours),
+        progress(view.iterations, colours, total=400, marks=[], fault_free=36.0),
+    ]
+    other = DARK if colours is LIGHT else LIGHT
+    for figure in figures:
+        text = json.dumps(
+            figure.to_plotly_json(), default=lambda a: a.tolist() if isinstance(a, np.ndarray) else str(a)
+        )
+        assert colours.text in text
+        assert other.text not in text
+
+
+def test_filters_choose_their_workers() -> None:
+    schedule = schedule_of(("W1_2",))
+    assert rows.touched_workers(schedule) == [Worker(0, 2), Worker(1, 2), Worker(2, 2)]
+    assert rows.pipeline_workers(schedule, 1) == [Worker(1, s) for s in range(4)]
+    assert rows.stage_workers(schedule, 3) == [Worker(p, 3) for p in range(3)]
+    assert rows.touched_workers(schedule_of()) == []
+
+
+def test_rows_do_not_overlap_and_pipelines_stand_apart() -> None:
+    shown = rows.Rows.of(list(schedule_of().problem.job.workers()))
+    middles = [shown.at[w] for w in shown.workers]
+    steps = np.diff(middles)
+    assert steps.min() >= 1
+    apart = [
+        b - a for (v, a), (w, b) in zip(shown.at.items(), list(shown.at.items())[1:], strict=False) if v[0] != w[0]
+    ]
+    assert min(apart) == pytest.approx(1 + rows.PIPELINE_GAP)
+    assert shown.extent == pytest.approx(middles[-1] + 0.5)
+
+
+# -- the worker grid of large jobs ----------------------------------------------------------
+
+
+def test_large_grid_marks_each_state_by_shape_and_leaves_the_rest_quiet() -> None:
+    view = factory.large()
+    figure = worker_grid(view, LIGHT)
+    cells = figure.data[0]
+    assert cells.z.shape == (32, 64)
+    order = list(LOOKS)
+    assert order[cells.z[5, 3]] == "failed" and order[cells.z[1, 40]] == "suspect" and order[cells.z[0, 0]] == "running"
+    marks = {t.meta["look"]: t for t in figure.data[1:]}
+    assert set(marks) == {"failed", "suspect"}
+    assert sorted(zip(marks["failed"].x, marks["failed"].y, strict=True)) == [(3, 5), (20, 9)]
+    assert marks["failed"].marker.symbol != marks["suspect"].marker.symbol
+    assert "W3_5" in cells.text[5, 3] and "heartbeat" in cells.text[5, 3]
+
+
+def test_each_state_has_a_look_and_no_two_share_shape_and_colour() -> None:
+    assert {s.value for s in WorkerState} <= set(LOOKS)
+    looks = [(symbol, attribute) for _, symbol, attribute in LOOKS.values()]
+    assert len(set(looks)) == len(looks)
+
+
+# -- progress -------------------------------------------------------------------------------
+
+
+def test_failures_are_marked_where_the_epoch_changes() -> None:
+    view = factory.failed()
+    marks = epoch_marks(view.iterations, view.recoveries, view.events)
+    assert [(m.iteration, m.text, m.lost) for m in marks] == [(18, "✕ W1_2", True)]
+    figure = progress(view.iterations, LIGHT, total=400, marks=marks, fault_free=36.7)
+    lines = [s for s in figure.layout.shapes if s.line.color == LIGHT.failed]
+    assert [s.x0 for s in lines] == [17.5, 17.5], "one in each panel"
+    assert list(figure.data[0].y) == [i.samples_per_second for i in view.iterations]
+    assert list(figure.data[1].y) == [i.loss for i in view.iterations]
+    assert figure.layout.xaxis.range[1] >= view.iterations[-1].iteration
+
+
+def test_a_rejoin_and_a_reform_are_told_from_a_failure() -> None:
+    base = factory.iteration_views(6)
+    steps = [(1, 12), (1, 12), (2, 11), (3, 12), (4, 12), (4, 12)]
+    iterations = tuple(replace(i, epoch=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
+    marks = epoch_marks(iterations, (), ())
+    assert [(m.iteration, m.lost) for m in marks] == [(2, True), (3, False), (4, False)]
+    assert marks[0].text == "✕ failure" and marks[1].text == "↺ re-join" and marks[2].text == "re-formed"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 19, 21, 250, 600])
+def test_progress_shows_all_iterations_of_any_number(count: int) -> None:
+    iterations = factory.iteration_views(count)
+    figure = progress(iterations, DARK, total=400, marks=[])
+    low, high = figure.layout.xaxis.range
+    assert low < high
+    assert all(low <= i.iteration <= high for i in iterations)
+
+
+# -- large schedules ------------------------------------------------------------------------
+
+
+def test_raster_has_the_op_that_runs_at_each_moment() -> None:
+    schedule = schedule_of(("W1_2",), unit="slot")
+    workers = list(schedule.problem.job.workers())
+    end = max(ops[-1].end for ops in schedule.ops.values())
+    image = large.raster(schedule, workers, columns=end * 4)
+    for row, worker in enumerate(workers):
+        if worker in schedule.problem.failed:
+            assert set(image[row]) == {large.FAILED}
+            continue
+        for column in range(end * 4):
+            at = (column + 0.5) / 4
+            running = [op for op in schedule.ops[worker] if op.start <= at < op.end]
+            assert image[row, column] == (large.CODES[running[0].kind] if running else 0)
+
+
+def test_box_selects_the_workers_and_the_time_it_covers() -> None:
+    schedule = schedule_of(("W1_2",), unit="slot")
+    workers = list(schedule.problem.job.workers())
+    detail = large.detail_of_box(schedule, workers, (4.0, 9.0), (1.2, 3.4))
+    assert detail.workers == tuple(workers[1:4]) and detail.window == (4.0, 9.0) and not detail.cut
+    figure = gantt(schedule, LIGHT, workers=detail.workers, window=detail.window)
+    assert len(drawn(figure)) == detail.ops
+    assert list(figure.layout.xaxis.range) == [4, 9]
+
+
+def test_large_schedule_is_drawn_quickly_and_small_enough() -> None:
+    schedule = schedule_of(("W1_2", "W5_7"), grid=(16, 16, 64))
+    workers = list(schedule.problem.job.workers())
+    assert sum(map(len, schedule.ops.values())) > large.MAX_BARS
+    begin = time.process_time()
+    detail = large.detail_of(schedule, workers, 100, 24, 0.0)
+    figure = large.overview(schedule, LIGHT, workers=workers, detail=detail)
+    seconds = time.process_time() - begin
+    assert detail.ops <= large.MAX_DETAIL
+    assert len(figure.to_json()) < 400_000
+    assert seconds < 2, f"the overview took {seconds:.1f} s of CPU"

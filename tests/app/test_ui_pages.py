@@ -1,0 +1,254 @@
+"""Every page in every state, run as Streamlit runs it, over a real console."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+from ui_console import ConsoleHere, JobHere, until
+
+from app.console import Console, set_console
+from app.membership import Ladder
+
+MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
+TIMEOUT = 30
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+@pytest.fixture
+def console(here: ConsoleHere) -> Iterator[Console]:
+    set_console(here.console)
+    yield here.console
+    set_console(None)
+
+
+@pytest.fixture(scope="module")
+def jobs(here: ConsoleHere) -> dict[str, JobHere]:
+    """One job for each state."""
+    made = {
+        "starting": JobHere(here.console, "starting job"),
+        "running": JobHere(here.console, "running job").register().commit(0, 9, 1).beat(10, 1),
+        "failed": JobHere(here.console, "failed job").register().commit(0, 9, 1).die("W1_2").heal("W1_2", 2),
+        "halted": JobHere(here.console, "halted job").register().commit(0, 4, 1),
+        "finished": JobHere(here.console, "finished job", iterations=10).register().commit(0, 9, 1).finish(),
+        "strict": JobHere(here.console, "no demo", demo=False, paced=False).register().commit(0, 9, 1),
+    }
+    made["failed"].commit(10, 15, 2).beat(15, 2)
+    for name in ("W0_3", "W1_3", "W2_3"):
+        made["halted"].die(name)
+    return made
+
+
+def open_page(job_id: str | None, page: str = "live") -> AppTest:
+    test = AppTest.from_file(MAIN, default_timeout=TIMEOUT)
+    if job_id is not None:
+        test.query_params["job"] = job_id
+    test.run()
+    if page != "live":
+        test.switch_page(f"{page}.py").run()
+    assert not test.exception, test.exception[0].message
+    return test
+
+
+def words(test: AppTest) -> str:
+    """All text of the page: HTML, Markdown, captions, alerts."""
+    parts = [element.proto.body for element in test.get("html")]
+    parts += [m.value for kind in ("markdown", "caption", "error", "warning", "title") for m in test.get(kind)]
+    return "\n".join(parts)
+
+
+def cell(test: AppTest, worker: str) -> str:
+    return str(test.button(key=f"worker-{worker}").label)
+
+
+def figure(test: AppTest, index: int = 0) -> dict[str, object]:
+    return json.loads(test.get("plotly_chart")[index].proto.spec)  # type: ignore[no-any-return]
+
+
+def test_without_a_job_both_pages_say_what_to_do(tmp_path: Path) -> None:
+    empty = ConsoleHere(tmp_path)
+    set_console(empty.console)
+    try:
+        for page in ("live", "schedule"):
+            test = open_page(None, page)
+            assert "No training job yet" in words(test)
+            assert "agent launch --console http" in test.code[0].value
+    finally:
+        set_console(None)
+        empty.close()
+
+
+def test_starting(console: Console, jobs: dict[str, JobHere]) -> None:
+    test = open_page(jobs["starting"].job_id)
+    assert "Waiting for 12 of 12 workers to register" in words(test)
+    assert "starting" in cell(test, "W2_3")
+    assert not test.get("plotly_chart"), "there is nothing to plot before the first iteration"
+    assert "No plan is in force yet" in words(open_page(jobs["starting"].job_id, "schedule"))
+
+
+def test_running(console: Console, jobs: dict[str, JobHere]) -> None:
+    test = open_page(jobs["running"].job_id)
+    page = words(test)
+    assert "Training in epoch 1 with all 12 workers" in page
+    assert "none lost" in page
+    assert "The computation inside is real" in page
+    assert all("running" in cell(test, name) for name in jobs["running"].names)
+    assert "iteration 10 · epoch 1" in test.button(key="worker-W0_0").help
+    rates = figure(test)["data"][0]  # type: ignore[index]
+    assert len(rates["hovertext"]) == 10
+
+
+def test_failed_worker(console: Console, jobs: dict[str, JobHere]) -> None:
+    test = open_page(jobs["failed"].job_id)
+    page = words(test)
+    assert "failed: W1_2" in page
+    assert "failed" in cell(test, "W1_2")
+    assert "re-routed" in cell(test, "W0_2") and "re-routed" in cell(test, "W2_2")
+    assert "running" in cell(test, "W0_1")
+    assert "283 ms" in page and "12.0 ms" not in page
+    marks = [a["text"] for a in figure(test)["layout"]["annotations"]]  # type: ignore[index]
+    assert "✕ W1_2" in marks
+
+
+def test_halted_says_why(console: Console, jobs: dict[str, JobHere]) -> None:
+    test = open_page(jobs["halted"].job_id)
+    page = words(test)
+    assert "or-tone-bad" in page and ">halted<" in page
+    assert "stage 3 has no living worker left" in page
+    test.button(key="worker-W1_3").click().run()
+    assert "nobody to take the weights from" in words(test)
+    assert not [b for b in test.button if b.key == "worker-confirm"], "a restart that can't help is not offered"
+
+
+def test_finished(console: Console, jobs: dict[str, JobHere]) -> None:
+    test = open_page(jobs["finished"].job_id)
+    assert "all done" in words(test)
+    test.button(key="worker-W0_0").click().run()
+    assert not test.exception
+
+
+def test_unknown_job_in_the_address(console: Console, jobs: dict[str, JobHere]) -> None:
+    for page in ("live", "schedule"):
+        test = open_page("no-such-job", page)
+        assert "job: got 'no-such-job'" in test.error[0].value
+        picker = test.selectbox(key="job-picker")
+        assert picker.value is None
+        picker.select(jobs["running"].job_id).run()
+        assert test.query_params["job"] == jobs["running"].job_id
+        assert not test.error
+
+
+def test_suspect_workers_show(tmp_path: Path) -> None:
+    here = ConsoleHere(tmp_path, Ladder(heartbeat=0.1, suspect=0.3, dead=3600.0))
+    set_console(here.console)
+    try:
+        job = JobHere(here.console, "silent job").register()
+        until(lambda: here.console.view(job.job_id).workers[0].state == "suspect", "silence makes suspect")
+        test = open_page(job.job_id)
+        assert "suspect" in cell(test, "W0_0")
+        assert "last heard" in words(test)
+    finally:
+        set_console(None)
+        here.close()
+
+
+def test_kill_needs_confirmation_and_says_what_happens(console: Console, jobs: dict[str, JobHere]) -> None:
+    job = jobs["running"]
+    test = open_page(job.job_id)
+    test.button(key="worker-W2_1").click().run()
+    assert console.commands(job.job_id, 0) == [], "opening a worker does nothing to it"
+    page = words(test)
+    assert "Kill W2_1?" in page
+    assert "6 micro-batches per iteration move to W0_1 and W1_1" in page
+    assert test.button(key="worker-confirm").label == "Kill W2_1"
+    test.button(key="worker-confirm").click().run()
+    assert not test.exception
+    assert [(c.kind, c.worker) for c in console.commands(job.job_id, 0)] == [("kill", "W2_1")]
+
+
+def test_restart_is_offered_for_a_failed_worker(console: Console, jobs: dict[str, JobHere]) -> None:
+    job = jobs["failed"]
+    test = open_page(job.job_id)
+    test.button(key="worker-W1_2").click().run()
+    assert test.button(key="worker-confirm").label == "Restart W1_2"
+    test.button(key="worker-confirm").click().run()
+    assert [(c.kind, c.worker) for c in console.commands(job.job_id, 0)] == [("restart", "W1_2")]
+
+
+def test_cancel_does_nothing(console: Console, jobs: dict[str, JobHere]) -> None:
+    job = jobs["failed"]
+    before = console.commands(job.job_id, 0)
+    test = open_page(job.job_id)
+    test.button(key="worker-W0_0").click().run()
+    test.button(key="worker-cancel").click().run()
+    assert not test.exception
+    assert console.commands(job.job_id, 0) == before
+
+
+def test_last_peer_warns_of_the_halt(console: Console, jobs: dict[str, JobHere]) -> None:
+    job = JobHere(console, "thin job").register().commit(0, 3, 1)
+    job.die("W0_1").resume(2)
+    job.die("W1_1").resume(3)
+    test = open_page(job.job_id)
+    test.button(key="worker-W2_1").click().run()
+    assert "nobody can take over" in words(test)
+    assert "stops the job" in test.warning[0].value
+
+
+def test_no_kill_outside_a_demo(console: Console, jobs: dict[str, JobHere]) -> None:
+    test = open_page(jobs["strict"].job_id)
+    assert "The computation inside is real" not in words(test), "not paced: nothing to say"
+    test.button(key="worker-W0_0").click().run()
+    assert "Only the processes of a demo job" in words(test)
+    assert not [b for b in test.button if b.key == "worker-confirm"]
+
+
+def test_schedule_of_the_plan_in_force(console: Console, jobs: dict[str, JobHere]) -> None:
+    job = jobs["failed"]
+    plan = console.view(job.job_id).plan
+    assert plan is not None
+    test = open_page(job.job_id, "schedule")
+    assert test.selectbox(key="plan-picker").value == "in-force"
+    drawn = figure(test)["data"]
+    bars = sum(len(t["hovertext"]) for t in drawn if t["meta"]["kind"] in "FIWBO")  # type: ignore[attr-defined]
+    assert bars == sum(len(ops) for ops in plan.workers.values())
+    assert len(test.dataframe[0].value) == 12
+    assert len(test.dataframe[1].value) == bars
+
+
+def test_schedule_of_another_plan(console: Console, jobs: dict[str, JobHere]) -> None:
+    test = open_page(jobs["failed"].job_id, "schedule")
+    picker = test.selectbox(key="plan-picker")
+    fault_free = next(v for v in picker.options if v == "fault-free")
+    picker.select(fault_free).run()
+    assert not test.exception
+    chosen = str(test.query_params["plan"])
+    assert console.plan(chosen).failed == ()
+    assert not any(t["meta"].get("rerouted") for t in figure(test)["data"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("show", "rows"), [("failure", 3), ("pipeline", 4), ("stage", 3), ("all", 12)])
+def test_schedule_filters(console: Console, jobs: dict[str, JobHere], show: str, rows: int) -> None:
+    test = open_page(jobs["failed"].job_id, "schedule")
+    test.get_by_key("show").set_value(show).run()  # type: ignore[attr-defined]
+    assert not test.exception
+    assert len(figure(test)["layout"]["yaxis"]["ticktext"]) == rows  # type: ignore[index]
+
+
+def test_unknown_plan_in_the_address(console: Console, jobs: dict[str, JobHere]) -> None:
+    test = AppTest.from_file(MAIN, default_timeout=TIMEOUT)
+    test.query_params["job"] = jobs["failed"].job_id
+    test.run()
+    test.query_params["plan"] = "0123abcd"
+    test.switch_page("schedule.py").run()
+    assert "plan: got '0123abcd'" in test.error[0].value
+    assert test.get("plotly_chart")

@@ -1,0 +1,138 @@
+"""A real console in this process, with jobs brought into the states that the pages must show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from agent.protocol import (
+    Acknowledgement,
+    FailureReport,
+    Heartbeat,
+    Iteration,
+    JobFinished,
+    JobSpec,
+    Recovery,
+    Registration,
+)
+from app.console import Console
+from app.membership import Ladder
+from db.session import Database
+from db.store import Store
+
+DEADLINE = 60.0
+
+
+class ConsoleHere:
+    """Console and database below `folder`; `close` ends both."""
+
+    def __init__(self, folder: Path, ladder: Ladder | None = None) -> None:
+        self.database = Database(f"sqlite:///{folder / 'console.db'}")
+        self.database.upgrade()
+        # No silence is ever too long here: tests pause as they like.
+        self.console = Console(Store(self.database), ladder=ladder or Ladder(1.0, 80_000.0, 86_000.0), tolerance=1)
+        self.console.start()
+
+    def close(self) -> None:
+        self.console.close()
+        self.database.close()
+
+
+class JobHere:
+    """A job of 3 pipelines x 4 stages, driven as its launcher and its workers would."""
+
+    def __init__(self, console: Console, name: str, **changes: object) -> None:
+        self.console = console
+        values: dict[str, object] = {
+            "name": name,
+            "pipelines": 3,
+            "stages": 4,
+            "micro_batches": 6,
+            "iterations": 40,
+            "durations": {"F": 40.0, "I": 40.0, "W": 40.0},
+            "paced": True,
+            "demo": True,
+        }
+        self.spec = JobSpec.model_validate(values | changes)
+        self.job_id = console.create_job(self.spec)[0].job_id
+        self.names = [f"W{p}_{s}" for p in range(self.spec.pipelines) for s in range(self.spec.stages)]
+        self.living = list(self.names)
+
+    def register(self) -> JobHere:
+        """All workers register; epoch 1 opens with the fault-free plan and all resume in it."""
+        for i, name in enumerate(self.names):
+            self.console.register(
+                self.job_id, Registration(worker=name, incarnation=name + "-a", host="node1", pid=100 + i)
+            )
+        self.resume(1)
+        return self
+
+    def resume(self, epoch: int) -> None:
+        until(lambda: self.console.view(self.job_id).epoch == epoch, f"epoch {epoch} opens")
+        for state in ("adopted", "formed", "resumed"):
+            for name in self.living:
+                ack = Acknowledgement(worker=name, incarnation=name + "-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+                self.console.acknowledge(self.job_id, ack)
+
+    def commit(self, first: int, last: int, epoch: int) -> JobHere:
+        """Iterations first..last are committed, each in a second."""
+        rows = [
+            Iteration(
+                iteration=i,
+                loss=5.0 - 0.05 * i,
+                loss_hex=(5.0 - 0.05 * i).hex(),
+                seconds=1.0 + 0.1 * (epoch - 1),
+                epoch=epoch,
+                living=len(self.living),
+            )
+            for i in range(first, last + 1)
+        ]
+        self.console.committed(self.job_id, rows)
+        return self
+
+    def beat(self, iteration: int, epoch: int) -> JobHere:
+        for name in self.living:
+            self.console.heartbeat(
+                self.job_id,
+                Heartbeat(
+                    worker=name,
+                    incarnation=name + "-a",
+                    seq=iteration + 1,
+                    epoch=epoch,
+                    iteration=iteration,
+                    phase="training",
+                    op_milliseconds={"F": 40.5},
+                    resident_bytes=300 * 2**20,
+                ),
+            )
+        return self
+
+    def die(self, name: str) -> JobHere:
+        """The launcher sees the worker's process end."""
+        self.living.remove(name)
+        report = FailureReport(
+            worker=name, incarnation=name + "-a", cause="exit", reporter="launcher node1", detail="killed by signal 9"
+        )
+        self.console.failure(self.job_id, report)
+        return self
+
+    def heal(self, name: str, epoch: int) -> JobHere:
+        self.resume(epoch)
+        self.console.recovered(
+            self.job_id,
+            Recovery(worker=name, epoch=epoch, detected_ms=12, unblocked_ms=61, reformed_ms=107, resumed_ms=283),
+        )
+        return self
+
+    def finish(self) -> JobHere:
+        self.console.finish(self.job_id, JobFinished(state="finished"))
+        return self
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for a condition that another thread or process brings about."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting after {DEADLINE:g} s until {what}"
+        time.sleep(0.01)
