@@ -173,7 +173,7 @@ class FailureReport(Message):
 
 
 class Iteration(Message):
-    """One committed iteration. loss_hex: the loss as a hexadecimal float, exact."""
+    """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact."""
 
     iteration: Count
     loss: Number

@@ -251,17 +251,17 @@ class Console:
     def committed(self, job_id: str, iterations: Sequence[Iteration]) -> None:
         job = self.job(job_id)
         for report in iterations:
-            if report.iteration > job.spec.iterations:
+            if report.iteration >= job.spec.iterations:
                 raise ConsoleError(
                     422,
                     "invalid",
-                    f"iterations.iteration: got {report.iteration}, expected at most {job.spec.iterations}, "
-                    "what the job runs",
+                    f"iterations.iteration: got {report.iteration}, expected below {job.spec.iterations}, "
+                    "the number that the job runs",
                 )
         now = time.time()
         with self._storing():
             self._store.add_iterations(job_id, [{**i.model_dump(), "committed_at": now} for i in iterations])
-            count = self._store.iteration_count(job_id)
+            count = self._store.committed_iterations(job_id)
         job.stored()
         job.apply(m.IterationsCommitted(count))
 

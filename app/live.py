@@ -299,7 +299,7 @@ class LiveJob:
             members=members,
             iterations=self.spec.iterations,
             current=current,
-            committed=store.iteration_count(job_id),
+            committed=store.committed_iterations(job_id),
             halted=job_row["reason"] if job_row["state"] == "halted" else "",
             over=JobState(over) if over else None,
             over_reason=job_row["reason"] if over else "",

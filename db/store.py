@@ -194,10 +194,11 @@ class Store:
             rows = _rows(session, select(IterationRow.__table__).where(*where).order_by(order).limit(limit))
         return rows[::-1] if newest else rows
 
-    def iteration_count(self, job_id: str) -> int:
+    def committed_iterations(self, job_id: str) -> int:
+        """How many are committed; they are numbered from 0 and committed in order."""
         with self.database.read() as session:
-            query = select(func.count()).select_from(IterationRow).where(IterationRow.job_id == job_id)
-            return session.scalar(query) or 0
+            last = session.scalar(select(func.max(IterationRow.iteration)).where(IterationRow.job_id == job_id))
+        return 0 if last is None else last + 1
 
     def add_recovery(self, job_id: str, row: Record) -> bool:
         """False when it was reported before."""

@@ -1,0 +1,152 @@
+"""Whatever is sent: problem details that name the field, the value and what was expected."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import requests
+from console_server import Agents, ConsoleServer
+
+SPEC = {"name": "n", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 5}
+
+
+def assert_problem(answer: requests.Response, status: int, code: str, detail: str) -> None:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    body = answer.json()
+    assert set(body) == {"type", "title", "status", "code", "detail"}
+    assert (body["status"], body["code"]) == (status, code)
+    assert detail in body["detail"]
+    assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        ({"pipelines": 0}, "pipelines: got 0, expected greater than or equal to 1"),
+        ({"stages": -3}, "stages: got -3, expected greater than or equal to 1"),
+        ({"micro_batches": "many"}, "micro_batches: got 'many', expected a valid integer"),
+        ({"iterations": 1e300}, "iterations: got 1e+300"),
+        ({"name": ""}, "name: got '', expected a string to have at least 1 character"),
+        ({"name": "x" * 200}, "name: got 'xxx"),
+        ({"memory": "lots"}, "memory: got 'lots', expected a string to match pattern"),
+        ({"technique": "magic"}, "technique: got 'magic', expected 'adaptive', 'decoupled' or 'staggered'"),
+        ({"durations": {"F": -1}}, "durations.F: got -1"),
+        ({"durations": {"F": 0, "I": 1, "W": 1}}, "profiles[0].forward: got 0.0, expected a duration above 0"),
+        ({"durations": {"Q": 1}}, "durations.Q"),
+        ({"extra": 1}, "extra: got 1, expected no field of that name"),
+        ({"pipelines": 4096, "stages": 4096}, "pipelines x stages: got 16777216, expected at most 16384 workers"),
+        ({"pipelines": 64, "stages": 64, "micro_batches": 65536}, "expected at most 20,000,000 ops"),
+    ],
+)
+def test_a_job_that_is_none(server: ConsoleServer, change: dict[str, Any], detail: str) -> None:
+    assert_problem(server.post("/jobs", {**SPEC, **change}), 422, "invalid", detail)
+
+
+def test_a_missing_field_is_named(server: ConsoleServer) -> None:
+    spec = {k: v for k, v in SPEC.items() if k != "stages"}
+    assert_problem(server.post("/jobs", spec), 422, "invalid", "stages: missing")
+
+
+def raw(server: ConsoleServer, path: str, data: bytes, kind: str = "application/json") -> requests.Response:
+    return requests.post(server.base + path, data=data, headers={"Content-Type": kind}, timeout=30)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"text"', b"{" * 5000, b"NaN"])
+def test_a_body_that_is_no_message(server: ConsoleServer, agents: Agents, data: bytes) -> None:
+    for path in ("/jobs", agents.path("/workers"), agents.path("/heartbeats"), agents.path("/failures")):
+        answer = raw(server, path, data)
+        assert answer.status_code in (400, 422), (path, answer.text)
+        assert answer.headers["Content-Type"] == "application/problem+json"
+        assert "Traceback" not in answer.text
+
+
+def test_a_loss_that_is_no_number(agents: Agents) -> None:
+    row = '{"iteration": 1, "loss": NaN, "loss_hex": "nan", "seconds": 1, "epoch": 1, "living": 2}'
+    answer = raw(agents.server, agents.path("/iterations"), f'{{"iterations": [{row}]}}'.encode())
+    assert_problem(answer, 422, "invalid", "iterations.0.loss: got nan")
+
+
+def test_another_content_type_is_not_taken(server: ConsoleServer) -> None:
+    answer = raw(server, "/jobs", json.dumps(SPEC).encode(), "text/plain")
+    assert answer.status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/api/v1/nothing", 404, "not_found"),
+        ("GET", "/api/v2/jobs", 404, "not_found"),
+        ("POST", "/api", 404, "not_found"),
+        ("GET", "/api/v1/jobs/none", 404, "unknown_job"),
+        ("GET", "/api/v1/jobs/none/deployment", 404, "unknown_job"),
+        ("GET", "/api/v1/jobs/none/commands", 404, "unknown_job"),
+        ("GET", "/api/v1/jobs/none/events", 404, "unknown_job"),
+        ("GET", "/api/v1/jobs/none/epochs", 404, "unknown_job"),
+        ("GET", "/api/v1/jobs/none/plans/x", 404, "unknown_job"),
+        ("DELETE", "/api/v1/jobs", 405, "method_not_allowed"),
+        ("GET", "/api/v1/jobs/none/events?limit=0", 422, "invalid"),
+        ("GET", "/api/v1/jobs/none/events?after=-1", 422, "invalid"),
+        ("GET", "/api/v1/jobs/none/deployment?wait=1e9", 422, "invalid"),
+        ("GET", "/elsewhere", 404, "not_found"),
+    ],
+)
+def test_an_address_that_is_none(server: ConsoleServer, method: str, path: str, status: int, code: str) -> None:
+    assert_problem(requests.request(method, server.root + path, timeout=30), status, code, "")
+
+
+@pytest.mark.parametrize("path", ["/workers", "/acknowledgements", "/failures"])
+def test_a_worker_outside_the_grid(agents: Agents, path: str) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/workers": {"worker": "W9_9", "incarnation": "a", "host": "h", "pid": 1},
+        "/acknowledgements": {"worker": "W9_9", "incarnation": "a", "epoch": 1, "state": "adopted"},
+        "/failures": {"worker": "W9_9", "incarnation": "a", "cause": "exit", "reporter": "launcher"},
+    }
+    answer = agents.server.post(agents.path(path), bodies[path])
+    assert_problem(
+        answer, 404, "unknown_worker", "worker: got 'W9_9', expected a worker of the job's grid, W0_0 to W2_3"
+    )
+
+
+def test_a_heartbeat_of_a_stranger(agents: Agents) -> None:
+    beat = {"worker": "W9_9", "incarnation": "a", "seq": 1, "epoch": 0, "iteration": 0, "phase": "starting"}
+    assert_problem(agents.server.post(agents.path("/heartbeats"), beat), 404, "unknown_worker", "W9_9")
+    assert_problem(agents.server.post("/jobs/none/heartbeats", beat), 404, "unknown_job", "'none'")
+    beat["worker"] = "W0_0"
+    detail = "W0_0: incarnation 'a' has not registered"
+    assert_problem(agents.server.post(agents.path("/heartbeats"), beat), 409, "fenced", detail)
+
+
+def test_bodies_have_limits(agents: Agents) -> None:
+    server = agents.server
+    assert_problem(raw(server, agents.path("/heartbeats"), b" " * (64 * 1024 + 1)), 413, "too_large", "65,536 bytes")
+    assert raw(server, agents.path("/heartbeats"), b" " * (64 * 1024)).status_code == 422
+    assert_problem(raw(server, "/jobs", b" " * (8 * 1024 * 1024 + 1)), 413, "too_large", "8,388,608 bytes")
+
+    def chunks() -> Any:
+        for _ in range(80):
+            yield b" " * 1024
+
+    # Without a Content-Length the limit is found while reading.
+    answer = requests.post(server.base + agents.path("/heartbeats"), data=chunks(), timeout=30)
+    assert_problem(answer, 413, "too_large", "65,536 bytes")
+
+
+def test_a_job_is_created_once_per_key(server: ConsoleServer) -> None:
+    headers = {"Idempotency-Key": "once"}
+    first, again = (server.post("/jobs", SPEC, headers=headers) for _ in range(2))
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json() == again.json()
+    assert first.json()["heartbeat_seconds"] == 1.0
+    other = server.post("/jobs", {**SPEC, "name": "another"}, headers=headers)
+    assert_problem(other, 409, "idempotency_conflict", "Idempotency-Key: 'once' was used for another job")
+    assert server.post("/jobs", SPEC).json()["job_id"] != first.json()["job_id"]
+
+
+def test_the_api_describes_itself(server: ConsoleServer) -> None:
+    document = server.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.")
+    assert {"/jobs", "/jobs/{job_id}/heartbeats", "/jobs/{job_id}/deployment"} <= set(document["paths"])
+    assert requests.get(f"{server.root}/readyz", timeout=10).json() == {"status": "ready"}

@@ -1,0 +1,196 @@
+"""A job's life over real HTTP: 12 workers register, one dies, comes back, the job ends."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+
+import pytest
+import requests
+from console_server import Agents, ConsoleServer
+
+from planner.check import check
+from planner.plan import Plan
+
+
+def plan_of(agents: Agents, fingerprint: str) -> Plan:
+    answer = agents.server.get(agents.path(f"/plans/{fingerprint}"))
+    assert answer.status_code == 200, answer.text
+    return Plan.from_json(answer.content)
+
+
+def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
+    first = agents.register_all()
+    assert (first["epoch"], first["failed"], first["joining"]) == (1, [], [])
+    assert first["living"] == agents.names
+    agents.resume(agents.names, 1)
+    assert agents.job()["state"] == "running"
+
+    reply = agents.heartbeat("W1_2")
+    assert (reply.status_code, reply.json()) == (200, {"epoch": 1})
+
+    assert agents.exit("W1_2").json() == {"reason": "W1_2: its process ended, killed by signal 9"}
+    second = agents.deployment(after=1)
+    survivors = [name for name in agents.names if name != "W1_2"]
+    assert (second["epoch"], second["failed"], second["living"]) == (2, ["W1_2"], survivors)
+    plan = plan_of(agents, second["plan_fingerprint"])
+    assert plan.failed == ("W1_2",)
+    assert check(plan) == []
+    assert sorted(plan.workers) == sorted(survivors)
+    workers = {w["name"]: w for w in agents.server.get(agents.path("/workers")).json()["workers"]}
+    assert workers["W1_2"]["state"] == "failed"
+    assert workers["W0_2"]["takes_rerouted"] + workers["W2_2"]["takes_rerouted"] == 6
+    assert workers["W0_1"]["takes_rerouted"] == 0
+
+    fenced = agents.heartbeat("W1_2", epoch=1)
+    assert fenced.status_code == 409
+    assert fenced.headers["Content-Type"] == "application/problem+json"
+    assert fenced.json()["code"] == "fenced"
+
+    agents.resume(survivors, 2)
+    assert agents.register("W1_2", "W1_2-b").json() == {"worker": "W1_2", "epoch": 3}
+    third = agents.deployment(after=2)
+    assert (third["epoch"], third["failed"], third["joining"]) == (3, [], ["W1_2"])
+    agents.resume(agents.names, 3)
+    job = agents.job()
+    assert (job["state"], job["sentence"]) == ("running", "Training in epoch 3 with all 12 workers.")
+    assert third["plan_fingerprint"] == first["plan_fingerprint"]
+
+    ended = agents.server.post(agents.path("/finish"), {"state": "finished", "reason": "all iterations are done"})
+    assert ended.status_code == 204
+    assert agents.job()["state"] == "finished"
+    assert agents.register("W0_0", "late").json()["code"] == "job_over"
+
+    epochs = agents.server.get(agents.path("/epochs")).json()["epochs"]
+    assert [e["epoch"] for e in epochs] == [1, 2, 3]
+    assert len(epochs[1]["acknowledgements"]) == 3 * 11
+    events = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
+    assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
+    assert [e["text"] for e in events if e["kind"] == "failure"] == [
+        "W1_2 failed: its process ended, killed by signal 9"
+    ]
+
+
+def test_reports_are_kept(agents: Agents) -> None:
+    agents.register_all()
+    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 12}
+    batch = {"iterations": [{"iteration": i, **row} for i in range(3)]}
+    for _ in range(2):
+        assert agents.server.post(agents.path("/iterations"), batch).status_code == 204
+    again = {"iterations": [{"iteration": 2, **row, "loss": 9.0}, {"iteration": 3, **row}]}
+    assert agents.server.post(agents.path("/iterations"), again).status_code == 204
+    found = agents.server.get(agents.path("/iterations"), params={"after": 1}).json()["iterations"]
+    assert [(i["iteration"], i["loss"]) for i in found] == [(2, 2.5), (3, 2.5)]
+    assert agents.job()["committed"] == 4
+
+    recovery = {
+        "worker": "W1_2",
+        "epoch": 2,
+        "detected_ms": 3,
+        "unblocked_ms": 60,
+        "reformed_ms": 90,
+        "resumed_ms": 250,
+    }
+    for _ in range(2):
+        assert agents.server.post(agents.path("/recoveries"), recovery).status_code == 204
+    events = agents.server.get(agents.path("/events")).json()["events"]
+    assert sum("resumed 250 ms after W1_2 died" in e["text"] for e in events) == 1
+
+    too_far = {"iterations": [{"iteration": 100, **row}]}
+    refused = agents.server.post(agents.path("/iterations"), too_far)
+    assert refused.status_code == 422
+    assert refused.json()["detail"].startswith("iterations.iteration: got 100, expected below 100")
+
+
+def test_plans_are_made_ahead_for_every_failure(agents: Agents) -> None:
+    until = time.monotonic() + 60
+    while (job := agents.job())["planned_ahead"] < job["plans_to_make"] or not job["plans_to_make"]:
+        assert time.monotonic() < until, job
+        time.sleep(0.1)
+    plans = agents.server.get(agents.path("/plans")).json()["plans"]
+    assert len(plans) == job["plans_to_make"]
+    assert {len(p["failed"]) for p in plans} == {0, 1, 2}
+    assert [p["failed"] for p in plans if len(p["failed"]) == 1] == [["W0_0"], ["W0_1"], ["W0_2"], ["W0_3"]]
+    for listed in plans:
+        assert check(plan_of(agents, listed["fingerprint"])) == []
+
+
+def test_a_plan_is_not_sent_twice(agents: Agents) -> None:
+    fingerprint = agents.register_all()["plan_fingerprint"]
+    first = agents.server.get(agents.path(f"/plans/{fingerprint}"))
+    assert first.headers["ETag"] == f'"{fingerprint}"'
+    again = agents.server.get(agents.path(f"/plans/{fingerprint}"), headers={"If-None-Match": first.headers["ETag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    missing = agents.server.get(agents.path("/plans/nothing"))
+    assert (missing.status_code, missing.json()["code"]) == (404, "unknown_plan")
+
+
+def test_a_failure_wakes_every_long_poll(agents: Agents, server: ConsoleServer) -> None:
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    arrived: list[float] = []
+    waiting = threading.Barrier(13)
+
+    def follow() -> None:
+        with requests.Session() as session:
+            session.get(f"{server.root}/healthz", timeout=10)
+            waiting.wait()
+            url = f"{server.base}{agents.path('/deployment')}"
+            answer = session.get(url, params={"after": 1, "wait": 30}, timeout=40)
+            arrived.append(time.perf_counter())
+            assert answer.json()["epoch"] == 2
+
+    followers = [threading.Thread(target=follow) for _ in range(12)]
+    for follower in followers:
+        follower.start()
+    waiting.wait()
+    begin = time.perf_counter()
+    agents.exit("W2_1")
+    for follower in followers:
+        follower.join(40)
+    milliseconds = [1000 * (t - begin) for t in arrived]
+    assert len(milliseconds) == 12
+    print(f"exit report to deployment at 12 agents: median {statistics.median(milliseconds):.1f} ms")
+    # A loose limit, for busy machines: it tells waking at once from polling or timing out.
+    assert statistics.median(milliseconds) < 1000
+
+
+def test_a_long_poll_ends_with_nothing_in_time(agents: Agents) -> None:
+    agents.register_all()
+    begin = time.monotonic()
+    answer = agents.server.get(agents.path("/deployment"), params={"after": 1, "wait": 0.3})
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert time.monotonic() - begin >= 0.3
+    commands = agents.server.get(agents.path("/commands"), params={"wait": 0})
+    assert commands.json() == {"commands": []}
+
+
+def test_a_broken_transfer_is_taken_from_members_only(agents: Agents) -> None:
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    report = {
+        "worker": "W0_2",
+        "incarnation": "W0_1-a",
+        "cause": "transfer",
+        "reporter": "W0_1",
+        "detail": "reset",
+        "epoch": 1,
+    }
+    answer = agents.server.post(agents.path("/failures"), report)
+    assert answer.json() == {"reason": "W0_1 can't exchange data with W0_2 (reset)"}
+    for name in agents.names:
+        agents.heartbeat(name)
+    assert agents.deployment(after=1)["reason"].startswith("W0_1 lost its connection to W0_2, and nobody died")
+    fenced = agents.server.post(agents.path("/failures"), {**report, "incarnation": "other"})
+    assert fenced.json()["code"] == "fenced"
+
+
+@pytest.mark.parametrize("lost", ["1", "3"])
+def test_a_stage_without_peers_halts_the_job(agents: Agents, lost: str) -> None:
+    agents.register_all()
+    for pipeline in range(3):
+        agents.exit(f"W{pipeline}_{lost}")
+    job = agents.job()
+    assert job["state"] == "halted"
+    assert f"stage {lost} has no living worker left (W0_{lost}, W1_{lost}, W2_{lost})" in job["sentence"]
