@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from agent.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
 from agent.faults import Kill, Rejoin
+from agent.protocol import JobSpec, Recovery
 from planner.catalog import Catalog
 from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, Technique
@@ -77,7 +79,6 @@ def launch(
         from agent import launch as launching
         from agent.console_link import ConsoleCoordination, create_job
         from agent.coordination import Coordination, LocalCoordination
-        from agent.protocol import JobSpec
         from agent.worker import ConsoleLink
         from agent.workload import load_workload
 
@@ -93,16 +94,16 @@ def launch(
         else:
             if not wanted.reroutes:
                 raise InputError("--technique", technique, "adaptive, decoupled or staggered with --console")
-            spec = JobSpec(
+            spec = _job_spec(
                 name=name,
                 pipelines=pipelines,
                 stages=stages,
                 micro_batches=micro_batches,
                 iterations=iterations,
                 samples_per_micro_batch=samples,
-                technique=wanted.value,  # type: ignore[arg-type]
+                technique=wanted.value,
                 memory=limit.text,
-                durations=_milliseconds(pace),  # type: ignore[arg-type]
+                durations=_milliseconds(pace),
                 paced=pace is not None,
                 demo=demo,
                 seed=seed,
@@ -147,10 +148,7 @@ class _Record:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         if "failure" in line:
-            from agent.launch import recovery_sentence
-            from agent.protocol import Recovery
-
-            typer.echo(recovery_sentence(Recovery(**line["failure"])), err=True)
+            typer.echo(_recovery_sentence(Recovery(**line["failure"])), err=True)
         elif "final" in line:
             typer.echo(f"parameters {line['final']['parameters_sha256']}")
         else:
@@ -159,6 +157,14 @@ class _Record:
                 f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
                 f"epoch {line['epoch']}  {line['living']} workers"
             )
+
+
+def _recovery_sentence(recovery: Recovery) -> str:
+    return (
+        f"{recovery.worker} died: seen after {recovery.detected_ms:.0f} ms, survivors free after "
+        f"{recovery.unblocked_ms:.0f} ms, re-formed after {recovery.reformed_ms:.0f} ms, "
+        f"the redone iteration committed after {recovery.resumed_ms:.0f} ms"
+    )
 
 
 @contextmanager
@@ -207,6 +213,16 @@ def _check_kills(
     for rejoin in rejoins:
         if all(k.worker != rejoin.worker for k in kills):
             raise InputError("--rejoin", str(rejoin.worker), "a worker that --kill names")
+
+
+def _job_spec(**fields: Any) -> JobSpec:
+    """Raises InputError naming the option that the console would not take."""
+    try:
+        return JobSpec(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][0]).replace("_", "-")
+        raise InputError(option, first["input"], f"what a console accepts: {first['msg']}") from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ to every rank of every live group.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -212,4 +213,6 @@ def _bury(coffin: list[Groups]) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    """gloo's message without the place in its source and the advice."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0][:200] or "the connection was closed"

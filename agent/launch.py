@@ -18,7 +18,7 @@ from agent import channel, worker
 from agent.coordination import Coordination, Deploy, Halt
 from agent.faults import Kill, Rejoin
 from agent.processes import ProcessPool, WorkerProcess
-from agent.protocol import Command, Deployment, Iteration, Recovery
+from agent.protocol import Command, Deployment, Iteration
 from agent.record import DivergedError, Recorded, RunRecord
 from agent.trainer import TrainerOptions
 from planner.job import Job, Worker
@@ -173,8 +173,9 @@ class Launcher:
         for cell, entry in list(self._pool.running.items()):
             if cell in living:
                 self._send_deployment(entry)
-            elif str(cell) in deployment.failed and entry.heard_at < time.monotonic() - HANG_SECONDS / 4:
-                # Held for dead, and silent: it may hang and wake up later, when it must do no harm.
+            elif entry.member:
+                # Held for dead, and still a process: it hangs, and must do no harm when it wakes up.
+                entry.error = "put out of the job"
                 entry.kill()
 
     def _send_deployment(self, entry: WorkerProcess) -> None:
@@ -183,6 +184,7 @@ class Launcher:
         known = (entry.incarnation, plan.fingerprint)
         text = None if known in self._plans_sent else plan.to_json()
         self._plans_sent.add(known)
+        entry.member = True
         entry.post("deployment", deployment=deployment.model_dump(), plan=text)
 
     def _obey(self, command: Command) -> None:
@@ -239,11 +241,3 @@ def iteration_line(iteration: Iteration) -> dict[str, Any]:
         "epoch": iteration.epoch,
         "living": iteration.living,
     }
-
-
-def recovery_sentence(recovery: Recovery) -> str:
-    return (
-        f"{recovery.worker} died: seen after {recovery.detected_ms:.0f} ms, survivors free after "
-        f"{recovery.unblocked_ms:.0f} ms, re-formed after {recovery.reformed_ms:.0f} ms, "
-        f"the redone iteration committed after {recovery.resumed_ms:.0f} ms"
-    )

@@ -26,7 +26,7 @@ from planner.job import Worker
 
 @dataclass
 class WorkerProcess:
-    """One incarnation. heard_at: monotonic seconds of its last message."""
+    """One incarnation. heard_at: monotonic seconds of its last message. member: of an epoch."""
 
     worker: Worker
     incarnation: str
@@ -35,6 +35,7 @@ class WorkerProcess:
     heard_at: float
     outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
     error: str = ""
+    member: bool = False
 
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""

@@ -62,6 +62,7 @@ class RunRecord:
         self._losses: dict[int, str] = {}
         self._failures: list[_Failure] = []
         self._deaths: dict[Worker, int] = {}
+        self._evicted: dict[Worker, int] = {}
         self._last_at = started_at
         self.committed = 0
 
@@ -71,7 +72,10 @@ class RunRecord:
         """A new membership is in force."""
         if self._epoch == 0:
             self._last_at = at
-        self._epoch, self._living = epoch, frozenset(living)
+        previous, self._living = self._living, frozenset(living)
+        self._epoch = epoch
+        # Held for dead while its process still is: the launcher ends it, and `died` follows.
+        self._evicted |= {w: epoch for w in previous - self._living if w in self._workers}
         for failure in self._failures:
             if not failure.epoch and failure.worker not in self._living:
                 failure.epoch = epoch
@@ -84,10 +88,13 @@ class RunRecord:
         self._deaths[worker] = at
 
     def died(self, worker: Worker, detected_at: int) -> None:
-        """A member's process has ended."""
-        known = worker in self._deaths
-        self._failures.append(_Failure(worker, self._deaths.pop(worker, detected_at), detected_at, known))
+        """A process has ended; of one that never was a member nothing is recorded."""
+        died_at = self._deaths.pop(worker, None)
+        epoch = self._evicted.pop(worker, 0)
         self._workers.pop(worker, None)
+        if epoch or worker in self._living:
+            since = detected_at if died_at is None else died_at
+            self._failures.append(_Failure(worker, since, detected_at, died_at is not None, epoch))
 
     def left(self, worker: Worker, at: int) -> None:
         """The worker has abandoned the iteration in flight."""

@@ -36,11 +36,6 @@ DatabaseUrl = Annotated[
 ]
 
 
-@cli.callback()
-def _main() -> None:
-    """Keeps `serve` a subcommand while it is the only one."""
-
-
 @cli.command()
 def serve(
     host: Host = "127.0.0.1",
@@ -74,6 +69,32 @@ def serve(
         run(settings)
     except (SettingsError, PlannerError, DatabaseError) as error:
         fail(str(error))
+
+
+@cli.command()
+def demo(
+    host: Host = "127.0.0.1",
+    port: Port = 8501,
+    database_url: DatabaseUrl = "",
+    pipelines: Annotated[int, typer.Option(help="Data-parallel pipelines.")] = 3,
+    stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per pipeline and iteration.")] = 6,
+    iterations: Annotated[int, typer.Option(help="Iterations to commit; the default is some days' worth.")] = 1_000_000,
+    pace: Annotated[
+        str, typer.Option(help="Each op is stretched to this; the computation inside is real.")
+    ] = "F=40ms,I=40ms,W=40ms",
+) -> None:
+    """Serve the console and run a real training job of 12 processes here, until Ctrl-C."""
+    from app.demo import DemoOptions, run
+
+    grid = ("--pipelines", str(pipelines), "--stages", str(stages), "--micro-batches", str(micro_batches))
+    job = ("--name", "demo GPT", "--iterations", str(iterations), "--pace", pace)
+    database = ("--database-url", database_url) if database_url else ()
+    try:
+        status = run(DemoOptions(host, port, database, grid + job), lambda line: print(line, flush=True))
+    except SettingsError as error:
+        fail(str(error))
+    raise SystemExit(status)
 
 
 def fail(sentence: str) -> NoReturn:

@@ -94,3 +94,27 @@ def test_final_hash_is_over_the_stages_in_order_and_peers_must_agree() -> None:
     record.done(C, two)
     with pytest.raises(DivergedError, match="stage 0"):
         record.final()
+
+
+def test_a_process_that_never_was_a_member_is_no_failure() -> None:
+    record = _running()
+    record.died(Worker(5, 5), detected_at=1 * MS)
+    recoveries = []
+    for worker in (A, B, C, D):
+        recoveries += record.committed_by(worker, 0, (2.5).hex(), at=50 * MS).recoveries
+    assert recoveries == []
+
+
+def test_the_failure_of_a_hung_worker_is_recorded_once() -> None:
+    record = _running()
+    record.epoch_opened(2, [A, B, C], at=20 * MS)
+    record.died(D, detected_at=21 * MS)
+    recoveries = []
+    for worker in (A, B, C):
+        record.left(worker, at=22 * MS)
+        record.formed(worker, 2, 0, at=30 * MS)
+    for worker in (A, B, C):
+        recoveries += record.committed_by(worker, 0, (2.5).hex(), at=50 * MS).recoveries
+    (recovery,) = recoveries
+    assert (recovery.worker, recovery.epoch, recovery.death_known) == (str(D), 2, False)
+    assert recovery.resumed_ms == 29.0
