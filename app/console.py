@@ -6,6 +6,7 @@ heartbeats alone are kept in memory and written behind.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -99,6 +100,9 @@ class Console:
         if self._ticker.is_alive():
             self._ticker.join(2)
         self._maker.close()
+        for job in self._jobs.values():
+            with contextlib.suppress(ConsoleError):
+                job.take_heartbeats()
         self._flush()
 
     def ready(self) -> None:
@@ -275,8 +279,10 @@ class Console:
                 job.record(m.Note("info", "recovery", text, message.worker))
 
     def finish(self, job_id: str, message: JobFinished) -> None:
-        self.job(job_id).apply(m.Finished(JobState(message.state), message.reason))
+        job = self.job(job_id)
+        job.apply(m.Finished(JobState(message.state), message.reason))
         self._maker.cancel(job_id)
+        job.plans_to_make = job.planned_ahead = 0
 
     def deployment(self, job_id: str, after: int) -> Deployment | None:
         """The newest deployment, if its epoch is above `after`. Does not block."""

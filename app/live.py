@@ -157,6 +157,12 @@ class LiveJob:
 
     def tick(self) -> None:
         """Takes the heartbeats that came in, then looks for those that did not."""
+        self.take_heartbeats()
+        if not self.state.over:
+            self.apply(Tick())
+
+    def take_heartbeats(self) -> None:
+        """Gives the coordinator, and the next write to the database, what came in since the last call."""
         beats: dict[str, Beat] = {}
         while self._fresh:
             beat, heard = self._fresh.popleft()
@@ -169,8 +175,6 @@ class LiveJob:
             beats[beat.worker] = Beat(beat.incarnation, heard, beat.phase == "draining")
         if beats:
             self.apply(Heard(beats))
-        if not self.state.over:
-            self.apply(Tick())
 
     def unsaved_contacts(self) -> list[Record]:
         """Worker columns out of the heartbeats since the last call."""

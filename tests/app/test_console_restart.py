@@ -1,0 +1,103 @@
+"""The console dies and comes back in the middle of things: the job goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from console_server import Agents, ConsoleServer
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[ConsoleServer]:
+    server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", "--api-only", "--suspect", "5", "--dead", "20")
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, number: int) -> None:
+    agents = Agents(own_server, demo=True)
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    agents.exit("W1_2")
+    survivors = [name for name in agents.names if name != "W1_2"]
+    second = agents.deployment(after=1)
+    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 12}
+    own_server.post(agents.path("/iterations"), {"iterations": [{"iteration": 0, **row}]})
+    own_server.post(agents.path("/workers/W0_0/kill"))
+    for name in survivors[:5]:
+        agents.resume([name], 2)
+    before = agents.job()
+    events = own_server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
+
+    own_server.stop(number)
+    own_server.start(own_server.port)
+
+    after = agents.job()
+    for key in ("state", "epoch", "plan_fingerprint", "committed", "spec", "created_at", "living"):
+        assert after[key] == before[key], key
+    assert agents.deployment(after=1) == second
+    kept = own_server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
+    assert kept[: len(events)] == events
+    assert kept[len(events)]["text"] == "the console was restarted and took the job up again"
+    commands = own_server.get(agents.path("/commands")).json()["commands"]
+    assert commands == [{"seq": 1, "kind": "kill", "worker": "W0_0"}]
+    workers = {w["name"]: w for w in own_server.get(agents.path("/workers")).json()["workers"]}
+    assert workers["W0_0"]["acknowledged"] == "resumed"
+    assert workers["W2_3"]["acknowledged"] == ""
+    assert workers["W1_2"]["detail"] == "its process ended, killed by signal 9"
+
+    # Agents go on without registering again; the dead one stays fenced; recovery ends as it would have.
+    assert agents.heartbeat("W1_2").json()["code"] == "fenced"
+    for name in survivors:
+        assert agents.heartbeat(name, epoch=2).json() == {"epoch": 2}
+    agents.resume(survivors[5:], 2)
+    assert agents.job()["state"] == "running"
+    agents.exit("W0_0")
+    assert agents.deployment(after=2)["failed"] == ["W0_0", "W1_2"]
+    assert agents.register("W1_2", "W1_2-a").json()["code"] == "fenced"
+
+
+def test_an_exit_that_happened_while_the_console_was_down(own_server: ConsoleServer) -> None:
+    agents = Agents(own_server)
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    own_server.stop()
+    own_server.start(own_server.port)
+    agents.exit("W2_0")
+    assert agents.deployment(after=1)["failed"] == ["W2_0"]
+
+
+def test_a_job_that_is_over_stays_readable(own_server: ConsoleServer) -> None:
+    agents = Agents(own_server)
+    agents.register_all()
+    own_server.post(agents.path("/finish"), {"state": "stopped", "reason": "Ctrl-C"})
+    before = agents.job()
+    own_server.stop()
+    own_server.start(own_server.port)
+    assert agents.job() == before
+    assert before["state"] == "stopped"
+
+
+def test_silence_is_found_out(tmp_path: Path) -> None:
+    server = ConsoleServer(
+        f"sqlite:///{tmp_path / 'console.db'}", "--api-only", "--heartbeat", "0.1", "--suspect", "0.4", "--dead", "2.5"
+    )
+    try:
+        agents = Agents(server, pipelines=2, stages=1)
+        agents.register_all()
+        agents.resume(agents.names, 1)
+        seen: set[str] = set()
+        while (job := agents.job())["epoch"] == 1:
+            agents.heartbeat("W0_0")
+            workers = {w["name"]: w for w in server.get(agents.path("/workers")).json()["workers"]}
+            seen.add(workers["W1_0"]["state"])
+            assert workers["W0_0"]["state"] == "running"
+        assert {"running", "suspect"} <= seen
+        assert job["state"] == "recovering"
+        assert agents.deployment(after=1)["failed"] == ["W1_0"]
+    finally:
+        server.close()

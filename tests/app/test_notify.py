@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from app.notify import Topic
+
+
+def test_a_waiter_wakes_when_another_thread_publishes() -> None:
+    async def main() -> tuple[int | None, float]:
+        topic, values = Topic(), list[int]()
+        ready = threading.Event()
+
+        def write() -> None:
+            ready.wait(5)
+            values.append(7)
+            topic.publish()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+
+        def look() -> int | None:
+            ready.set()
+            return values[0] if values else None
+
+        begin = time.monotonic()
+        found = await topic.wait_for(look, 30)
+        writer.join()
+        return found, time.monotonic() - begin
+
+    found, seconds = asyncio.run(main())
+    assert found == 7
+    assert seconds < 10
+
+
+def test_what_is_there_already_is_not_waited_for() -> None:
+    assert asyncio.run(Topic().wait_for(lambda: "there", 0)) == "there"
+
+
+def test_nothing_in_time_is_none() -> None:
+    begin = time.monotonic()
+    assert asyncio.run(Topic().wait_for(lambda: None, 0.05)) is None
+    assert time.monotonic() - begin >= 0.05
+
+
+def test_a_closed_topic_sends_everyone_home() -> None:
+    async def main() -> None:
+        topic = Topic()
+        waiting = asyncio.create_task(topic.wait_for(lambda: None, 60))
+        await asyncio.sleep(0)
+        topic.close()
+        assert await asyncio.wait_for(waiting, 10) is None
+        assert await topic.wait_for(lambda: None, 60) is None
+
+    asyncio.run(main())
+
+
+def test_a_publication_that_is_not_for_us_is_no_answer() -> None:
+    async def main() -> None:
+        topic = Topic()
+        looks: list[int] = []
+
+        def look() -> int | None:
+            looks.append(1)
+            return 3 if len(looks) == 4 else None
+
+        waiting = asyncio.create_task(topic.wait_for(look, 60))
+        while not waiting.done():
+            topic.publish()
+            await asyncio.sleep(0)
+        assert waiting.result() == 3
+
+    asyncio.run(main())

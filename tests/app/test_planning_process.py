@@ -1,0 +1,126 @@
+"""Plans out of the child process: order, errors, its death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from app.jobs import AHEAD, URGENT, PlanMaker, PlanRequest
+from planner.check import check
+from planner.job import Job
+from planner.plan import Plan, job_doc
+
+JOB = job_doc(Job.uniform(2, 2, 2))
+
+
+class Answers:
+    """Collects what the maker calls back with."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[str, Plan | None, str]] = []
+        self._changed = threading.Condition()
+
+    def taker(self, name: str):  # type: ignore[no-untyped-def]
+        def done(plan: Plan | None, why: str) -> None:
+            with self._changed:
+                self.got.append((name, plan, why))
+                self._changed.notify_all()
+
+        return done
+
+    def wait(self, count: int) -> list[tuple[str, Plan | None, str]]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.got) >= count, 60)
+        return self.got
+
+
+def request(*failed: str, owner: str = "job", job: object = JOB, solver: str = "list") -> PlanRequest:
+    return PlanRequest(owner, job, failed, "staggered", "uniform", solver)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def maker() -> Iterator[PlanMaker]:
+    maker = PlanMaker()
+    maker.start()
+    yield maker
+    maker.close()
+
+
+def test_a_plan_comes_back_valid(maker: PlanMaker) -> None:
+    answers = Answers()
+    maker.submit(request("W1_0"), answers.taker("a"))
+    [(_, plan, why)] = answers.wait(1)
+    assert plan is not None
+    assert (plan.failed, why) == (("W1_0",), "")
+    assert check(plan) == []
+
+
+def test_what_can_not_be_planned_is_a_sentence(maker: PlanMaker) -> None:
+    answers = Answers()
+    maker.submit(request("W0_0", "W1_0"), answers.taker("a"))
+    [(_, plan, why)] = answers.wait(1)
+    assert plan is None
+    assert why.startswith("no schedule exists: stage 0 has no living peer")
+
+
+def test_the_urgent_overtake_the_others() -> None:
+    maker, answers = PlanMaker(), Answers()
+    try:
+        for name in ("a", "b"):
+            maker.submit(request(), answers.taker(name), priority=AHEAD)
+        maker.submit(request("W1_0"), answers.taker("urgent"), priority=URGENT)
+        maker.start()
+        assert [name for name, *_ in answers.wait(3)] == ["urgent", "a", "b"]
+    finally:
+        maker.close()
+
+
+def test_what_was_cancelled_is_not_made() -> None:
+    maker, answers = PlanMaker(), Answers()
+    try:
+        maker.submit(request(owner="gone"), answers.taker("a"))
+        maker.submit(request(owner="here"), answers.taker("b"))
+        maker.cancel("gone")
+        maker.start()
+        assert [name for name, *_ in answers.wait(1)] == ["b"]
+    finally:
+        maker.close()
+
+
+def test_the_death_of_the_child_costs_a_retry(maker: PlanMaker) -> None:
+    answers = Answers()
+    maker.submit(request(), answers.taker("before"))
+    answers.wait(1)
+    assert maker._process is not None
+    assert maker._process.pid is not None
+    os.kill(maker._process.pid, signal.SIGKILL)
+    maker.submit(request("W1_1"), answers.taker("after"))
+    name, plan, _ = answers.wait(2)[1]
+    assert name == "after"
+    assert plan is not None
+
+
+def test_an_error_in_a_callback_stops_nothing(maker: PlanMaker) -> None:
+    def fails(plan: Plan | None, why: str) -> None:
+        raise RuntimeError("the callback is at fault")
+
+    answers = Answers()
+    maker.submit(request(), fails)
+    maker.submit(request(), answers.taker("next"))
+    assert answers.wait(1)[0][0] == "next"
+
+
+def test_close_does_not_wait_for_a_long_solve() -> None:
+    maker = PlanMaker()
+    maker.start()
+    big = job_doc(Job.uniform(32, 32, 64))
+    maker.submit(request(job=big), lambda plan, why: None)
+    process = maker._process
+    assert process is not None
+    maker.close()
+    assert not process.is_alive()
+    assert not maker._thread.is_alive()
