@@ -1,0 +1,35 @@
+# The two commands: `make run` and `make test`. Both make .venv first.
+PYTHON ?= python3
+PORT ?= 8501
+# Two test processes: many tests start a dozen processes of their own.
+JOBS ?= 2
+BIN := .venv/bin
+export PYTHON
+
+.PHONY: run test lint chaos bench clean setup setup-tests
+
+run: setup  ## the console and a real training job on this machine
+	@exec $(BIN)/python -m app demo --port $(PORT)
+
+test: setup-tests  ## all tests
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests --ignore tests/chaos
+
+lint: setup-tests  ## style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+chaos: setup-tests  ## hundreds of kills, every bit compared (about half an hour)
+	@$(BIN)/python -m pytest -n $(JOBS) tests/chaos
+
+bench: setup-tests  ## every benchmark, with the machine's load beside each figure
+	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m tests.benchmarks.$$(basename $$file .py) || exit 1; done
+
+setup:
+	@sh .ci/setup requirements.txt
+
+setup-tests:
+	@sh .ci/setup tests/requirements.txt
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
