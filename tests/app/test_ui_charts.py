@@ -121,9 +121,7 @@ def test_figures_are_json_and_use_their_theme(colours: Any) -> None:
     ]
     other = DARK if colours is LIGHT else LIGHT
     for figure in figures:
-        text = json.dumps(
-            figure.to_plotly_json(), default=lambda a: a.tolist() if isinstance(a, np.ndarray) else str(a)
-        )
+        text = figure.to_json()
         assert colours.text in text
         assert other.text not in text
 

@@ -1,0 +1,263 @@
+"""The real console with a real training job, driven in a real browser: kill a worker, watch it heal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+VICTIM = "W1_2"
+PEERS = ("W0_2", "W2_2")
+# Loaded machines are slow, and twelve processes import torch first.
+START_SECONDS = 150.0
+WAIT_MS = 60_000
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.processes,
+    pytest.mark.timeout(420),
+    # One demo for all of them: a second one beside it would starve both.
+    pytest.mark.xdist_group("demo"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install the package chromium to run browser tests"),
+]
+
+
+class Demo:
+    """`python -m app demo` on a free port. `root`: its address; `job_id`: its job, which trains."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.root = f"http://127.0.0.1:{port}"
+        self.output = folder / "demo.log"
+        environment = {k: v for k, v in os.environ.items() if k not in ("DATABASE_URL", "OPENRECYCLE_TOKEN")}
+        command = [sys.executable, "-m", "app", "demo", "--port", str(port)]
+        with self.output.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--database-url", f"sqlite:///{folder / 'demo.db'}"],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            self.wait(lambda: requests.get(f"{self.root}/healthz", timeout=5).ok, "the console answers")
+            self.wait(lambda: any(job["state"] == "running" for job in self.jobs()), "the job trains")
+        except BaseException:
+            self.close()
+            raise
+        self.job_id = str(self.jobs()[0]["job_id"])
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return requests.get(f"{self.root}/api/v1/jobs", timeout=5).json()["jobs"]  # type: ignore[no-any-return]
+
+    def get(self, tail: str) -> Any:
+        answer = requests.get(f"{self.root}/api/v1/jobs/{self.job_id}{tail}", timeout=10)
+        assert answer.ok, answer.text
+        return answer.json()
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                if condition():
+                    return
+            except requests.ConnectionError:
+                pass  # not up yet
+            assert self.process.poll() is None, f"the demo ended before {what}: {self.output.read_text()}"
+            assert time.monotonic() < deadline, (
+                f"after {START_SECONDS:g} s still not: {what}: {self.output.read_text()}"
+            )
+            time.sleep(0.1)
+
+    def close(self) -> int:
+        """Ends it as Ctrl-C does; returns the exit status."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    demo = Demo(tmp_path_factory.mktemp("demo"))
+    yield demo
+    demo.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, and all that it complains about or asks the outside for."""
+
+    def __init__(self, browser: Browser, demo: Demo) -> None:
+        self.page: Page = browser.new_page(viewport={"width": 1440, "height": 900})
+        self.page.set_default_timeout(WAIT_MS)
+        self.complaints: list[str] = []
+        self._root = demo.root
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.complaints.append(f"page error: {error}"))
+        self.page.on("request", self._request)
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.complaints.append(f"console: {message.text}")
+
+    def _request(self, request: Request) -> None:
+        ours = (self._root, self._root.replace("http", "ws", 1), "data:", "blob:")
+        if not request.url.startswith(ours):
+            self.complaints.append(f"fetched from outside: {request.url}")
+
+
+@pytest.fixture
+def watched(browser: Browser, demo: Demo) -> Iterator[Watched]:
+    watched = Watched(browser, demo)
+    yield watched
+    watched.page.close()
+
+
+def card(page: Page, label: str) -> str:
+    found = page.locator(".or-card", has=page.locator(".or-label", has_text=label))
+    return found.locator(".or-value").inner_text()
+
+
+def iterations_done(page: Page) -> int:
+    return int(card(page, "Iterations done").split()[0].replace(",", ""))
+
+
+def wait_for_iterations(page: Page, more_than: int) -> None:
+    page.wait_for_function(
+        """(least) => [...document.querySelectorAll('.or-card')].some(card =>
+            card.querySelector('.or-label').textContent.startsWith('Iterations done') &&
+            parseInt(card.querySelector('.or-value').textContent.replaceAll(',', '')) > least)""",
+        arg=more_than,
+    )
+
+
+def cell(page: Page, look: str, worker: str) -> Any:
+    """The worker's cell, if it is drawn in this state."""
+    return page.locator(f".st-key-cell-{look}-{worker}")
+
+
+def test_kill_and_heal(demo: Demo, watched: Watched) -> None:
+    page = watched.page
+    page.goto(demo.root)
+
+    # It trains, with all workers, and the page follows.
+    expect(cell(page, "running", VICTIM)).to_be_visible()
+    expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
+    expect(page.get_by_text("The computation inside is real")).to_be_visible()
+    before = iterations_done(page)
+    wait_for_iterations(page, before + 1)
+    plan_before = demo.get("")["epoch"], card(page, "Plan in force")
+
+    # Kill by the button: nothing happens before it is confirmed.
+    page.get_by_role("button", name=VICTIM).click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(f"Kill {VICTIM}?")
+    expect(dialog).to_contain_text("W0_2 and W2_2")
+    dialog.get_by_role("button", name="Cancel").click()
+    expect(dialog).to_be_hidden()
+    wait_for_iterations(page, before + 2)
+    expect(cell(page, "running", VICTIM)).to_be_visible()
+    page.get_by_role("button", name=VICTIM).click()
+    page.get_by_role("dialog").get_by_role("button", name=f"Kill {VICTIM}").click()
+
+    # It is seen, the plan changes, peers take the work, training goes on.
+    expect(cell(page, "failed", VICTIM)).to_be_visible()
+    for peer in PEERS:
+        expect(cell(page, "re-routed", peer)).to_be_visible()
+        expect(page.get_by_role("button", name=peer)).to_contain_text("+3 re-routed")
+    expect(page.locator(".or-card", has_text=re.compile(r"epoch [2-9]"))).to_be_visible()
+    assert card(page, "Plan in force") != plan_before[1]
+    expect(page.locator(".or-recovery")).to_contain_text(VICTIM)
+    expect(page.locator(".or-events")).to_contain_text(f"{VICTIM} failed")
+    expect(page.locator(".or-sentence .or-state")).to_have_text("running")
+    wait_for_iterations(page, iterations_done(page) + 2)
+
+    # The console's record agrees with the page.
+    assert demo.get("")["epoch"] > plan_before[0]
+    states = {w["name"]: w["state"] for w in demo.get("/workers")["workers"]}
+    assert states.pop(VICTIM) == "failed" and set(states.values()) == {"running"}
+
+    # The schedule shows the new plan, with the failed row and the re-routed micro-batches.
+    page.get_by_role("link", name="Schedule").click()
+    chart = page.locator(".js-plotly-plot .annotation-text")
+    expect(chart.filter(has_text="failed")).to_contain_text("W0_2 and W2_2")
+    expect(page.locator(".js-plotly-plot .bars text", has_text="1·0").first).to_be_visible()
+
+    # Bring it back the same way.
+    page.get_by_role("link", name="Live").click()
+    page.get_by_role("button", name=VICTIM).click()
+    page.get_by_role("dialog").get_by_role("button", name=f"Restart {VICTIM}").click()
+    expect(cell(page, "running", VICTIM)).to_be_visible()
+    expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
+    wait_for_iterations(page, iterations_done(page) + 1)
+
+    assert watched.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any, width: int, height: int) -> None:
+    """Both pages fit the screen's width in both themes, and say in words what their charts show."""
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page.set_default_timeout(WAIT_MS)
+    try:
+        for path in ("/", "/schedule"):
+            page.goto(demo.root + path)
+            page.locator(".js-plotly-plot .main-svg").first.wait_for()
+            sizes = page.evaluate(
+                """() => [document.documentElement, document.querySelector('.stMain')]
+                    .map(e => e.scrollWidth - e.clientWidth)"""
+            )
+            assert max(sizes) <= 0, f"{path} scrolls sideways at {width}"
+            cut = page.evaluate(
+                """() => [...document.querySelectorAll('.or-card *, .or-sentence *, .st-key-worker-grid button')]
+                    .filter(e => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline'
+                        && e.clientWidth > 0).map(e => e.textContent)"""
+            )
+            assert cut == [], f"{path} cuts text at {width}"
+            charts = page.locator("[data-testid='stPlotlyChart']")
+            for i in range(charts.count()):
+                described = charts.nth(i).evaluate(
+                    "e => !!e.closest('[aria-label]') || !!e.querySelector('[aria-label]')"
+                )
+                assert described, f"{path}: chart {i} has no description"
+    finally:
+        page.close()
+
+
+def test_workers_can_be_reached_by_keyboard(demo: Demo, watched: Watched) -> None:
+    page = watched.page
+    page.goto(demo.root)
+    button = page.get_by_role("button", name="W0_0")
+    button.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_contain_text("pipeline 0, stage 0")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert watched.complaints == []
