@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from heapq import heappop, heappush
 
+STATE = 12  # numbers that `dispatch` keeps per worker
+
 Ints = Sequence[int]
 Buffer = MutableSequence[int]
 
@@ -56,10 +58,12 @@ def dispatch(
     transfer: Ints,
     capacity: Ints,
     split: Ints,
-    forward_key: Ints,
-    backward_key: Ints,
+    key: Ints,
     depth: Ints,
     open_limit: Ints,
+    patience: Ints,
+    patience_w: Ints,
+    slack: Buffer,
     base: Ints,
     ready_f: Buffer,
     ready_i: Buffer,
@@ -73,43 +77,55 @@ def dispatch(
     """Fills start_f, start_i, start_w (per item, ticks); returns the number of ops started.
 
     Each worker takes, whenever it is free, the first of these that it may:
-      1. W, when open_limit of them are pending;
+      1. W, when open_limit of them are pending and F's are still to come;
       2. F, while fewer than `depth` forwards are ahead of the backwards and memory allows;
       3. I (or B where the worker does not split);
       4. F, when memory allows;
       5. W.
-    No worker waits while it may work, so no limit of at least 1 can deadlock: on the last stage
-    an F that has run is followed by its backward, which frees its memory; and if every worker of
-    stage s + 1 frees its memory again and again, each micro-batch held on stage s is taken in
-    turn, comes back, and is freed as well.
+    Before an F or a W it may wait for an I that is under way and would come before that op's end:
+    when the wait is shorter than patience % of the delay it spares the I, and the worker would
+    still be done in time (`slack`). Before a W it may wait for an F in the same way (patience_w).
+
+    No limit of at least 1 can deadlock. A worker waits only for an op that is running or being
+    transferred, so if nothing runs, nobody waits by choice. On the last stage an F that has run
+    is followed by its backward, which frees its memory; and if every worker of stage s + 1 frees
+    its memory again and again, each micro-batch held on stage s is taken in turn, comes back,
+    and is freed as well.
 
     route: worker of each item. forward, input_backward, weight_backward: ticks by stage (for a
-    worker that does not split, B lasts both). transfer: by boundary. capacity: activations by
-    stage. split: by worker, 0 or 1. forward_key, backward_key: by item, smaller first; unique per
-    worker because the micro-batch is part of it. depth, open_limit: by worker. base: where each
-    worker's part of ready_f, ready_i and pending_w begins. state: 10 zeros per worker.
+    worker that does not split, B lasts both). transfer: by boundary. capacity, depth, open_limit,
+    patience, patience_w: by stage. split: by worker, 0 or 1. key: by item, smaller first; equal
+    keys go by micro-batch. slack: by worker, the latest tick at which it may begin all its work
+    and end in time; moves on with the work done. base: where each worker's part of ready_f,
+    ready_i and pending_w begins. state: STATE zeros per worker.
     """
     stages = len(forward)
     workers = stages * pipelines
     items = stages * n
     # One event is time * codes + code; below `workers` a worker ends its op, above an arrival.
     codes = workers + 2 * items
-    size_f = 0
+    # Where each field of `state` begins; one number per worker.
+    size_f = 0  # F's and I's that are ready
     size_i = workers
-    head_w = 2 * workers
+    head_w = 2 * workers  # W's that were started, and those that became pending
     tail_w = 3 * workers
-    held = 4 * workers
-    ahead = 5 * workers
+    held = 4 * workers  # activations
+    ahead = 5 * workers  # F's started less I's started
     kind = 6 * workers  # of the running op: 0 none, 1 F, 2 I or B, 3 W
     current = 7 * workers
     marked = 8 * workers
+    due_i = 9 * workers  # when the next I and F that are under way arrive, as far as known
+    due_f = 10 * workers
+    left = 11 * workers  # F's that have not started
+    for item in range(items):
+        state[left + route[item]] += 1
     events = [0]
     heappop(events)
     started = 0
     n_dirty = 0
     for m in range(n):
         w = route[m]
-        push(ready_f, base[w], state[size_f + w], forward_key[m] * n + m)
+        push(ready_f, base[w], state[size_f + w], key[m] * n + m)
         state[size_f + w] += 1
         if state[marked + w] == 0:
             state[marked + w] = 1
@@ -125,9 +141,9 @@ def dispatch(
             s = w // pipelines
             has_w = state[tail_w + w] > state[head_w + w]
             may_f = state[size_f + w] > 0 and state[held + w] < capacity[s]
-            if has_w and state[tail_w + w] - state[head_w + w] >= open_limit[w]:
+            if has_w and state[left + w] > 0 and state[tail_w + w] - state[head_w + w] >= open_limit[s]:
                 choice = 3
-            elif may_f and state[ahead + w] < depth[w]:
+            elif may_f and state[ahead + w] < depth[s]:
                 choice = 1
             elif state[size_i + w] > 0:
                 choice = 2
@@ -137,13 +153,32 @@ def dispatch(
                 choice = 3
             else:
                 continue
+            if choice != 2:
+                length = forward[s] if choice == 1 else weight_backward[s]
+                wait = state[due_i + w] - now
+                if 0 < wait < length and wait * 100 < patience[s] * (length - wait) and now + wait <= slack[w]:
+                    continue
+                wait = state[due_f + w] - now
+                if (
+                    choice == 3
+                    and 0 < wait < length
+                    and wait * 100 < patience_w[s] * (length - wait)
+                    and now + wait <= slack[w]
+                ):
+                    continue
             if choice == 1:
                 m = pop(ready_f, base[w], state[size_f + w]) % n
                 state[size_f + w] -= 1
                 state[held + w] += 1
                 state[ahead + w] += 1
+                state[left + w] -= 1
                 start_f[s * n + m] = now
                 length = forward[s]
+                if s < stages - 1:
+                    lower = route[(s + 1) * n + m]
+                    arrival = now + length + transfer[s]
+                    if state[due_f + lower] <= now or arrival < state[due_f + lower]:
+                        state[due_f + lower] = arrival
             elif choice == 2:
                 m = pop(ready_i, base[w], state[size_i + w]) % n
                 state[size_i + w] -= 1
@@ -152,11 +187,17 @@ def dispatch(
                 length = input_backward[s]
                 if split[w] == 0:
                     length += weight_backward[s]
+                if s > 0:
+                    upper = route[(s - 1) * n + m]
+                    arrival = now + length + transfer[s - 1]
+                    if state[due_i + upper] <= now or arrival < state[due_i + upper]:
+                        state[due_i + upper] = arrival
             else:
                 m = pending_w[base[w] + state[head_w + w]]
                 state[head_w + w] += 1
                 start_w[s * n + m] = now
                 length = weight_backward[s]
+            slack[w] += length
             state[kind + w] = choice
             state[current + w] = m
             heappush(events, (now + length) * codes + w)
@@ -203,12 +244,12 @@ def dispatch(
             item = code - workers
             if item < items:
                 w = route[item]
-                push(ready_f, base[w], state[size_f + w], forward_key[item] * n + item % n)
+                push(ready_f, base[w], state[size_f + w], key[item] * n + item % n)
                 state[size_f + w] += 1
             else:
                 item -= items
                 w = route[item]
-                push(ready_i, base[w], state[size_i + w], backward_key[item] * n + item % n)
+                push(ready_i, base[w], state[size_i + w], key[item] * n + item % n)
                 state[size_i + w] += 1
             if state[marked + w] == 0:
                 state[marked + w] = 1

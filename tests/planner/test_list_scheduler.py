@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given, settings
 
 from planner.baseline import reference_period
+from planner.check import check
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.schedule import Schedule
 from planner.solvers.base import Progress
 from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.table import Table
 from tests.planner.problems import problems
 
 
@@ -89,3 +91,28 @@ def test_a_large_grid() -> None:
     problem = Problem(Job.uniform(16, 16, 64), frozenset(workers[7::20]), Technique.STAGGERED, MemoryLimit("uniform"))
     solution = ListScheduler().solve(problem)
     assert solution.schedule.period <= 1.05 * solution.bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_the_period_known_ahead_is_that_of_the_ops(problem: Problem) -> None:
+    schedule = ListScheduler().solve(problem).schedule
+    from_ops = Schedule(problem, dict(schedule.ops))
+    assert (schedule.period, schedule.makespan) == (from_ops.period, from_ops.makespan)
+    assert list(schedule.ops) == problem.living_workers()
+    assert schedule.ops == Schedule.build(problem, schedule.compute_ops()).ops
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_compiled_and_plain_give_the_same_schedule(problem: Problem) -> None:
+    pytest.importorskip("numba")
+    plain = ListScheduler(compiled=False).solve(problem).schedule
+    assert ListScheduler(compiled=True).solve(problem).schedule.ops == plain.ops
+
+
+def test_times_too_long_for_machine_words_are_still_exact() -> None:
+    times = {"F": 999_999_999.999999, "I": 1e9, "W": 0.000001}
+    problem = Problem(Job.uniform(2, 2, 40, durations=times), frozenset({Worker(0, 1)}))
+    assert not Table(problem, compiled=True).compiled
+    assert check(ListScheduler(compiled=True).solve(problem).schedule) == []

@@ -1,0 +1,280 @@
+"""A problem as the flat arrays that `dispatch` takes, and its results as schedules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from planner.job import Problem, Worker
+from planner.routing import assign
+from planner.schedule import Op, Schedule
+from planner.solvers.compiled import INT64, compiled_dispatch, worth_compiling
+from planner.solvers.dispatch import STATE, dispatch
+
+UNLIMITED = 1 << 40
+ALWAYS = 1_000_000  # a patience that waits however little it spares
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the event loop chooses; see `dispatch`. One number per stage, but for:
+
+    target: ticks within which a stage should be done, counted from when its first F can start.
+    order: which micro-batch first: `index`; `guests`, re-routed ones first; `own`, last; a number
+    seeds a shuffle of near neighbours. split: which workers split B: `all`, `peers` of failed
+    ones, `none`.
+    """
+
+    depth: tuple[int, ...]
+    open_limit: tuple[int, ...]
+    patience: tuple[int, ...]
+    patience_w: tuple[int, ...]
+    target: int
+    order: str | int = "index"
+    split: str = "all"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Starts in ticks per item (stage * n + micro-batch). first, last: by stage, its first start
+    and its last end. spans: the sum of last - first, by which results of equal period compare."""
+
+    period: int
+    spans: int
+    first: list[int]
+    last: list[int]
+    starts: tuple[Sequence[int], Sequence[int], Sequence[int]] = field(repr=False)
+    split: str = "all"
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller is better."""
+        return (self.period, self.spans)
+
+
+class Table:
+    """One problem, made ready for any number of runs.
+
+    compiled: use machine code; by default where it pays and can be had.
+    """
+
+    def __init__(self, problem: Problem, *, compiled: bool | None = None) -> None:
+        job = problem.job
+        self.problem = problem
+        self.n = job.pipelines * job.micro_batches
+        self.items = job.stages * self.n
+        self.workers = job.stages * job.pipelines
+        route = [s * job.pipelines + p for s, row in enumerate(assign(problem)) for p in row]
+        self.load = [0] * self.workers
+        for w in route:
+            self.load[w] += 1
+        base = [0] * self.workers
+        for w in range(1, self.workers):
+            base[w] = base[w - 1] + self.load[w - 1]
+        # A time is at most all work and transfers one after the other; an event code packs it
+        # with an index. What does not fit 64 bits is left to Python's own integers.
+        longest = self.n * (sum(t.work for t in job.ticks) + 2 * sum(job.transfer_ticks))
+        fits = longest * (self.workers + 2 * self.items) < INT64
+        if compiled is None:
+            compiled = worth_compiling(3 * self.items)
+        self.compiled = compiled and fits
+        self.route = self._vector(route)
+        self.base = self._vector(base)
+        self.times = [
+            self._vector([getattr(t, name) for t in job.ticks])
+            for name in ("forward", "input_backward", "weight_backward")
+        ]
+        self.transfer = self._vector(list(job.transfer_ticks))
+        self.capacity = self._vector([UNLIMITED if limit is None else limit for limit in problem.limits])
+        self._keys: dict[str | int, Any] = {}
+
+    def run(self, settings: Settings) -> Result:
+        job = self.problem.job
+        loop: Callable[..., int] = compiled_dispatch() if self.compiled else dispatch
+        queues = [self._zeros(self.items) for _ in range(3)]
+        starts = (self._zeros(self.items), self._zeros(self.items), self._zeros(self.items))
+        loop(
+            job.pipelines,
+            self.n,
+            self.route,
+            *self.times,
+            self.transfer,
+            self.capacity,
+            self._vector(self.split(settings.split)),
+            self._key(settings.order),
+            *map(self._vector, (settings.depth, settings.open_limit, settings.patience, settings.patience_w)),
+            self._vector(self._slack(settings.target)),
+            self.base,
+            *queues,
+            *starts,
+            self._zeros(STATE * self.workers),
+            self._zeros(self.workers),
+        )
+        return self._result(starts, settings.split)
+
+    def schedule(self, result: Result) -> Schedule:
+        return ArraySchedule(self, result)
+
+    def split(self, which: str) -> list[int]:
+        """By worker: 1 where it splits B."""
+        problem, pipelines = self.problem, self.problem.job.pipelines
+        if which == "peers":
+            stages = [int(len(problem.living_peers(s)) < pipelines) for s in range(problem.job.stages)]
+        else:
+            stages = [int(which == "all")] * problem.job.stages
+        return [flag for flag in stages for _ in range(pipelines)]
+
+    def items_by_worker(self) -> list[Any]:
+        """The items of each worker."""
+        if self.compiled:
+            import numpy as np
+
+            by_worker = np.argsort(self.route, kind="stable")
+            return [by_worker[start : start + load] for start, load in zip(self.base, self.load, strict=True)]
+        rows: list[list[int]] = [[] for _ in range(self.workers)]
+        for item, w in enumerate(self.route):
+            rows[w].append(item)
+        return rows
+
+    def _result(self, starts: tuple[Any, Any, Any], split: str) -> Result:
+        """first, last and period, by the definitions of planner.schedule."""
+        job, n = self.problem.job, self.n
+        forward, backward, weight = starts
+        flags = self.split(split)
+        first, last = [], []
+        for s, ticks in enumerate(job.ticks):
+            row = slice(s * n, (s + 1) * n)
+            first.append(int(min(forward[row]) if not self.compiled else forward[row].min()))
+            ends = [0]
+            if flags[s * job.pipelines]:
+                ends.append(self._largest(weight[row]) + ticks.weight_backward)
+            else:
+                ends.append(self._largest(backward[row]) + ticks.backward)
+            last.append(max(ends))
+        optimizers = [t.optimizer for t in job.ticks]
+        spans = [end - start for start, end in zip(first, last, strict=True)]
+        if self.problem.technique.staggers:
+            period = max(span + o for span, o in zip(spans, optimizers, strict=True))
+        else:
+            period = max(last) - min(first) + max(optimizers)
+        return Result(period, sum(spans), first, last, starts, split)
+
+    def _slack(self, target: int) -> list[int]:
+        """By worker: when it must begin to end in time if it never idles."""
+        job = self.problem.job
+        longest = max(t.optimizer for t in job.ticks)
+        out, head = [], 0
+        for s, t in enumerate(job.ticks):
+            end = head + target - t.optimizer if self.problem.technique.staggers else target - longest
+            peers = range(s * job.pipelines, (s + 1) * job.pipelines)
+            out += [end - self.load[w] * t.work for w in peers]
+            head += t.forward + (job.transfer_ticks[s] if s + 1 < job.stages else 0)
+        return out
+
+    def _key(self, order: str | int) -> Any:
+        if order not in self._keys:
+            if len(self._keys) > 8:
+                self._keys.clear()
+            self._keys[order] = self._vector(self._ranks(order))
+        return self._keys[order]
+
+    def _ranks(self, order: str | int) -> list[int]:
+        job, n = self.problem.job, self.n
+        rank = [m % job.micro_batches * job.pipelines + m // job.micro_batches for m in range(n)] * job.stages
+        if order == "index":
+            return rank
+        if isinstance(order, int):
+            noise = random.Random(order)
+            spread = job.pipelines * (1 + order % 4)
+            return [r + noise.randrange(spread + 1) for r in rank]
+        sign = -1 if order == "guests" else 1
+        return [
+            (1 + sign * int(self.route[item] % job.pipelines != item % n // job.micro_batches)) * n + r
+            for item, r in enumerate(rank)
+        ]
+
+    def _vector(self, values: Sequence[int]) -> Any:
+        if self.compiled:
+            import numpy as np
+
+            return np.array(values, dtype=np.int64)
+        return list(values)
+
+    def _zeros(self, count: int) -> Any:
+        if self.compiled:
+            import numpy as np
+
+            return np.zeros(count, dtype=np.int64)
+        return [0] * count
+
+    def _largest(self, values: Any) -> int:
+        return int(values.max() if self.compiled else max(values))
+
+
+class _Rows(Mapping[Worker, tuple[Op, ...]]):
+    """Each worker's ops, made when they are first asked for: a worker needs only its own."""
+
+    def __init__(self, table: Table, result: Result) -> None:
+        self._table, self._result = table, result
+        self._made: dict[Worker, tuple[Op, ...]] = {}
+
+    def __getitem__(self, worker: Worker) -> tuple[Op, ...]:
+        row = self._made.get(worker)
+        if row is None:
+            if worker not in self._living:
+                raise KeyError(worker)
+            row = self._made[worker] = tuple(self._row(worker))
+        return row
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._living)
+
+    def __len__(self) -> int:
+        return len(self._living)
+
+    @cached_property
+    def _living(self) -> dict[Worker, None]:
+        return dict.fromkeys(self._table.problem.living_workers())
+
+    @cached_property
+    def _items(self) -> list[Sequence[int]]:
+        return self._table.items_by_worker()
+
+    @cached_property
+    def _split(self) -> list[int]:
+        return self._table.split(self._result.split)
+
+    def _row(self, worker: Worker) -> list[Op]:
+        job, n, s = self._table.problem.job, self._table.n, worker.stage
+        ticks = job.ticks[s]
+        index = s * job.pipelines + worker.pipeline
+        items = [int(item) for item in self._items[index]]
+        forward, backward, weight = ([int(start[item]) for item in items] for start in self._result.starts)
+        split = self._split[index]
+        ops = []
+        for item, f, b, w in zip(items, forward, backward, weight, strict=True):
+            pipeline, micro_batch = divmod(item - s * n, job.micro_batches)
+            ops.append(Op("F", pipeline, micro_batch, s, worker, f, ticks.forward))
+            if split:
+                ops.append(Op("I", pipeline, micro_batch, s, worker, b, ticks.input_backward))
+                ops.append(Op("W", pipeline, micro_batch, s, worker, w, ticks.weight_backward))
+            else:
+                ops.append(Op("B", pipeline, micro_batch, s, worker, b, ticks.backward))
+        ops.sort(key=lambda op: (op.start, op.start + op.duration))
+        start = self._result.last[s] if self._table.problem.technique.staggers else max(self._result.last)
+        ops.append(Op("O", worker.pipeline, -1, s, worker, start, ticks.optimizer))
+        return ops
+
+
+class ArraySchedule(Schedule):
+    """A Schedule whose ops are made on demand, and whose period is known without making them."""
+
+    def __init__(self, table: Table, result: Result) -> None:
+        super().__init__(table.problem, _Rows(table, result))
+        object.__setattr__(self, "_result", result)
+        # The values that the base class would compute from all ops; tested equal.
+        self.__dict__["period"] = result.period
+        self.__dict__["makespan"] = max(result.last) - min(result.first)
