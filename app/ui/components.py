@@ -5,6 +5,7 @@ Every text that comes from outside is escaped here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import streamlit as st
 
 from agent.protocol import JobState
+from app.errors import ConsoleError
 from app.ui import text
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.facts import Card
@@ -38,6 +40,14 @@ def use_style() -> Palette:
     variables += "".join(f"--or-op-{k}:{v};" for k, v in colours.ops.items())
     st.html(f"<style>:root{{{variables}}}\n{_CSS.read_text()}</style>")
     return colours
+
+
+def guard(page: Callable[[], None]) -> None:
+    """Runs a page; what the console refuses becomes a sentence on it."""
+    try:
+        page()
+    except ConsoleError as error:
+        st.error(str(error))
 
 
 def cards(items: list[Card]) -> None:
@@ -95,7 +105,7 @@ def recovery(latest: RecoveryView | None, zone: str | None) -> None:
         for i, (words, at) in enumerate(steps)
     )
     st.html(
-        f'<div class="or-recovery"><p>from the death of <b>{escape(latest.worker)}</b> · epoch {latest.epoch}, '
+        f'<div class="or-recovery"><p><b>{escape(latest.worker)}</b> · epoch {latest.epoch} · '
         f'{text.clock(latest.at, zone)}</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div>'
         f"<ol>{items}</ol></div>"
     )

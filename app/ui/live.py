@@ -9,7 +9,7 @@ from app.errors import ConsoleError
 from app.ui import components, facts, text
 from app.ui.charts.progress import epoch_marks, progress
 from app.ui.charts.worker_grid import worker_grid, worker_sentence
-from app.ui.picker import choose_job
+from app.ui.picker import open_job
 from app.ui.theme import CHART_CONFIG, Palette
 from app.ui.worker_dialog import open_worker, show_opened
 from app.view import JobView, WorkerView
@@ -21,20 +21,15 @@ MAX_TILES = 64
 def page() -> None:
     colours = components.use_style()
     console = get_console()
-    job = choose_job(console)
-    if job is None:
+    opened = open_job(console)
+    if opened is None:
         return
-    try:
-        view = console.view(job.job_id)
-    except ConsoleError as error:
-        st.error(str(error))
-        return
-    with st.container(horizontal=True, vertical_alignment="bottom", key="page-head"):
-        components.job_title(view)
+    view, controls = opened
+    with controls:
         moving = st.toggle("Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely.")
     every = (1.0 if len(view.workers) <= MAX_TILES else 2.0) if moving else None
-    st.fragment(_live, run_every=every)(console, job.job_id, colours)
-    show_opened(console, job.job_id)
+    st.fragment(_live, run_every=every)(console, view.job_id, colours)
+    show_opened(console, view.job_id)
 
 
 def _live(console: Console, job_id: str, colours: Palette) -> None:
@@ -47,18 +42,17 @@ def _live(console: Console, job_id: str, colours: Palette) -> None:
     with st.container(gap="small"):
         components.sentence(view)
         components.cards(facts.live_cards(view))
-    left, right = st.columns([6, 7], gap="medium")
+    left, right = st.columns(2, gap="medium")
     with left, st.container(gap="xsmall"):
         components.heading("Workers", "select one for details, kill or restart")
         opened = _tiles(view) if len(view.workers) <= MAX_TILES else _heat_map(view, colours)
-        latest = max(view.recoveries, key=lambda r: r.at, default=None)
-        components.heading("Latest recovery")
-        components.recovery(latest, zone)
+        components.heading("Events", "newest first")
+        components.events(view.events, zone)
     with right, st.container(gap="xsmall"):
         components.heading("Progress", f"newest {text.count(len(view.iterations), 'iteration')}")
         _progress(view, colours)
-        components.heading("Events", "newest first")
-        components.events(view.events, zone)
+        components.heading("Latest recovery", "from the death of a worker to training again")
+        components.recovery(max(view.recoveries, key=lambda r: r.at, default=None), zone)
     if opened:
         open_worker(opened)
         st.rerun()
@@ -119,4 +113,4 @@ def _progress(view: JobView, colours: Palette) -> None:
         st.caption(f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}.")
 
 
-page()
+components.guard(page)

@@ -1,56 +1,68 @@
-"""Which job a page shows: `?job=` of the URL, else the newest one."""
+"""The head of a page: which job it shows (`?job=` of the URL, else the newest one), and what that is."""
 
 from __future__ import annotations
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from app.console import Console
 from app.ui import components
-from app.view import JobSummary
+from app.view import JobSummary, JobView
 
 CHOSEN = "chosen-job"
 PICKER = "job-picker"
 
 
-def choose_job(console: Console) -> JobSummary | None:
-    """Draws the choice where there is one. None: there is no job, or none with the URL's id; the
-    page has then said so."""
+def open_job(console: Console, *, pace: bool = True) -> tuple[JobView, DeltaGenerator] | None:
+    """Draws the page's head; returns the job and the place for the page's own controls.
+
+    pace: also say whether the job is paced. None: there is no job, or none with the URL's id; the
+    page has then said so. Raises ConsoleError.
+    """
     jobs = sorted(console.list_jobs(), key=lambda job: job.created_at, reverse=True)
     if not jobs:
-        _no_job(console)
+        components.no_job((st.context.url or "http://127.0.0.1:8501").removesuffix("/schedule").rstrip("/"))
+        st.fragment(_wait_for_job, run_every=2)(console)
         return None
-    by_id = {job.job_id: job for job in jobs}
+    known = {job.job_id: job for job in jobs}
     # Links between pages drop the query; the session remembers.
     wanted = st.query_params.get("job") or st.session_state.get(CHOSEN)
-    if wanted is not None and wanted not in by_id:
-        st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one below.")
-    if len(jobs) > 1 or (wanted is not None and wanted not in by_id):
-        names = {job.job_id: f"{job.name} · {job.state.value} · {job.job_id}" for job in jobs}
-        chosen = st.selectbox(
-            "Job",
-            list(by_id),
-            index=list(by_id).index(wanted) if wanted in by_id else None if wanted is not None else 0,
-            format_func=lambda job_id: names[job_id],
-            placeholder="Choose a job",
-            key=PICKER,
-            width=420,
-            on_change=_remember,
-        )
+    unknown = wanted is not None and wanted not in known
+    if unknown:
+        st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead.")
+    with st.container(horizontal=True, vertical_alignment="bottom", key="page-head"):
+        title = st.container()
+        controls = st.container(horizontal=True, vertical_alignment="bottom", width="content", key="page-controls")
+    job_id = jobs[0].job_id if wanted is None else wanted
+    if len(jobs) > 1 or unknown:
+        with controls:
+            chosen = _pick(known, None if unknown else job_id)
         if chosen is None:
             return None
-        return by_id[chosen]
-    return jobs[0]
+        job_id = chosen
+    view = console.view(job_id)
+    with title:
+        components.job_title(view, pace=pace)
+    return view, controls
+
+
+def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:
+    options = list(known)
+    names = {job.job_id: f"{job.name} · {job.state.value} · {job.job_id}" for job in known.values()}
+    return st.selectbox(  # type: ignore[no-any-return]
+        "Job",
+        options,
+        index=None if job_id is None else options.index(job_id),
+        format_func=names.__getitem__,
+        placeholder="Choose a job",
+        key=PICKER,
+        width=340,
+        on_change=_remember,
+    )
 
 
 def _remember() -> None:
     st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
-
-
-def _no_job(console: Console) -> None:
-    address = (st.context.url or "http://127.0.0.1:8501").rstrip("/")
-    address = address.removesuffix("/schedule")
-    components.no_job(address)
-    st.fragment(_wait_for_job, run_every=2)(console)
 
 
 def _wait_for_job(console: Console) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import streamlit as st
 
 from app.console import Console, get_console
@@ -10,7 +12,7 @@ from app.ui import components, facts
 from app.ui.charts import overview as large
 from app.ui.charts import rows
 from app.ui.charts.gantt import KIND_ORDER, gantt
-from app.ui.picker import choose_job
+from app.ui.picker import open_job
 from app.ui.tables import operations_table, workers_table
 from app.ui.theme import CHART_CONFIG, Palette
 from app.view import JobView
@@ -26,16 +28,11 @@ SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "
 def page() -> None:
     colours = components.use_style()
     console = get_console()
-    job = choose_job(console)
-    if job is None:
+    opened = open_job(console, pace=False)
+    if opened is None:
         return
-    try:
-        view = console.view(job.job_id)
-    except ConsoleError as error:
-        st.error(str(error))
-        return
-    components.job_title(view, pace=False)
-    st.fragment(_follow, run_every=2)(console, job.job_id, view.plan.fingerprint if view.plan else None)
+    view = opened[0]
+    st.fragment(_follow, run_every=2)(console, view.job_id, view.plan.fingerprint if view.plan else None)
     filters = st.container(horizontal=True, vertical_alignment="bottom", key="filters")
     with filters:
         plan = _choose_plan(console, view)
@@ -132,12 +129,16 @@ def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], colours: Palet
     job = schedule.problem.job
     fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * job.ticks_per_unit
     figure = gantt(schedule, colours, workers=workers, fault_free_end=fault_free, revision=revision)
-    kinds = [k for k in KIND_ORDER if any(op.kind == k for w in workers for op in schedule.ops.get(w, ()))]
-    moved = any(op.rerouted for w in workers for op in schedule.ops.get(w, ()))
-    components.op_legend(kinds, rerouted=moved, ghost=True)
+    _legend(schedule, workers, ghost=True)
     with st.container(key="wide-chart"):
         st.plotly_chart(figure, theme=None, key="gantt", config=CHART_CONFIG, alt=facts.schedule_words(plan, schedule))
     st.caption(facts.reading_help(plan))
+
+
+def _legend(schedule: Schedule, workers: Sequence[Worker], *, ghost: bool) -> None:
+    shown = {(op.kind, op.rerouted) for w in workers for op in schedule.ops.get(w, ())}
+    kinds = [kind for kind in KIND_ORDER if any(kind == k for k, _ in shown)]
+    components.op_legend(kinds, rerouted=any(moved for _, moved in shown), ghost=ghost)
 
 
 def _large_chart(schedule: Schedule, workers: list[Worker], colours: Palette, revision: str) -> None:
@@ -151,7 +152,7 @@ def _large_chart(schedule: Schedule, workers: list[Worker], colours: Palette, re
     if box:
         detail = large.detail_of_box(schedule, workers, *box)
     else:
-        detail = large.detail_of(schedule, workers, names.index(first), 24, start * schedule.problem.job.ticks_per_unit)
+        detail = large.detail_of(schedule, workers, names.index(first), 16, start * schedule.problem.job.ticks_per_unit)
     st.plotly_chart(
         large.overview(schedule, colours, workers=workers, detail=detail, revision=revision),
         theme=None,
@@ -161,7 +162,8 @@ def _large_chart(schedule: Schedule, workers: list[Worker], colours: Palette, re
         config=CHART_CONFIG,
         alt=f"Overview of {len(workers):,} workers over one iteration.",
     )
-    components.heading("Detail", f"{detail.ops:,} ops" + (", cut short to stay quick" if detail.cut else ""))
+    components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
+    _legend(schedule, detail.workers, ghost=False)
     figure = gantt(
         schedule, colours, workers=detail.workers, window=detail.window, revision=f"{revision}-{detail.window}"
     )
@@ -197,4 +199,4 @@ def _tables(plan: Plan, schedule: Schedule, workers: list[Worker]) -> None:
         st.dataframe(operations_table(schedule, workers), hide_index=True, key="ops-table", alt="Ops in order of start")
 
 
-page()
+components.guard(page)

@@ -19,6 +19,8 @@ from planner.schedule import Schedule
 # Up to here one bar per op stays quick; beyond, overview and detail.
 MAX_BARS = 8_000
 MAX_DETAIL = 4_000
+# What the detail opens with: few enough that the numbers in the bars can be read.
+FIRST_DETAIL = 800
 COLUMNS = 1_600
 MAX_ROWS = 600
 CODES = {"F": 1, "I": 2, "W": 3, "B": 4, "O": 5}
@@ -29,7 +31,7 @@ FAILED = 6
 class Detail:
     """The part of a schedule drawn bar by bar: its rows, and a time window in ticks.
 
-    cut: the window was shortened so that it holds at most MAX_DETAIL ops.
+    cut: the window was shortened so that it holds no more ops than asked for.
     """
 
     workers: tuple[Worker, ...]
@@ -106,13 +108,15 @@ def overview(
     return figure
 
 
-def detail_of(schedule: Schedule, workers: Sequence[Worker], first_row: int, rows: int, start: float) -> Detail:
-    """`rows` workers from `first_row`, from `start` (ticks) for as long as MAX_DETAIL ops allow."""
+def detail_of(
+    schedule: Schedule, workers: Sequence[Worker], first_row: int, rows: int, start: float, most: int = FIRST_DETAIL
+) -> Detail:
+    """`rows` workers from `first_row`, from `start` (ticks) for as long as `most` ops allow."""
     chosen = tuple(workers[first_row : first_row + rows])
     starts = np.sort(np.array([op.start for w in chosen for op in schedule.ops.get(w, ()) if op.end > start]))
     end = float(_end(schedule))
-    if len(starts) > MAX_DETAIL:
-        return Detail(chosen, (start, float(starts[MAX_DETAIL])), MAX_DETAIL, True)
+    if len(starts) > most:
+        return Detail(chosen, (start, float(starts[most])), most, True)
     return Detail(chosen, (start, end), len(starts), False)
 
 
@@ -124,7 +128,7 @@ def detail_of_box(
     first = max(0, min(len(workers) - 1, round(min(y))))
     last = max(first, min(len(workers) - 1, round(max(y))))
     start, end = max(0.0, min(x) * scale), min(float(_end(schedule)), max(x) * scale)
-    detail = detail_of(schedule, workers, first, last - first + 1, start)
+    detail = detail_of(schedule, workers, first, last - first + 1, start, MAX_DETAIL)
     if detail.window[1] <= end:
         return detail
     count = sum(op.end > start and op.start < end for w in detail.workers for op in schedule.ops.get(w, ()))
