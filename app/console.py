@@ -10,7 +10,6 @@ import contextlib
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 import structlog
@@ -34,25 +33,19 @@ from agent.protocol import (
 )
 from app import membership as m
 from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
-from app.jobs import URGENT, PlanMaker, PlanRequest
 from app.live import LiveJob
 from app.membership import Ladder
+from app.planning import Planning
 from app.sentence import sentence
 from app.view import JobSummary, JobView
 from app.views import PlanCache, job_view, summary
 from db.store import Record, Store
 from planner.errors import PlannerError
-from planner.failures import canonical_pattern
-from planner.job import Worker
-from planner.plan import Plan, job_doc
+from planner.plan import Plan
 
 log = structlog.get_logger()
 
 MAX_WORKERS = 16_384
-# How many failure patterns are planned ahead; the list scheduler serves the rest when they happen.
-MAX_AHEAD = 512
-# In a grid above this, whatever fails beyond the tolerance is planned when it has failed.
-NEXT_WORKERS = 512
 
 TICK_SECONDS = 0.25
 FLUSH_SECONDS = 1.0
@@ -67,11 +60,10 @@ class Console:
     def __init__(self, store: Store, *, ladder: Ladder | None = None, tolerance: int = 2) -> None:
         self.ladder = ladder or Ladder()
         self._store = store
-        self._tolerance = tolerance
         self._jobs: dict[str, LiveJob] = {}
         self._lock = threading.Lock()
         self._plans = PlanCache(store)
-        self._maker = PlanMaker()
+        self._planning = Planning(tolerance)
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
 
@@ -79,13 +71,17 @@ class Console:
 
     def start(self) -> None:
         """Takes up every job of the database."""
-        self._maker.start()
+        self._planning.start()
         for row in self._store.jobs():
-            job = self._live(row["id"], JobSpec.model_validate_json(row["spec"]), row["created_at"])
+            try:
+                job = self._live(row["id"], JobSpec.model_validate_json(row["spec"]), row["created_at"])
+                job.restore(row)
+            except (PlannerError, ValueError):
+                log.exception("a stored job can't be read; it is left out", job=row["id"])
+                continue
             self._jobs[job.job_id] = job
-            job.restore(row)
             if not job.state.over:
-                self._plan_ahead(job)
+                self._planning.make_ahead(job)
         self._ticker.start()
 
     def stop_waiting(self) -> None:
@@ -99,7 +95,7 @@ class Console:
         self._stop.set()
         if self._ticker.is_alive():
             self._ticker.join(2)
-        self._maker.close()
+        self._planning.close()
         for job in self._jobs.values():
             with contextlib.suppress(ConsoleError):
                 job.take_heartbeats()
@@ -132,7 +128,8 @@ class Console:
             raise ConsoleError(422, "invalid", str(error)) from None
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
         text = spec.model_dump_json()
-        with self._storing():
+        # Under the lock, so that whoever is given an earlier job's id finds that job.
+        with self._lock, self._storing():
             row = self._store.create_job(
                 job_id,
                 name=spec.name,
@@ -142,14 +139,15 @@ class Console:
                 workers=members,
                 idempotency_key=idempotency_key,
             )
-        new = row["id"] == job_id
+            new = row["id"] == job_id
+            if new:
+                self._jobs[job_id] = job
         if not new and JobSpec.model_validate_json(row["spec"]) != spec:
             raise ConsoleError(
                 409, "idempotency_conflict", f"Idempotency-Key: {idempotency_key!r} was used for another job"
             )
         if new:
-            self._jobs[job_id] = job
-            self._plan_ahead(job)
+            self._planning.make_ahead(job)
             log.info("job created", job=job_id, name=spec.name, workers=len(members))
         ladder = self.ladder
         created = JobCreated(
@@ -182,7 +180,7 @@ class Console:
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""
         with self._storing():
-            plan = self._plans.get(fingerprint)
+            plan = self._plans.get(plain(fingerprint))
         if plan is None:
             raise unknown_plan(fingerprint)
         return plan
@@ -191,7 +189,7 @@ class Console:
         """The stored JSON, as it is. Raises ConsoleError (404)."""
         self.job(job_id)
         with self._storing():
-            document = self._store.plan(fingerprint)
+            document = self._store.plan(plain(fingerprint))
         if document is None:
             raise unknown_plan(fingerprint)
         return document
@@ -229,7 +227,7 @@ class Console:
 
     def register(self, job_id: str, message: Registration) -> Registered:
         job = self.job(job_id)
-        job.apply(m.Registered(message.worker, message.incarnation), process=(message.host, message.pid))
+        job.apply(m.Registered(message.worker, message.incarnation), process=(plain(message.host), message.pid))
         return Registered(worker=message.worker, epoch=job.state.epoch)
 
     def heartbeat(self, job_id: str, message: Heartbeat) -> int:
@@ -242,9 +240,13 @@ class Console:
         if message.cause == "exit":
             late = message.age_milliseconds / 1000
             seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
-            return job.apply(m.Exited(message.worker, message.incarnation, message.reporter, message.detail + seen))
+            return job.apply(
+                m.Exited(message.worker, message.incarnation, message.reporter, plain(message.detail) + seen)
+            )
         return job.apply(
-            m.TransferBroken(message.reporter, message.incarnation, message.worker, message.epoch, message.detail)
+            m.TransferBroken(
+                message.reporter, message.incarnation, message.worker, message.epoch, plain(message.detail)
+            )
         )
 
     def acknowledge(self, job_id: str, message: Acknowledgement) -> str:
@@ -280,9 +282,8 @@ class Console:
 
     def finish(self, job_id: str, message: JobFinished) -> None:
         job = self.job(job_id)
-        job.apply(m.Finished(JobState(message.state), message.reason))
-        self._maker.cancel(job_id)
-        job.plans_to_make = job.planned_ahead = 0
+        job.apply(m.Finished(JobState(message.state), plain(message.reason)))
+        self._planning.cancel(job)
 
     def deployment(self, job_id: str, after: int) -> Deployment | None:
         """The newest deployment, if its epoch is above `after`. Does not block."""
@@ -332,7 +333,7 @@ class Console:
         return job, member
 
     def _command(self, job: LiveJob, kind: str, worker: str, actor: str) -> None:
-        actor = actor.strip()[:80] or "unknown"
+        actor = plain(actor).strip()[:80] or "unknown"
         with job.lock, self._storing():
             events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker}", worker)])
             seq = self._store.add_command(job.job_id, kind=kind, worker=worker, actor=actor, events=events)
@@ -341,7 +342,7 @@ class Console:
         log.info("operator command", job=job.job_id, kind=kind, worker=worker, actor=actor)
         job.topic.publish()
 
-    # -- plans ------------------------------------------------------------------------------
+    # -- details ----------------------------------------------------------------------------
 
     def _live(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
         return LiveJob(
@@ -350,61 +351,9 @@ class Console:
             created_at,
             store=self._store,
             ladder=self.ladder,
-            want_plan=self._want_plan,
-            on_epoch=self._plan_next,
+            want_plan=self._planning.make_now,
+            on_epoch=self._planning.make_next,
         )
-
-    def _request(self, job: LiveJob, failed: Sequence[str]) -> PlanRequest:
-        return PlanRequest(job.job_id, job_doc(job.job), tuple(failed), job.spec.technique, job.spec.memory)
-
-    def _plan_ahead(self, job: LiveJob) -> None:
-        """The fault-free plan first, then one for each failure pattern, one failure after another."""
-        patterns = [p for count in job.catalog.patterns(self._tolerance) for p in count][:MAX_AHEAD]
-        job.plans_to_make = len(patterns)
-        job.planned_ahead = len(patterns)
-        self._submit_missing(job, patterns)
-
-    def _plan_next(self, job: LiveJob) -> None:
-        """Beyond the tolerance too, whatever worker fails next finds its plan made."""
-        epoch = job.state.current
-        if epoch is None or len(epoch.failed) < self._tolerance or len(epoch.living) > NEXT_WORKERS:
-            return
-        failed = {Worker.parse(name) for name in epoch.failed}
-        living = [Worker.parse(name) for name in epoch.living]
-        peers = Counter(worker.stage for worker in living)
-        next_ones = {canonical_pattern({*failed, w}, job.job)[0] for w in living if peers[w.stage] > 1}
-        new = [pattern for pattern in next_ones if pattern not in job.patterns_asked]
-        job.plans_to_make += len(new)
-        job.planned_ahead += len(new)
-        self._submit_missing(job, new[:MAX_AHEAD])
-
-    def _submit_missing(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> None:
-        def done(plan: Plan | None, why: str) -> None:
-            job.planned_ahead += 1
-            if plan is None:
-                log.warning("no plan ahead", job=job.job_id, reason=why)
-            else:
-                job.file_plan(plan)
-
-        job.patterns_asked.update(patterns)
-        for pattern in patterns:
-            if job.catalog.find(pattern) is None:
-                job.planned_ahead -= 1
-                self._maker.submit(self._request(job, [str(w) for w in sorted(pattern)]), done)
-
-    def _want_plan(self, job: LiveJob, failed: tuple[str, ...]) -> None:
-        """A failure came for which no plan is there: it is made before all others."""
-
-        def done(plan: Plan | None, why: str) -> None:
-            if plan is None:
-                job.apply(m.PlanRefused(failed, why))
-                return
-            job.catalog.add(plan)
-            job.apply(m.PlanReady(failed, plan.fingerprint, f"made now ({plan.solver.name})"))
-
-        self._maker.submit(self._request(job, failed), done, priority=URGENT)
-
-    # -- time -------------------------------------------------------------------------------
 
     def _keep_time(self) -> None:
         last_tick = last_flush = time.monotonic()
@@ -416,6 +365,8 @@ class Console:
                     if late > self.ladder.heartbeat and not job.state.over:
                         job.apply(m.Stalled(late))
                     job.tick()
+                    if missing := job.plan_missing():
+                        job.ask_for(missing)
                 except ConsoleError as error:
                     log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)
                 except Exception:
@@ -446,6 +397,11 @@ class _Storing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, SQLAlchemyError):
             raise unavailable(type(error).__name__) from error
+
+
+def plain(text: str) -> str:
+    """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 _console: Console | None = None

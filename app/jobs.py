@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 import structlog
 
+from app.logs import configure_logging
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
 from planner.plan import JobDoc, Plan
@@ -145,6 +146,7 @@ class PlanMaker:
 
 def serve(pipe: Connection) -> None:
     """The child's life: a request, a plan, and so on until the console is gone."""
+    configure_logging()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
     os.nice(5)  # planning ahead must not slow down training on the same machine
     parent = multiprocessing.parent_process()
@@ -175,6 +177,9 @@ def answer(request: bytes) -> dict[str, str]:
         )
     except PlannerError as error:
         return {"error": str(error)}
+    except Exception as error:
+        log.exception("the planner failed", failed=body["failed"])
+        return {"error": f"the planner failed ({type(error).__name__}); the console's log says more"}
     return {"plan": plan.to_json()}
 
 

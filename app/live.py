@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import Command, Heartbeat, JobSpec, JobState, WorkerState
@@ -40,6 +41,8 @@ from planner.catalog import Catalog
 from planner.errors import PlannerError
 from planner.job import Job, MemoryLimit, Technique, Worker
 from planner.plan import Plan
+
+log = structlog.get_logger()
 
 # Below this many ops a plan that is missing is made at once, by the thread that needs it: a few ms.
 INLINE_OPS = 1_500
@@ -83,6 +86,7 @@ class LiveJob:
         self.planned_ahead = 0
         self.plans_to_make = 0
         self.patterns_asked: set[frozenset[Worker]] = set()  # canonical ones, planned ahead or about to be
+        self.asked_for: tuple[str, ...] | None = None  # what `want_plan` was called for last
         self.topic = Topic()
         self.state = State.new(spec.pipelines, spec.stages, spec.iterations)
         self.contacts: dict[str, Contact] = {}
@@ -102,20 +106,25 @@ class LiveJob:
     # -- events -----------------------------------------------------------------------------
 
     def apply(
-        self, event: Event, *, process: tuple[str, int] | None = None, acknowledgement: Record | None = None
+        self,
+        event: Event,
+        *,
+        process: tuple[str, int] | None = None,
+        acknowledgement: Record | None = None,
+        plan: Plan | None = None,
     ) -> str:
         """Takes one event, stores what follows from it, and returns the reason.
 
         process: (host, pid) of a registering worker. acknowledgement: its row, stored if the event
-        is accepted. Raises ConsoleError when the event is refused or can't be stored; then nothing
-        has changed.
+        is accepted. plan: the one that a PlanReady speaks of. Raises ConsoleError when the event is
+        refused or can't be stored; then nothing has changed.
         """
         with self.lock:
             old, now = self.state, self._clock()
             step = coordinator.step(old, event, now, self.ladder)
             if step.refusal:
                 raise ConsoleError(_STATUS[step.refusal.code], step.refusal.code, step.refusal.detail)
-            decisions, plan, wanted = list(step.decisions), None, None
+            decisions, wanted = list(step.decisions), None
             state, reason = step.state, step.reason
             for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:
                 found = self._plan_now(need.failed)
@@ -126,8 +135,6 @@ class LiveJob:
                 step = coordinator.step(state, answer, now, self.ladder)
                 decisions += step.decisions
                 state, reason = step.state, step.reason
-            if isinstance(event, PlanReady):
-                plan = self.catalog.find(_workers(event.failed))
             change = self._change(old, state, decisions, plan, process, acknowledgement, event)
             self._save(change)
             self.state = state
@@ -136,7 +143,7 @@ class LiveJob:
         if change:
             self.topic.publish()
         if wanted is not None:
-            self._want_plan(self, wanted)
+            self.ask_for(wanted)
         if change.epoch:
             self._on_epoch(self)
         return reason
@@ -195,6 +202,29 @@ class LiveJob:
 
     # -- plans ------------------------------------------------------------------------------
 
+    def plan_made(self, failed: tuple[str, ...], made: Plan | None, why: str) -> None:
+        """Takes the answer to `want_plan`. why: no plan exists, if it does not."""
+        try:
+            if made is None:
+                self.apply(PlanRefused(failed, why))
+                return
+            with self.lock:
+                self.catalog.add(made)
+                plan = self.catalog.find(_workers(failed)) or made
+                self.apply(PlanReady(failed, plan.fingerprint, f"made now ({plan.solver.name})"), plan=plan)
+        finally:
+            self.asked_for = None
+
+    def ask_for(self, failed: tuple[str, ...]) -> None:
+        """Has the plan made elsewhere."""
+        self.asked_for = failed
+        self._want_plan(self, failed)
+
+    def plan_missing(self) -> tuple[str, ...] | None:
+        """What a pending epoch waits for, if nobody makes it: its answer could not be stored, say."""
+        pending = self.state.pending
+        return pending.failed if pending and self.asked_for is None else None
+
     def file_plan(self, plan: Plan) -> None:
         """Adds a plan that was made ahead."""
         with self.lock:
@@ -212,6 +242,11 @@ class LiveJob:
             plan, origin = self.catalog.plan_for(workers)
         except PlannerError as error:
             return PlanRefused(failed, str(error)), None
+        except Exception as error:
+            # The survivors wait for an answer: one that stops the job and says why is better than none.
+            log.exception("the planner failed", job=self.job_id, failed=failed)
+            why = f"the planner failed ({type(error).__name__}); the console's log says more"
+            return PlanRefused(failed, why), None
         self.catalog.add(plan)
         return PlanReady(failed, plan.fingerprint, origin), plan
 
@@ -312,9 +347,10 @@ class LiveJob:
         self.commands = [Command(seq=r["seq"], kind=r["kind"], worker=r["worker"]) for r in store.commands(job_id)]
         if not over:
             for row in store.job_plans(job_id):
-                document = store.plan(row["fingerprint"])
-                if document:
-                    self.catalog.add(Plan.from_json(document))
+                try:
+                    self.catalog.add(Plan.from_json(store.plan(row["fingerprint"]) or "", source=row["fingerprint"]))
+                except PlannerError as error:
+                    log.warning("a stored plan is not used; it is made again", job=job_id, reason=str(error))
             self.apply(ConsoleRestarted())
 
 

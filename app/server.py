@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import structlog
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -32,6 +29,7 @@ from app.api.problems import problem
 from app.api.routes import create_routes
 from app.console import Console, set_console
 from app.errors import SettingsError
+from app.logs import configure_logging
 from app.security import BodyLimit, HostGuard, TokenGuard
 from app.settings import Settings, default_database_url
 from db.session import Database
@@ -118,23 +116,6 @@ def bind(host: str, port: int) -> socket.socket:
         why = error.strerror or str(error)
         raise SettingsError(f"--host {host} --port {port} can't be listened on: {why}") from None
     return listener
-
-
-def configure_logging() -> None:
-    """One line per event on stderr. Nothing that is logged holds a token or a password."""
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 class _Server(uvicorn.Server):

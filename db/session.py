@@ -25,6 +25,9 @@ _LEADER_LOCK = 0x0C1E_0002
 
 HERE = Path(__file__).parent
 
+# SQLite's write-ahead log needs memory shared between processes, which these do not have.
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs", "fuse.glusterfs")
+
 
 class DatabaseError(Exception):
     """The database can't be used. `str(error)` is one sentence, without the password."""
@@ -158,7 +161,29 @@ def _sqlite_path(url: URL) -> Path:
             pass
     except OSError as error:
         raise DatabaseError(f"database file {path} can't be written: {error.strerror or error}") from None
+    kind = file_system(path)
+    if kind.startswith(_NETWORK_FILE_SYSTEMS):
+        raise DatabaseError(
+            f"database file {path} is on a network file system ({kind}), which SQLite does not bear; "
+            "name a file on a local disk, or a PostgreSQL database"
+        )
     return path
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the file system that `path` is on; empty where that can't be told."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    best, kind = -1, ""
+    resolved = path.resolve()
+    for line in lines:
+        _, where, fs, *_ = line.split(" ")
+        point = Path(where.replace("\\040", " "))
+        if resolved.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), fs
+    return kind
 
 
 def _prepare_sqlite(engine: Engine) -> None:

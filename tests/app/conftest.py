@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from console_server import Agents, ConsoleServer
 
+from tests.conftest import new_database
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
     """A real console process, shared by the tests of a module: each makes a job of its own."""
-    folder: Path = tmp_path_factory.mktemp("console")
-    server = ConsoleServer(f"sqlite:///{folder / 'console.db'}", "--api-only")
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path_factory.mktemp('console') / 'console.db'}"
+    else:
+        url = new_database(request.getfixturevalue("postgres_url"))
+    server = ConsoleServer(url, "--api-only")
     yield server
     server.close()
 

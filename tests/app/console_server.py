@@ -41,7 +41,8 @@ class ConsoleServer:
         )
         assert self.process.stdout and self.process.stderr
         self.errors: list[str] = []
-        threading.Thread(target=lambda e=self.process.stderr: self.errors.extend(e), daemon=True).start()
+        self._reader = threading.Thread(target=self.errors.extend, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
         timer = threading.Timer(READY_SECONDS, self.process.kill)
         timer.start()
         line = self.process.stdout.readline()
@@ -57,16 +58,23 @@ class ConsoleServer:
         begin = time.monotonic()
         self.process.send_signal(number)
         self.process.wait(30)
-        return time.monotonic() - begin
+        seconds = time.monotonic() - begin
+        self._let_go()
+        return seconds
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
+        self._let_go()
+        self.session.close()
+
+    def _let_go(self) -> None:
+        """Closes the pipes of a process that has ended."""
+        self._reader.join(10)
         for stream in (self.process.stdout, self.process.stderr):
             if stream:
                 stream.close()
-        self.session.close()
 
     def get(self, path: str, **options: Any) -> requests.Response:
         return self.session.get(self.base + path, timeout=30, **options)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from db.session import Database, DatabaseError
+from db.session import Database, DatabaseError, file_system
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,16 @@ def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
         raise ZeroDivisionError
     with database.read() as session:
         assert session.execute(text("select count(*) from job")).scalar_one() == 0
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mounts"
+    share = tmp_path / "the share"
+    named = str(share).replace(" ", "\\040")
+    mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\nserver:/x {named} nfs4 rw 0 0\n")
+    assert file_system(share / "console.db", mounts) == "nfs4"
+    assert file_system(tmp_path / "console.db", mounts) == "ext4"
+    assert file_system(tmp_path, tmp_path / "none") == ""
+    monkeypatch.setattr("db.session.file_system", lambda path: "nfs4")
+    with pytest.raises(DatabaseError, match="on a network file system"):
+        Database(f"sqlite:///{share / 'console.db'}")

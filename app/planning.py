@@ -1,0 +1,83 @@
+"""Which plans are made for a job, and when: ahead of failures, and at once when one is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import structlog
+
+from app.jobs import AHEAD, URGENT, PlanMaker, PlanRequest
+from app.live import LiveJob
+from planner.failures import canonical_pattern
+from planner.job import Worker
+from planner.plan import Plan, job_doc
+
+log = structlog.get_logger()
+
+# How many failure patterns are planned ahead; the list scheduler serves the rest when they happen.
+MAX_AHEAD = 512
+# In a grid above this, whatever fails beyond the tolerance is planned when it has failed.
+NEXT_WORKERS = 512
+
+
+class Planning:
+    """Plans of all jobs come out of one child process. tolerance: failures planned for from the start."""
+
+    def __init__(self, tolerance: int) -> None:
+        self._tolerance = tolerance
+        self._maker = PlanMaker()
+
+    def start(self) -> None:
+        self._maker.start()
+
+    def close(self) -> None:
+        self._maker.close()
+
+    def cancel(self, job: LiveJob) -> None:
+        """Nothing more is planned for `job`."""
+        self._maker.cancel(job.job_id)
+        job.plans_to_make = job.planned_ahead = 0
+
+    def make_ahead(self, job: LiveJob) -> None:
+        """The fault-free plan first, then one for each failure pattern, one failure after another."""
+        patterns = [p for count in job.catalog.patterns(self._tolerance) for p in count]
+        self._submit(job, patterns[:MAX_AHEAD])
+
+    def make_next(self, job: LiveJob) -> None:
+        """Beyond the tolerance too, whatever worker fails next finds its plan made."""
+        epoch = job.state.current
+        if epoch is None or len(epoch.failed) < self._tolerance or len(epoch.living) > NEXT_WORKERS:
+            return
+        failed = {Worker.parse(name) for name in epoch.failed}
+        living = [Worker.parse(name) for name in epoch.living]
+        peers = Counter(worker.stage for worker in living)
+        patterns = {canonical_pattern({*failed, w}, job.job)[0]: None for w in living if peers[w.stage] > 1}
+        self._submit(job, [pattern for pattern in patterns if pattern not in job.patterns_asked])
+
+    def make_now(self, job: LiveJob, failed: tuple[str, ...]) -> None:
+        """A failure came for which no plan is there: it is made before all others."""
+
+        def done(plan: Plan | None, why: str) -> None:
+            job.plan_made(failed, plan, why)
+
+        self._maker.submit(_request(job, failed), done, priority=URGENT)
+
+    def _submit(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> None:
+        def done(plan: Plan | None, why: str) -> None:
+            job.planned_ahead += 1
+            if plan is None:
+                log.warning("no plan ahead", job=job.job_id, reason=why)
+            else:
+                job.file_plan(plan)
+
+        missing = [pattern for pattern in patterns if job.catalog.find(pattern) is None]
+        job.patterns_asked.update(patterns)
+        job.plans_to_make += len(patterns)
+        job.planned_ahead += len(patterns) - len(missing)
+        for pattern in missing:
+            self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
+
+
+def _request(job: LiveJob, failed: Iterable[str]) -> PlanRequest:
+    return PlanRequest(job.job_id, job_doc(job.job), tuple(failed), job.spec.technique, job.spec.memory)

@@ -1,0 +1,219 @@
+"""The console as a service, in this process: what happens when a part of it fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+
+from agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, JobState, Registration, WorkerState
+from app.console import Console, get_console, set_console
+from app.errors import ConsoleError
+from app.membership import Ladder
+from db.session import Database
+from db.store import Store
+
+SPEC = JobSpec(name="job", pipelines=3, stages=2, micro_batches=3, iterations=50)
+NAMES = [f"W{p}_{s}" for p in range(3) for s in range(2)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    yield Store(database)
+    database.close()
+
+
+@pytest.fixture
+def console(store: Store) -> Iterator[Console]:
+    console = Console(store)
+    console.start()
+    yield console
+    console.close()
+
+
+def register_all(console: Console, job_id: str) -> None:
+    for name in NAMES:
+        console.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+
+
+def resume(console: Console, job_id: str, epoch: int, names: list[str]) -> None:
+    for name in names:
+        for state in ("adopted", "formed", "resumed"):
+            message = Acknowledgement(worker=name, incarnation=f"{name}-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+            console.acknowledge(job_id, message)
+
+
+def exited(worker: str) -> FailureReport:
+    return FailureReport(worker=worker, incarnation=f"{worker}-a", cause="exit", reporter="launcher", detail="gone")
+
+
+def until(true: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)
+
+
+def test_what_can_not_be_stored_has_not_happened(
+    console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created, _ = console.create_job(SPEC)
+    register_all(console, created.job_id)
+    resume(console, created.job_id, 1, NAMES)
+    before = console.job(created.job_id).state
+    apply = store.apply
+
+    def disk_is_full(*_: object) -> None:
+        raise OperationalError("insert", {}, Exception("database or disk is full"))
+
+    monkeypatch.setattr(store, "apply", disk_is_full)
+    with pytest.raises(ConsoleError) as error:
+        console.failure(created.job_id, exited("W1_1"))
+    assert (error.value.status, error.value.code) == (503, "unavailable")
+    assert console.job(created.job_id).state.epoch == before.epoch
+    assert console.deployment(created.job_id, 1) is None
+    # The launcher sends its report again, and now there is room.
+    monkeypatch.setattr(store, "apply", apply)
+    console.failure(created.job_id, exited("W1_1"))
+    deployment = console.deployment(created.job_id, 1)
+    assert deployment is not None
+    assert deployment.failed == ("W1_1",)
+
+
+def test_a_plan_for_a_large_grid_comes_from_the_child(
+    console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.live.INLINE_OPS", 0)
+    monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
+    created, _ = console.create_job(SPEC)
+    register_all(console, created.job_id)
+    until(lambda: console.job(created.job_id).state.epoch == 1)
+    console.failure(created.job_id, exited("W2_0"))
+    until(lambda: console.job(created.job_id).state.epoch == 2)
+    deployment = console.deployment(created.job_id, 1)
+    assert deployment is not None
+    assert console.plan(deployment.plan_fingerprint).failed == ("W2_0",)
+
+
+def test_a_plan_whose_epoch_could_not_be_stored_is_asked_for_again(
+    console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.live.INLINE_OPS", 0)
+    monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
+    created, _ = console.create_job(SPEC)
+    register_all(console, created.job_id)
+    until(lambda: console.job(created.job_id).state.epoch == 1)
+    apply, refused = store.apply, threading.Event()
+
+    def no_epochs(job_id: str, change: object) -> None:
+        if getattr(change, "epoch", None):
+            refused.set()
+            raise OperationalError("insert", {}, Exception("database is locked"))
+        apply(job_id, change)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "apply", no_epochs)
+    console.failure(created.job_id, exited("W2_0"))
+    assert refused.wait(30)
+    monkeypatch.setattr(store, "apply", apply)
+    until(lambda: console.job(created.job_id).state.epoch == 2)
+
+
+def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    created, _ = console.create_job(SPEC)
+    job = console.job(created.job_id)
+    monkeypatch.setattr(job, "_plan_now", lambda failed: None)
+    monkeypatch.setattr(job, "_want_plan", lambda job, failed: job.plan_made(failed, None, "no schedule exists: x"))
+    register_all(console, created.job_id)
+    view = console.view(created.job_id)
+    assert view.state is JobState.HALTED
+    assert view.sentence == "Halted: there is no plan for this job: no schedule exists: x."
+
+
+def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Store) -> None:
+    console = Console(store, tolerance=0)
+    console.start()
+    try:
+        created, _ = console.create_job(SPEC)
+        job = console.job(created.job_id)
+        register_all(console, created.job_id)
+        resume(console, created.job_id, 1, NAMES)
+        until(lambda: {len(p["failed"]) for p in console.plans(created.job_id)} == {0, 1})
+        until(lambda: job.planned_ahead == job.plans_to_make == 3)
+        console.failure(created.job_id, exited("W0_1"))
+        until(lambda: {len(p["failed"]) for p in console.plans(created.job_id)} == {0, 1, 2})
+        assert "planned ahead for 1 failed worker" in console.view(created.job_id).events[0].text
+    finally:
+        console.close()
+
+
+def test_a_view_shows_what_is_known(console: Console) -> None:
+    created, _ = console.create_job(SPEC)
+    job_id = created.job_id
+    register_all(console, job_id)
+    resume(console, job_id, 1, NAMES)
+    beat = Heartbeat(
+        worker="W0_0",
+        incarnation="W0_0-a",
+        seq=5,
+        epoch=1,
+        iteration=9,
+        phase="training",
+        op_milliseconds={"F": 1.5},
+        resident_bytes=10,
+    )
+    console.heartbeat(job_id, beat)
+    console.heartbeat(job_id, beat.model_copy(update={"seq": 4, "iteration": 8}))
+    until(lambda: console.view(job_id).workers[0].iteration > 0)
+    view = console.view(job_id)
+    first = view.workers[0]
+    assert (first.name, first.state, first.iteration, first.phase) == ("W0_0", WorkerState.RUNNING, 9, "training")
+    assert (first.op_milliseconds, first.host, first.pid, first.acknowledged) == ({"F": 1.5}, "h", 7, "resumed")
+    assert first.heartbeat_age is not None
+    assert 0 <= first.heartbeat_age < 30
+    assert view.plan is not None
+    assert view.plan.failed == ()
+    assert [e.seq for e in view.events] == sorted((e.seq for e in view.events), reverse=True)
+    assert view.fault_free_samples_per_second is None  # its times are slots
+    assert console.list_jobs()[0].name == "job"
+
+
+def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: Console) -> None:
+    times = {"F": 40.0, "I": 40.0, "W": 40.0}
+    spec = SPEC.model_copy(update={"paced": True, "durations": times, "samples_per_micro_batch": 4})
+    created, _ = console.create_job(spec)
+    register_all(console, created.job_id)
+    view = console.view(created.job_id)
+    assert view.plan is not None
+    assert view.fault_free_samples_per_second == pytest.approx(3 * 3 * 4 / (view.plan.metrics.period / 1000))
+
+
+def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) -> None:
+    console = Console(store)
+    console.start()
+    good, _ = console.create_job(SPEC)
+    bad, _ = console.create_job(SPEC)
+    console.close()
+    with store.database.write() as session:
+        session.execute(text("update job set spec = '{}' where id = :id"), {"id": bad.job_id})
+    again = Console(store, ladder=Ladder())
+    again.start()
+    try:
+        assert [job.job_id for job in again.list_jobs()] == [good.job_id]
+    finally:
+        again.close()
+
+
+def test_the_console_of_this_process(console: Console) -> None:
+    set_console(None)
+    with pytest.raises(RuntimeError, match="no console runs in this process"):
+        get_console()
+    set_console(console)
+    assert get_console() is console
+    set_console(None)
