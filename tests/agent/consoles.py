@@ -1,12 +1,9 @@
-"""A real console process for tests, on a free port and a database of its own."""
+"""A console that a real job is started against, and how tests wait for what it says."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,54 +11,29 @@ from typing import Any, TypeVar
 
 import requests
 
+from tests.app.console_server import ConsoleServer
+
 T = TypeVar("T")
 
 
-class ConsoleProcess:
-    """`python -m app serve` as a user runs it. May be killed and started again on its database."""
+class JobConsole(ConsoleServer):
+    """A console process with a database file of its own; may be killed and started again on both."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-m", "app", "serve", "--port", str(self.port), *arguments]
-        self._command += ["--database-url", f"sqlite:///{folder / 'console.db'}"]
-        self._log = (folder / "console.log").open("a")
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, folder: Path, *options: str) -> None:
+        super().__init__(f"sqlite:///{folder / 'console.db'}", *options)
 
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
-        until(self._healthy, "the console to answer", 60)
-
-    def kill(self) -> None:
-        """SIGKILL: no goodbye, no flush."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait(15)
-        self._log.close()
-
-    def get(self, path: str) -> Any:
-        answer = requests.get(f"{self.url}/api/v1{path}", timeout=10)
+    def read(self, path: str) -> Any:
+        answer = self.get(path)
         answer.raise_for_status()
         return answer.json()
 
-    def post(self, path: str) -> requests.Response:
-        return requests.post(f"{self.url}/api/v1{path}", timeout=10)
+    def job_id(self) -> str:
+        """Of the only job, as soon as there is one."""
+        return str(until(lambda: self.read("/jobs")["jobs"], "a job", 90)[0]["job_id"])
 
-    def job(self) -> str:
-        """The id of the only job, as soon as there is one."""
-        return str(until(lambda: self.get("/jobs")["jobs"], "a job", 90)[0]["job_id"])
-
-    def _healthy(self) -> bool:
-        assert self._process is not None and self._process.poll() is None, "the console ended"
-        with contextlib.suppress(requests.RequestException):
-            return requests.get(f"{self.url}/healthz", timeout=2).status_code == 200
-        return False
+    def crash(self) -> None:
+        """SIGKILL: no goodbye, no flush."""
+        self.stop(signal.SIGKILL)
 
 
 def until(condition: Callable[[], T], what: str, timeout: float = 60.0) -> T:
@@ -77,10 +49,9 @@ def until(condition: Callable[[], T], what: str, timeout: float = 60.0) -> T:
 
 
 @contextlib.contextmanager
-def console(folder: Path, *arguments: str) -> Iterator[ConsoleProcess]:
-    process = ConsoleProcess(folder, *arguments)
+def console(folder: Path, *options: str) -> Iterator[JobConsole]:
+    server = JobConsole(folder, *options)
     try:
-        process.start()
-        yield process
+        yield server
     finally:
-        process.stop()
+        server.close()

@@ -16,7 +16,7 @@ import pytest
 
 from planner.check import check
 from planner.plan import Plan
-from tests.agent.consoles import ConsoleProcess, console, until
+from tests.agent.consoles import JobConsole, console, until
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, small
 
 pytestmark = pytest.mark.processes
@@ -28,10 +28,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @contextmanager
-def job(server: ConsoleProcess, record: Path, iterations: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def job(server: JobConsole, record: Path, iterations: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A job that runs beside the test, slow enough (paced) to act on."""
     command = [sys.executable, "-m", "agent", "launch", "--record", str(record), *GRID, *TINY]
-    command += ["--console", server.url, "--demo", "--iterations", str(iterations), *arguments]
+    command += ["--console", server.root, "--demo", "--iterations", str(iterations), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         yield process
@@ -41,30 +41,30 @@ def job(server: ConsoleProcess, record: Path, iterations: int, *arguments: str) 
         process.wait(20)
 
 
-def _events(server: ConsoleProcess, job_id: str) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = server.get(f"/jobs/{job_id}/events?after=0&limit=500")["events"]
+def _events(server: JobConsole, job_id: str) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = server.read(f"/jobs/{job_id}/events?after=0&limit=500")["events"]
     return events
 
 
-def _committed(server: ConsoleProcess, job_id: str) -> int:
-    return int(server.get(f"/jobs/{job_id}")["committed"])
+def _committed(server: JobConsole, job_id: str) -> int:
+    return int(server.read(f"/jobs/{job_id}")["committed"])
 
 
 def test_a_death_is_decided_by_the_console_and_the_bits_stay(reference: Run, tmp_path: Path) -> None:
     with console(tmp_path) as server:
-        run = small(tmp_path / "run.jsonl", "--console", server.url, "--kill", "W1_1@2:I1")
+        run = small(tmp_path / "run.jsonl", "--console", server.root, "--kill", "W1_1@2:I1")
         assert run.status == 0, run.errors
         assert run.losses == reference.losses and run.final == reference.final
-        job_id = server.job()
-        state = server.get(f"/jobs/{job_id}")
+        job_id = server.job_id()
+        state = server.read(f"/jobs/{job_id}")
         assert state["state"] == "finished" and state["committed"] == ITERATIONS
-        rows = server.get(f"/jobs/{job_id}/iterations?limit=100")["iterations"]
+        rows = server.read(f"/jobs/{job_id}/iterations?limit=100")["iterations"]
         assert [row["loss_hex"] for row in rows] == reference.losses
-        plans = server.get(f"/jobs/{job_id}/plans")["plans"]
-        epochs = server.get(f"/jobs/{job_id}/epochs")["epochs"]
+        plans = server.read(f"/jobs/{job_id}/plans")["plans"]
+        epochs = server.read(f"/jobs/{job_id}/epochs")["epochs"]
         assert [epoch["epoch"] for epoch in epochs] == [1, 2]
         assert epochs[1]["failed"] == ["W1_1"] and epochs[1]["plan_fingerprint"] in {p["fingerprint"] for p in plans}
-        plan = Plan.from_json(json.dumps(server.get(f"/jobs/{job_id}/plans/{epochs[1]['plan_fingerprint']}")))
+        plan = Plan.from_json(json.dumps(server.read(f"/jobs/{job_id}/plans/{epochs[1]['plan_fingerprint']}")))
         assert check(plan) == [] and plan.failed == ("W1_1",)
         texts = "\n".join(event["text"] for event in _events(server, job_id))
         assert "W1_1" in texts and "SIGKILL" in texts and "resumed" in texts
@@ -72,17 +72,17 @@ def test_a_death_is_decided_by_the_console_and_the_bits_stay(reference: Run, tmp
 
 def test_kill_and_restart_from_the_console(tmp_path: Path) -> None:
     with console(tmp_path) as server, job(server, tmp_path / "run.jsonl", 100_000, "--pace", "F=5ms,I=5ms,W=5ms"):
-        job_id = server.job()
+        job_id = server.job_id()
         until(lambda: _committed(server, job_id) >= 2, "training")
         assert server.post(f"/jobs/{job_id}/workers/W0_2/kill").ok
-        until(lambda: server.get(f"/jobs/{job_id}")["living"] == 5, "the death")
+        until(lambda: server.read(f"/jobs/{job_id}")["living"] == 5, "the death")
         after = _committed(server, job_id)
         until(lambda: _committed(server, job_id) >= after + 3, "training without W0_2")
         assert server.post(f"/jobs/{job_id}/workers/W0_2/restart").ok
-        until(lambda: server.get(f"/jobs/{job_id}")["living"] == 6, "the return")
+        until(lambda: server.read(f"/jobs/{job_id}")["living"] == 6, "the return")
         after = _committed(server, job_id)
         until(lambda: _committed(server, job_id) >= after + 3, "training with W0_2")
-        assert server.get(f"/jobs/{job_id}")["state"] == "running"
+        assert server.read(f"/jobs/{job_id}")["state"] == "running"
         until(lambda: any("re-joined" in event["text"] for event in _events(server, job_id)), "the news of it")
 
 
@@ -92,24 +92,24 @@ def test_training_outlives_the_console(tmp_path: Path) -> None:
         console(tmp_path) as server,
         job(server, tmp_path / "run.jsonl", 100_000, "--pace", "F=5ms,I=5ms,W=5ms") as launcher,
     ):
-        job_id = server.job()
+        job_id = server.job_id()
         until(lambda: _committed(server, job_id) >= 2, "training")
-        server.kill()
+        server.crash()
         lines = (tmp_path / "run.jsonl").read_text().count("\n")
         until(lambda: (tmp_path / "run.jsonl").read_text().count("\n") >= lines + 5, "training without a console")
-        server.start()
+        server.start(server.port)
         until(lambda: _committed(server, job_id) >= lines + 5, "the console to catch up")
-        assert server.get(f"/jobs/{job_id}")["epoch"] == 1
+        assert server.read(f"/jobs/{job_id}")["epoch"] == 1
         # And it decides again: a worker killed by somebody else entirely.
-        workers = server.get(f"/jobs/{job_id}/workers")["workers"]
+        workers = server.read(f"/jobs/{job_id}/workers")["workers"]
         pid = next(w["pid"] for w in workers if w["name"] == "W1_0")
         os.kill(pid, signal.SIGKILL)
-        until(lambda: server.get(f"/jobs/{job_id}")["living"] == 5, "the death to be seen")
+        until(lambda: server.read(f"/jobs/{job_id}")["living"] == 5, "the death to be seen")
         after = _committed(server, job_id)
         until(lambda: _committed(server, job_id) >= after + 3, "training without W1_0")
         assert launcher.poll() is None
         numbers: list[int] = []
-        while page := server.get(f"/jobs/{job_id}/iterations?after={len(numbers) - 1}&limit=500")["iterations"]:
+        while page := server.read(f"/jobs/{job_id}/iterations?after={len(numbers) - 1}&limit=500")["iterations"]:
             numbers += [row["iteration"] for row in page]
             if len(page) < 500:
                 break
@@ -123,9 +123,9 @@ def test_a_worker_that_hangs_is_put_out(reference: Run, tmp_path: Path) -> None:
         console(tmp_path, *ladder) as server,
         job(server, tmp_path / "run.jsonl", ITERATIONS, "--pace", "F=20ms,I=20ms,W=20ms") as launcher,
     ):
-        job_id = server.job()
+        job_id = server.job_id()
         until(lambda: _committed(server, job_id) >= 1, "training")
-        workers = server.get(f"/jobs/{job_id}/workers")["workers"]
+        workers = server.read(f"/jobs/{job_id}/workers")["workers"]
         pid = next(w["pid"] for w in workers if w["name"] == "W0_1")
         os.kill(pid, signal.SIGSTOP)
         assert launcher.wait(60) == 0
@@ -139,5 +139,5 @@ def test_a_worker_that_hangs_is_put_out(reference: Run, tmp_path: Path) -> None:
 
 def test_a_refusing_or_absent_console_is_told_in_a_sentence(tmp_path: Path) -> None:
     with console(tmp_path) as server:
-        run = small(tmp_path / "run.jsonl", "--console", server.url, "--name", "bad\nname")
+        run = small(tmp_path / "run.jsonl", "--console", server.root, "--name", "bad\nname")
         assert run.status == 2 and "Traceback" not in run.errors and "name" in run.errors
