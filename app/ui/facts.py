@@ -104,6 +104,8 @@ def _throughput(view: JobView) -> Card:
     now = recent_rate(view.iterations)
     if now is None:
         return Card("Throughput", "–", "no iteration done yet")
+    if view.state is JobState.HALTED:
+        return Card("Throughput", "0", f"{text.rate(now)} before the halt", "bad", of="samples/s")
     reference = fault_free_rate(view)
     if reference is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")

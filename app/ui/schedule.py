@@ -12,9 +12,10 @@ from app.ui import components, facts
 from app.ui.charts import overview as large
 from app.ui.charts import rows
 from app.ui.charts.gantt import KIND_ORDER, gantt
+from app.ui.charts.overview import Detail
 from app.ui.picker import open_job
 from app.ui.tables import operations_table, workers_table
-from app.ui.theme import CHART_CONFIG, Palette
+from app.ui.theme import BOX_CONFIG, CHART_CONFIG, Palette
 from app.view import JobView
 from planner.job import Worker
 from planner.plan import Plan
@@ -47,8 +48,8 @@ def page() -> None:
     with filters:
         workers = _choose_workers(schedule)
     components.cards(facts.plan_cards(plan, schedule))
-    _chart(plan, schedule, workers, colours)
-    _tables(plan, schedule, workers)
+    detail = _chart(plan, schedule, workers, colours)
+    _tables(plan, schedule, workers, detail)
 
 
 def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
@@ -120,12 +121,12 @@ def _choose_workers(schedule: Schedule) -> list[Worker]:
     return touched if show == "failure" else list(job.workers())
 
 
-def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], colours: Palette) -> None:
+def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], colours: Palette) -> Detail | None:
+    """Returns the part that is shown op by op, where that is not all of it."""
     ops = sum(len(schedule.ops.get(w, ())) for w in workers)
     revision = f"{plan.fingerprint}-{len(workers)}"
     if ops > large.MAX_BARS:
-        _large_chart(schedule, workers, colours, revision)
-        return
+        return _large_chart(schedule, workers, colours, revision)
     job = schedule.problem.job
     fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * job.ticks_per_unit
     figure = gantt(schedule, colours, workers=workers, fault_free_end=fault_free, revision=revision)
@@ -133,6 +134,7 @@ def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], colours: Palet
     with st.container(key="wide-chart"):
         st.plotly_chart(figure, theme=None, key="gantt", config=CHART_CONFIG, alt=facts.schedule_words(plan, schedule))
     st.caption(facts.reading_help(plan))
+    return None
 
 
 def _legend(schedule: Schedule, workers: Sequence[Worker], *, ghost: bool) -> None:
@@ -141,12 +143,12 @@ def _legend(schedule: Schedule, workers: Sequence[Worker], *, ghost: bool) -> No
     components.op_legend(kinds, rerouted=any(moved for _, moved in shown), ghost=ghost)
 
 
-def _large_chart(schedule: Schedule, workers: list[Worker], colours: Palette, revision: str) -> None:
+def _large_chart(schedule: Schedule, workers: list[Worker], colours: Palette, revision: str) -> Detail:
     """Beyond MAX_BARS ops: a picture of all, and bars for the part that a box or the fields choose."""
     with st.container(horizontal=True, vertical_alignment="bottom"):
         first = st.selectbox("First row", [str(w) for w in workers], key="first-row", width=160)
         start = st.number_input("From time", min_value=0.0, value=0.0, key="from-time", width=160)
-        st.caption("Or draw a box on the overview.")
+        st.caption("Or draw a box on the overview; a double click there takes it away.")
     box = _drawn_box(st.session_state.get("overview"))
     names = [str(w) for w in workers]
     if box:
@@ -159,7 +161,7 @@ def _large_chart(schedule: Schedule, workers: list[Worker], colours: Palette, re
         key="overview",
         on_select="rerun",
         selection_mode="box",
-        config=CHART_CONFIG,
+        config=BOX_CONFIG,
         alt=f"Overview of {len(workers):,} workers over one iteration.",
     )
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
@@ -169,6 +171,7 @@ def _large_chart(schedule: Schedule, workers: list[Worker], colours: Palette, re
     )
     with st.container(key="wide-chart"):
         st.plotly_chart(figure, theme=None, key="gantt", config=CHART_CONFIG, alt="The chosen part, op by op.")
+    return detail
 
 
 def _drawn_box(state: object) -> tuple[tuple[float, float], tuple[float, float]] | None:
@@ -180,7 +183,7 @@ def _drawn_box(state: object) -> tuple[tuple[float, float], tuple[float, float]]
     return (float(x[0]), float(x[1])), (float(y[0]), float(y[1]))
 
 
-def _tables(plan: Plan, schedule: Schedule, workers: list[Worker]) -> None:
+def _tables(plan: Plan, schedule: Schedule, workers: list[Worker], detail: Detail | None) -> None:
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         components.heading("The same in figures", f"times in {plan.job.time_unit}")
         st.download_button(
@@ -192,11 +195,12 @@ def _tables(plan: Plan, schedule: Schedule, workers: list[Worker]) -> None:
             icon=":material/download:",
             key="download-plan",
         )
-    by_worker, by_op = st.tabs(["Workers", "Ops"])
+    by_worker, by_op = st.tabs(["Workers", "Ops of the detail" if detail else "Ops"])
     with by_worker:
         st.dataframe(workers_table(schedule, workers), hide_index=True, key="workers-table", alt="Figures by worker")
     with by_op:
-        st.dataframe(operations_table(schedule, workers), hide_index=True, key="ops-table", alt="Ops in order of start")
+        ops = operations_table(schedule, *((detail.workers, detail.window) if detail else (workers, None)))
+        st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start")
 
 
 components.guard(page)

@@ -8,9 +8,6 @@ from app.ui.theme import OP_WORDS
 from planner.job import Worker
 from planner.schedule import Schedule
 
-# A browser table of more rows helps nobody; the plan's file has them all.
-MAX_OPS = 20_000
-
 Table = dict[str, list[object]]
 
 
@@ -43,11 +40,12 @@ def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
     return table
 
 
-def operations_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
-    """One row per op by start, at most MAX_OPS of them."""
+def operations_table(schedule: Schedule, workers: Sequence[Worker], window: tuple[float, float] | None = None) -> Table:
+    """One row per op by start. window: only ops that run between these ticks."""
     job = schedule.problem.job
-    ops = sorted((op for w in workers for op in schedule.ops.get(w, ())), key=lambda o: (o.start, o.worker))
-    ops = ops[:MAX_OPS]
+    low, high = window or (float("-inf"), float("inf"))
+    ops = [op for w in workers for op in schedule.ops.get(w, ()) if op.end >= low and op.start <= high]
+    ops.sort(key=lambda o: (o.start, o.worker))
     return {
         "start": [job.units(op.start) for op in ops],
         "end": [job.units(op.end) for op in ops],

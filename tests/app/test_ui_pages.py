@@ -252,3 +252,28 @@ def test_unknown_plan_in_the_address(console: Console, jobs: dict[str, JobHere])
     test.switch_page("schedule.py").run()
     assert "plan: got '0123abcd'" in test.error[0].value
     assert test.get("plotly_chart")
+
+
+def test_a_large_schedule_opens_as_overview_and_detail(console: Console, jobs: dict[str, JobHere]) -> None:
+    job = JobHere(console, "large job", pipelines=8, stages=8, micro_batches=48).register()
+    test = open_page(job.job_id, "schedule")
+    charts = test.get("plotly_chart")
+    assert len(charts) == 2, "an overview and a detail"
+    assert figure(test, 0)["layout"]["images"][0]["source"].startswith("data:image/png;base64,")  # type: ignore[index]
+    bars = sum(len(t["hovertext"]) for t in figure(test, 1)["data"] if t["meta"]["kind"] in "FIWBO")  # type: ignore[attr-defined]
+    assert 100 < bars < 1000
+    test.selectbox(key="first-row").select("W4_0").run()
+    assert not test.exception
+    assert figure(test, 1)["layout"]["yaxis"]["ticktext"][0] == "W4_0"  # type: ignore[index]
+    live = open_page(job.job_id)
+    assert live.button(key="worker-W7_7"), "64 workers are still one button each"
+
+
+def test_a_grid_too_large_for_buttons_is_a_heat_map(console: Console, jobs: dict[str, JobHere]) -> None:
+    job = JobHere(console, "wide job", pipelines=20, stages=4, micro_batches=4).register()
+    test = open_page(job.job_id)
+    assert not [b for b in test.button if str(b.key).startswith("worker-W")]
+    test.selectbox(key="worker-name").select("W19_3").run()
+    test.button(key="worker-open").click().run()
+    assert not test.exception
+    assert "Kill W19_3?" in words(test)

@@ -100,10 +100,15 @@ def overview(
         )
     style(figure, colours, height=380, revision=revision)
     figure.update_layout(margin={"l": 72, "r": 14, "t": 12, "b": 44}, dragmode="select", showlegend=False)
-    figure.update_xaxes(title_text=f"time in the iteration ({job.time_unit})", range=[0, width], showgrid=False)
+    title = f"time in the iteration ({job.time_unit})"
+    figure.update_xaxes(title_text=title, range=[0, width], showgrid=False, fixedrange=True)
     ticks = sorted({round(i) for i in np.linspace(0, height - 1, min(height, 9))})
     figure.update_yaxes(
-        range=[height - 0.5, -0.5], showgrid=False, tickvals=ticks, ticktext=[str(workers[i]) for i in ticks]
+        range=[height - 0.5, -0.5],
+        showgrid=False,
+        fixedrange=True,
+        tickvals=ticks,
+        ticktext=[str(workers[i]) for i in ticks],
     )
     return figure
 

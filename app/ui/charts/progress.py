@@ -111,7 +111,8 @@ def progress(
                 "font": {"color": colours.good, "size": 12},
                 "yanchor": "bottom",
                 "xanchor": "right",
-                "yshift": -1,
+                "yshift": 2,
+                "bgcolor": colours.background,
             },
             annotation_position="top right",
         )
