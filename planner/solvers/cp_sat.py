@@ -1,0 +1,227 @@
+"""The CP-SAT solver: proves small grids optimal, improves windows of large ones.
+
+It starts from the list scheduler's schedule (or the one given) and never returns a worse one.
+
+1. Routes as in that schedule: one model of the whole reduction where that is of a size to be
+   solved, else large-neighbourhood search to the end of the time.
+2. A proof for given routes says nothing of others. So when it stands and the bound is lower, the
+   pooled relaxation raises the bound, which holds for all routings.
+3. If that leaves a gap, routes become free as well: which living peer runs what.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from planner.bounds import period_bound
+from planner.job import Problem
+from planner.schedule import Schedule
+from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from planner.solvers.cp_sat_model import ScheduleModel
+from planner.solvers.cp_sat_routing import RoutingModel
+from planner.solvers.cp_sat_run import Outcome, Watcher, run
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.lns import Windows
+from planner.solvers.pooled import PooledModel
+from planner.solvers.reduction import Reduction, proven_for_routing, routes_of
+
+# Ops in one model: up to the first, the whole time is given to it; up to the second, a share.
+WHOLE_OPS = 700
+SHARED_OPS = 4_000
+SHARE = 0.35
+POOLED_OPS = 2_500
+# With free routes every op is there once per living peer.
+ROUTED_OPS = 1_500
+# Seconds for one window.
+WINDOW_SECONDS = 1.0
+
+
+class CpSatSolver:
+    """The Solver of this module.
+
+    workers: CP-SAT's threads. seed: equal seeds give equal searches, as far as the clock lets them
+    (a time limit cuts where it cuts). free_routes: whether step 2 is taken.
+    """
+
+    name = "cp-sat"
+
+    def __init__(self, *, workers: int = 2, seed: int = 0, free_routes: bool = True) -> None:
+        self.workers = workers
+        self.seed = seed
+        self.free_routes = free_routes
+
+    def solve(
+        self,
+        problem: Problem,
+        *,
+        time_limit: float,
+        warm_start: Schedule | None = None,
+        on_progress: ProgressCallback | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> Solution:
+        begin = time.monotonic()
+        if warm_start is None or not problem.technique.reroutes:
+            first = ListScheduler().solve(problem, time_limit=time_limit, cancelled=cancelled)
+            if not problem.technique.reroutes:
+                # Fault-free names one schedule, 1F1B: there is nothing to choose.
+                return Solution(first.schedule, first.bound, self.name, time.monotonic() - begin)
+            warm_start = first.schedule
+        search = _Search(
+            problem,
+            warm_start,
+            period_bound(problem),
+            begin,
+            begin + time_limit,
+            self.workers,
+            self.seed,
+            on_progress,
+            cancelled,
+        )
+        message = search.go(free_routes=self.free_routes)
+        return Solution(search.best, search.bound, self.name, time.monotonic() - begin, message)
+
+
+@dataclass
+class _Search:
+    """One solve: the incumbent, the bound, and what is left of the time."""
+
+    problem: Problem
+    best: Schedule
+    bound: int
+    begin: float
+    deadline: float
+    workers: int
+    seed: int
+    on_progress: ProgressCallback | None
+    cancelled: Cancelled | None
+    stopped: bool = field(init=False, default=False)
+    _told: tuple[int, int] | None = field(init=False, default=None)
+
+    def go(self, *, free_routes: bool) -> str:
+        """Improves `best` and `bound`; returns what is to be said about the result."""
+        self.tell(self.best.period, self.bound)
+        if self.closed:
+            return ""
+        reduction = Reduction.of(self.problem, routes_of(self.best))
+        proven = False
+        if reduction.ops <= SHARED_OPS and self.left > 0:
+            proven = self._whole(reduction, self.left if reduction.ops <= WHOLE_OPS else self.left * SHARE)
+        if not proven and not self.closed:
+            self._windows(reduction)
+        if proven and not self.closed:
+            self._pooled()
+        if proven and free_routes and not self.closed:
+            self._routes()
+        return self._message(proven)
+
+    # -- where it stands -------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self.best.period <= self.bound
+
+    @property
+    def left(self) -> float:
+        """Seconds; 0 when stopped."""
+        if self.stopped or (self.cancelled and self.cancelled()):
+            self.stopped = True
+            return 0.0
+        return max(0.0, self.deadline - time.monotonic())
+
+    def tell(self, incumbent: int, bound: int) -> None:
+        if self.on_progress and self._told != (incumbent, bound):
+            self._told = (incumbent, bound)
+            self.on_progress(Progress(CpSatSolver.name, time.monotonic() - self.begin, incumbent, bound))
+
+    def take(self, schedule: Schedule) -> None:
+        if schedule.period < self.best.period:
+            self.best = schedule
+            self.tell(self.best.period, self.bound)
+
+    def raise_bound(self, bound: int) -> None:
+        """`bound` holds for all schedules better than `best`; no more than that is known."""
+        self.bound = max(self.bound, min(bound, self.best.period))
+        self.tell(self.best.period, self.bound)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def _run(self, model: ScheduleModel | RoutingModel | PooledModel, seconds: float, watch: Watcher | None) -> Outcome:
+        outcome = run(
+            model.model,
+            time_limit=seconds,
+            workers=self.workers,
+            seed=self.seed,
+            watch=watch,
+            cancelled=self.cancelled,
+        )
+        self.stopped |= outcome.cancelled
+        return outcome
+
+    def _whole(self, reduction: Reduction, seconds: float) -> bool:
+        """All ops in one model. True when nothing better exists for these routes."""
+        model = ScheduleModel(reduction, self.bound, self.best.period, reduction.times_of(self.best))
+
+        def watch(objective: int | None, _: int) -> None:
+            if objective is not None:
+                self.tell(min(objective, self.best.period), self.bound)
+
+        outcome = self._run(model, seconds, watch)
+        if outcome.solved:
+            self.take(reduction.schedule(model.read(outcome.solver)))
+        return outcome.proven
+
+    def _windows(self, reduction: Reduction) -> None:
+        """Window after window, until the time is up or the gap is closed."""
+        windows = Windows(reduction, seed=self.seed)
+        current = reduction.times_of(self.best)
+        assert current is not None  # the routes are those of `best`
+        building = 0.0
+        while self.left > 2 * building and not self.closed:
+            start = time.monotonic()
+            window = windows.next(current)
+            model = ScheduleModel(reduction, self.bound, self.best.period, current, window, tidy=True)
+            building = time.monotonic() - start
+            outcome = self._run(model, min(WINDOW_SECONDS + building, self.left), None)
+            if outcome.proven:
+                windows.harder()
+            else:
+                windows.easier()
+            if outcome.solved:
+                current = model.read(outcome.solver)
+                if outcome.solver.value(model.period) < self.best.period:
+                    self.take(reduction.schedule(current))
+
+    def _pooled(self) -> None:
+        """A higher bound, from the relaxation."""
+        if not self.left or PooledModel.ops(self.problem) > POOLED_OPS:
+            return
+        model = PooledModel(self.problem, self.bound, self.best.period)
+        outcome = self._run(model, self.left * SHARE, lambda _, bound: self.raise_bound(bound))
+        self.raise_bound(outcome.bound)
+
+    def _routes(self) -> None:
+        """Routes free as well: a better schedule, or a proof that there is none."""
+        if not self.left or RoutingModel.ops(self.problem) > ROUTED_OPS:
+            return
+        model = RoutingModel(self.problem, self.bound, self.best.period - 1)
+
+        def watch(objective: int | None, bound: int) -> None:
+            self.raise_bound(bound)
+            if objective is not None:
+                self.tell(min(objective, self.best.period), self.bound)
+
+        outcome = self._run(model, self.left, watch)
+        if outcome.infeasible:
+            self.raise_bound(self.best.period)
+            return
+        if outcome.solved:
+            self.take(model.read(outcome.solver))
+        self.raise_bound(outcome.bound)
+
+    def _message(self, proven: bool) -> str:
+        if self.closed:
+            return ""
+        if proven:
+            return proven_for_routing(self.problem, self.bound)
+        return "stopped before the gap was closed" if self.stopped else "time limit reached before the gap was closed"

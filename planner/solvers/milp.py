@@ -1,0 +1,294 @@
+"""The textbook MILP of a routed problem, as a check on CP-SAT: it shares no model code with it.
+
+Time-indexed, in step form: y[op, t] = 1 once the op has started by tick t. So precedence is
+y[b, t] <= y[a, t - duration - transfer], a worker's load at t is the sum of y[op, t] -
+y[op, t - duration], and what it holds the sum of y[F, t] - y[W, t - W]. Of the forms measured (big-M
+disjunctive, time-indexed with pulses, with steps; HiGHS and SCIP), steps with HiGHS was the only
+one that proved every small grid tried within 10 s; big-M left most of those with a barrier open.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from ortools.math_opt.python import mathopt
+
+from planner.bounds import period_bound
+from planner.errors import InputError
+from planner.job import Problem, Worker
+from planner.routing import Routes
+from planner.schedule import Op, Schedule
+from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.reduction import proven_for_routing, routes_of, whole_backwards
+
+# Above this many 0/1 variables HiGHS takes minutes where CP-SAT takes seconds.
+MAX_VARIABLES = 12_000
+POLL = 0.05
+
+_Op = tuple[str, int, int]  # kind, micro-batch index, stage
+
+
+class MilpSolver:
+    """The Solver of this module. Refuses, with an InputError, what needs over MAX_VARIABLES."""
+
+    name = "milp"
+
+    def solve(
+        self,
+        problem: Problem,
+        *,
+        time_limit: float,
+        warm_start: Schedule | None = None,
+        on_progress: ProgressCallback | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> Solution:
+        begin = time.monotonic()
+        if warm_start is None or not problem.technique.reroutes:
+            first = ListScheduler().solve(problem, time_limit=time_limit, cancelled=cancelled)
+            if not problem.technique.reroutes:
+                # Fault-free names one schedule, 1F1B: there is nothing to choose.
+                return Solution(first.schedule, first.bound, self.name, time.monotonic() - begin)
+            warm_start = first.schedule
+        best, bound, message = warm_start, period_bound(problem), ""
+
+        def tell() -> None:
+            if on_progress:
+                on_progress(Progress(self.name, time.monotonic() - begin, best.period, bound))
+
+        model = StepModel(problem, routes_of(best), best.period)
+        tell()
+        outcome = _run(model.model, begin + time_limit - time.monotonic(), cancelled)
+        if outcome.values:
+            found = model.read(outcome.values)
+            best = min(found, best, key=lambda schedule: schedule.period)
+        if not outcome.proven:
+            message = "stopped" if outcome.cancelled else "time limit reached"
+            message += " before the MILP was solved"
+        elif best.period > bound:
+            message = proven_for_routing(problem, bound)
+        tell()
+        return Solution(best, bound, self.name, time.monotonic() - begin, message)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    proven: bool
+    cancelled: bool
+    values: dict[int, float]
+
+
+def _run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _Outcome:
+    """Solves in a child process, which is ended when the time is up or `cancelled` says so."""
+    if seconds <= 0:
+        return _Outcome(False, False, {})
+    script = Path(__file__).with_name("milp_process.py")
+    deadline = time.monotonic() + seconds + 1.0
+    stopped = False
+    with tempfile.TemporaryFile() as request:
+        request.write(model.export_model().SerializeToString())
+        request.seek(0)
+        child = subprocess.Popen([sys.executable, str(script), str(seconds)], stdin=request, stdout=subprocess.PIPE)
+    try:
+        while True:
+            try:
+                answer, _ = child.communicate(timeout=POLL)
+                break
+            except subprocess.TimeoutExpired:
+                stopped = bool(cancelled and cancelled())
+                if stopped or time.monotonic() > deadline:
+                    return _Outcome(False, stopped, {})
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.communicate()
+    if child.returncode:
+        raise RuntimeError(f"the MILP's process ended with status {child.returncode}")
+    result = json.loads(answer)
+    values = {int(key): value for key, value in result["values"].items()}
+    return _Outcome(result["reason"] == "OPTIMAL", stopped, values)
+
+
+class StepModel:
+    """Minimizes the period, from 0 to `upper` ticks, for these routes (planner.routing.assign)."""
+
+    def __init__(self, problem: Problem, routes: Routes, upper: int) -> None:
+        self.problem, self.routes = problem, routes
+        job = problem.job
+        self.stages = range(job.stages)
+        self.indices = range(job.pipelines * job.micro_batches)
+        self.kinds = "FIW" if problem.technique.splits else "FB"
+        self.back, self.last = self.kinds[1], self.kinds[-1]
+        durations = [d for t in job.ticks for d in (t.forward, t.input_backward, t.weight_backward, t.optimizer)]
+        # All starts of an earliest-start schedule are sums of durations, so whole multiples of this.
+        self.unit = math.gcd(*durations, *job.transfer_ticks)
+        self.wire = [t // self.unit for t in job.transfer_ticks]
+        self.optimizer = [t.optimizer // self.unit for t in job.ticks]
+        self.upper = upper // self.unit
+        self.earliest, self.latest = self._earliest(), self._latest()
+        size = len(self.indices) * sum(
+            max(0, self.latest[kind, s] - self.earliest[kind, s]) for s in self.stages for kind in self.kinds
+        )
+        if size > MAX_VARIABLES:
+            raise InputError(
+                "--solver",
+                "milp",
+                f"cp-sat or auto: the MILP takes at most {MAX_VARIABLES:,} variables and this problem needs {size:,}",
+            )
+        self.model = mathopt.Model()
+        self.period = self.model.add_variable(lb=0, ub=self.upper)
+        self.steps: dict[_Op, dict[int, mathopt.Variable]] = {}
+        for index in self.indices:
+            for s in self.stages:
+                for kind in self.kinds:
+                    self._op(kind, index, s)
+        for index in self.indices:
+            self._chain(index)
+        self._workers()
+        self._span()
+        self.model.minimize(self.period)
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def duration(self, kind: str, stage: int) -> int:
+        t = self.problem.job.ticks[stage]
+        ticks = {"F": t.forward, "I": t.input_backward, "W": t.weight_backward, "B": t.backward}[kind]
+        return ticks // self.unit
+
+    def _earliest(self) -> dict[tuple[str, int], int]:
+        """First unit at which an op of (kind, stage) can start: down the pipeline and back up."""
+        at: dict[tuple[str, int], int] = {}
+        clock = 0
+        for s in self.stages:
+            at["F", s] = clock
+            clock += self.duration("F", s) + (self.wire[s] if s < len(self.wire) else 0)
+        for s in reversed(self.stages):
+            at[self.back, s] = clock
+            clock += self.duration(self.back, s)
+            if self.last == "W":
+                at["W", s] = clock
+            clock += self.wire[s - 1] if s else 0
+        return at
+
+    def _latest(self) -> dict[tuple[str, int], int]:
+        """Last unit at which an op of (kind, stage) can start when the period is `upper`."""
+        at: dict[tuple[str, int], int] = {}
+        staggers = self.problem.technique.staggers
+        end = self.upper - (self.optimizer[0] if staggers else max(self.optimizer))
+        clock = end
+        for s in self.stages:
+            weight = self.duration("W", s) if self.last == "W" else 0
+            if s == 0 or not staggers:
+                clock = min(clock, end - weight)
+            clock -= self.duration(self.back, s)
+            at[self.back, s] = clock
+            clock -= self.wire[s] if s < len(self.wire) else 0
+        clock = at[self.back, self.stages[-1]]
+        for s in reversed(self.stages):
+            clock -= self.duration("F", s)
+            at["F", s] = clock
+            if self.last == "W":
+                # Staggered: the stage's first F starts no later than this, and its last W a period on.
+                limit = clock + self.upper - self.optimizer[s] if staggers and s else end
+                at["W", s] = limit - self.duration("W", s)
+            clock -= self.wire[s - 1] if s else 0
+        return at
+
+    # -- constraints -----------------------------------------------------------------------------
+
+    def _op(self, kind: str, index: int, stage: int) -> None:
+        low, high = self.earliest[kind, stage], self.latest[kind, stage]
+        row = {t: self.model.add_binary_variable() for t in range(low, high)}
+        self.steps[kind, index, stage] = row
+        for t in range(low, high - 1):
+            self.model.add_linear_constraint(row[t] <= row[t + 1])
+
+    def step(self, op: _Op, t: int) -> mathopt.Variable | int:
+        """y[op, t]; a constant outside the op's window."""
+        if t < self.earliest[op[0], op[2]]:
+            return 0
+        return 1 if t >= self.latest[op[0], op[2]] else self.steps[op][t]
+
+    def start(self, op: _Op) -> mathopt.LinearBase:
+        return self.latest[op[0], op[2]] - mathopt.fast_sum(self.steps[op].values())
+
+    def _after(self, first: _Op, then: _Op, wire: int) -> None:
+        lag = self.duration(first[0], first[2]) + wire
+        for t in range(self.earliest[then[0], then[2]], self.latest[then[0], then[2]] + 1):
+            self._at_most([(self.step(then, t), 1), (self.step(first, t - lag), -1)], 0)
+
+    def _at_most(self, terms: list[tuple[mathopt.Variable | int, int]], limit: int) -> None:
+        """sum of factor x term <= limit, constants moved to the right; omitted when always true."""
+        constant = sum(factor * term for term, factor in terms if isinstance(term, int))
+        free = [(term, factor) for term, factor in terms if not isinstance(term, int)]
+        if constant + sum(factor for _, factor in free if factor > 0) <= limit:
+            return
+        self.model.add_linear_constraint(mathopt.fast_sum([factor * term for term, factor in free]) <= limit - constant)
+
+    def _chain(self, index: int) -> None:
+        for s in self.stages:
+            self._after(("F", index, s), (self.back, index, s), 0)
+            if self.last == "W":
+                self._after(("I", index, s), ("W", index, s), 0)
+            if s:
+                self._after(("F", index, s - 1), ("F", index, s), self.wire[s - 1])
+                self._after((self.back, index, s), (self.back, index, s - 1), self.wire[s - 1])
+
+    def _workers(self) -> None:
+        guests: dict[Worker, list[int]] = defaultdict(list)
+        for s, row in enumerate(self.routes):
+            for index, pipeline in enumerate(row):
+                guests[Worker(pipeline, s)].append(index)
+        for worker, indices in guests.items():
+            s, limit = worker.stage, self.problem.limits[worker.stage]
+            ops = [(kind, index, s) for index in indices for kind in self.kinds]
+            end = max(self.latest[kind, s] + self.duration(kind, s) for kind in self.kinds)
+            for t in range(self.earliest["F", s], end):
+                running = [(self.step(op, t), 1) for op in ops]
+                running += [(self.step(op, t - self.duration(op[0], s)), -1) for op in ops]
+                self._at_most(running, 1)
+                if limit is not None and len(indices) > limit:
+                    held = [(self.step(("F", i, s), t), 1) for i in indices]
+                    held += [(self.step((self.last, i, s), t - self.duration(self.last, s)), -1) for i in indices]
+                    self._at_most(held, limit)
+
+    def _span(self) -> None:
+        add = self.model.add_linear_constraint
+        for s in self.stages:
+            first: mathopt.Variable | int = 0
+            if self.problem.technique.staggers and s:
+                first = self.model.add_variable(lb=self.earliest["F", s], ub=self.latest["F", s])
+            optimizer = self.optimizer[s] if self.problem.technique.staggers else max(self.optimizer)
+            for index in self.indices:
+                end = self.start((self.last, index, s)) + self.duration(self.last, s)
+                add(end + optimizer - first <= self.period)
+                if not isinstance(first, int):
+                    add(self.start(("F", index, s)) >= first)
+
+    # -- reading a solution ----------------------------------------------------------------------
+
+    def read(self, values: dict[int, float]) -> Schedule:
+        """The schedule of a solution, given as variable id -> value."""
+
+        def ticks(kind: str, index: int, stage: int) -> int:
+            row = self.steps[kind, index, stage].values()
+            return self.unit * (self.latest[kind, stage] - sum(round(values[v.id]) for v in row))
+
+        job = self.problem.job
+        ops = []
+        for index in self.indices:
+            pipeline, micro_batch = divmod(index, job.micro_batches)
+            for s in self.stages:
+                worker = Worker(self.routes[s][index], s)
+                for kind in self.kinds:
+                    duration = self.duration(kind, s) * self.unit
+                    ops.append(Op(kind, pipeline, micro_batch, s, worker, ticks(kind, index, s), duration))
+        return Schedule.build(self.problem, whole_backwards(self.problem, ops))
