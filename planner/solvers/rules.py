@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, count, islice, product
+from itertools import chain, count, islice
 
 from planner.job import Problem
 from planner.solvers.table import ALWAYS, UNLIMITED, Settings
@@ -16,7 +16,7 @@ from planner.solvers.table import ALWAYS, UNLIMITED, Settings
 # Rules tried so long as the ops of all tries together stay below this.
 EFFORT = 800_000
 FEWEST = 4
-MOST = 200
+MOST = 64
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,32 @@ class Rule:
         return max(1, limit - int(less) - -(-turn // max(t.work for t in job.ticks)))
 
 
-PATIENCE = ((0, 0), (100, 0), (100, 100), (ALWAYS, ALWAYS))
-OPEN_LIMITS = ("full-0", "turn-1", "turn-0", "never", "full-2", "half", "full-1", "full-3", "turn-2", "one")
+# depth, open_limit, patience, patience_w, target
 EVERY = [
-    Rule(depth, open_limit, *patience)
-    for depth, open_limit, patience in product(("1f1b", "zb", "eager"), OPEN_LIMITS, PATIENCE)
+    Rule("1f1b", "never", 100, 100),
+    Rule("zb", "turn-1"),
+    Rule("1f1b", "never", 100, 0, 1.03),
+    Rule("1f1b", "turn-0", 100, 100),
+    Rule("1f1b", "never"),
+    Rule("1f1b", "turn-2", 100, 100),
+    Rule("zb", "turn-0", 100),
+    Rule("zb", "turn-2"),
+    Rule("1f1b", "turn-1", 100, 100),
+    Rule("zb", "turn-2", 100, 100),
+    Rule("zb", "turn-0"),
+    Rule("1f1b", "full-0", ALWAYS, ALWAYS),
+    Rule("1f1b", "never", ALWAYS, ALWAYS, 1.03),
+    Rule("1f1b", "half", 100),
+    Rule("zb", "half", 100, 100),
+    Rule("zb", "full-0", 100),
+    Rule("1f1b", "turn-1", 100),
+    Rule("1f1b", "turn-0", 100),
+    Rule("1f1b", "full-1", 100, 100),
+    Rule("zb", "full-2", 100),
+    Rule("eager", "never"),
+    Rule("zb", "never"),
+    Rule("1f1b", "full-0"),
+    Rule("eager", "one"),
 ]
 
 
@@ -102,7 +123,7 @@ def _endless(problem: Problem) -> Iterator[Rule]:
     if problem.failed:
         yield from (replace(rule, split="peers") for rule in some)
     for seed in count():
-        yield replace(EVERY[seed % 16], order=seed)
+        yield replace(EVERY[seed % len(EVERY)], order=seed)
 
 
 def _coupled(problem: Problem) -> Iterator[Rule]:

@@ -1,0 +1,113 @@
+"""Local search over the list scheduler's settings, for grids too large to be solved exactly.
+
+The event loop plans a whole iteration in milliseconds, so its settings can be tried by the
+thousand: how far each stage runs ahead, how many W's it may leave open, how long it waits. A
+change is kept when period, or at equal period the sum of the stages' spans, is no worse.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from planner.bounds import period_bound
+from planner.job import Problem
+from planner.schedule import Schedule
+from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.rules import ORDERS, rules
+from planner.solvers.table import ALWAYS, UNLIMITED, Result, Settings, Table
+
+POOL = 4  # settings that are improved side by side
+PATIENCES = (0, 30, 100, 300, ALWAYS)
+TARGETS = (0.98, 1.0, 1.01, 1.02, 1.05, 1.1)
+
+
+class Tuner:
+    """The Solver of this module: uses all of `time_limit` unless the gap closes."""
+
+    name = "list+tuning"
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self._seed = seed
+
+    def solve(
+        self,
+        problem: Problem,
+        *,
+        time_limit: float,
+        warm_start: Schedule | None = None,
+        on_progress: ProgressCallback | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> Solution:
+        begin = time.perf_counter()
+        bound = period_bound(problem)
+        if not problem.technique.reroutes:
+            return ListScheduler().solve(problem, time_limit=time_limit, warm_start=warm_start)
+
+        def over() -> bool:
+            return time.perf_counter() - begin > time_limit or bool(cancelled and cancelled())
+
+        table = Table(problem)
+        pool = self._pool(table, bound, over)
+        best = pool[0][0]
+        noise = random.Random(self._seed)
+        while best.period > bound and not over():
+            k = noise.randrange(len(pool))
+            result, settings = pool[k]
+            changed = _change(settings, bound, noise)
+            tried = table.run(changed)
+            if tried.rank <= result.rank:
+                pool[k] = (tried, changed)
+            if tried.rank < best.rank:
+                if on_progress and tried.period < best.period:
+                    on_progress(Progress(self.name, time.perf_counter() - begin, tried.period, bound))
+                best = tried
+        schedule = table.schedule(best)
+        if warm_start is not None and warm_start.period <= schedule.period:
+            schedule = warm_start
+        return Solution(schedule, bound, self.name, time.perf_counter() - begin)
+
+    def _pool(self, table: Table, bound: int, over: Cancelled) -> list[tuple[Result, Settings]]:
+        """The best of the rules, to start from."""
+        tried: list[tuple[Result, Settings]] = []
+        for rule in rules(table.problem):
+            settings = rule.settings(table.problem, bound)
+            tried.append((table.run(settings), settings))
+            tried.sort(key=lambda pair: pair[0].rank)
+            del tried[POOL:]
+            if over() or tried[0][0].period <= bound:
+                break
+        return tried
+
+
+def _change(settings: Settings, bound: int, noise: random.Random) -> Settings:
+    """One to three small random changes, each to a run of neighbouring stages."""
+    stages = len(settings.depth)
+    for _ in range(noise.choice((1, 1, 2, 3))):
+        what = noise.choice(("depth", "open_limit", "patience", "patience_w", "target", "order"))
+        if what == "order":
+            settings = replace(settings, order=noise.choice((*ORDERS, noise.randrange(1 << 20))))
+            continue
+        if what == "target":
+            settings = replace(settings, target=int(bound * noise.choice(TARGETS)))
+            continue
+        begin = noise.randrange(stages)
+        end = min(stages, begin + noise.choice((1, 1, 2, 4, stages)))
+        values: list[int] = list(getattr(settings, what))
+        if what in ("patience", "patience_w"):
+            values[begin:end] = [noise.choice(PATIENCES)] * (end - begin)
+        else:
+            step = noise.choice((-2, -1, 1, 2))
+            values[begin:end] = _stepped(values[begin:end], step, lowest=int(what == "open_limit"), top=2 * stages)
+        change: dict[str, Any] = {what: tuple(values)}
+        settings = replace(settings, **change)
+    return settings
+
+
+def _stepped(values: Sequence[int], step: int, *, lowest: int, top: int) -> list[int]:
+    """Each value and `step`, not below `lowest`; from no limit one comes down to about `top`."""
+    return [max(lowest, min(v, top if v >= UNLIMITED else v) + step) for v in values]
