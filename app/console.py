@@ -6,11 +6,11 @@ heartbeats alone are kept in memory and written behind.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -97,16 +97,14 @@ class Console:
             self._ticker.join(2)
         self._planning.close()
         for job in self._jobs.values():
-            with contextlib.suppress(ConsoleError):
+            with suppress(ConsoleError):
                 job.take_heartbeats()
         self._flush()
 
     def ready(self) -> None:
         """Raises ConsoleError when the database does not answer."""
-        try:
+        with _storing():
             self._store.ping()
-        except SQLAlchemyError as error:
-            raise unavailable(type(error).__name__) from None
 
     # -- jobs -------------------------------------------------------------------------------
 
@@ -129,7 +127,7 @@ class Console:
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
         text = spec.model_dump_json()
         # Under the lock, so that whoever is given an earlier job's id finds that job.
-        with self._lock, self._storing():
+        with self._lock, _storing():
             row = self._store.create_job(
                 job_id,
                 name=spec.name,
@@ -171,7 +169,7 @@ class Console:
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200) -> JobView:
         job = self.job(job_id)
-        with self._storing():
+        with _storing():
             return job_view(job, self._store, self._plans, self.sentence(job), iterations, events)
 
     def sentence(self, job: LiveJob) -> str:
@@ -179,7 +177,7 @@ class Console:
 
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""
-        with self._storing():
+        with _storing():
             plan = self._plans.get(plain(fingerprint))
         if plan is None:
             raise unknown_plan(fingerprint)
@@ -188,7 +186,7 @@ class Console:
     def plan_document(self, job_id: str, fingerprint: str) -> str:
         """The stored JSON, as it is. Raises ConsoleError (404)."""
         self.job(job_id)
-        with self._storing():
+        with _storing():
             document = self._store.plan(plain(fingerprint))
         if document is None:
             raise unknown_plan(fingerprint)
@@ -197,23 +195,23 @@ class Console:
     def plans(self, job_id: str) -> list[Record]:
         """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""
         self.job(job_id)
-        with self._storing():
+        with _storing():
             return self._store.job_plans(job_id)
 
     def events(self, job_id: str, after: int, limit: int) -> list[Record]:
         self.job(job_id)
-        with self._storing():
+        with _storing():
             return self._store.events(job_id, after=after, limit=limit)
 
     def iterations(self, job_id: str, after: int, limit: int) -> list[Record]:
         self.job(job_id)
-        with self._storing():
+        with _storing():
             return self._store.iterations(job_id, after=after, limit=limit)
 
     def epochs(self, job_id: str) -> list[Record]:
         """Every epoch with its acknowledgements, oldest first."""
         self.job(job_id)
-        with self._storing():
+        with _storing():
             epochs, acks = self._store.epochs(job_id), self._store.acknowledgements(job_id)
         by_epoch: dict[int, list[Record]] = {}
         for ack in acks:
@@ -265,7 +263,7 @@ class Console:
                     "the number that the job runs",
                 )
         now = time.time()
-        with self._storing():
+        with _storing():
             self._store.add_iterations(job_id, [{**i.model_dump(), "committed_at": now} for i in iterations])
             count = self._store.committed_iterations(job_id)
         job.stored()
@@ -276,7 +274,7 @@ class Console:
         if message.worker not in job.state.members:
             raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
         text = f"epoch {message.epoch}: training resumed {message.resumed_ms:.0f} ms after {message.worker} died"
-        with job.lock, self._storing():
+        with job.lock, _storing():
             if self._store.add_recovery(job_id, {**message.model_dump(), "at": time.time()}):
                 job.record(m.Note("info", "recovery", text, message.worker))
 
@@ -334,7 +332,7 @@ class Console:
 
     def _command(self, job: LiveJob, kind: str, worker: str, actor: str) -> None:
         actor = plain(actor).strip()[:80] or "unknown"
-        with job.lock, self._storing():
+        with job.lock, _storing():
             events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker}", worker)])
             seq = self._store.add_command(job.job_id, kind=kind, worker=worker, actor=actor, events=events)
             job.stored(len(events))
@@ -384,19 +382,14 @@ class Console:
                 # Only the latest heartbeat counts, and another one is on its way.
                 log.warning("heartbeats could not be stored", reason=type(error).__name__)
 
-    def _storing(self) -> _Storing:
-        return _Storing()
 
-
-class _Storing:
+@contextmanager
+def _storing() -> Iterator[None]:
     """Turns an error of the database into a ConsoleError (503)."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SQLAlchemyError):
-            raise unavailable(type(error).__name__) from error
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise unavailable(type(error).__name__) from error
 
 
 def plain(text: str) -> str:

@@ -269,8 +269,7 @@ def _console_restarted(state: State, event: ConsoleRestarted, now: float, ladder
         return Step(state)
     members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
     state = replace(state, members=members, pending=None, broken=None)
-    text = "the console was restarted and took the job up again"
-    return _reconsider(state, text, [Note("info", "console", text)])
+    return _reconsider(state, event.reason, [Note("info", "console", event.reason)])
 
 
 _HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {

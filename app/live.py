@@ -100,6 +100,7 @@ class LiveJob:
         self._on_epoch = on_epoch
         self._clock = clock
         self._event_seq = 0
+        self._doubtful = False  # may the database hold another state than this object?
         self._fresh: deque[tuple[Heartbeat, float]] = deque()
         self._unsaved: set[str] = set()
 
@@ -120,6 +121,8 @@ class LiveJob:
         refused or can't be stored; then nothing has changed.
         """
         with self.lock:
+            if self._doubtful:
+                self._read_again()
             old, now = self.state, self._clock()
             step = coordinator.step(old, event, now, self.ladder)
             if step.refusal:
@@ -311,6 +314,8 @@ class LiveJob:
             try:
                 self._store.apply(self.job_id, change)
             except SQLAlchemyError as error:
+                # The database may have taken it all the same, and only its answer was lost.
+                self._doubtful = True
                 raise unavailable(type(error).__name__) from error
             self.stored(len(change.events))
 
@@ -318,40 +323,53 @@ class LiveJob:
 
     def restore(self, job_row: Record) -> None:
         """Takes the job up where the database says it was."""
+        self._read(job_row)
+        for row in self._store.workers(self.job_id):
+            self.processes[row["name"]] = (row["host"], row["pid"])
+            if row["incarnation"] and row["heard_at"] is not None:
+                self.contacts[row["name"]] = read_contact(row)
+        if not self.state.over:
+            for row in self._store.job_plans(self.job_id):
+                try:
+                    document = self._store.plan(row["fingerprint"]) or ""
+                    self.catalog.add(Plan.from_json(document, source=row["fingerprint"]))
+                except PlannerError as error:
+                    log.warning("a stored plan is not used", job=self.job_id, reason=str(error))
+            self.apply(ConsoleRestarted())
+
+    def _read_again(self) -> None:
+        try:
+            self._read(next(row for row in self._store.jobs() if row["id"] == self.job_id))
+        except SQLAlchemyError as error:
+            raise unavailable(type(error).__name__) from error
+        self._doubtful = False
+        if not self.state.over:
+            self.apply(ConsoleRestarted("the database failed for a while; the job was read back from it"))
+
+    def _read(self, job_row: Record) -> None:
         store, job_id = self._store, self.job_id
         epochs = store.epochs(job_id)
         current = read_epoch(epochs[-1]) if epochs else None
         acknowledged: dict[tuple[str, str], str] = {}
-        if current:
-            for row in store.acknowledgements(job_id, current.number):
-                key = (row["worker"], row["incarnation"])
-                known = acknowledged.get(key, "")
-                acknowledged[key] = max(known, row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
+        for row in store.acknowledgements(job_id, current.number) if current else ():
+            key = (row["worker"], row["incarnation"])
+            acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
         members = dict(self.state.members)
         for row in store.workers(job_id):
             members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
-            self.processes[row["name"]] = (row["host"], row["pid"])
-            if row["incarnation"] and row["heard_at"] is not None:
-                self.contacts[row["name"]] = read_contact(row)
-        over = job_row["state"] if job_row["state"] in ("finished", "stopped") else None
+        over = JobState(job_row["state"]) if job_row["state"] in ("finished", "stopped") else None
+        self._event_seq = store.last_event(job_id)
+        self.commands = [Command(seq=r["seq"], kind=r["kind"], worker=r["worker"]) for r in store.commands(job_id)]
+        self.version += 1
         self.state = State(
             members=members,
             iterations=self.spec.iterations,
             current=current,
             committed=store.committed_iterations(job_id),
             halted=job_row["reason"] if job_row["state"] == "halted" else "",
-            over=JobState(over) if over else None,
+            over=over,
             over_reason=job_row["reason"] if over else "",
         )
-        self._event_seq = store.last_event(job_id)
-        self.commands = [Command(seq=r["seq"], kind=r["kind"], worker=r["worker"]) for r in store.commands(job_id)]
-        if not over:
-            for row in store.job_plans(job_id):
-                try:
-                    self.catalog.add(Plan.from_json(store.plan(row["fingerprint"]) or "", source=row["fingerprint"]))
-                except PlannerError as error:
-                    log.warning("a stored plan is not used; it is made again", job=job_id, reason=str(error))
-            self.apply(ConsoleRestarted())
 
 
 def _workers(names: Iterable[str]) -> frozenset[Worker]:

@@ -247,7 +247,9 @@ class Finished:
 
 @dataclass(frozen=True)
 class ConsoleRestarted:
-    """The state was read back from the database; nobody was heard in between."""
+    """The state was read back from the database; nobody was heard in between. reason: why it was."""
+
+    reason: str = "the console was restarted and took the job up again"
 
 
 Event = (

@@ -87,6 +87,33 @@ def test_what_can_not_be_stored_has_not_happened(
     assert deployment.failed == ("W1_1",)
 
 
+def test_a_commit_whose_answer_was_lost_is_found_again(
+    console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created, _ = console.create_job(SPEC)
+    register_all(console, created.job_id)
+    resume(console, created.job_id, 1, NAMES)
+    apply = store.apply
+
+    def connection_lost(job_id: str, change: object) -> None:
+        apply(job_id, change)  # type: ignore[arg-type]
+        raise OperationalError("commit", {}, Exception("server closed the connection unexpectedly"))
+
+    monkeypatch.setattr(store, "apply", connection_lost)
+    with pytest.raises(ConsoleError) as error:
+        console.failure(created.job_id, exited("W1_1"))
+    assert error.value.status == 503
+    monkeypatch.setattr(store, "apply", apply)
+    assert console.failure(created.job_id, exited("W1_1")) == "W1_1 was out already"
+    deployment = console.deployment(created.job_id, 1)
+    assert deployment is not None
+    assert (deployment.epoch, deployment.failed) == (2, ("W1_1",))
+    resume(console, created.job_id, 2, [name for name in NAMES if name != "W1_1"])
+    assert console.view(created.job_id).state is JobState.RUNNING
+    texts = [event.text for event in console.view(created.job_id).events]
+    assert "the database failed for a while; the job was read back from it" in texts
+
+
 def test_a_plan_for_a_large_grid_comes_from_the_child(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
