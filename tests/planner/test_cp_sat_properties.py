@@ -1,0 +1,118 @@
+"""Properties of the exact models over random small problems."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import problems
+
+from planner.bounds import period_bound
+from planner.check import check
+from planner.job import Problem
+from planner.routing import Routes, assign
+from planner.schedule import Schedule
+from planner.solvers.cp_sat import CpSatSolver
+from planner.solvers.cp_sat_model import ScheduleModel
+from planner.solvers.cp_sat_routing import RoutingModel
+from planner.solvers.cp_sat_run import run
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.lns import Windows
+from planner.solvers.pooled import PooledModel
+from planner.solvers.reduction import Reduction, routes_of
+
+small = problems(pipelines=3, stages=3, micro_batches=3)
+tiny = problems(pipelines=2, stages=2, micro_batches=2)
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def any_routes(problem: Problem, seed: int) -> Routes:
+    """Any living peer runs any micro-batch, its own worker's too."""
+    draw = random.Random(seed)
+    count = problem.job.pipelines * problem.job.micro_batches
+    return tuple(tuple(draw.choice(problem.living_peers(s)) for _ in range(count)) for s in range(problem.job.stages))
+
+
+def optimum(reduction: Reduction, upper: int) -> Schedule:
+    model = ScheduleModel(reduction, 0, upper)
+    outcome = run(model.model, time_limit=30, workers=1, seed=0)
+    assert outcome.proven and outcome.solved
+    schedule = reduction.schedule(model.read(outcome.solver))
+    assert schedule.period == outcome.objective
+    return schedule
+
+
+def loose(problem: Problem) -> int:
+    """Ticks in which all micro-batches run one after the other."""
+    job = problem.job
+    once = sum(t.work for t in job.ticks) + 2 * sum(job.transfer_ticks)
+    return job.pipelines * job.micro_batches * once + max(t.optimizer for t in job.ticks)
+
+
+@quick
+@given(small)
+def test_valid_no_worse_than_the_warm_start_and_no_better_than_the_bound(problem: Problem) -> None:
+    warm = ListScheduler().solve(problem).schedule
+    solution = CpSatSolver(workers=1).solve(problem, time_limit=2, warm_start=warm)
+    assert check(solution.schedule) == []
+    assert period_bound(problem) <= solution.bound <= solution.schedule.period <= warm.period
+
+
+@quick
+@given(small, st.integers(0, 5))
+def test_reductions_lose_nothing(problem: Problem, seed: int) -> None:
+    """All micro-batches, no order among them, none copied: the same optimum."""
+    routes = any_routes(problem, seed) if seed else assign(problem)
+    whole = Reduction(problem, routes, tuple((i,) for i in range(len(routes[0]))), {})
+    if whole.ops > 100:
+        return
+    reduced = optimum(Reduction.of(problem, routes), loose(problem))
+    assert check(reduced) == []
+    assert reduced.period == optimum(whole, reduced.period).period
+
+
+@quick
+@given(small, st.integers(0, 5))
+def test_pooled_relaxation_bounds_every_routing(problem: Problem, seed: int) -> None:
+    best = optimum(Reduction.of(problem, any_routes(problem, seed)), loose(problem))
+    outcome = run(PooledModel(problem, 0, best.period).model, time_limit=30, workers=1, seed=0)
+    assert outcome.solved and outcome.bound <= best.period
+
+
+@quick
+@given(tiny, st.integers(0, 5))
+def test_free_routes_are_no_worse_than_any_routing(problem: Problem, seed: int) -> None:
+    best = optimum(Reduction.of(problem, any_routes(problem, seed)), loose(problem))
+    model = RoutingModel(problem, 0, best.period)
+    outcome = run(model.model, time_limit=30, workers=1, seed=0)
+    assert outcome.proven and outcome.solved
+    schedule = model.read(outcome.solver)
+    assert check(schedule) == []
+    assert period_bound(problem) <= schedule.period == outcome.objective <= best.period
+    pooled = run(PooledModel(problem, 0, best.period).model, time_limit=30, workers=1, seed=0)
+    assert pooled.bound <= schedule.period
+
+
+@quick
+@given(problems(pipelines=3, stages=4, micro_batches=6), st.integers(0, 9))
+def test_windows_keep_a_schedule_valid_and_no_worse(problem: Problem, seed: int) -> None:
+    warm = ListScheduler().solve(problem).schedule
+    reduction = Reduction.of(problem, routes_of(warm))
+    current = reduction.times_of(warm)
+    assert current is not None
+    windows = Windows(reduction, seed=seed)
+    windows.size = 24
+    period = warm.period
+    for _ in range(3):
+        model = ScheduleModel(reduction, 0, period, current, windows.next(current), tidy=True)
+        outcome = run(model.model, time_limit=0.5, workers=1, seed=seed)
+        if not outcome.solved:
+            # The incumbent itself satisfies the model, so it can't be infeasible.
+            assert not outcome.infeasible
+            continue
+        current = model.read(outcome.solver)
+        schedule = reduction.schedule(current)
+        assert check(schedule) == []
+        assert schedule.period <= period
+        period = schedule.period

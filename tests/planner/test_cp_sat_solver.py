@@ -1,0 +1,160 @@
+"""The CP-SAT solver on the worked example, and as a Solver: warm start, progress, cancel, limits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from planner.bounds import period_bound
+from planner.check import check
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.schedule import Schedule
+from planner.solvers import cp_sat
+from planner.solvers.base import Progress
+from planner.solvers.cp_sat import CpSatSolver
+from planner.solvers.cp_sat_model import ScheduleModel
+from planner.solvers.cp_sat_run import run
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.reduction import Reduction, Times
+
+JOB = Job.uniform(3, 4, 6)
+FAILED = frozenset({Worker(1, 2)})
+
+
+def worked_example(technique: str, memory: str, failed: frozenset[Worker] = FAILED) -> Problem:
+    return Problem(JOB, failed, Technique(technique), MemoryLimit.parse(memory))
+
+
+def serial(problem: Problem) -> Schedule:
+    """One micro-batch after the other: valid under every memory limit, and as slow as can be."""
+    reduction = Reduction.of(problem)
+    job = problem.job
+    stages = range(job.stages)
+    count = job.pipelines * job.micro_batches
+    times = Times(*([[0] * job.stages for _ in range(count)] for _ in range(3)))
+    clock = 0
+    for index in range(count):
+        for s in stages:
+            times.forward[index][s] = clock
+            clock += job.ticks[s].forward + (job.transfer_ticks[s] if s + 1 < job.stages else 0)
+        for s in reversed(stages):
+            times.backward[index][s] = clock
+            times.weight[index][s] = clock + job.ticks[s].input_backward
+            clock += job.ticks[s].backward + (job.transfer_ticks[s - 1] if s else 0)
+    return Reduction(problem, reduction.routes, (tuple(range(count)),), {}).schedule(times)
+
+
+@pytest.mark.parametrize(
+    ("technique", "memory", "failed", "period"),
+    [
+        ("adaptive", "1f1b", FAILED, 36),
+        ("adaptive", "3", FAILED, 35),
+        ("adaptive", "4", FAILED, 33),
+        ("adaptive", "none", FAILED, 33),
+        ("decoupled", "none", FAILED, 29),
+        ("staggered", "none", FAILED, 27),
+        ("staggered", "1f1b", FAILED, 32),
+        ("staggered", "uniform", frozenset(), 21),
+        ("staggered", "none", frozenset(), 19),
+    ],
+)
+def test_worked_example_is_proven_optimal(technique: str, memory: str, failed: frozenset[Worker], period: int) -> None:
+    problem = worked_example(technique, memory, failed)
+    # From the slowest schedule there is, so that nothing of it is the list scheduler's.
+    solution = CpSatSolver().solve(problem, time_limit=120, warm_start=serial(problem))
+    assert check(solution.schedule) == []
+    assert solution.schedule.period == period
+    assert solution.optimal and solution.bound == period
+
+
+def test_fault_free_is_1f1b() -> None:
+    solution = CpSatSolver().solve(worked_example("fault-free", "1f1b", frozenset()), time_limit=10)
+    assert (solution.schedule.period, solution.bound, check(solution.schedule)) == (27, 27, [])
+
+
+@pytest.mark.parametrize(("limits", "period"), [((4, 3, 3, 1), 34), ((3, 3, 3, 3), 35)])
+def test_three_in_flight_on_the_peers_only_or_everywhere(limits: tuple[int, ...], period: int) -> None:
+    """34 holds where only the failed stage's peers are limited to 3; `--memory 3` limits stage 0 too."""
+    problem = worked_example("adaptive", "none")
+    problem.__dict__["limits"] = limits
+    reduction = Reduction.of(problem)
+    outcome = run(ScheduleModel(reduction, 0, 60).model, time_limit=60, workers=2, seed=0)
+    assert outcome.proven and outcome.objective == period
+
+
+def test_the_incumbent_never_grows_and_the_bound_never_falls() -> None:
+    problem = worked_example("staggered", "1f1b")
+    seen: list[Progress] = []
+    start = serial(problem)
+    solution = CpSatSolver().solve(problem, time_limit=60, warm_start=start, on_progress=seen.append)
+    assert seen[0].incumbent == start.period and seen[-1].incumbent == solution.schedule.period
+    assert [p.bound for p in seen] == sorted(p.bound for p in seen)
+    incumbents = [p.incumbent for p in seen]
+    assert incumbents == sorted(incumbents, reverse=True)
+    assert all(p.bound <= p.incumbent and p.solver == "cp-sat" for p in seen)
+    assert [p.elapsed for p in seen] == sorted(p.elapsed for p in seen)
+
+
+def large() -> Problem:
+    return Problem(Job.uniform(8, 8, 16), frozenset({Worker(0, 1), Worker(3, 4), Worker(3, 5)}))
+
+
+def test_cancel_is_heeded_soon_and_keeps_the_best() -> None:
+    problem = large()
+    warm = serial(problem)
+    asked: list[float] = []
+
+    def cancelled() -> bool:
+        if not asked and time.monotonic() - begin > 1.0:
+            asked.append(time.monotonic())
+        return bool(asked)
+
+    begin = time.monotonic()
+    solution = CpSatSolver().solve(problem, time_limit=600, warm_start=warm, cancelled=cancelled)
+    # 0.3 s on a machine of its own; a loaded one takes longer to schedule our threads.
+    assert asked and time.monotonic() - asked[0] < 3
+    assert solution.schedule.period <= warm.period and "stopped" in solution.message
+
+
+def test_cancelled_before_the_start() -> None:
+    problem = large()
+    warm = serial(problem)
+    solution = CpSatSolver().solve(problem, time_limit=600, warm_start=warm, cancelled=lambda: True)
+    assert solution.schedule is warm and "stopped" in solution.message
+
+
+def test_the_time_limit_holds() -> None:
+    begin = time.monotonic()
+    solution = CpSatSolver().solve(large(), time_limit=1.5)
+    assert time.monotonic() - begin < 10
+    assert solution.schedule.period >= solution.bound >= period_bound(large())
+    assert solution.optimal or "time limit" in solution.message
+
+
+def test_windows_improve_a_schedule_that_is_too_large_for_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(Job.uniform(3, 4, 8), FAILED, Technique.STAGGERED, MemoryLimit("uniform"))
+    warm = ListScheduler().solve(problem).schedule
+    slow = serial(problem)
+    monkeypatch.setattr(cp_sat, "SHARED_OPS", 0)
+    solution = CpSatSolver().solve(problem, time_limit=4, warm_start=slow)
+    assert check(solution.schedule) == []
+    assert solution.schedule.period < slow.period
+    assert CpSatSolver().solve(problem, time_limit=1, warm_start=warm).schedule.period <= warm.period
+
+
+def test_a_proof_for_one_routing_is_not_sold_as_more() -> None:
+    """Two guests on one peer where another peer has room: optimal so, and improvable."""
+    problem = Problem(Job.uniform(3, 2, 2), frozenset({Worker(0, 1)}), Technique.ADAPTIVE, MemoryLimit("none"))
+    routes = ((0, 0, 1, 1, 2, 2), (1, 1, 1, 1, 2, 2))
+    reduction = Reduction.of(problem, routes)
+    outcome = run((model := ScheduleModel(reduction, 0, 60)).model, time_limit=30, workers=1, seed=0)
+    lopsided = reduction.schedule(model.read(outcome.solver))
+    assert check(lopsided) == []
+
+    kept = CpSatSolver(free_routes=False).solve(problem, time_limit=30, warm_start=lopsided)
+    assert kept.schedule.period == lopsided.period > kept.bound
+    assert "for this routing" in kept.message and not kept.optimal
+
+    freed = CpSatSolver().solve(problem, time_limit=30, warm_start=lopsided)
+    assert freed.schedule.period < lopsided.period and freed.optimal and check(freed.schedule) == []

@@ -1,0 +1,62 @@
+"""The MILP as a Solver: sizes it refuses, time limit, cancel."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from planner.check import check
+from planner.errors import InputError
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.solvers.base import Progress
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.milp import MAX_VARIABLES, MilpSolver
+
+
+def hard() -> Problem:
+    """Small enough to be taken, and no matter of seconds."""
+    return Problem(Job.uniform(3, 4, 6), frozenset({Worker(1, 2)}), Technique.STAGGERED, MemoryLimit("uniform"))
+
+
+def test_refuses_what_it_could_not_solve_and_says_what_to_use() -> None:
+    problem = Problem(Job.uniform(8, 8, 16), frozenset({Worker(1, 2)}))
+    begin = time.monotonic()
+    with pytest.raises(InputError, match=rf"--solver: got 'milp', expected cp-sat or auto.*{MAX_VARIABLES:,}"):
+        MilpSolver().solve(problem, time_limit=60, warm_start=ListScheduler().solve(problem).schedule)
+    assert time.monotonic() - begin < 10
+
+
+def test_the_time_limit_holds_and_keeps_the_warm_start() -> None:
+    warm = ListScheduler().solve(hard()).schedule
+    begin = time.monotonic()
+    solution = MilpSolver().solve(hard(), time_limit=1, warm_start=warm)
+    assert time.monotonic() - begin < 10
+    assert solution.schedule.period <= warm.period and check(solution.schedule) == []
+    assert solution.message == "time limit reached before the MILP was solved"
+
+
+def test_cancel_is_heeded_soon() -> None:
+    asked: list[float] = []
+
+    def cancelled() -> bool:
+        asked.append(time.monotonic())
+        return True
+
+    warm = ListScheduler().solve(hard()).schedule
+    solution = MilpSolver().solve(hard(), time_limit=600, warm_start=warm, cancelled=cancelled)
+    assert time.monotonic() - asked[0] < 3
+    assert solution.schedule is warm and solution.message == "stopped before the MILP was solved"
+
+
+def test_reports_progress_and_a_bound_for_all_routings() -> None:
+    problem = Problem(Job.uniform(2, 3, 3), frozenset({Worker(0, 1)}), Technique.ADAPTIVE, MemoryLimit("1f1b"))
+    seen: list[Progress] = []
+    solution = MilpSolver().solve(problem, time_limit=60, on_progress=seen.append)
+    assert (solution.schedule.period, seen[-1].incumbent, seen[-1].solver) == (24, 24, "milp")
+    assert solution.bound == 23 and solution.message.startswith("no better schedule exists for this routing")
+
+
+def test_fault_free_is_1f1b() -> None:
+    solution = MilpSolver().solve(Problem(Job.uniform(2, 3, 3), technique=Technique.FAULT_FREE), time_limit=5)
+    assert solution.optimal and solution.schedule.period == 15
