@@ -60,6 +60,7 @@ def dispatch(
     split: Ints,
     key: Ints,
     depth: Ints,
+    final: Ints,
     open_limit: Ints,
     patience: Ints,
     patience_w: Ints,
@@ -78,7 +79,8 @@ def dispatch(
 
     Each worker takes, whenever it is free, the first of these that it may:
       1. W, when open_limit of them are pending and F's are still to come;
-      2. F, while fewer than `depth` forwards are ahead of the backwards and memory allows;
+      2. F, when memory allows and either fewer than `depth` forwards are ahead of the backwards or
+         at most `final` are still to come (the last ones have the longest way before them);
       3. I (or B where the worker does not split);
       4. F, when memory allows;
       5. W.
@@ -93,8 +95,8 @@ def dispatch(
     and is freed as well.
 
     route: worker of each item. forward, input_backward, weight_backward: ticks by stage (for a
-    worker that does not split, B lasts both). transfer: by boundary. capacity, depth, open_limit,
-    patience, patience_w: by stage. split: by worker, 0 or 1. key: by item, smaller first; equal
+    worker that does not split, B lasts both). transfer: by boundary. capacity, depth, final,
+    open_limit, patience, patience_w: by stage. split: by worker, 0 or 1. key: by item, smaller first; equal
     keys go by micro-batch. slack: by worker, the latest tick at which it may begin all its work
     and end in time; moves on with the work done. base: where each worker's part of ready_f,
     ready_i and pending_w begins. state: STATE zeros per worker.
@@ -143,7 +145,7 @@ def dispatch(
             may_f = state[size_f + w] > 0 and state[held + w] < capacity[s]
             if has_w and state[left + w] > 0 and state[tail_w + w] - state[head_w + w] >= open_limit[s]:
                 choice = 3
-            elif may_f and state[ahead + w] < depth[s]:
+            elif may_f and (state[ahead + w] < depth[s] or state[left + w] <= final[s]):
                 choice = 1
             elif state[size_i + w] > 0:
                 choice = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,8 +14,11 @@ from planner.plan import MetricsDoc, Plan, SolverDoc
 from planner.schedule import Schedule
 from planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
 from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.tuning import Tuner
 
 SOLVERS = ("auto", "list", "cp-sat", "milp")
+# Ops up to which CP-SAT has most of the time, and beyond which the local search has.
+SMALL, LARGE = 800, 4_000
 
 
 def make_plan(
@@ -28,7 +32,8 @@ def make_plan(
     """Solves `problem` and puts the result, its bound and its references in a Plan.
 
     solver: `list` only the list scheduler; `cp-sat`, `milp` the list scheduler's schedule
-    improved by that solver; `auto` the list scheduler, then CP-SAT when the gap is still open.
+    improved by that solver; `auto` the list scheduler and, while the gap is open, local search
+    over its settings, then CP-SAT.
     time_limit: seconds. Raises InputError and InfeasibleError.
     """
     if solver not in SOLVERS:
@@ -36,26 +41,30 @@ def make_plan(
     if not time_limit > 0:
         raise InputError("--time-limit", time_limit, "a number of seconds above 0")
     begin = time.perf_counter()
+
+    def left() -> float:
+        return time_limit - (time.perf_counter() - begin)
+
     solution = ListScheduler().solve(problem, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled)
-    if solver != "list" and not solution.optimal:
-        left = time_limit - (time.perf_counter() - begin)
-        if cancelled and cancelled():
-            solution = replace(solution, message="stopped; this is the list scheduler's plan")
-        elif left <= 0:
-            solution = replace(solution, message="the time limit left none for exact solving; list scheduler's plan")
-        else:
-            exact = _exact(solver)
-            if exact is None:
-                solution = replace(solution, message="OR-Tools is not installed here; list scheduler's plan")
-            else:
-                found = exact.solve(
-                    problem,
-                    time_limit=left,
-                    warm_start=solution.schedule,
-                    on_progress=on_progress,
-                    cancelled=cancelled,
-                )
-                solution = _better(solution, found)
+    for find, share in _steps(solver, problem):
+        if solution.optimal:
+            break
+        if (cancelled and cancelled()) or left() <= 0:
+            why = "stopped" if left() > 0 else "the time limit is reached"
+            solution = replace(solution, message=f"{why}; this is the best plan of {solution.solver}")
+            break
+        step = find()
+        if step is None:
+            solution = replace(solution, message=f"OR-Tools is not installed here; best plan of {solution.solver}")
+            break
+        found = step.solve(
+            problem,
+            time_limit=left() * share,
+            warm_start=solution.schedule,
+            on_progress=on_progress,
+            cancelled=cancelled,
+        )
+        solution = _better(solution, found)
     return plan_of(solution, seconds=time.perf_counter() - begin)
 
 
@@ -104,10 +113,28 @@ def _exact(name: str) -> Solver | None:
         raise InputError("--solver", name, f"list, as OR-Tools can't be loaded here ({error})") from None
 
 
+def _steps(solver: str, problem: Problem) -> list[tuple[Callable[[], Solver | None], float]]:
+    """What follows the list scheduler, each with its share of the time left.
+
+    The larger the grid, the less CP-SAT can do for it and the more the local search does.
+    """
+    if solver == "list":
+        return []
+    if solver != "auto":
+        return [(lambda: _exact(solver), 1.0)]
+    job = problem.job
+    ops = 3 * job.pipelines * job.stages * job.micro_batches
+    share = 0.05 if ops <= SMALL else 0.5 if ops <= LARGE else 0.8
+    return [(Tuner, share), (lambda: _exact(solver), 1.0)]
+
+
 def _better(first: Solution, second: Solution) -> Solution:
-    """The shorter schedule with the higher of the two bounds; the later solver keeps the name."""
-    schedule = second.schedule if second.schedule.period <= first.schedule.period else first.schedule
-    return replace(second, schedule=schedule, bound=max(first.bound, second.bound))
+    """The shorter schedule, and whose it is, with the higher of the two bounds."""
+    bound = max(first.bound, second.bound)
+    if second.schedule.period < first.schedule.period:
+        return replace(second, bound=bound)
+    name = second.solver if bound > first.bound else first.solver
+    return replace(first, bound=bound, solver=name, message=second.message)
 
 
 def _best_fault_free(schedule: Schedule) -> int:

@@ -28,6 +28,7 @@ class Rule:
     k + 1 less than the limit; `turn-k` so that as many activations as micro-batches turn round
     below at full speed, and k more, stay free for forwards.
     patience, patience_w: percent, the same on all stages. target: multiple of the lower bound.
+    final: last forwards that go first, as a multiple of the micro-batches that turn round below.
     """
 
     depth: str
@@ -35,6 +36,7 @@ class Rule:
     patience: int = 0
     patience_w: int = 0
     target: float = 1.0
+    final: float = 0.0
     order: str | int = "index"
     split: str = "all"
 
@@ -44,6 +46,7 @@ class Rule:
         depths = {"eager": 0, "1f1b": 1, "zb": 2}[self.depth]
         return Settings(
             depth=tuple(depths * (job.stages - s) - (depths > 1) for s in stages),
+            final=tuple(self._final(problem, s) for s in stages),
             open_limit=tuple(self._open_limit(problem, s) for s in stages),
             patience=(self.patience,) * job.stages,
             patience_w=(self.patience_w,) * job.stages,
@@ -51,6 +54,11 @@ class Rule:
             order=self.order,
             split=self.split,
         )
+
+    def _final(self, problem: Problem, stage: int) -> int:
+        job = problem.job
+        turn = sum(t.forward + t.input_backward for t in job.ticks[stage:])
+        return int(self.final * turn / job.ticks[stage].work)
 
     def _open_limit(self, problem: Problem, stage: int) -> int:
         if self.open_limit == "never":
@@ -70,7 +78,7 @@ class Rule:
         return max(1, limit - int(less) - -(-turn // max(t.work for t in job.ticks)))
 
 
-# depth, open_limit, patience, patience_w, target
+# depth, open_limit, patience, patience_w, target, final
 EVERY = [
     Rule("1f1b", "never", 100, 100),
     Rule("zb", "turn-1"),
@@ -81,6 +89,8 @@ EVERY = [
     Rule("zb", "turn-0", 100),
     Rule("zb", "turn-2"),
     Rule("1f1b", "turn-1", 100, 100),
+    Rule("1f1b", "turn-1", 100, 100, 1.0, 1.5),
+    Rule("1f1b", "turn-2", 100, 100, 1.0, 2.0),
     Rule("zb", "turn-2", 100, 100),
     Rule("zb", "turn-0"),
     Rule("1f1b", "full-0", ALWAYS, ALWAYS),

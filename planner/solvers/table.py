@@ -29,6 +29,7 @@ class Settings:
     """
 
     depth: tuple[int, ...]
+    final: tuple[int, ...]
     open_limit: tuple[int, ...]
     patience: tuple[int, ...]
     patience_w: tuple[int, ...]
@@ -105,7 +106,16 @@ class Table:
             self.capacity,
             self._vector(self.split(settings.split)),
             self._key(settings.order),
-            *map(self._vector, (settings.depth, settings.open_limit, settings.patience, settings.patience_w)),
+            *map(
+                self._vector,
+                (
+                    settings.depth,
+                    settings.final,
+                    settings.open_limit,
+                    settings.patience,
+                    settings.patience_w,
+                ),
+            ),
             self._vector(self._slack(settings.target)),
             self.base,
             *queues,

@@ -88,7 +88,7 @@ def _change(settings: Settings, bound: int, noise: random.Random) -> Settings:
     """One to three small random changes, each to a run of neighbouring stages."""
     stages = len(settings.depth)
     for _ in range(noise.choice((1, 1, 2, 3))):
-        what = noise.choice(("depth", "open_limit", "patience", "patience_w", "target", "order"))
+        what = noise.choice(("depth", "final", "open_limit", "patience", "patience_w", "target", "order"))
         if what == "order":
             settings = replace(settings, order=noise.choice((*ORDERS, noise.randrange(1 << 20))))
             continue

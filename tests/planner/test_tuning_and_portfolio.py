@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+
+from planner.check import check
+from planner.errors import InputError
+from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from planner.solvers.base import Progress
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.portfolio import make_plan
+from planner.solvers.tuning import Tuner
+from tests.planner.problems import problems
+
+UNEVEN = Problem(
+    Job(4, 6, 12, profiles=tuple(StageProfile(1 + s % 3 / 10, 1.1, 0.9) for s in range(6))),
+    frozenset({Worker(1, 2), Worker(3, 4)}),
+    Technique.STAGGERED,
+    MemoryLimit("uniform"),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_tuned_schedules_are_valid_and_never_worse_than_the_rules(problem: Problem) -> None:
+    first = ListScheduler().solve(problem).schedule
+    tuned = Tuner().solve(problem, time_limit=0.05, warm_start=first)
+    assert tuned.bound <= tuned.schedule.period <= first.period
+    assert check(tuned.schedule) == []
+
+
+def test_tuning_improves_on_an_uneven_grid_and_says_so() -> None:
+    """What it finds in its first 400 changes; the clock is kept out of the test."""
+    first = ListScheduler().solve(UNEVEN).schedule
+    seen: list[Progress] = []
+    polls = iter(range(500))
+    tuned = Tuner().solve(
+        UNEVEN, time_limit=120, warm_start=first, on_progress=seen.append, cancelled=lambda: next(polls) > 470
+    )
+    assert tuned.schedule.period < first.period
+    assert seen[-1].incumbent == tuned.schedule.period
+    incumbents = [p.incumbent for p in seen]
+    assert incumbents == sorted(incumbents, key=lambda i: -(i or 0))
+
+
+def test_tuning_can_be_cancelled() -> None:
+    begin = time.perf_counter()
+    solution = Tuner().solve(UNEVEN, time_limit=60, cancelled=lambda: True)
+    assert time.perf_counter() - begin < 30
+    assert check(solution.schedule) == []
+
+
+def test_a_short_time_limit_gives_the_list_plan_and_says_so() -> None:
+    plan = make_plan(UNEVEN, time_limit=1e-6)
+    assert plan.solver.name == "list"
+    assert "the time limit is reached" in plan.solver.message
+    assert check(plan) == []
+
+
+def test_cancelled_from_the_start_still_gives_a_plan() -> None:
+    plan = make_plan(UNEVEN, time_limit=60, cancelled=lambda: True)
+    assert "stopped" in plan.solver.message
+    assert check(plan) == []
+
+
+def test_auto_is_never_worse_than_list_and_keeps_the_time_limit() -> None:
+    first = make_plan(UNEVEN, solver="list")
+    begin = time.perf_counter()
+    plan = make_plan(UNEVEN, time_limit=3)
+    assert time.perf_counter() - begin < 20  # with a slow, shared machine in mind
+    assert plan.metrics.period <= first.metrics.period
+    assert check(plan) == []
+
+
+def test_slowdowns_are_against_the_named_references() -> None:
+    problem = Problem(Job.uniform(3, 4, 6), frozenset({Worker(1, 2)}), Technique.DECOUPLED, MemoryLimit("none"))
+    metrics = make_plan(problem, solver="list").metrics
+    assert metrics.slowdown_vs_1f1b == pytest.approx(29 / 27 - 1)
+    healthy = make_plan(Problem(problem.job, technique=Technique.DECOUPLED, memory=problem.memory), solver="list")
+    assert metrics.slowdown_vs_best == pytest.approx(29 / healthy.metrics.period - 1)
+    assert healthy.metrics.slowdown_vs_best == 0
+
+
+@pytest.mark.parametrize(("solver", "limit"), [("oracle", 1.0), ("list", 0.0), ("list", -1.0), ("list", float("nan"))])
+def test_bad_arguments(solver: str, limit: float) -> None:
+    with pytest.raises(InputError):
+        make_plan(UNEVEN, solver=solver, time_limit=limit)
+
+
+def test_one_pipeline_stands_for_all_in_the_fault_free_reference() -> None:
+    """Without failures pipelines don't meet, so their number can't change the period."""
+    noise = random.Random(7)
+    for _ in range(10):
+        profiles = tuple(StageProfile(1, noise.choice((0, 1, 2)), 1, noise.choice((0, 1))) for _ in range(3))
+        periods = {
+            ListScheduler().solve(Problem(Job(pipelines, 3, 5, profiles=profiles))).schedule.period
+            for pipelines in (1, 2, 5)
+        }
+        assert len(periods) == 1
