@@ -157,10 +157,10 @@ class FailureReport(Message):
     """POST /jobs/{job_id}/failures. Something broke.
 
     cause `exit`: the launcher saw the process of `worker` end. `transfer`: `reporter` could not
-    exchange data (then `worker` is the reporter's best guess, or itself). age_milliseconds: how
-    long ago it was seen. incarnation: of `worker` for an exit, of `reporter` for a transfer. epoch:
-    the reporter's own when the transfer broke, so that a late report can't disturb the next one
-    (0: not said).
+    exchange data (then `worker` is the reporter's best guess, or itself). incarnation: of `worker`
+    for an exit, of `reporter` for a transfer. detail: for an exit, what the process did (`was
+    killed by SIGKILL`). age_milliseconds: how long ago it was seen. epoch: the reporter's own when
+    the transfer broke, so that a late report can't disturb the next one (0: not said).
     """
 
     worker: WorkerName

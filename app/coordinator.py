@@ -167,7 +167,7 @@ def _exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
         )
     if member.incarnation is None:
         state = _with(state, replace(member, incarnation=event.incarnation))
-    detail = f"its process ended, {event.detail}" if event.detail else "its process ended"
+    detail = f"its process {event.detail or 'ended'}"
     return _lose(state, {event.worker: detail}, [])
 
 

@@ -48,7 +48,7 @@ class Database:
         self._lease: IO[str] | Connection | None = None
         if self.is_sqlite:
             self._path = _sqlite_path(self.url)
-            self.engine = create_engine(self.url, connect_args={"timeout": 5.0})
+            self.engine = create_engine(self.url, connect_args={"timeout": 5.0}, pool_size=16, max_overflow=16)
             _prepare_sqlite(self.engine)
         else:
             self.engine = create_engine(self.url, pool_pre_ping=True, pool_size=8, max_overflow=8)

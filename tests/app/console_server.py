@@ -147,7 +147,7 @@ class Agents:
             "incarnation": incarnation or self.incarnations[name],
             "cause": "exit",
             "reporter": "launcher node1",
-            "detail": "killed by signal 9",
+            "detail": "was killed by SIGKILL",
             "age_milliseconds": 2,
         }
         return self.server.post(self.path("/failures"), body)

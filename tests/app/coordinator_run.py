@@ -81,7 +81,7 @@ class Run:
                 self.send(Acknowledged(name, incarnation, current.number, state))  # type: ignore[arg-type]
 
     def exit(self, name: str) -> Step:
-        return self.send(Exited(name, self.member(name).incarnation or "never", "launcher", "killed by signal 9"))
+        return self.send(Exited(name, self.member(name).incarnation or "never", "launcher", "was killed by SIGKILL"))
 
     def back(self, name: str) -> Step:
         self.count += 1

@@ -30,7 +30,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     reply = agents.heartbeat("W1_2")
     assert (reply.status_code, reply.json()) == (200, {"epoch": 1})
 
-    assert agents.exit("W1_2").json() == {"reason": "W1_2: its process ended, killed by signal 9"}
+    assert agents.exit("W1_2").json() == {"reason": "W1_2: its process was killed by SIGKILL"}
     second = agents.deployment(after=1)
     survivors = [name for name in agents.names if name != "W1_2"]
     assert (second["epoch"], second["failed"], second["living"]) == (2, ["W1_2"], survivors)
@@ -67,9 +67,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     assert len(epochs[1]["acknowledgements"]) == 3 * 11
     events = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
     assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
-    assert [e["text"] for e in events if e["kind"] == "failure"] == [
-        "W1_2 failed: its process ended, killed by signal 9"
-    ]
+    assert [e["text"] for e in events if e["kind"] == "failure"] == ["W1_2 failed: its process was killed by SIGKILL"]
 
 
 def test_reports_are_kept(agents: Agents) -> None:

@@ -48,7 +48,7 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     workers = {w["name"]: w for w in own_server.get(agents.path("/workers")).json()["workers"]}
     assert workers["W0_0"]["acknowledged"] == "resumed"
     assert workers["W2_3"]["acknowledged"] == ""
-    assert workers["W1_2"]["detail"] == "its process ended, killed by signal 9"
+    assert workers["W1_2"]["detail"] == "its process was killed by SIGKILL"
 
     # Agents go on without registering again; the dead one stays fenced; recovery ends as it would have.
     assert agents.heartbeat("W1_2").json()["code"] == "fenced"

@@ -152,6 +152,39 @@ def test_a_plan_whose_epoch_could_not_be_stored_is_asked_for_again(
     until(lambda: console.job(created.job_id).state.epoch == 2)
 
 
+def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Console, store: Store) -> None:
+    spec = SPEC.model_copy(update={"pipelines": 5})
+    created, _ = console.create_job(spec)
+    names = [f"W{p}_{s}" for p in range(5) for s in range(2)]
+    start, errors = threading.Barrier(len(names)), list[BaseException]()
+
+    def live(name: str) -> None:
+        try:
+            start.wait()
+            console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+            start.wait()
+            if name in ("W0_0", "W1_1", "W2_0", "W3_1"):
+                console.failure(created.job_id, exited(name))
+            else:
+                resume(console, created.job_id, 1, [name])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=live, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    epochs = store.epochs(created.job_id)
+    assert [e["epoch"] for e in epochs] == [1, 2, 3, 4, 5]
+    assert [len(e["failed"]) for e in epochs] == [0, 1, 2, 3, 4]
+    events = store.events(created.job_id, limit=1000)
+    assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
+    for epoch in epochs:
+        assert list(console.plan(epoch["plan_fingerprint"]).failed) == epoch["failed"]
+
+
 def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     created, _ = console.create_job(SPEC)
     job = console.job(created.job_id)

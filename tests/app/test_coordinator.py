@@ -68,7 +68,7 @@ def test_an_exit_opens_an_epoch_without_the_worker() -> None:
     epoch = run.opened[-1]
     assert (epoch.number, epoch.failed, epoch.joining) == (2, ("W1_0",), ())
     assert epoch.living == ("W0_0", "W0_1", "W1_1")
-    assert epoch.reason == "W1_0: its process ended, killed by signal 9"
+    assert epoch.reason == "W1_0: its process was killed by SIGKILL"
     assert run.member("W1_0").state is WorkerState.FAILED
     assert run.state.job_state is JobState.RECOVERING
     run.resume()
@@ -85,19 +85,19 @@ def test_an_exit_before_the_first_epoch_waits_for_the_worker_to_come_back() -> N
     run.exit("W0_1")
     run.send(Registered("W1_1", "a"))
     assert not run.opened
-    assert run.sentence() == "Waiting for W0_1 to be started again: its process ended, killed by signal 9."
+    assert run.sentence() == "Waiting for W0_1 to be started again: its process was killed by SIGKILL."
     run.send(Registered("W0_1", "b"))
     assert [e.number for e in run.opened] == [1]
 
 
 def test_an_exit_before_registration_fences_that_process_only() -> None:
     run = Run()
-    run.send(Exited("W0_0", "early", "launcher", "exit status 1"))
+    run.send(Exited("W0_0", "early", "launcher", "ended with status 1"))
     assert run.member("W0_0").state is WorkerState.FAILED
     assert run.send(Registered("W0_0", "early")).refusal is not None
     assert run.send(Registered("W0_0", "later")).refusal is None
     before = run.member("W0_0")
-    run.send(Exited("W0_0", "another", "launcher", "exit status 1"))
+    run.send(Exited("W0_0", "another", "launcher", "ended with status 1"))
     assert run.member("W0_0").state is before.state
     assert run.member("W0_0").incarnation == "later"
 
