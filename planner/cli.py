@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from planner.check import check as find_violations
+from planner.commands_catalog import normalize_command
 from planner.errors import InputError, PlannerError
 from planner.failures import parse_failed
 from planner.gantt_text import gantt_lines
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command("normalize")(normalize_command)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
