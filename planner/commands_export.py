@@ -1,0 +1,120 @@
+"""`python -m planner export` and `compare`: plans in other formats, and side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from planner.check import check
+from planner.errors import InputError
+from planner.export import EXPORTERS, format_named
+from planner.export.compare import Row, compare
+from planner.export.yaml_document import parse_yaml
+from planner.plan import Plan, PlanError
+
+MAX_COMPARED = 4
+
+
+def export_command(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan document, JSON or YAML.")],
+    format_name: Annotated[str, typer.Option("--format", help=", ".join(EXPORTERS) + ".")],
+    out: Annotated[Path | None, typer.Option(help="Write to this file; otherwise to standard output.")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="This pipeline alone (torch-csv, svg, png).")] = None,
+) -> None:
+    """Write a plan in another format.
+
+    chrome-trace opens in Perfetto. torch-csv is one pipeline of a fault-free plan for
+    torch.distributed.pipelining: a cell per slot where every op fills whole slots, otherwise each
+    stage's ops in order of start.
+    """
+    chosen = format_named(format_name)
+    if out is None and chosen.name == "png" and sys.stdout.isatty():
+        raise InputError("--out", None, "a file, since png is no text for a terminal")
+    content = chosen.render(_valid_plan(path), pipeline=pipeline)
+    if out is None:
+        _print(content)
+    else:
+        write_file(out, content)
+
+
+def compare_command(
+    paths: Annotated[list[Path], typer.Argument(metavar="PLAN.json...", help=f"2 to {MAX_COMPARED} plans.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Show plans side by side; changes are against the first one."""
+    if not 2 <= len(paths) <= MAX_COMPARED:
+        raise InputError("PLAN.json", len(paths), f"2 to {MAX_COMPARED} plans")
+    rows = compare([_valid_plan(path) for path in paths])
+    if as_json:
+        values = {row.key: row.values for row in rows}
+        _print((json.dumps({"plans": [str(path) for path in paths], **values}) + "\n").encode())
+        return
+    Console(highlight=False).print(_table(_short_names(paths), rows))
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """All of it or nothing: a reader never sees half a file. Raises InputError when it can't be written."""
+    try:
+        if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced
+            path.write_bytes(content)
+            return
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise InputError("--out", str(path), f"a file that can be written ({error.strerror or error})") from None
+
+
+def _valid_plan(path: Path) -> Plan:
+    """Raises PlanError for a file that is no plan, and for a plan that is not valid: its picture
+    and its numbers would mean nothing."""
+    if path.suffix.lower() in (".yaml", ".yml"):
+        try:
+            plan = parse_yaml(path.read_bytes(), source=str(path))
+        except OSError as error:
+            raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
+    else:
+        plan = Plan.load(path)
+    violations = check(plan)
+    if violations:
+        more = f" (and {len(violations) - 1} more; see the check command)" if len(violations) > 1 else ""
+        raise PlanError(f"{path} is not a valid plan: {violations[0]}{more}")
+    return plan
+
+
+def _print(content: bytes) -> None:
+    try:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        # The reader (head, a pager) has seen enough; nothing more may be flushed at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _short_names(paths: list[Path]) -> list[str]:
+    """File names, or whole paths where two are alike."""
+    names = [path.name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def _table(names: list[str], rows: tuple[Row, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in names:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(row.label, *(Text(row.shown(i)) for i in range(len(names))))
+    return table

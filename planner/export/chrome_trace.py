@@ -1,0 +1,140 @@
+"""Chrome Trace Event JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+A process per pipeline and a thread per worker; a slice per op; arrows for the transfers of
+re-routed micro-batches; a counter of held activations per worker; a mark on failed workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from planner.job import Worker
+from planner.plan import Plan
+from planner.schedule import Op, Schedule
+
+MICROSECONDS = {"ns": 0.001, "us": 1, "µs": 1, "μs": 1, "ms": 1_000, "s": 1_000_000, "min": 60_000_000}
+# A unit that is no unit of time, such as a slot, is drawn as a millisecond.
+MICROSECONDS_OF_OTHERS = 1_000
+
+CATEGORY = {"F": "forward", "I": "backward-input", "W": "backward-weight", "B": "backward", "O": "optimizer"}
+
+
+def chrome_trace(plan: Plan) -> str:
+    """`otherData` says how many microseconds one unit of the plan's times became."""
+    schedule = plan.schedule()
+    unit = plan.job.time_unit
+    per_unit = MICROSECONDS.get(unit, MICROSECONDS_OF_OTHERS)
+    trace = _Trace(schedule, per_unit)
+    document = {
+        "traceEvents": list(trace.events()),
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "time_unit": unit,
+            "microseconds_per_time_unit": per_unit,
+            "fingerprint": plan.fingerprint,
+            "technique": plan.technique.value,
+            "memory": plan.memory,
+            "failed": ", ".join(plan.failed) or "none",
+            "period": plan.metrics.period,
+            "lower_bound": plan.metrics.lower_bound,
+        },
+    }
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
+class _Trace:
+    def __init__(self, schedule: Schedule, per_unit: float) -> None:
+        self.schedule = schedule
+        self.job = schedule.problem.job
+        self.per_unit = per_unit
+        self.ticks_per_unit = self.job.ticks_per_unit
+        self.threads = {worker: self._thread_of(worker) for worker in self.job.workers()}
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        yield from self._names()
+        for ops in self.schedule.ops.values():
+            yield from map(self._slice, ops)
+        yield from self._flows()
+        for worker in self.schedule.ops:
+            yield from self._counter(worker)
+        for worker in sorted(self.schedule.problem.failed):
+            mark = {"name": f"{worker} failed", "cat": "failure", "ph": "i", "s": "t", "ts": 0}
+            yield {**mark, **self.threads[worker], "args": {"stage": worker.stage}}
+
+    def _time(self, ticks: float) -> float | int:
+        value = round(ticks * self.per_unit / self.ticks_per_unit, 6)
+        return int(value) if value == int(value) else value
+
+    def _thread_of(self, worker: Worker) -> dict[str, int]:
+        """Ids from 1 on, no thread's that of a process: 0 is the idle task to Perfetto, and a
+        thread with its process's id the main thread, which it lists first."""
+        job = self.job
+        return {
+            "pid": worker.pipeline + 1,
+            "tid": job.pipelines + 1 + worker.pipeline * job.stages + worker.stage,
+        }
+
+    def _names(self) -> Iterator[dict[str, Any]]:
+        for p in range(self.job.pipelines):
+            for name, args in (
+                ("process_name", {"name": f"pipeline {p}"}),
+                ("process_sort_index", {"sort_index": p}),
+            ):
+                yield {"name": name, "ph": "M", "pid": p + 1, "args": args}
+        for worker in self.job.workers():
+            failed = " (failed)" if worker in self.schedule.problem.failed else ""
+            for name, args in (
+                ("thread_name", {"name": f"{worker}{failed}"}),
+                ("thread_sort_index", {"sort_index": worker.stage}),
+            ):
+                yield {"name": name, "ph": "M", **self.threads[worker], "args": args}
+
+    def _slice(self, op: Op) -> dict[str, Any]:
+        args: dict[str, Any] = {"stage": op.stage}
+        if op.kind != "O":
+            args |= {"micro_batch": op.micro_batch, "home_pipeline": op.pipeline}
+        if op.rerouted:
+            args["rerouted_from"] = str(Worker(op.pipeline, op.stage))
+        return {
+            "name": _name(op),
+            "cat": CATEGORY[op.kind] + (",rerouted" if op.rerouted else ""),
+            "ph": "X",
+            "ts": self._time(op.start),
+            "dur": self._time(op.duration),
+            **self.threads[op.worker],
+            "args": args,
+        }
+
+    def _flows(self) -> Iterator[dict[str, Any]]:
+        """An arrow per transfer that begins or ends at a worker of another pipeline."""
+        forward: dict[tuple[int, int, int], Op] = {}
+        backward: dict[tuple[int, int, int], Op] = {}
+        for op in self.schedule.compute_ops():
+            if op.kind != "W":
+                (forward if op.kind == "F" else backward)[op.pipeline, op.micro_batch, op.stage] = op
+        number = 0
+        for towards, ops in ((1, forward), (-1, backward)):
+            for (p, j, s), sender in ops.items():
+                receiver = ops.get((p, j, s + towards))
+                if receiver is None or not (sender.rerouted or receiver.rerouted):
+                    continue
+                number += 1
+                what = {"name": "activation" if towards > 0 else "gradient", "cat": "transfer", "id": number}
+                # The arrow leaves from inside the slice: at its very end the next one may begin.
+                leaves = self._time(sender.end - sender.duration / 64)
+                yield {**what, "ph": "s", "ts": leaves, **self.threads[sender.worker]}
+                yield {**what, "ph": "f", "bp": "e", "ts": self._time(receiver.start), **self.threads[receiver.worker]}
+
+    def _counter(self, worker: Worker) -> Iterator[dict[str, Any]]:
+        for tick, held in self.schedule.held_activations(worker):
+            event = {"name": f"{worker} held activations", "ph": "C", "ts": self._time(tick)}
+            yield {**event, **self.threads[worker], "args": {"activations": held}}
+
+
+def _name(op: Op) -> str:
+    """`F3`: micro-batch 3 of the worker's own pipeline; `F1.3`: of pipeline 1, re-routed."""
+    if op.kind == "O":
+        return "O"
+    return f"{op.kind}{op.pipeline}.{op.micro_batch}" if op.rerouted else f"{op.kind}{op.micro_batch}"

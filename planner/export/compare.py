@@ -1,0 +1,126 @@
+"""Plans side by side: one row per number, one value per plan. The command line and the console show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.job import Worker
+from planner.plan import OpDoc, Plan
+
+Value = str | int | float | None
+Kind = Literal["text", "time", "fraction", "count"]
+
+# (kind, home pipeline, micro-batch, stage): which op it is, wherever and whenever it runs.
+_Key = tuple[str, int, int | None, int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """key: for programs. kind: how to write the values; a time is in its own plan's unit.
+
+    values: one per plan; None where the plan can't be compared with the first one.
+    """
+
+    key: str
+    label: str
+    kind: Kind
+    values: tuple[Value, ...]
+
+    def shown(self, index: int) -> str:
+        """The value for a person; times with their change against the first plan's."""
+        value, first = self.values[index], self.values[0]
+        if value is None:
+            return "-"
+        if isinstance(value, str):
+            return value
+        if self.kind == "fraction":
+            return f"{value:.2%}" if self.key in ("gap", "bubble_fraction") else f"{value:+.2%}"
+        if self.kind == "time" and index and isinstance(first, int | float) and first > 0:
+            return f"{value:,.6g} ({value / first - 1:+.1%})"
+        return f"{value:,.6g}" if self.kind == "time" else f"{value:,}"
+
+
+_NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
+    ("grid", "pipelines x stages x micro-batches", "text", lambda p: _grid(p)),
+    ("failed", "failed workers", "text", lambda p: _listed(p.failed)),
+    ("technique", "technique", "text", lambda p: p.technique.value),
+    ("memory", "memory limit", "text", lambda p: p.memory),
+    ("time_unit", "time unit", "text", lambda p: p.job.time_unit),
+    ("period", "period", "time", lambda p: p.metrics.period),
+    ("makespan", "makespan", "time", lambda p: p.metrics.makespan),
+    ("lower_bound", "lower bound of the period", "time", lambda p: p.metrics.lower_bound),
+    ("gap", "gap", "fraction", lambda p: p.metrics.gap),
+    ("bubble_fraction", "bubbles", "fraction", lambda p: p.metrics.bubble_fraction),
+    ("slowdown_vs_1f1b", "slowdown against fault-free 1F1B", "fraction", lambda p: p.metrics.slowdown_vs_1f1b),
+    ("slowdown_vs_best", "slowdown against the best fault-free", "fraction", lambda p: p.metrics.slowdown_vs_best),
+    ("peak_activations", "most activations on a worker", "count", lambda p: _peak(p)),
+    ("ops", "ops", "count", lambda p: sum(map(len, p.workers.values()))),
+    ("rerouted_ops", "re-routed ops", "count", lambda p: _rerouted(p)),
+    ("solver", "solver", "text", lambda p: f"{p.solver.name}, {p.solver.status}, {p.solver.seconds:.2f} s"),
+    ("fingerprint", "fingerprint", "text", lambda p: p.fingerprint[:12]),
+)
+
+
+def compare(plans: Sequence[Plan]) -> tuple[Row, ...]:
+    """The numbers of all plans, then what moved against the first.
+
+    Ops are the same when kind, micro-batch and stage are. They are counted only for plans whose
+    grid is the first one's, and starts only where the time unit is too.
+    """
+    rows = [Row(key, label, kind, tuple(map(read, plans))) for key, label, kind, read in _NUMBERS]
+    moved = [_moved(plans[0], plan) for plan in plans]
+    for i, (key, label) in enumerate(
+        (
+            ("moved_worker", "ops on another worker than in the first"),
+            ("moved_start", "ops on the same worker at another time"),
+            ("unmatched", "ops only in one (split otherwise)"),
+        )
+    ):
+        rows.append(Row(key, label, "count", tuple(counts[i] for counts in moved)))
+    return tuple(rows)
+
+
+def _moved(first: Plan, other: Plan) -> tuple[int | None, int | None, int | None]:
+    """Ops on another worker, ops on the same one at another start, ops only in one of the two."""
+    if _grid(first) != _grid(other):
+        return None, None, None
+    before, after = _places(first), _places(other)
+    common = before.keys() & after.keys()
+    workers = sum(before[key][0] != after[key][0] for key in common)
+    starts = sum(before[key][0] == after[key][0] and before[key][1] != after[key][1] for key in common)
+    same_unit = first.job.time_unit == other.job.time_unit
+    return workers, starts if same_unit else None, len(before.keys() ^ after.keys())
+
+
+def _places(plan: Plan) -> dict[_Key, tuple[str, float]]:
+    """Where and when each op runs. O belongs to its worker: a failed worker's O is in one plan only,
+    which is no difference in how work is split, so O is left out."""
+    return {
+        (op.kind, op.pipeline, op.micro_batch, op.stage): (worker, op.start)
+        for worker, ops in plan.workers.items()
+        for op in ops
+        if op.kind != "O"
+    }
+
+
+def _grid(plan: Plan) -> str:
+    return f"{plan.job.pipelines} x {plan.job.stages} x {plan.job.micro_batches}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return shown or "none"
+
+
+def _peak(plan: Plan) -> int:
+    return max(plan.metrics.peak_activations.values(), default=0)
+
+
+def _rerouted(plan: Plan) -> int:
+    return sum(_away(op, Worker.parse(name)) for name, ops in plan.workers.items() for op in ops)
+
+
+def _away(op: OpDoc, worker: Worker) -> bool:
+    return op.pipeline != worker.pipeline

@@ -1,0 +1,9 @@
+"""The plan document itself: `Plan.from_json` of it gives an equal plan."""
+
+from __future__ import annotations
+
+from planner.plan import Plan
+
+
+def json_document(plan: Plan) -> str:
+    return plan.to_json() + "\n"

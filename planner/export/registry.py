@@ -1,0 +1,53 @@
+"""One entry per export format: what it is called, what it makes, and which function makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner.errors import InputError
+from planner.plan import Plan
+
+
+class Exporter(Protocol):
+    """A pure function of a valid plan (see planner.check). Raises PlannerError when it refuses."""
+
+    def __call__(self, plan: Plan, /) -> str | bytes: ...
+
+
+class PipelineExporter(Protocol):
+    """As Exporter, and can be asked for one pipeline of the plan alone."""
+
+    def __call__(self, plan: Plan, /, pipeline: int | None = None) -> str | bytes: ...
+
+
+@dataclass(frozen=True)
+class Format:
+    """name: as the user types it. suffix: with its dot. title: for a menu or a button."""
+
+    name: str
+    title: str
+    media_type: str
+    suffix: str
+    exporter: Exporter
+    of_pipeline: PipelineExporter | None = None
+
+    def render(self, plan: Plan, *, pipeline: int | None = None) -> bytes:
+        """The file's bytes; text is UTF-8.
+
+        pipeline: this one alone, for the formats that can. Raises InputError for one that the job
+        has not, or that the format can't single out; PlannerError when the exporter refuses.
+        """
+        if pipeline is None:
+            content = self.exporter(plan)
+        elif self.of_pipeline is None:
+            raise InputError("--pipeline", pipeline, f"nothing: {self.name} always holds the whole plan")
+        elif not 0 <= pipeline < plan.job.pipelines:
+            raise InputError("--pipeline", pipeline, f"a pipeline of the plan, 0 to {plan.job.pipelines - 1}")
+        else:
+            content = self.of_pipeline(plan, pipeline)
+        return content if isinstance(content, bytes) else content.encode()
+
+    def file_name(self, plan: Plan) -> str:
+        """A name for a download: the start of the plan's fingerprint says which plan it is."""
+        return f"plan-{plan.fingerprint[:12]}{self.suffix}"
