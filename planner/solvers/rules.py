@@ -16,6 +16,7 @@ from planner.solvers.table import ALWAYS, UNLIMITED, Settings
 # Rules tried so long as the ops of all tries together stay below this.
 EFFORT = 800_000
 FEWEST = 4
+HUGE = 1_000_000  # ops; from here on two rules must do
 MOST = 64
 
 
@@ -120,7 +121,7 @@ def rules(problem: Problem) -> Iterator[Rule]:
     """
     job = problem.job
     ops = 3 * job.pipelines * job.stages * job.micro_batches
-    tries = max(FEWEST, min(MOST, EFFORT // ops))
+    tries = 2 if ops > HUGE else max(FEWEST, min(MOST, EFFORT // ops))
     yield from islice(_endless(problem), tries)
 
 
