@@ -1,4 +1,4 @@
-"""Reference schedules of a job without failures: GPipe and 1F1B.
+"""Reference schedules of a job without failures: GPipe, 1F1B, and zero-bubble ZB-H1 and ZB-H2.
 
 Each is a fixed order of ops per worker, the same in all pipelines; times follow from the order.
 """
@@ -38,6 +38,20 @@ def gpipe(problem: Problem) -> Schedule:
     return _timed(problem, [order] * problem.job.stages)
 
 
+def zb_h1(problem: Problem) -> Schedule:
+    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism): split backward, no stage holds more
+    than 1F1B's first (`stages`). W's fall behind by s on stage s.
+    """
+    stages = problem.job.stages
+    return _timed(problem, [_zero_bubble(problem.job.micro_batches, stages - s, s) for s in range(stages)])
+
+
+def zb_h2(problem: Problem) -> Schedule:
+    """ZB-H2: as ZB-H1 with 2 stages - 1 activations, which fills the warm-up with forwards."""
+    m, stages = problem.job.micro_batches, problem.job.stages
+    return _timed(problem, [_zero_bubble(m, 2 * (stages - s) - 1, 2 * s) for s in range(stages)])
+
+
 @lru_cache(maxsize=256)
 def reference_period(job: Job) -> int:
     """Ticks of fault-free 1F1B, O included: what `slowdown_vs_1f1b` is measured against."""
@@ -55,10 +69,24 @@ def _one_f_one_b(micro_batches: int, depth: int) -> Order:
     return order
 
 
+def _zero_bubble(micro_batches: int, depth: int, lag: int) -> Order:
+    """`depth` forwards, then I, W, F in turn, the W's `lag` micro-batches behind the I's."""
+    warm = min(depth, micro_batches)
+    order: Order = [("F", j) for j in range(warm)]
+    for j in range(micro_batches):
+        order.append(("I", j))
+        if j >= lag:
+            order.append(("W", j - lag))
+        if warm + j < micro_batches:
+            order.append(("F", warm + j))
+    return order + [("W", j) for j in range(max(0, micro_batches - lag), micro_batches)]
+
+
 def _timed(problem: Problem, orders: list[Order]) -> Schedule:
     """Every pipeline runs `orders` (one per stage), each op as early as the order allows."""
     job = problem.job
-    ticks, wire, last = job.ticks, job.transfer_ticks, job.stages - 1
+    last = job.stages - 1
+    lengths = [{"F": t.forward, "B": t.backward, "I": t.input_backward, "W": t.weight_backward} for t in job.ticks]
     end: dict[tuple[str, int, int], int] = {}
     starts: list[list[tuple[str, int, int, int]]] = [[] for _ in orders]
     at, free = [0] * job.stages, [0] * job.stages
@@ -67,21 +95,15 @@ def _timed(problem: Problem, orders: list[Order]) -> Schedule:
         s = waiting.pop()
         while at[s] < len(orders[s]):
             kind, j = orders[s][at[s]]
-            if kind == "F":
-                arrival = 0 if s == 0 else end.get(("F", s - 1, j), -1)
-                arrival += wire[s - 1] if s and arrival >= 0 else 0
-                length = ticks[s].forward
-            else:
-                arrival = end.get(("F", s, j), -1) if s == last else end.get(("B", s + 1, j), -1)
-                arrival += wire[s] if s < last and arrival >= 0 else 0
-                length = ticks[s].backward
+            arrival = _arrival(end, kind, s, j, problem)
+            length = lengths[s][kind]
             if arrival < 0:
                 break
             start = max(arrival, free[s])
-            free[s] = end[kind, s, j] = start + length
+            free[s] = end["B" if kind == "I" else kind, s, j] = start + length
             starts[s].append((kind, j, start, length))
             at[s] += 1
-            neighbour = s + 1 if kind == "F" else s - 1
+            neighbour = {"F": s + 1, "W": -1}.get(kind, s - 1)
             if 0 <= neighbour <= last and neighbour not in waiting:
                 waiting.append(neighbour)
     return Schedule.build(
@@ -93,3 +115,20 @@ def _timed(problem: Problem, orders: list[Order]) -> Schedule:
             for kind, j, start, length in row
         ),
     )
+
+
+def _arrival(end: dict[tuple[str, int, int], int], kind: str, s: int, j: int, problem: Problem) -> int:
+    """When what the op needs is there; -1: not yet known. I and B are one in `end`'s keys."""
+    wire, last = problem.job.transfer_ticks, problem.job.stages - 1
+    if kind == "W":
+        return end.get(("B", s, j), -1)
+    if kind == "F":
+        source, lag = ("F", s - 1, j), wire[s - 1] if s else 0
+        if s == 0:
+            return 0
+    elif s == last:
+        source, lag = ("F", s, j), 0
+    else:
+        source, lag = ("B", s + 1, j), wire[s]
+    done = end.get(source, -1)
+    return done + lag if done >= 0 else -1

@@ -8,6 +8,7 @@ that plans for the same failures gets the same plan.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from planner.baseline import one_forward_one_backward, reference_period
 from planner.bounds import period_bound
@@ -15,7 +16,10 @@ from planner.job import MemoryLimit, Problem
 from planner.schedule import Schedule
 from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
 from planner.solvers.rules import rules
-from planner.solvers.table import Result, Table
+from planner.solvers.table import Result, Settings, Table
+
+# Above so many items a second look at who must split takes longer than it is worth.
+SELECTIVE_ITEMS = 30_000
 
 
 class ListScheduler:
@@ -47,21 +51,37 @@ class ListScheduler:
         table = Table(problem, compiled=self._compiled)
         target = min(bound, warm_start.period) if warm_start else bound
         best: Result | None = None
+        settings: Settings | None = None
         for rule in rules(problem):
-            result = table.run(rule.settings(problem, bound))
+            tried = rule.settings(problem, bound)
+            result = table.run(tried)
             if best is None or result.rank < best.rank:
-                best = result
+                best, settings = result, tried
                 if on_progress:
                     on_progress(Progress(self.name, time.perf_counter() - begin, best.period, bound))
             if best.period <= target or time.perf_counter() - begin > time_limit or (cancelled and cancelled()):
                 break
-        assert best is not None
-        schedule = table.schedule(best)
+        assert best is not None and settings is not None
+        schedule = table.schedule(_less_split(table, best, settings))
         if not problem.failed and best.period > reference_period(problem.job) and _admits_1f1b(problem):
             schedule = one_forward_one_backward(problem)
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
         return Solution(schedule, bound, self.name, time.perf_counter() - begin)
+
+
+def _less_split(table: Table, best: Result, settings: Settings) -> Result:
+    """The same with fewer workers that split B, where that costs nothing.
+
+    I and W apart take a little longer than B on a real device, and more memory.
+    """
+    if table.items > SELECTIVE_ITEMS or settings.split != "all":
+        return best
+    for split in ("none", "peers") if table.problem.failed else ("none",):
+        result = table.run(replace(settings, split=split))
+        if result.period <= best.period:
+            return result
+    return best
 
 
 def _admits_1f1b(problem: Problem) -> bool:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.baseline import gpipe, one_forward_one_backward, reference_period
+from planner.baseline import gpipe, one_forward_one_backward, reference_period, zb_h1, zb_h2
+from planner.check import check
 from planner.errors import InfeasibleError
 from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from tests.planner.problems import jobs
 
 
 def fault_free(job: Job, memory: str = "1f1b") -> Problem:
@@ -42,3 +44,26 @@ def test_uneven_stages_and_transfers_by_hand() -> None:
 def test_a_limit_below_1f1b_is_refused_with_what_would_do() -> None:
     with pytest.raises(InfeasibleError, match=r"1F1B holds 4 activations on stage 0 .* limit is 3; allow at least 4"):
         one_forward_one_backward(fault_free(Job.uniform(3, 4, 6), "3"))
+
+
+@given(st.integers(1, 6), st.integers(0, 8))
+def test_zero_bubble_schedules_reach_their_closed_forms(stages: int, extra: int) -> None:
+    """F = I = W = 1 and enough micro-batches: ZB-H1 leaves stages - 1 idle slots, ZB-H2 none."""
+    micro_batches = 2 * stages + extra
+    job = Job.uniform(2, stages, micro_batches)
+
+    def staggered(limit: int) -> Problem:
+        return Problem(job, technique=Technique.STAGGERED, memory=MemoryLimit(str(limit)))
+
+    h1, h2 = zb_h1(staggered(stages)), zb_h2(staggered(2 * stages - 1))
+    assert check(h1) == check(h2) == []
+    assert h1.period == 3 * micro_batches + stages - 1
+    assert h2.period == 3 * micro_batches
+
+
+@settings(max_examples=40, deadline=None)
+@given(jobs())
+def test_zero_bubble_schedules_are_valid_for_any_times(job: Job) -> None:
+    problem = Problem(job, technique=Technique.DECOUPLED, memory=MemoryLimit(str(2 * job.stages - 1)))
+    assert check(zb_h1(problem)) == []
+    assert check(zb_h2(problem)) == []
