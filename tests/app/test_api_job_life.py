@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from typing import Any
 
 import pytest
 import requests
@@ -18,6 +19,15 @@ def plan_of(agents: Agents, fingerprint: str) -> Plan:
     answer = agents.server.get(agents.path(f"/plans/{fingerprint}"))
     assert answer.status_code == 200, answer.text
     return Plan.from_json(answer.content)
+
+
+def wait_for_plans(agents: Agents) -> dict[str, Any]:
+    """The job, once all plans ahead are made."""
+    until = time.monotonic() + 60
+    while (job := agents.job())["planned_ahead"] < job["plans_to_make"] or not job["plans_to_make"]:
+        assert time.monotonic() < until, job
+        time.sleep(0.1)
+    return job
 
 
 def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
@@ -102,10 +112,7 @@ def test_reports_are_kept(agents: Agents) -> None:
 
 
 def test_plans_are_made_ahead_for_every_failure(agents: Agents) -> None:
-    until = time.monotonic() + 60
-    while (job := agents.job())["planned_ahead"] < job["plans_to_make"] or not job["plans_to_make"]:
-        assert time.monotonic() < until, job
-        time.sleep(0.1)
+    job = wait_for_plans(agents)
     plans = agents.server.get(agents.path("/plans")).json()["plans"]
     assert len(plans) == job["plans_to_make"]
     assert {len(p["failed"]) for p in plans} == {0, 1, 2}
@@ -127,6 +134,7 @@ def test_a_plan_is_not_sent_twice(agents: Agents) -> None:
 def test_a_failure_wakes_every_long_poll(agents: Agents, server: ConsoleServer) -> None:
     agents.register_all()
     agents.resume(agents.names, 1)
+    wait_for_plans(agents)
     arrived: list[float] = []
     waiting = threading.Barrier(13)
 
