@@ -29,7 +29,23 @@ def make_plan(
     on_progress: ProgressCallback | None = None,
     cancelled: Cancelled | None = None,
 ) -> Plan:
-    """Solves `problem` and puts the result, its bound and its references in a Plan.
+    """Solves `problem` and puts the result, its bound and its references in a Plan; see `best_solution`."""
+    begin = time.perf_counter()
+    solution = best_solution(
+        problem, solver=solver, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled
+    )
+    return plan_of(solution, seconds=time.perf_counter() - begin)
+
+
+def best_solution(
+    problem: Problem,
+    *,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    on_progress: ProgressCallback | None = None,
+    cancelled: Cancelled | None = None,
+) -> Solution:
+    """The best schedule found within the time.
 
     solver: `list` only the list scheduler; `cp-sat`, `milp` the list scheduler's schedule
     improved by that solver; `auto` the list scheduler and, while the gap is open, local search
@@ -65,17 +81,22 @@ def make_plan(
             cancelled=cancelled,
         )
         solution = _better(solution, found)
-    return plan_of(solution, seconds=time.perf_counter() - begin)
+    return solution
 
 
 def plan_of(solution: Solution, *, seconds: float) -> Plan:
     """The Plan document of a solution: metrics, references, solver."""
+    return Plan.of(solution.schedule, metrics=metrics_of(solution), solver=solver_of(solution, seconds=seconds))
+
+
+def metrics_of(solution: Solution) -> MetricsDoc:
+    """The numbers of the schedule, its bound, and what it is compared with."""
     schedule = solution.schedule
     job = schedule.problem.job
     reference = reference_period(job)
     best = _best_fault_free(schedule)
     bound = min(solution.bound, schedule.period)
-    metrics = MetricsDoc(
+    return MetricsDoc(
         makespan=job.units(schedule.makespan),
         period=job.units(schedule.period),
         lower_bound=job.units(bound),
@@ -85,13 +106,16 @@ def plan_of(solution: Solution, *, seconds: float) -> Plan:
         slowdown_vs_best=schedule.period / best - 1,
         peak_activations={str(w): n for w, n in sorted(schedule.peak_activations.items())},
     )
-    document = SolverDoc(
+
+
+def solver_of(solution: Solution, *, seconds: float) -> SolverDoc:
+    """Who made the schedule, in how long, and whether it is proven optimal."""
+    return SolverDoc(
         name=solution.solver,
         status="optimal" if solution.optimal else "feasible",
         seconds=round(seconds, 6),
         message=solution.message,
     )
-    return Plan.of(schedule, metrics=metrics, solver=document)
 
 
 def _exact(name: str) -> Solver | None:

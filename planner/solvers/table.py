@@ -280,11 +280,18 @@ class _Rows(Mapping[Worker, tuple[Op, ...]]):
 
 
 class ArraySchedule(Schedule):
-    """A Schedule whose ops are made on demand, and whose period is known without making them."""
+    """A Schedule whose ops are made on demand, and whose period is known without making them.
+
+    table, result: what they are made from.
+    """
+
+    table: Table
+    result: Result
 
     def __init__(self, table: Table, result: Result) -> None:
         super().__init__(table.problem, _Rows(table, result))
-        object.__setattr__(self, "_result", result)
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "result", result)
         # The values that the base class would compute from all ops; tested equal.
         self.__dict__["period"] = result.period
         self.__dict__["makespan"] = max(result.last) - min(result.first)

@@ -1,0 +1,314 @@
+"""A schedule as arrays: what a plan of 10^5 ops needs to be stored, renamed and read in no time.
+
+Items are numbered as in planner.solvers.dispatch, per stage: pipeline * micro_batches +
+micro-batch. Times are ticks. Needs numpy, which the console has and an agent need not have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import PlannerError
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.plan import SCHEMA_VERSION, MetricsDoc, OpDoc, Plan, SolverDoc, job_doc
+from planner.schedule import Schedule
+from planner.solvers.table import ArraySchedule
+
+Ints = NDArray[np.int64]
+KINDS = "FIWB"
+F, I, W, O = range(4)  # noqa: E741 -- the field's names
+
+
+class NotColumnar(PlannerError):
+    """The plan has ops that these arrays can't hold, such as two durations of F on one worker."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One schedule. S stages, P pipelines, n = P * micro-batches.
+
+    route [S, n]: pipeline of the worker that runs the item. starts [3, S, n]: of F, of I (or B)
+    and of W (where B is not split, the end of its first I ticks). split [S, P]: 1 where the worker
+    splits B. durations [4, S, P]: of F, I, W and O on each worker. step [S]: start of the stage's O.
+    """
+
+    problem: Problem
+    route: Ints
+    starts: Ints
+    split: Ints
+    durations: Ints
+    step: Ints
+
+    # -- from schedules ----------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Columns:
+        """Raises NotColumnar."""
+        if isinstance(schedule, ArraySchedule):
+            return cls._of_arrays(schedule)
+        problem, job = schedule.problem, schedule.problem.job
+        n = job.pipelines * job.micro_batches
+        route = np.full((job.stages, n), -1, np.int64)
+        starts = np.full((3, job.stages, n), -1, np.int64)
+        split = np.zeros((job.stages, job.pipelines), np.int64)
+        durations = np.full((4, job.stages, job.pipelines), -1, np.int64)
+        step = np.zeros(job.stages, np.int64)
+        for worker, ops in schedule.ops.items():
+            at = (worker.stage, worker.pipeline)
+            split[at] = int(any(op.kind in "IW" for op in ops))
+            for op in ops:
+                if op.kind == "O":
+                    step[op.stage] = op.start
+                    durations[(O, *at)] = op.duration
+                    continue
+                item = op.pipeline * job.micro_batches + op.micro_batch
+                kind = I if op.kind == "B" else KINDS.index(op.kind)
+                starts[kind, op.stage, item] = op.start
+                if op.kind == "F":
+                    route[op.stage, item] = worker.pipeline
+                length = op.duration
+                if op.kind == "B":
+                    durations[(W, *at)] = job.ticks[op.stage].weight_backward
+                    length -= int(durations[(W, *at)])
+                    starts[W, op.stage, item] = op.start + length
+                durations[(kind, *at)] = length
+        if route.min(initial=0) < 0 or starts.min(initial=0) < 0:
+            raise NotColumnar("the plan lacks an op of some micro-batch and stage")
+        return cls(problem, route, starts, split, _filled(job, durations), step)
+
+    @classmethod
+    def _of_arrays(cls, schedule: ArraySchedule) -> Columns:
+        table, result, problem = schedule.table, schedule.result, schedule.problem
+        job = problem.job
+        shape = (job.stages, job.pipelines)
+        n = job.pipelines * job.micro_batches
+        starts = np.array([np.asarray(s, np.int64).reshape(job.stages, n) for s in result.starts])
+        split = np.array(table.split(result.split), np.int64).reshape(shape)
+        for worker in problem.failed:
+            split[worker.stage, worker.pipeline] = 0
+        route = np.asarray(table.route, np.int64).reshape(job.stages, n) % job.pipelines
+        durations = _filled(job, np.full((4, *shape), -1, np.int64))
+        whole = ~np.take_along_axis(split, route, 1).astype(bool)
+        starts[W][whole] = (starts[I] + np.take_along_axis(durations[I], route, 1))[whole]
+        ends = result.last if problem.technique.staggers else [max(result.last)] * job.stages
+        return cls(problem, route, starts, split, durations, np.array(ends, np.int64))
+
+    # -- what is read off them ---------------------------------------------------------------
+
+    def duration(self, kind: int) -> Ints:
+        """[S, n]: how long each item's F, I or W takes where it runs."""
+        durations: Ints = np.take_along_axis(self.durations[kind], self.route, 1)
+        return durations
+
+    def peaks(self) -> Ints:
+        """[S, P]: most activations each worker holds at once, as planner.schedule counts them."""
+        job = self.problem.job
+        worker = (np.arange(job.stages)[:, None] * job.pipelines + self.route).ravel()
+        taken, freed = self.starts[F].ravel(), (self.starts[W] + self.duration(W)).ravel()
+        who = np.concatenate([worker, worker])
+        when = np.concatenate([taken, freed])
+        change = np.repeat(np.array([1, -1]), len(worker))
+        order = np.lexsort((when, who))
+        who, when, held = who[order], when[order], np.cumsum(change[order])
+        # What happens at one tick counts together, so only the last step of each tick is a state.
+        last = np.append((who[1:] != who[:-1]) | (when[1:] != when[:-1]), True)
+        peaks = np.zeros(job.stages * job.pipelines, np.int64)
+        np.maximum.at(peaks, who[last], held[last])
+        return peaks.reshape(job.stages, job.pipelines)
+
+    def busy(self) -> int:
+        """Ticks in which workers work, all together, O included."""
+        living = sum(int(self.durations[O, w.stage, w.pipeline]) for w in self.problem.living_workers())
+        return int(sum(self.duration(kind).sum() for kind in (F, I, W))) + living
+
+    def fill(self, schedule: Schedule) -> None:
+        """Gives `schedule`, whose columns these are, the metrics that it would count op by op."""
+        peaks = self.peaks()
+        schedule.__dict__["peak_activations"] = {
+            w: int(peaks[w.stage, w.pipeline]) for w in self.problem.living_workers()
+        }
+        living = len(self.problem.living_workers())
+        schedule.__dict__["bubble_fraction"] = 1 - self.busy() / (living * schedule.period)
+
+    def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]]) -> Columns:
+        """Pipeline p becomes names[p], and the worker of (new) pipeline p on stage s becomes workers[s][p].
+
+        The first changes nothing but names. The second lets peers of one stage swap their parts,
+        so that any failures with as many per stage fit; a micro-batch's home stays what it was.
+        """
+        job = self.problem.job
+        new = np.asarray(names, np.int64)
+        swap = np.asarray(workers, np.int64)
+        items = (new[:, None] * job.micro_batches + np.arange(job.micro_batches)).ravel()
+        route = np.empty_like(self.route)
+        route[:, items] = np.take_along_axis(swap, new[self.route], 1)
+        starts = np.empty_like(self.starts)
+        starts[:, :, items] = self.starts
+        places = swap[:, new]  # [S, P]: where each old worker's part goes
+        split, durations = np.empty_like(self.split), np.empty_like(self.durations)
+        np.put_along_axis(split, places, self.split, 1)
+        for kind in range(4):
+            np.put_along_axis(durations[kind], places, self.durations[kind], 1)
+        failed = frozenset(Worker(int(places[w.stage, w.pipeline]), w.stage) for w in self.problem.failed)
+        problem = Problem(job, failed, self.problem.technique, self.problem.memory)
+        return Columns(problem, route, starts, split, durations, self.step)
+
+    # -- the Plan document -------------------------------------------------------------------
+
+    def plan(self, metrics: MetricsDoc, solver: SolverDoc, *, fingerprint: str | None = None) -> Plan:
+        """The document. `peak_activations` of `metrics` is filled in from the columns."""
+        problem = self.problem
+        peaks = self.peaks()
+        workers, text = self._documents()
+        failed = tuple(map(str, sorted(problem.failed)))
+        counts = {str(w): int(peaks[w.stage, w.pipeline]) for w in problem.living_workers()}
+        return Plan.model_construct(
+            schema_version=SCHEMA_VERSION,
+            job=job_doc(problem.job),
+            failed=failed,
+            technique=problem.technique,
+            memory=problem.memory.text,
+            workers=workers,
+            metrics=metrics.model_copy(update={"peak_activations": counts}),
+            solver=solver,
+            fingerprint=fingerprint or _fingerprint(problem, failed, text),
+        )
+
+    def _documents(self) -> tuple[dict[str, tuple[OpDoc, ...]], dict[str, str]]:
+        """The ops of each living worker, and the canonical JSON of each such list."""
+        job = self.problem.job
+        n = job.pipelines * job.micro_batches
+        stage = np.repeat(np.arange(job.stages), n)
+        item = np.tile(np.arange(n), job.stages)
+        worker = self.route.ravel() * job.stages + stage  # sorts as Worker does
+        split = np.take_along_axis(self.split, self.route, 1).ravel()
+        lengths = np.stack([self.duration(k).ravel() for k in (F, I, W)], 1)
+        lengths[:, I] += np.where(split == 1, 0, lengths[:, W])
+        starts = np.stack([self.starts[k].ravel() for k in (F, I, W)], 1)
+        kinds = np.tile(np.array([F, I, W]), (len(item), 1))
+        kinds[:, I] = np.where(split == 1, I, 3)
+        keep = np.repeat(split[:, None] == 1, 3, 1)
+        keep[:, :W] = True
+        flat = keep.ravel()
+
+        def each(values: NDArray[Any]) -> NDArray[Any]:
+            return np.repeat(values, 3)[flat]
+
+        who, start, length = each(worker), starts.ravel()[flat], lengths.ravel()[flat]
+        order = np.lexsort((start + length, start, who))
+        who = who[order]
+        home, number = np.divmod(each(item)[order], job.micro_batches)
+        rows = _OpRows(
+            kinds.ravel()[flat][order].tolist(),
+            home.tolist(),
+            number.tolist(),
+            _units(job, start[order]),
+            _units(job, length[order]),
+        )
+        living = sorted(self.problem.living_workers())
+        keys = np.array([w.pipeline * job.stages + w.stage for w in living])
+        begins, ends = np.searchsorted(who, keys, "left").tolist(), np.searchsorted(who, keys, "right").tolist()
+        documents: dict[str, tuple[OpDoc, ...]] = {}
+        texts: dict[str, str] = {}
+        for w, begin, end in zip(living, begins, ends, strict=True):
+            step = _units(job, self.step[w.stage : w.stage + 1])[0]
+            last = _units(job, self.durations[O, w.stage, w.pipeline : w.pipeline + 1])[0]
+            ops = [*rows.slice(begin, end), ("O", w.pipeline, None, step, last)]
+            documents[str(w)] = tuple(_op(kind, p, m, w.stage, a, d) for kind, p, m, a, d in ops)
+            texts[str(w)] = _canonical(ops, w.stage)
+        return documents, texts
+
+
+@dataclass(frozen=True)
+class _OpRows:
+    kinds: list[int]
+    pipelines: list[int]
+    micro_batches: list[int]
+    starts: list[int | float]
+    durations: list[int | float]
+
+    def slice(self, begin: int, end: int) -> Iterator[tuple[str, int, int | None, int | float, int | float]]:
+        part = slice(begin, end)
+        kinds = [KINDS[k] for k in self.kinds[part]]
+        return zip(
+            kinds,
+            self.pipelines[part],
+            self.micro_batches[part],
+            self.starts[part],
+            self.durations[part],
+            strict=True,
+        )
+
+
+def problem_of(job: Job, failed: Sequence[Sequence[int]], technique: Technique, memory: MemoryLimit) -> Problem:
+    """failed: by stage, the pipelines whose worker is dead."""
+    dead = frozenset(Worker(p, s) for s, row in enumerate(failed) for p in row)
+    return Problem(job, dead, technique, memory)
+
+
+def _filled(job: Job, durations: Ints) -> Ints:
+    """Where a worker runs no op of a kind (-1), the stage's own time."""
+    own = np.array([[t.forward, t.input_backward, t.weight_backward, t.optimizer] for t in job.ticks], np.int64).T
+    return np.where(durations < 0, own[:, :, None], durations)
+
+
+def _units(job: Job, ticks: Ints) -> list[int | float]:
+    """Job.units of each."""
+    if job.ticks_per_unit == 1:
+        whole: list[int | float] = ticks.tolist()
+        return whole
+    return [int(v) if v.is_integer() else v for v in (ticks / job.ticks_per_unit).tolist()]
+
+
+_FIELDS = frozenset(OpDoc.model_fields)
+
+
+def _op(
+    kind: str, pipeline: int, micro_batch: int | None, stage: int, start: int | float, duration: int | float
+) -> OpDoc:
+    """OpDoc.model_construct, eight times as fast: a plan has up to 10^6 of them."""
+    op = OpDoc.__new__(OpDoc)
+    values = {
+        "kind": kind,
+        "pipeline": pipeline,
+        "micro_batch": micro_batch,
+        "stage": stage,
+        "start": start,
+        "duration": duration,
+    }
+    object.__setattr__(op, "__dict__", values)
+    object.__setattr__(op, "__pydantic_fields_set__", _FIELDS)
+    object.__setattr__(op, "__pydantic_extra__", None)
+    object.__setattr__(op, "__pydantic_private__", None)
+    return op
+
+
+def _canonical(ops: Sequence[tuple[Any, ...]], stage: int) -> str:
+    """The ops in the JSON that Plan.compute_fingerprint hashes."""
+    parts = [
+        f'{{"duration":{d!r},"kind":"{kind}","micro_batch":{"null" if m is None else m},'
+        f'"pipeline":{p},"stage":{stage},"start":{a!r}}}'
+        for kind, p, m, a, d in ops
+    ]
+    return "[" + ",".join(parts) + "]"
+
+
+def _fingerprint(problem: Problem, failed: Sequence[str], workers: dict[str, str]) -> str:
+    """Plan.compute_fingerprint, without the detour over a dict per op."""
+    body = {
+        "failed": list(failed),
+        "job": job_doc(problem.job).model_dump(mode="json"),
+        "memory": problem.memory.text,
+        "schema_version": SCHEMA_VERSION,
+        "technique": problem.technique.value,
+    }
+    head = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    parts = ",".join(f'"{name}":{workers[name]}' for name in sorted(workers))
+    return hashlib.sha256(f'{head[:-1]},"workers":{{{parts}}}}}'.encode()).hexdigest()[:32]
