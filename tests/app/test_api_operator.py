@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import requests
 from console_server import Agents, ConsoleServer
 
 
@@ -12,8 +13,9 @@ def test_a_kill_reaches_the_waiting_launcher_of_a_demo_job(server: ConsoleServer
     got: list[dict[str, Any]] = []
 
     def launcher() -> None:
-        answer = ConsoleClient.get(server, agents.path("/commands"))
-        got.extend(answer["commands"])
+        # A session of its own: the server's is in use by another thread.
+        answer = requests.get(server.base + agents.path("/commands"), params={"wait": 20}, timeout=30)
+        got.extend(answer.json()["commands"])
 
     waiting = threading.Thread(target=launcher)
     waiting.start()
@@ -32,16 +34,6 @@ def test_a_kill_reaches_the_waiting_launcher_of_a_demo_job(server: ConsoleServer
     assert server.post(agents.path("/workers/W1_2/restart")).status_code == 202
     commands = server.get(agents.path("/commands"), params={"after": 1}).json()["commands"]
     assert commands == [{"seq": 2, "kind": "restart", "worker": "W1_2"}]
-
-
-class ConsoleClient:
-    """A session of its own: the server's is in use by another thread."""
-
-    @staticmethod
-    def get(server: ConsoleServer, path: str) -> dict[str, Any]:
-        import requests
-
-        return requests.get(server.base + path, params={"wait": 20}, timeout=30).json()  # type: ignore[no-any-return]
 
 
 def test_only_a_demo_job_can_be_killed(agents: Agents) -> None:
