@@ -17,8 +17,9 @@ from planner.solvers.cp_sat import CpSatSolver
 from planner.solvers.cp_sat_model import ScheduleModel
 from planner.solvers.cp_sat_routing import RoutingModel
 from planner.solvers.cp_sat_run import run
+from planner.solvers.cp_sat_slice import SliceModel
 from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.lns import Windows
+from planner.solvers.lns import Frame, Slices
 from planner.solvers.pooled import PooledModel
 from planner.solvers.reduction import Reduction, routes_of
 
@@ -96,23 +97,29 @@ def test_free_routes_are_no_worse_than_any_routing(problem: Problem, seed: int) 
 
 @quick
 @given(problems(pipelines=3, stages=4, micro_batches=6), st.integers(0, 9))
-def test_windows_keep_a_schedule_valid_and_no_worse(problem: Problem, seed: int) -> None:
+def test_slices_keep_a_schedule_valid_and_meet_their_target(problem: Problem, seed: int) -> None:
     warm = ListScheduler().solve(problem).schedule
     reduction = Reduction.of(problem, routes_of(warm))
-    current = reduction.times_of(warm)
-    assert current is not None
-    windows = Windows(reduction, seed=seed)
-    windows.size = 24
-    period = warm.period
-    for _ in range(3):
-        model = ScheduleModel(reduction, 0, period, current, windows.next(current), tidy=True)
-        outcome = run(model.model, time_limit=0.5, workers=1, seed=seed)
-        if not outcome.solved:
-            # The incumbent itself satisfies the model, so it can't be infeasible.
-            assert not outcome.infeasible
+    times = reduction.times_of(warm)
+    assert times is not None
+    frame = Frame(reduction, times)
+    assert frame.period <= warm.period
+    late = frame.late()
+    assert late.period <= frame.period and check(reduction.schedule(late.times())) == []
+    slices = Slices(seed=seed)
+    slices.size = 12
+    for step in range(4):
+        # As it is, its own target can be met; one tick less, perhaps.
+        target = late.period - step % 2
+        room = late.room(*slices.next(late), target)
+        assert room is not None or target < late.period
+        if room is None:
             continue
-        current = model.read(outcome.solver)
-        schedule = reduction.schedule(current)
-        assert check(schedule) == []
-        assert schedule.period <= period
-        period = schedule.period
+        model = SliceModel(room)
+        outcome = run(model.model, time_limit=5, workers=1, seed=seed)
+        assert outcome.proven and (outcome.solved or target < late.period)
+        if outcome.solved:
+            late = model.read(outcome.solver).late()
+            schedule = reduction.schedule(late.times())
+            assert check(schedule) == []
+            assert schedule.period <= late.period <= target

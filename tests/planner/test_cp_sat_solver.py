@@ -132,7 +132,7 @@ def test_the_time_limit_holds() -> None:
     assert solution.optimal or "time limit" in solution.message
 
 
-def test_windows_improve_a_schedule_that_is_too_large_for_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_improve_a_schedule_that_is_too_large_for_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(Job.uniform(3, 4, 8), FAILED, Technique.STAGGERED, MemoryLimit("uniform"))
     warm = ListScheduler().solve(problem).schedule
     slow = serial(problem)
