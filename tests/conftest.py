@@ -39,22 +39,43 @@ def postgres_url() -> Iterator[str]:
         shutil.chown(folder, "postgres")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    data = folder / "data"
-    user = "postgres"
-
-    def run(*command: str) -> None:
-        done = subprocess.run([*as_user, *command], capture_output=True, text=True, timeout=60, cwd=folder)
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
-
-    options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off"
+    arguments = [str(binaries), str(folder), str(port)]
+    process = subprocess.Popen(
+        [*as_user, "sh", "-c", _CLUSTER, "cluster", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+    )
+    assert process.stdin and process.stdout
     try:
-        run(str(binaries / "initdb"), "-D", str(data), "-A", "trust", "-U", user, "-E", "UTF8")
-        run(str(binaries / "pg_ctl"), "-D", str(data), "-o", options, "-l", str(folder / "log"), "-w", "start")
-        yield f"postgresql://{user}@127.0.0.1:{port}"
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line == "ready\n":
+                break
+        else:
+            pytest.fail("PostgreSQL did not start: " + "".join(said))
+        yield f"postgresql://postgres@127.0.0.1:{port}"
     finally:
-        stop = [str(binaries / "pg_ctl"), "-D", str(data), "-m", "immediate", "stop"]
-        subprocess.run([*as_user, *stop], capture_output=True, timeout=60, cwd=folder)
+        process.stdin.close()
+        process.wait(60)
+        process.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# Its standard input ends with the tests, however and whenever they end: no server is left behind.
+_CLUSTER = """
+trap '' PIPE
+"$1"/initdb -D "$2"/data -A trust -U postgres -E UTF8 || exit 1
+"$1"/pg_ctl -D "$2"/data -l "$2"/log -w start \\
+    -o "-p $3 -k $2 -c listen_addresses=127.0.0.1 -c fsync=off" || { cat "$2"/log; exit 1; }
+echo ready
+cat > /dev/null
+"$1"/pg_ctl -D "$2"/data -m immediate stop > /dev/null 2>&1
+rm -rf "$2"/*
+"""
 
 
 def new_database(server: str) -> str:
