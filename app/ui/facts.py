@@ -258,24 +258,6 @@ def tile_words(worker: WorkerView) -> str:
     return state
 
 
-def grid_words(view: JobView) -> str:
-    """The worker grid in words, for those who can't see it."""
-    counts = ", ".join(f"{n} {state}" for state, n in legend_counts(view).items())
-    lost = [w.name for w in view.workers if w.state in LOST]
-    return f"Worker grid, {view.spec.pipelines} pipelines by {view.spec.stages} stages: {counts}." + (
-        f" Failed: {_names(lost, 12)}." if lost else ""
-    )
-
-
-def progress_words(view: JobView) -> str:
-    """Throughput and loss in words, for those who can't see the curves."""
-    last = view.iterations[-1]
-    return (
-        f"Throughput and loss from iteration {view.iterations[0].iteration} to {last.iteration}. "
-        f"Last: {last.samples_per_second:.3g} samples per second, loss {last.loss:.4f}, {last.living} living workers."
-    )
-
-
 def plan_name(failed: Sequence[str]) -> str:
     """`fault-free`, or `without W1_2 and W0_0`."""
     return f"without {_names(list(failed), 4)}" if failed else "fault-free"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import streamlit as st
 
 from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.ui import components, facts, text
-from app.ui.charts.progress import epoch_marks, progress
-from app.ui.charts.worker_grid import worker_grid, worker_sentence
+from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
+from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
 from app.ui.picker import open_job
-from app.ui.theme import CHART_CONFIG, Palette
+from app.ui.theme import Palette
 from app.ui.worker_dialog import open_worker, show_opened
 from app.view import JobView, WorkerView
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map.
 MAX_TILES = 64
+ANSWERED = "answered-click"
 
 
 def page() -> None:
@@ -89,9 +93,27 @@ def _heat_map(view: JobView, colours: Palette) -> str | None:
         )
         asked = st.button("Open", disabled=chosen is None, key="worker-open")
     components.legend(facts.legend_counts(view))
-    figure = worker_grid(view, colours, revision=view.job_id)
-    st.plotly_chart(figure, theme=None, key="worker-map", config=CHART_CONFIG, alt=facts.grid_words(view))
-    return chosen if asked else None
+    chart = worker_grid(view, colours)
+    state = st.vega_lite_chart(
+        chart.rows,
+        chart.spec,
+        theme=None,
+        key="worker-map",
+        on_select="rerun",
+        selection_mode=PICKED,
+        alt="Worker grid: pipelines across, stages down. The figures above name the failed workers.",
+    )
+    return _clicked(state) or (chosen if asked else None)
+
+
+def _clicked(state: Mapping[str, Any]) -> str | None:
+    """The worker of a click that was not answered yet: a selection stays after its dialog is closed."""
+    picked = state["selection"].get(PICKED) or [{}]
+    name = picked[0].get("worker")
+    if name == st.session_state.get(ANSWERED):
+        return None
+    st.session_state[ANSWERED] = name
+    return name  # type: ignore[no-any-return]
 
 
 def _progress(view: JobView, colours: Palette) -> None:
@@ -99,18 +121,15 @@ def _progress(view: JobView, colours: Palette) -> None:
         components.quiet("The curves begin with the first committed iteration.")
         return
     reference = facts.fault_free_rate(view)
-    figure = progress(
-        view.iterations,
-        colours,
-        total=view.spec.iterations,
-        marks=epoch_marks(view.iterations, view.recoveries, view.events),
-        fault_free=reference.samples_per_second if reference else None,
-        height=310,
-        revision=view.job_id,
-    )
-    st.plotly_chart(figure, theme=None, key="progress", config=CHART_CONFIG, alt=facts.progress_words(view))
-    if reference:
-        st.caption(f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}.")
+    marks = epoch_marks(view.iterations, view.recoveries, view.events)
+    rows = progress_rows(view.iterations, marks, reference.samples_per_second if reference else None)
+    for key, chart, alt in (
+        ("throughput", throughput(rows, colours), "Throughput by iteration, in samples per second."),
+        ("loss", losses(rows, colours), "Loss by iteration."),
+    ):
+        st.vega_lite_chart(chart.rows, chart.spec, theme=None, key=key, alt=alt)
+    source = f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}. " if reference else ""
+    st.caption(source + "Drag to move, Shift + wheel to zoom, double-click to see all.")
 
 
 components.guard(page)

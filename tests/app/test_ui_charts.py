@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from dataclasses import replace
+from importlib.resources import files
 from typing import Any
 
+import jsonschema
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -17,9 +21,11 @@ from agent.protocol import WorkerState
 from app.ui.charts import overview as large
 from app.ui.charts import rows
 from app.ui.charts.gantt import gantt
-from app.ui.charts.progress import epoch_marks, progress
+from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
+from app.ui.charts.vega import LiveChart
 from app.ui.charts.worker_grid import LOOKS, worker_grid
-from app.ui.theme import DARK, LIGHT, OP_WORDS
+from app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
+from app.view import JobView
 from planner.job import Worker
 from planner.schedule import Op, Schedule
 
@@ -113,11 +119,9 @@ def test_instant_optimizer_step_is_drawn_as_a_line() -> None:
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 def test_figures_are_json_and_use_their_theme(colours: Any) -> None:
-    view = factory.failed()
     figures = [
         gantt(schedule_of(("W1_2",)), colours),
-        worker_grid(view, colours),
-        progress(view.iterations, colours, total=400, marks=[], fault_free=36.0),
+        large.overview(schedule_of(), colours, workers=list(schedule_of().problem.job.workers())),
     ]
     other = DARK if colours is LIGHT else LIGHT
     for figure in figures:
@@ -146,21 +150,63 @@ def test_rows_do_not_overlap_and_pipelines_stand_apart() -> None:
     assert shown.extent == pytest.approx(middles[-1] + 0.5)
 
 
-# -- the worker grid of large jobs ----------------------------------------------------------
+# -- charts that follow a job ----------------------------------------------------------------
 
 
-def test_large_grid_marks_each_state_by_shape_and_leaves_the_rest_quiet() -> None:
+@pytest.fixture(scope="module")
+def vega_lite_schema() -> dict[str, Any]:
+    return json.loads((files("altair.vegalite.v6.schema") / "vega-lite-schema.json").read_text())  # type: ignore[no-any-return]
+
+
+def live_charts(view: JobView, colours: Palette) -> list[LiveChart]:
+    rows = progress_rows(view.iterations, epoch_marks(view.iterations, view.recoveries, view.events), 36.7)
+    return [worker_grid(view, colours), throughput(rows, colours), losses(rows, colours)]
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_live_charts_are_valid_vega_lite(vega_lite_schema: dict[str, Any], colours: Palette) -> None:
+    validator = jsonschema.Draft7Validator(vega_lite_schema)
+    for chart in live_charts(factory.failed(), colours):
+        spec = {**chart.spec, "data": {"name": "rows"}}
+        assert [e.message[:300] for e in validator.iter_errors(spec)] == []
+        assert len({len(column) for column in chart.rows.values()}) == 1, "columns of one length"
+        fields = set(re.findall(r'"field": "([^"]+)"', json.dumps(spec)))
+        assert fields <= set(chart.rows), "every field drawn is a column"
+
+
+def test_live_specs_stand_still_while_the_job_runs() -> None:
+    """A changed spec would have the browser build the chart anew, which flickers and forgets the zoom."""
+    before = factory.running()
+    after = replace(
+        before,
+        iterations=factory.iteration_views(31),
+        workers=factory.worker_views(before.spec, before.plan, {"W0_0": WorkerState.SUSPECT}, 31),
+    )
+    for old, new in zip(live_charts(before, LIGHT), live_charts(after, LIGHT), strict=True):
+        assert old.spec == new.spec
+        assert old.rows != new.rows
+
+
+def test_large_grid_has_every_worker_and_marks_those_that_need_a_look() -> None:
     view = factory.large()
-    figure = worker_grid(view, LIGHT)
-    cells = figure.data[0]
-    assert cells.z.shape == (32, 64)
-    order = list(LOOKS)
-    assert order[cells.z[5, 3]] == "failed" and order[cells.z[1, 40]] == "suspect" and order[cells.z[0, 0]] == "running"
-    marks = {t.meta["look"]: t for t in figure.data[1:]}
-    assert set(marks) == {"failed", "suspect"}
-    assert sorted(zip(marks["failed"].x, marks["failed"].y, strict=True)) == [(3, 5), (20, 9)]
-    assert marks["failed"].marker.symbol != marks["suspect"].marker.symbol
-    assert "W3_5" in cells.text[5, 3] and "heartbeat" in cells.text[5, 3]
+    chart = worker_grid(view, LIGHT)
+    rows = chart.rows
+    looks = dict(zip(rows["worker"], rows["look"], strict=True))
+    assert len(looks) == 2048
+    assert {w: state for w, state in looks.items() if state != "running"} == {
+        "W3_5": "failed",
+        "W20_9": "failed",
+        "W40_1": "suspect",
+    }
+    at = rows["worker"].index("W20_9")
+    assert (rows["pipeline"][at], rows["stage"][at]) == (20, 9)
+    shapes, marks = chart.spec["layer"]
+    assert marks["transform"] == [{"filter": {"not": {"field": "look", "oneOf": ["running", "re-routed"]}}}]
+    shape = marks["encoding"]["shape"]["scale"]
+    by_look = dict(zip(shape["domain"], shape["range"], strict=True))
+    assert len({by_look[name] for name in ("failed", "suspect", "re-joining", "starting", "finished")}) == 5
+    colour = shapes["encoding"]["color"]["scale"]
+    assert dict(zip(colour["domain"], colour["range"], strict=True))["running"] == LIGHT.healthy
 
 
 def test_each_state_has_a_look_and_no_two_share_shape_and_colour() -> None:
@@ -169,19 +215,20 @@ def test_each_state_has_a_look_and_no_two_share_shape_and_colour() -> None:
     assert len(set(looks)) == len(looks)
 
 
-# -- progress -------------------------------------------------------------------------------
-
-
 def test_failures_are_marked_where_the_epoch_changes() -> None:
     view = factory.failed()
     marks = epoch_marks(view.iterations, view.recoveries, view.events)
     assert [(m.iteration, m.text, m.lost) for m in marks] == [(18, "✕ W1_2", True)]
-    figure = progress(view.iterations, LIGHT, total=400, marks=marks, fault_free=36.7)
-    lines = [s for s in figure.layout.shapes if s.line.color == LIGHT.failed]
-    assert [s.x0 for s in lines] == [17.5, 17.5], "one in each panel"
-    assert list(figure.data[0].y) == [i.samples_per_second for i in view.iterations]
-    assert list(figure.data[1].y) == [i.loss for i in view.iterations]
-    assert figure.layout.xaxis.range[1] >= view.iterations[-1].iteration
+    rows = progress_rows(view.iterations, marks, 36.7)
+    marked = [
+        (at, words, change)
+        for at, words, change in zip(rows["before"], rows["mark"], rows["change"], strict=True)
+        if change
+    ]
+    assert marked == [(17.5, "✕ W1_2", "lost")]
+    assert rows["samples_per_second"] == [i.samples_per_second for i in view.iterations]
+    assert rows["loss"] == [i.loss for i in view.iterations]
+    assert rows["fault_free_label"].count("fault-free") == 1
 
 
 def test_a_rejoin_and_a_reform_are_told_from_a_failure() -> None:
@@ -193,13 +240,10 @@ def test_a_rejoin_and_a_reform_are_told_from_a_failure() -> None:
     assert marks[0].text == "✕ failure" and marks[1].text == "↺ re-join" and marks[2].text == "re-formed"
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 19, 21, 250, 600])
-def test_progress_shows_all_iterations_of_any_number(count: int) -> None:
-    iterations = factory.iteration_views(count)
-    figure = progress(iterations, DARK, total=400, marks=[])
-    low, high = figure.layout.xaxis.range
-    assert low < high
-    assert all(low <= i.iteration <= high for i in iterations)
+def test_without_a_fault_free_rate_nothing_is_drawn_dotted() -> None:
+    rows = progress_rows(factory.iteration_views(3), [], None)
+    text = json.dumps(throughput(rows, LIGHT).spec)
+    assert "fault_free" not in text and "strokeDash" in text
 
 
 # -- large schedules ------------------------------------------------------------------------

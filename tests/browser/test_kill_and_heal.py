@@ -25,6 +25,7 @@ PEERS = ("W0_2", "W2_2")
 # Loaded machines are slow, and twelve processes import torch first.
 START_SECONDS = 150.0
 WAIT_MS = 60_000
+CHART = ".js-plotly-plot .main-svg, .stVegaLiteChart .marks"
 
 pytestmark = [
     pytest.mark.browser,
@@ -229,7 +230,7 @@ def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any,
     try:
         for path in ("/", "/schedule"):
             page.goto(demo.root + path)
-            page.locator(".js-plotly-plot .main-svg").first.wait_for()
+            page.locator(CHART).first.wait_for()
             sizes = page.evaluate(
                 """() => [document.documentElement, document.querySelector('.stMain')]
                     .map(e => e.scrollWidth - e.clientWidth)"""
@@ -241,7 +242,7 @@ def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any,
                         && e.clientWidth > 0).map(e => e.textContent)"""
             )
             assert cut == [], f"{path} cuts text at {width}"
-            charts = page.locator("[data-testid='stPlotlyChart']")
+            charts = page.locator("[data-testid='stPlotlyChart'], [data-testid='stVegaLiteChart']")
             for i in range(charts.count()):
                 described = charts.nth(i).evaluate(
                     "e => !!e.closest('[aria-label]') || !!e.querySelector('[aria-label]')"

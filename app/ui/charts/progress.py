@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
-from app.ui.theme import Palette, style
+from app.ui.charts.vega import Columns, LiveChart, config
+from app.ui.theme import Palette
 from app.view import EventView, IterationView, RecoveryView
+
+PANEL_HEIGHT = 112
 
 
 @dataclass(frozen=True)
@@ -57,120 +58,137 @@ def _reported_lost(events: tuple[EventView, ...], before: IterationView, after: 
     )
 
 
-def progress(
-    iterations: tuple[IterationView, ...],
-    colours: Palette,
-    *,
-    total: int,
-    marks: list[Mark],
-    fault_free: float | None = None,
-    height: int = 330,
-    revision: str = "progress",
-) -> go.Figure:
-    """Two panels over one axis of iterations. fault_free: samples per second, drawn dotted."""
-    figure = make_subplots(
-        rows=2,
-        cols=1,
-        shared_xaxes=True,
-        vertical_spacing=0.2,
-        subplot_titles=("Throughput (samples/s)", "Loss"),
-    )
-    x = [i.iteration for i in iterations]
-    line = {"width": 2, "shape": "linear"}
-    size = 5 if len(x) <= 120 else 3
-    rates = go.Scatter(
-        x=x,
-        y=[i.samples_per_second for i in iterations],
-        mode="lines+markers",
-        line={**line, "color": colours.accent},
-        marker={"size": size, "color": colours.accent},
-        hovertext=[_sentence(i) for i in iterations],
-        hoverinfo="text",
-        name="throughput",
-    )
-    losses = go.Scatter(
-        x=x,
-        y=[i.loss for i in iterations],
-        mode="lines+markers",
-        line={**line, "color": colours.muted},
-        marker={"size": size, "color": colours.muted},
-        hovertext=[_sentence(i) for i in iterations],
-        hoverinfo="text",
-        name="loss",
-    )
-    figure.add_trace(rates, row=1, col=1)
-    figure.add_trace(losses, row=2, col=1)
-    if fault_free is not None:
-        figure.add_hline(
-            y=fault_free,
-            row=1,
-            col=1,
-            line={"color": colours.good, "width": 1.5, "dash": "dot"},
-            annotation={
-                "text": "fault-free",
-                "font": {"color": colours.good, "size": 12},
-                "yanchor": "bottom",
-                "xanchor": "right",
-                "yshift": 2,
-                "bgcolor": colours.background,
-            },
-            annotation_position="top right",
-        )
-    _add_marks(figure, marks, colours)
-    top = max([i.samples_per_second for i in iterations] + [fault_free or 0], default=1)
-    style(figure, colours, height=height, revision=revision)
-    figure.update_layout(
-        showlegend=False, dragmode="zoom", hovermode="closest", margin={"l": 48, "r": 12, "t": 24, "b": 38}
-    )
-    for title in figure.layout.annotations[:2]:
-        title.update(x=0, xanchor="left", xshift=-48, font={"size": 13, "color": colours.text})
-    figure.update_xaxes(range=_iteration_range(x, total), tickformat=",d", showgrid=False)
-    figure.update_xaxes(title_text="iteration", title_standoff=6, row=2, col=1)
-    figure.update_yaxes(range=[0, top * 1.25 or 1], nticks=4, row=1, col=1)
-    figure.update_yaxes(nticks=4, row=2, col=1)
-    return figure
+def throughput(rows: Columns, colours: Palette) -> LiveChart:
+    """Samples per second by iteration; the fault-free rate, where it is known, dotted."""
+    y = {"field": "fault_free", "type": "quantitative"}
+    reference = {
+        "mark": {"type": "line", "strokeDash": [3, 3], "strokeWidth": 1.5, "color": colours.good},
+        "encoding": {"y": y},
+    }
+    label = {
+        "mark": {"type": "text", "align": "right", "baseline": "bottom", "dy": -4, "color": colours.good},
+        "encoding": {"y": y, "x": {"value": "width"}, "text": {"field": "fault_free_label"}},
+    }
+    headroom = {
+        "mark": {"type": "point", "opacity": 0},
+        "encoding": {"y": {"field": "headroom", "type": "quantitative"}},
+    }
+    known = any(value is not None for value in rows["fault_free"])
+    curve = _curve("samples_per_second", colours.accent, zero=True)
+    layers = [*([reference, label] if known else []), headroom, *curve, *_marks(colours)]
+    return LiveChart(_panel("Throughput (samples/s)", layers, colours), rows)
 
 
-def _add_marks(figure: go.Figure, marks: list[Mark], colours: Palette) -> None:
-    labelled = {m.iteration for m in marks[-4:]}
-    for mark in marks:
-        colour = colours.failed if mark.lost else colours.joining
-        for row in (1, 2):
-            figure.add_vline(
-                x=mark.iteration - 0.5,
-                row=row,
-                col=1,
-                line={"color": colour, "width": 1.5, "dash": "solid" if mark.lost else "dash"},
-            )
-        if mark.iteration in labelled:
-            figure.add_annotation(
-                x=mark.iteration - 0.5,
-                y=0.04,
-                yref="y domain",
-                text=mark.text,
-                hovertext=mark.detail,
-                showarrow=False,
-                xanchor="left",
-                xshift=3,
-                yanchor="bottom",
-                bgcolor=colours.background,
-                opacity=0.92,
-                font={"size": 12, "color": colours.failed_text if mark.lost else colours.joining},
-            )
+def losses(rows: Columns, colours: Palette) -> LiveChart:
+    """Loss by iteration."""
+    layers = [*_curve("loss", colours.muted, zero=False), *_marks(colours, labels=False)]
+    return LiveChart(_panel("Loss", layers, colours, axis_title="iteration"), rows)
 
 
-def _iteration_range(x: list[int], total: int) -> list[float]:
-    if not x:
-        return [-0.5, max(total, 1) - 0.5]
-    # Widens in steps, so that the axis does not shift with every iteration.
-    span = x[-1] - x[0] + 1
-    room = next(s for s in (20, 50, 100, 200, 300, 400, 600, 10**12) if s >= span)
-    return [x[0] - 0.8, min(x[0] + room, max(x[-1] + 1, x[0] + 20)) - 0.2 if room > 600 else x[0] + room - 0.2]
+def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], fault_free: float | None) -> Columns:
+    """One row per iteration. mark: words at iterations that open a new epoch, else empty; change:
+    `lost`, `other` or empty. headroom: what the axis must reach, so that labels fit."""
+    at = {mark.iteration: mark for mark in marks}
+    found = [at.get(i.iteration) for i in iterations]
+    count = len(iterations)
+    top = max([i.samples_per_second for i in iterations] + [fault_free or 0.0])
+    return {
+        "iteration": [i.iteration for i in iterations],
+        "samples_per_second": [i.samples_per_second for i in iterations],
+        "milliseconds": [1000 * i.seconds for i in iterations],
+        "loss": [i.loss for i in iterations],
+        "epoch": [i.epoch for i in iterations],
+        "living": [i.living for i in iterations],
+        "before": [i.iteration - 0.5 for i in iterations],
+        "mark": [m.text if m else "" for m in found],
+        "change": [("lost" if m.lost else "other") if m else "" for m in found],
+        "happened": [m.detail if m else "" for m in found],
+        "fault_free": [fault_free] * count,
+        "fault_free_label": [""] * (count - 1) + ["fault-free"],
+        "headroom": [1.15 * top] * count,
+    }
 
 
-def _sentence(i: IterationView) -> str:
-    return (
-        f"<b>iteration {i.iteration}</b> · epoch {i.epoch}<br>"
-        f"{i.samples_per_second:,.3g} samples/s · {i.seconds * 1000:,.0f} ms<br>"
-        f"loss {i.loss:.4f} · {i.living} living workers"
-    )
+def _panel(title: str, layers: list[Any], colours: Palette, axis_title: str | None = None) -> dict[str, Any]:
+    return {
+        "title": title,
+        "height": PANEL_HEIGHT,
+        "width": "container",
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "encoding": {
+            "x": {
+                "field": "iteration",
+                "type": "quantitative",
+                "scale": {"zero": False, "nice": False, "padding": 10},
+                "axis": {"grid": False, "format": ",d", "tickMinStep": 1, "title": axis_title, "tickCount": 8},
+            }
+        },
+        "layer": layers,
+        "config": config(colours),
+    }
+
+
+def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
+    """Line and dots, and a wide invisible rule at each iteration, so that hovering needs no aim."""
+    y = {
+        "field": field,
+        "type": "quantitative",
+        "scale": {"zero": True, "nice": True} if zero else {"zero": False, "nice": False, "padding": 8},
+        "axis": {"title": None, "tickCount": 4, "domain": False, "ticks": False, "minExtent": 34},
+    }
+    tooltip = [
+        {"field": "iteration", "format": ",d"},
+        {"field": "samples_per_second", "title": "samples/s", "format": ",.1f"},
+        {"field": "milliseconds", "title": "took, ms", "format": ",.0f"},
+        {"field": "loss", "format": ".4f"},
+        {"field": "living", "title": "living workers"},
+        {"field": "epoch"},
+        {"field": "happened"},
+    ]
+    return [
+        {"mark": {"type": "line", "color": colour, "strokeWidth": 2}, "encoding": {"y": y}},
+        {"mark": {"type": "point", "color": colour, "filled": True, "size": 18, "opacity": 1}, "encoding": {"y": y}},
+        {
+            # Panning and zooming by the axis itself; the wheel alone keeps scrolling the page.
+            "params": [
+                {
+                    "name": "zoom",
+                    "select": {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.shiftKey]"},
+                    "bind": "scales",
+                }
+            ],
+            "mark": {"type": "rule", "strokeWidth": 9, "opacity": 0},
+            "encoding": {"tooltip": tooltip},
+        },
+    ]
+
+
+def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
+    """A line where the membership changed, solid for a loss, dashed otherwise, with its words.
+
+    Drawn for every row and shown where one changed: an empty layer would have Vega warn.
+    """
+
+    def by_change(lost: Any, other: Any) -> dict[str, Any]:
+        return {"condition": {"test": "datum.change === 'lost'", "value": lost}, "value": other}
+
+    x = {"field": "before", "type": "quantitative"}
+    rule = {
+        "mark": {"type": "rule", "strokeWidth": 1.5},
+        "encoding": {
+            "x": x,
+            "color": by_change(colours.failed, colours.joining),
+            "strokeDash": by_change([1, 0], [5, 3]),
+            "opacity": {"condition": {"test": "datum.change !== ''", "value": 1}, "value": 0},
+        },
+    }
+    words = {
+        "mark": {"type": "text", "align": "left", "baseline": "bottom", "dx": 4},
+        "encoding": {
+            "x": x,
+            "y": {"value": PANEL_HEIGHT - 4},
+            "text": {"field": "mark"},
+            "color": by_change(colours.failed_text, colours.joining),
+        },
+    }
+    return [rule, words] if labels else [rule]

@@ -3,76 +3,74 @@ that is not simply running."""
 
 from __future__ import annotations
 
-import numpy as np
-import plotly.graph_objects as go
+from typing import Any
 
 from app.ui import text
+from app.ui.charts.vega import Columns, LiveChart, config
 from app.ui.facts import look
-from app.ui.theme import Palette, style
+from app.ui.theme import Palette
 from app.view import JobView, WorkerView
 
-# In the order of the legend. Values: words, plotly symbol, attribute of Palette.
+_CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
+_RING = "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0M.55,0A.55,.55,0,1,0,-.55,0A.55,.55,0,1,0,.55,0Z"
+_CHECK = "M-1,.1L-.65,-.25L-.25,.15L.65,-.8L1,-.45L-.25,.85Z"
+
+# In the order of the legend. Values: words, Vega shape, attribute of Palette.
 LOOKS: dict[str, tuple[str, str, str]] = {
     "running": ("Running", "square", "healthy"),
     "re-routed": ("Takes re-routed work", "square", "rerouted"),
     "suspect": ("Suspect (heartbeat overdue)", "diamond", "suspect"),
-    "failed": ("Failed", "x", "failed"),
+    "failed": ("Failed", _CROSS, "failed"),
     "re-joining": ("Re-joining", "circle", "joining"),
-    "starting": ("Starting", "circle-open", "muted"),
-    "finished": ("Finished", "star", "good"),
+    "starting": ("Starting", _RING, "muted"),
+    "finished": ("Finished", _CHECK, "good"),
 }
 QUIET = ("running", "re-routed")
+# The chart's selection, which holds the worker that was clicked.
+PICKED = "picked"
 
 
-def worker_grid(view: JobView, colours: Palette, *, revision: str = "grid") -> go.Figure:
+def worker_grid(view: JobView, colours: Palette) -> LiveChart:
     """x: pipeline, y: stage. Running workers are quiet cells; every other state adds a shape."""
     spec = view.spec
-    cells = np.zeros((spec.stages, spec.pipelines), dtype=np.uint8)
-    hover = np.full((spec.stages, spec.pipelines), "", dtype=object)
-    order = list(LOOKS)
-    for worker in view.workers:
-        cells[worker.stage, worker.pipeline] = order.index(look(worker))
-        hover[worker.stage, worker.pipeline] = worker_sentence(worker)
-    gap = 2 if max(cells.shape) <= 64 else 1
-    figure = go.Figure(
-        go.Heatmap(
-            z=cells,
-            zmin=-0.5,
-            zmax=len(order) - 0.5,
-            colorscale=_steps([_cell_colour(name, colours) for name in order]),
-            showscale=False,
-            xgap=gap,
-            ygap=gap,
-            text=hover,
-            hovertemplate="%{text}<extra></extra>",
-        )
-    )
-    for name, (words, symbol, attribute) in LOOKS.items():
-        marked = [] if name in QUIET else [w for w in view.workers if look(w) == name]
-        if not marked:
-            continue
-        colour = getattr(colours, attribute)
-        figure.add_trace(
-            go.Scatter(
-                x=[w.pipeline for w in marked],
-                y=[w.stage for w in marked],
-                mode="markers",
-                name=words,
-                marker={
-                    "symbol": symbol,
-                    "size": _marker_size(spec.pipelines, spec.stages),
-                    "color": colour,
-                    "line": {"width": 1, "color": colours.text if name == "suspect" else colour},
+    looks = list(LOOKS)
+    fills = [getattr(colours, LOOKS[name][2]) if name in QUIET else colours.track for name in looks]
+    strokes = [getattr(colours, LOOKS[name][2]) for name in looks]
+    axis = {"grid": False, "domain": False, "ticks": False, "labelOverlap": True, "labelAngle": 0, "labelPadding": 4}
+    tooltip = [
+        {"field": field} for field in ("worker", "state", "iteration", "epoch", "heartbeat", "re-routed micro-batches")
+    ]
+    return LiveChart(
+        {
+            "height": max(150, min(520, 13 * spec.stages)),
+            "width": "container",
+            "autosize": {"type": "fit-x", "contains": "padding"},
+            "encoding": {
+                "x": {"field": "pipeline", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.16}},
+                "y": {"field": "stage", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.16}},
+                "tooltip": tooltip,
+            },
+            "layer": [
+                {
+                    "params": [{"name": PICKED, "select": {"type": "point", "fields": ["worker"], "toggle": False}}],
+                    "mark": {"type": "rect", "cursor": "pointer"},
+                    "encoding": {"color": _scale(looks, fills)},
                 },
-                hoverinfo="skip",
-                meta={"look": name},
-            )
-        )
-    style(figure, colours, height=max(200, min(560, 12 * spec.stages + 80)), revision=revision)
-    figure.update_layout(margin={"l": 48, "r": 8, "t": 8, "b": 44}, dragmode="pan", showlegend=False)
-    figure.update_xaxes(title_text="pipeline", showgrid=False, tickformat="d", range=[-0.5, spec.pipelines - 0.5])
-    figure.update_yaxes(title_text="stage", showgrid=False, tickformat="d", range=[spec.stages - 0.5, -0.5])
-    return figure
+                {
+                    "transform": [{"filter": {"not": {"field": "look", "oneOf": list(QUIET)}}}],
+                    "mark": {"type": "point", "filled": True, "opacity": 1, "cursor": "pointer", "strokeWidth": 0},
+                    "encoding": {
+                        "shape": _scale(looks, [LOOKS[name][1] for name in looks]),
+                        "color": _scale(looks, strokes),
+                        "size": {"value": _mark_size(spec.pipelines, spec.stages)},
+                    },
+                },
+            ],
+            "resolve": {"scale": {"color": "independent"}},
+            "config": config(colours),
+        },
+        _rows(view),
+    )
 
 
 def worker_sentence(worker: WorkerView) -> str:
@@ -86,18 +84,25 @@ def worker_sentence(worker: WorkerView) -> str:
     )
 
 
-def _cell_colour(name: str, colours: Palette) -> str:
-    return {"running": colours.healthy, "re-routed": colours.rerouted}.get(name, colours.track)
+def _rows(view: JobView) -> Columns:
+    workers = view.workers
+    return {
+        "worker": [w.name for w in workers],
+        "pipeline": [w.pipeline for w in workers],
+        "stage": [w.stage for w in workers],
+        "look": [look(w) for w in workers],
+        "state": [LOOKS[look(w)][0] for w in workers],
+        "iteration": [w.iteration for w in workers],
+        "epoch": [w.epoch for w in workers],
+        "heartbeat": [text.age(w.heartbeat_age) for w in workers],
+        "re-routed micro-batches": [w.takes_rerouted for w in workers],
+    }
 
 
-def _steps(colours: list[str]) -> list[list[float | str]]:
-    """A colour scale of flat steps, one per whole number."""
-    n = len(colours)
-    steps: list[list[float | str]] = []
-    for i, colour in enumerate(colours):
-        steps += [[i / n, colour], [(i + 1) / n, colour]]
-    return steps
+def _scale(looks: list[str], values: list[str]) -> dict[str, Any]:
+    return {"field": "look", "type": "nominal", "legend": None, "scale": {"domain": looks, "range": values}}
 
 
-def _marker_size(pipelines: int, stages: int) -> float:
-    return max(6.0, min(14.0, 900 / max(pipelines, 1.5 * stages)))
+def _mark_size(pipelines: int, stages: int) -> float:
+    """Area in square pixels, so that a mark stands out of its cell without hiding its neighbours."""
+    return max(60.0, min(180.0, 12_000 / max(pipelines, 2 * stages)))
