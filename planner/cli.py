@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from planner.check import check as find_violations
-from planner.commands_catalog import normalize_command
+from planner.commands_catalog import catalog_command, normalize_command
 from planner.commands_export import compare_command, export_command
 from planner.errors import InputError, PlannerError
 from planner.failures import parse_failed
@@ -40,6 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("normalize")(normalize_command)
+app.command("catalog")(catalog_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)

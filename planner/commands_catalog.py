@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from planner.distribution import check_copy_cost
-from planner.errors import InputError
+from planner.errors import InputError, PlannerError
 from planner.failures import parse_failed
 from planner.job import MemoryLimit, Technique
 from planner.normalization import SECONDS, Normalization, normalize
@@ -92,3 +96,93 @@ def _byte_counts(text: str) -> list[int]:
         except (ValueError, OverflowError):
             raise InputError("--state-bytes", part, "a number of bytes, such as 2e9") from None
     return out
+
+
+def catalog_command(
+    out: Annotated[Path, typer.Option(help="Folder for catalogs; each lies in it under its fingerprint.")],
+    tolerance: Annotated[int, typer.Option(help="Plan for up to so many failures.")],
+    pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
+    technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
+    memory: Annotated[str, typer.Option(help="Activations per worker: 1f1b, uniform, none or a number.")] = "uniform",
+    durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
+    solver: Annotated[str, typer.Option(help="list, auto, cp-sat or milp.")] = "list",
+    time_limit: Annotated[float, typer.Option(help="Seconds per plan, for other solvers than list.")] = 10.0,
+    per: Annotated[str, typer.Option(help="A plan per failure `pattern`, per `count`, or `auto`.")] = "auto",
+    jobs: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray for a Ray cluster.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster; without one it is started here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
+    # The cli registers this module; the rest needs numpy, which an agent's machine may lack.
+    from planner.catalog_engines import make_engine
+    from planner.cli import _interruptible, _job
+    from planner.solvers.portfolio import SOLVERS
+
+    try:
+        from planner.catalog_build import build_catalog
+        from planner.plan_codec import Effort, Question
+    except ImportError as error:
+        raise PlannerError(f"catalogs on disk need numpy, which is not installed here ({error})") from None
+    if solver not in SOLVERS:
+        raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
+    if not 0 < time_limit < float("inf"):
+        raise InputError("--time-limit", time_limit, "a number of seconds above 0")
+    question = Question(
+        _job(pipelines, stages, micro_batches, durations, profile), Technique.of(technique), MemoryLimit.parse(memory)
+    )
+    with _interruptible() as stop, _bar(quiet=as_json) as progress:
+        report = build_catalog(
+            question,
+            tolerance,
+            out,
+            engine=make_engine(engine, jobs=jobs, address=address),
+            effort=Effort(solver=solver, time_limit=None if solver == "list" else time_limit),
+            per=per,
+            on_progress=progress,
+            cancelled=lambda: bool(stop),
+        )
+    catalog = report.catalog
+    headers = [catalog.header(name) for name in catalog.blobs.names()]
+    size = sum(len(catalog.blobs.get(name) or b"") for name in catalog.blobs.names())
+    document = {
+        "fingerprint": catalog.info.fingerprint,
+        "folder": str(out / catalog.info.fingerprint),
+        "plans": len(headers),
+        "wanted": report.total,
+        "planned": report.planned,
+        "kept": report.kept,
+        "improved_by_neighbour": report.improved,
+        "finished": report.finished,
+        "bytes": size,
+        "seconds": round(report.seconds, 3),
+        "optimal": sum(h.solver.status == "optimal" for h in headers),
+        "worst_gap": max((h.metrics.gap for h in headers), default=0.0),
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(document) + "\n")
+        return
+    print(
+        f"{document['plans']} plans for up to {tolerance} failures in {document['folder']}\n"
+        f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there, "
+        f"{report.improved} taken over from a larger count; {size / 1e6:.1f} MB\n"
+        f"{document['optimal']} proven optimal, worst gap {document['worst_gap']:.2%}"
+    )
+    if not report.finished:
+        print(f"stopped with {report.total - report.planned - report.kept} to go: the same command goes on from here")
+
+
+@contextmanager
+def _bar(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("planning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("planning", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

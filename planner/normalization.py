@@ -106,7 +106,7 @@ def normalize(
         )
         worth.update((c.counts, c) for c in ranked[:PLANNED])
     for candidate in worth.values():
-        migrations, after = _migrate(job, dead, candidate)
+        migrations, after = migrations_to(job, dead, candidate.counts)
         made = _planned(job, after, technique, memory, candidate.counts)
         if made is not None:
             options.append(_Option(migrations, made.counts, after, made.period, candidate.pause, candidate.moved))
@@ -146,10 +146,8 @@ def _planned(
     return _Option((), counts, failed, solution.schedule.period, 0.0, 0)
 
 
-def _migrate(
-    job: Job, dead: frozenset[Worker], candidate: Candidate
-) -> tuple[tuple[Migration, ...], frozenset[Worker]]:
-    """The migrations that reach the candidate's counts, and the places that are empty afterwards.
+def migrations_to(job: Job, dead: frozenset[Worker], counts: Counts) -> tuple[tuple[Migration, ...], frozenset[Worker]]:
+    """The migrations that lead to `counts` failures per stage, and the places that are empty afterwards.
 
     Failures that share pipelines make shorter plans (measured), so a place is filled where its
     pipeline has fewest failures, and left where it has most.
@@ -158,7 +156,7 @@ def _migrate(
     per_pipeline = [0] * job.pipelines
     for worker in dead:
         per_pipeline[worker.pipeline] += 1
-    change = [new - old for new, old in zip(candidate.counts, failures_per_stage(dead, job), strict=True)]
+    change = [new - old for new, old in zip(counts, failures_per_stage(dead, job), strict=True)]
     takes = [s for s, n in enumerate(change) for _ in range(-n)]
     gives = [s for s, n in enumerate(change) for _ in range(n)]
     migrations: list[Migration] = []

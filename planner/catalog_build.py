@@ -1,0 +1,308 @@
+"""Makes a catalog: what to plan ahead, in parallel, resumable.
+
+Where all failure patterns can be listed each gets a plan. Larger grids get one plan per failure
+*count*, for the distribution over stages that costs least: any failures can be led there by
+migrations (planner.normalization), and failures with equal counts per stage need not even those.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+
+from planner.catalog_engines import Engine
+from planner.catalog_store import FolderBlobs, StoredCatalog, create_folder, plan_name
+from planner.distribution import Counts, LoadModel, PeriodModel, best_distributions
+from planner.errors import InputError
+from planner.failures import patterns
+from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.plan import JobDoc, PlanError, job_doc
+from planner.plan_codec import Effort, Header, Question, decode_columns, decode_header, encode_columns, encode_plan
+from planner.plan_columns import Columns, NotColumnar
+from planner.solvers.base import Cancelled, Solution
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.portfolio import best_solution, metrics_of, plan_of, solver_of
+
+# Up to so many patterns each gets its own plan.
+LISTED = 500
+# Ops from which alternatives are compared once per chunk, not for every count.
+LARGE = 50_000
+# Counts that one task plans: enough to share what is compared, few enough to share out and to stop.
+CHUNK = 8
+
+Rows = tuple[tuple[int, ...], ...]  # by stage, the pipelines whose worker is dead
+
+
+@dataclass(frozen=True)
+class Target:
+    """One plan to make: for whichever of the `alternatives` comes out shortest."""
+
+    failures: int
+    alternatives: tuple[Rows, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Targets of one question, for one process. Plain data: it goes to other machines as it is."""
+
+    job: str
+    technique: str
+    memory: str
+    solver: str
+    time_limit: float | None
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """kept: plans that were there already. improved: taken over from a larger count. finished: not stopped."""
+
+    catalog: StoredCatalog
+    planned: int
+    kept: int
+    improved: int
+    total: int
+    seconds: float
+    finished: bool
+
+
+def build_catalog(
+    question: Question,
+    tolerance: int,
+    root: Path,
+    *,
+    engine: Engine,
+    effort: Effort,
+    per: str = "auto",
+    on_progress: Callable[[int, int], None] | None = None,
+    cancelled: Cancelled | None = None,
+) -> Report:
+    """Plans what is not there yet into a folder under `root`; a damaged plan counts as not there.
+
+    per: `pattern`, `count`, or `auto`. on_progress gets (plans that are there, plans in all).
+    Once `cancelled` is true no further task is begun, and what is done is kept. Raises InputError.
+    """
+    begin = time.perf_counter()
+    wanted = targets(question, tolerance, per)
+    catalog, folder = create_folder(root, question)
+    there = _there(folder, effort)
+    missing = [t for t in wanted if not any(plan_name(_workers(a)) in there for a in t.alternatives)]
+    done = len(wanted) - len(missing)
+    planned = 0
+    if on_progress:
+        on_progress(done, len(wanted))
+    for blobs in engine.run(_tasks(question, missing, effort), cancelled):
+        for name, blob in blobs:
+            folder.put(name, blob)
+            planned += 1
+        if on_progress:
+            on_progress(done + planned, len(wanted))
+    finished = planned == len(missing)
+    improved = _inherit(question, folder, wanted) if finished else 0
+    return Report(
+        StoredCatalog(catalog.info, folder),
+        planned,
+        done,
+        improved,
+        len(wanted),
+        time.perf_counter() - begin,
+        finished,
+    )
+
+
+# -- what to plan ----------------------------------------------------------------------------
+
+
+def targets(question: Question, tolerance: int, per: str = "auto") -> list[Target]:
+    """Everything that a catalog up to `tolerance` failures holds. Raises InputError."""
+    job = question.job
+    most = job.stages * (job.pipelines - 1) if question.technique.reroutes else 0
+    if not 0 <= tolerance <= most:
+        why = "each stage needs a living worker" if question.technique.reroutes else "fault-free plans take no failure"
+        raise InputError("--tolerance", tolerance, f"a number of failures from 0 to {most}, as {why}")
+    if per not in ("auto", "pattern", "count"):
+        raise InputError("--per", per, "auto, pattern or count")
+    if per != "count":
+        every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
+        listed = list(every if per == "pattern" else islice(every, LISTED + 1))
+        if per == "pattern" or len(listed) <= LISTED:
+            return [Target(len(p), (_rows(p, job),)) for p in listed]
+    return _by_count(question, tolerance)
+
+
+def _by_count(question: Question, tolerance: int) -> list[Target]:
+    """One target per count: the best distributions by each period model.
+
+    The failures of all stages lie in the same pipelines, which makes shorter plans (measured:
+    up to 3 % on 64 x 32) and makes the plan of a count one for every smaller count as well.
+    """
+    models = [kind(question.job, question.technique, question.memory) for kind in (LoadModel, PeriodModel)]
+    found: list[list[Counts]] = [list(best_distributions(model, tolerance)) for model in models]
+    out = []
+    for count in range(tolerance + 1):
+        options = dict.fromkeys(f[count] for f in found if count < len(f))
+        out.append(Target(count, tuple(tuple(tuple(range(n)) for n in counts) for counts in options)))
+    return out
+
+
+def _rows(failed: frozenset[Worker], job: Job) -> Rows:
+    rows: list[list[int]] = [[] for _ in range(job.stages)]
+    for worker in sorted(failed):
+        rows[worker.stage].append(worker.pipeline)
+    return tuple(map(tuple, rows))
+
+
+def _workers(rows: Rows) -> frozenset[Worker]:
+    return frozenset(Worker(p, s) for s, row in enumerate(rows) for p in row)
+
+
+def _there(folder: FolderBlobs, effort: Effort) -> set[str]:
+    """Plans that need not be made again: undamaged, and optimal or made with as much effort."""
+    out = set()
+    for name in folder.names():
+        blob = folder.get(name)
+        try:
+            header = decode_header(blob, source=name) if blob is not None else None
+        except PlanError:
+            header = None
+        if header is not None and _enough(header, effort):
+            out.add(name)
+    return out
+
+
+def _enough(header: Header, effort: Effort) -> bool:
+    if header.solver.status == "optimal" or header.effort == effort:
+        return True
+    if effort.solver == "list":
+        return True
+    return header.effort.solver == effort.solver and (header.effort.time_limit or 0) >= (effort.time_limit or 0)
+
+
+def _tasks(question: Question, missing: Sequence[Target], effort: Effort) -> Iterator[Task]:
+    job = job_doc(question.job).model_dump_json()
+    size = CHUNK if effort.solver == "list" else 1
+    for begin in range(0, len(missing), size):
+        yield Task(
+            job,
+            question.technique.value,
+            question.memory.text,
+            effort.solver,
+            effort.time_limit,
+            tuple(missing[begin : begin + size]),
+        )
+
+
+# -- planning (in whichever process) ---------------------------------------------------------
+
+
+def work(task: Task) -> list[tuple[str, bytes]]:
+    """Plans the targets of one task: (name, stored plan) of each."""
+    question = Question(
+        JobDoc.model_validate_json(task.job).job(), Technique(task.technique), MemoryLimit.parse(task.memory)
+    )
+    effort = Effort(solver=task.solver, time_limit=task.time_limit)
+    job = question.job
+    large = 3 * job.pipelines * job.stages * job.micro_batches >= LARGE
+    favourite: int | None = None  # neighbouring counts have their failures in the same places
+    out = []
+    for target in task.targets:
+        options = target.alternatives
+        if large and len(options) > 1:
+            if favourite is None:
+                favourite = _favourite(question, options)
+            options = (options[favourite],)
+        begin = time.perf_counter()
+        solutions = [_solve(question, rows, effort) for rows in options]
+        best = min(solutions, key=lambda s: (s.schedule.period, s.bound))
+        problem = best.schedule.problem
+        out.append((plan_name(problem.failed), stored(best, time.perf_counter() - begin, effort)))
+    return out
+
+
+def stored(solution: Solution, seconds: float, effort: Effort) -> bytes:
+    """The stored form of a solution, without a document in between where columns can hold it."""
+    try:
+        columns = Columns.of(solution.schedule)
+    except NotColumnar:
+        return encode_plan(plan_of(solution, seconds=seconds), effort)
+    columns.fill(solution.schedule)
+    return encode_columns(columns, metrics_of(solution), solver_of(solution, seconds=seconds), effort)
+
+
+def _favourite(question: Question, options: Sequence[Rows]) -> int:
+    """Which distribution comes out shortest under the list scheduler's first rule."""
+    first = [ListScheduler().solve(question.problem(_workers(rows)), time_limit=0).schedule.period for rows in options]
+    return first.index(min(first))
+
+
+def _solve(question: Question, rows: Rows, effort: Effort) -> Solution:
+    problem = question.problem(_workers(rows))
+    return best_solution(problem, solver=effort.solver, time_limit=effort.time_limit or float("inf"))
+
+
+# -- neighbouring counts ---------------------------------------------------------------------
+
+
+def _inherit(question: Question, folder: FolderBlobs, wanted: Sequence[Target]) -> int:
+    """A plan for more failures serves for fewer: the workers that live after all stay idle.
+
+    From the largest count down each plan that is longer than the one above it is replaced by that
+    one. So no plan of the catalog is beaten by its neighbour. Returns how many were replaced.
+    """
+    names: dict[int, list[str]] = {}
+    for name in folder.names():
+        names.setdefault(int(name.split("-")[0]), []).append(name)
+    improved = 0
+    heir: tuple[Header, bytes] | None = None
+    for count in range(max((t.failures for t in wanted), default=0), -1, -1):
+        if len(names.get(count, [])) != 1:  # patterns, not counts
+            heir = None
+            continue
+        (name,) = names[count]
+        blob = folder.get(name)
+        assert blob is not None
+        header = decode_header(blob, source=name)
+        if heir is not None and heir[0].metrics.period < header.metrics.period:
+            taken = _with_fewer(question, header, *heir)
+            if taken is not None:
+                folder.put(name, taken)
+                blob, header = taken, decode_header(taken, source=name)
+                improved += 1
+        heir = (header, blob)
+    return improved
+
+
+def _with_fewer(question: Question, header: Header, more: Header, blob: bytes) -> bytes | None:
+    """The plan `more` for the fewer failures of `header`; None when they are not among its own."""
+    if not header.workers < more.workers:
+        return None
+    found = decode_columns(blob, question)
+    if found is None:
+        return None
+    columns = replace(found[0], problem=question.problem(header.workers))
+    job, old = question.job, header.metrics
+    period, bound, before = (
+        round(value * job.ticks_per_unit) for value in (more.metrics.period, old.lower_bound, old.period)
+    )
+    # The periods compared with, in whole ticks, so that the fractions are those of metrics_of.
+    reference, best = (round(before / (1 + slowdown)) for slowdown in (old.slowdown_vs_1f1b, old.slowdown_vs_best))
+    living = job.pipelines * job.stages - header.failures
+    metrics = more.metrics.model_copy(
+        update={
+            "lower_bound": old.lower_bound,
+            "gap": period / bound - 1,
+            "bubble_fraction": 1 - columns.busy() / (living * period),
+            "slowdown_vs_1f1b": period / reference - 1,
+            "slowdown_vs_best": period / best - 1,
+        }
+    )
+    solver = more.solver.model_copy(
+        update={
+            "status": "optimal" if period <= bound else "feasible",
+            "message": f"the plan for {more.failures} failures, which serves for {header.failures} as well",
+        }
+    )
+    return encode_columns(columns, metrics, solver, header.effort)

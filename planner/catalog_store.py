@@ -1,0 +1,288 @@
+"""Catalogs on disk, and the look-up of one plan: no other plan is read for it.
+
+    DIR/<fingerprint>/catalog.json       what the plans answer (`CatalogInfo`)
+    DIR/<fingerprint>/<name>.plan        one plan each (planner.plan_codec)
+
+Files appear whole or not at all. A plan's name begins with its number of failures and is otherwise
+a hash of the failed workers, so that a failure set's own plan is found without a search.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from planner.catalog import Catalog, rename_pipelines
+from planner.distribution import Counts
+from planner.errors import InputError
+from planner.failures import canonical_pattern, failures_per_stage
+from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.normalization import Migration, migrations_to
+from planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc
+from planner.plan_codec import Header, Question, decode_columns, decode_header, decode_plan
+from planner.version import PLANNER_VERSION
+
+INFO = "catalog.json"
+SUFFIX = ".plan"
+
+
+class CatalogInfo(BaseModel):
+    """The question that all plans of a catalog answer, and the planner that answered it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    planner_version: str
+    job: JobDoc
+    technique: Technique
+    memory: str
+
+    @classmethod
+    def of(cls, question: Question) -> CatalogInfo:
+        return cls(
+            planner_version=PLANNER_VERSION,
+            job=job_doc(question.job),
+            technique=question.technique,
+            memory=question.memory.text,
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = INFO) -> CatalogInfo:
+        """Raises PlanError naming the first field that is wrong."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise PlanError(f"{source} does not describe a catalog: {first_problem(error)}") from None
+
+    @property
+    def question(self) -> Question:
+        return Question(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class Blobs(Protocol):
+    """Where stored plans lie: a folder, or a database."""
+
+    def names(self) -> list[str]: ...
+
+    def get(self, name: str) -> bytes | None: ...
+
+
+class FolderBlobs:
+    """The plans of one catalog's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        return sorted(p.name.removesuffix(SUFFIX) for p in self.path.glob(f"*{SUFFIX}"))
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return (self.path / f"{name}{SUFFIX}").read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise PlanError(f"{self.path / name}{SUFFIX} can't be read: {error.strerror or error}") from None
+
+    def put(self, name: str, blob: bytes) -> None:
+        write_whole(self.path / f"{name}{SUFFIX}", blob)
+
+    def remove(self, name: str) -> None:
+        (self.path / f"{name}{SUFFIX}").unlink(missing_ok=True)
+
+
+class MappedBlobs:
+    """Plans that are in memory already, as those read from a database are."""
+
+    def __init__(self, blobs: Mapping[str, bytes]) -> None:
+        self._blobs = blobs
+
+    def names(self) -> list[str]:
+        return sorted(self._blobs)
+
+    def get(self, name: str) -> bytes | None:
+        return self._blobs.get(name)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan for the failures asked for, once `migrations` are done; and in words where it comes from."""
+
+    plan: Plan
+    migrations: tuple[Migration, ...]
+    reason: str
+
+
+class StoredCatalog:
+    """Reads a catalog. Headers are kept once read; plans are not."""
+
+    def __init__(self, info: CatalogInfo, blobs: Blobs) -> None:
+        self.info = info
+        self.blobs = blobs
+        self._headers: dict[str, Header] = {}
+
+    @cached_property
+    def question(self) -> Question:
+        return self.info.question
+
+    def __len__(self) -> int:
+        return len(self.blobs.names())
+
+    def header(self, name: str) -> Header:
+        """Raises PlanError when the plan is missing or damaged."""
+        if name not in self._headers:
+            blob = self.blobs.get(name)
+            if blob is None:
+                raise PlanError(f"the catalog has no plan {name}")
+            self._headers[name] = decode_header(blob, source=name)
+        return self._headers[name]
+
+    def plan(self, name: str) -> Plan:
+        """One stored plan as it was put in. Raises PlanError."""
+        blob = self.blobs.get(name)
+        if blob is None:
+            raise PlanError(f"the catalog has no plan {name}")
+        return decode_plan(blob, self.question, source=name)
+
+    def find(self, failed: Iterable[Worker], *, migrate: bool = False) -> Found | None:
+        """A stored plan, renamed to fit exactly `failed`; None when no stored plan can.
+
+        First that of the same failures up to the names of pipelines; then one with as many
+        failures on each stage; then, with `migrate`, one with as many in all, and the migrations
+        that lead to it, as few as possible. Raises InputError for a worker that is not of the grid.
+        """
+        job = self.question.job
+        dead = frozenset(job.check_worker(w, field="failed") for w in failed)
+        pattern, permutation = canonical_pattern(dead, job)
+        own = plan_name(pattern)
+        blob = self.blobs.get(own)
+        if blob is not None:
+            made = self._fitted(own, blob, dead, permutation)
+            if made is not None:
+                return Found(made, (), "planned ahead for these failures")
+        counts = failures_per_stage(dead, job)
+        prefix = _prefix(len(dead))
+        same = [n for n in self.blobs.names() if n.startswith(prefix) and self.header(n).form == "columns"]
+        fitting = [n for n in same if self.header(n).counts == counts]
+        if fitting:
+            name = min(fitting, key=lambda n: (self.header(n).metrics.period, n))
+            return Found(self._with_counts(name, dead), (), "planned ahead for as many failures on each stage")
+        if not migrate or not same:
+            return None
+        name = min(same, key=lambda n: (_moves(counts, self.header(n).counts), self.header(n).metrics.period, n))
+        migrations, after = migrations_to(job, dead, self.header(name).counts)
+        reason = f"planned ahead for {len(dead)} failures, after {len(migrations)} migration"
+        return Found(self._with_counts(name, after), migrations, reason + "s" * (len(migrations) != 1))
+
+    def catalog(self) -> Catalog:
+        """All of it in memory, as agents and the console hold it. Meant for small grids."""
+        question = self.question
+        catalog = Catalog(question.job, question.technique, question.memory)
+        for name in self.blobs.names():
+            catalog.add(self.plan(name))
+        return catalog
+
+    def _fitted(self, name: str, blob: bytes, dead: frozenset[Worker], permutation: Sequence[int]) -> Plan | None:
+        """The plan of the pattern with its pipelines renamed; None when the name is another's hash."""
+        stored = self.header(name).workers
+        inverse = _inverse(permutation)
+        if frozenset(Worker(inverse[w.pipeline], w.stage) for w in stored) != dead:
+            return None
+        found = decode_columns(blob, self.question, source=name)
+        if found is None:
+            return rename_pipelines(decode_plan(blob, self.question, source=name), inverse)
+        columns, header = found
+        if list(inverse) != sorted(inverse):
+            columns = columns.renamed(inverse, [range(len(inverse))] * self.question.job.stages)
+        return columns.plan(header.metrics, header.solver)
+
+    def _with_counts(self, name: str, dead: frozenset[Worker]) -> Plan:
+        """The plan with its workers renamed on each stage, so that exactly `dead` are left out."""
+        job = self.question.job
+        blob = self.blobs.get(name)
+        found = decode_columns(blob, self.question, source=name) if blob is not None else None
+        if found is None:
+            raise PlanError(f"the catalog has no plan {name} in columns")
+        columns, header = found
+        # Pipelines with most failures take the place of such, so that few workers swap parts.
+        to_pattern = canonical_pattern(columns.problem.failed, job)[1]
+        from_pattern = _inverse(canonical_pattern(dead, job)[1])
+        names = [from_pattern[p] for p in to_pattern]
+        planned = {Worker(names[w.pipeline], w.stage) for w in columns.problem.failed}
+        swaps = [_swap(job, stage, planned, dead) for stage in range(job.stages)]
+        return columns.renamed(names, swaps).plan(header.metrics, header.solver)
+
+
+def create_folder(root: Path, question: Question) -> tuple[StoredCatalog, FolderBlobs]:
+    """The catalog of `question` under `root`, made if it is not there. Raises InputError, PlanError."""
+    info = CatalogInfo.of(question)
+    path = root / info.fingerprint
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / INFO).exists():
+            write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
+    except OSError as error:
+        raise InputError("--out", str(root), f"a folder that can be written ({error.strerror or error})") from None
+    blobs = FolderBlobs(path)
+    return StoredCatalog(info, blobs), blobs
+
+
+def open_folder(path: Path) -> StoredCatalog:
+    """A catalog by its own folder. Raises PlanError when there is none, or it is another planner's."""
+    try:
+        text = (path / INFO).read_bytes()
+    except OSError as error:
+        raise PlanError(f"{path / INFO} can't be read: {error.strerror or error}") from None
+    info = CatalogInfo.from_json(text, source=str(path / INFO))
+    info.question  # noqa: B018 -- refuses a job that is none
+    return StoredCatalog(info, FolderBlobs(path))
+
+
+def plan_name(pattern: frozenset[Worker]) -> str:
+    text = ",".join(map(str, sorted(pattern)))
+    return f"{_prefix(len(pattern))}{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """All of it or nothing: neither a reader nor the next run sees half a file."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _prefix(failures: int) -> str:
+    return f"{failures:06d}-"
+
+
+def _moves(now: Counts, after: Counts) -> int:
+    return sum(max(0, a - b) for a, b in zip(now, after, strict=True))
+
+
+def _inverse(permutation: Sequence[int]) -> list[int]:
+    inverse = [0] * len(permutation)
+    for old, new in enumerate(permutation):
+        inverse[new] = old
+    return inverse
+
+
+def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -> list[int]:
+    """By pipeline: who plays the part of its worker on `stage`, when `dead` fail instead of `planned`."""
+    out = list(range(job.pipelines))
+    here = {w.pipeline for w in planned if w.stage == stage}
+    gone = {w.pipeline for w in dead if w.stage == stage}
+    for idle, missing in zip(sorted(here - gone), sorted(gone - here), strict=True):
+        out[missing], out[idle] = idle, missing
+    return out

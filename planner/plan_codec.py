@@ -1,0 +1,285 @@
+"""The stored form of one plan: a header to list it by, and its schedule in compressed columns.
+
+    magic | header length (4 bytes) | header (JSON, deflated) | payload (deflated) | SHA-256 of all before
+
+The job, technique and memory limit are those of the catalog and are not repeated. Columns hold
+how long each op waits beyond its precedence (see `_waits`), which is mostly nothing and alike from
+one micro-batch to the next; pipelines with equal rows share one. A plan that no columns can hold is
+kept as its JSON. Either way the plan comes back exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from planner.errors import PlannerError
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.plan import MetricsDoc, Plan, PlanError, SolverDoc, first_problem
+from planner.plan_columns import Columns, F, I, Ints, NotColumnar, W, problem_of
+
+MAGIC = b"ORP1"
+DIGEST = hashlib.sha256().digest_size
+# Read back before more memory is taken: a header lists the failed workers and little else.
+MAX_HEADER = 64 << 20
+MAX_JSON = 4 << 30
+
+
+class Effort(BaseModel):
+    """What was asked for: enough to know whether a plan needs to be made again."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    solver: str
+    time_limit: float | None = None
+
+
+class Header(BaseModel):
+    """failed: by stage, the pipelines whose worker is dead. metrics: without peak_activations.
+
+    rows: for each pipeline, which of the stored rows is its own. types: of the columns (`_pack`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    failed: tuple[tuple[int, ...], ...]
+    metrics: MetricsDoc
+    solver: SolverDoc
+    effort: Effort
+    form: Literal["columns", "json"]
+    rows: tuple[int, ...] = ()
+    types: tuple[Literal["i1", "i2", "i4", "i8"], ...] = ()
+    fingerprint: str | None = Field(default=None, max_length=64)
+
+    @property
+    def failures(self) -> int:
+        return sum(map(len, self.failed))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Failures per stage."""
+        return tuple(map(len, self.failed))
+
+    @property
+    def workers(self) -> frozenset[Worker]:
+        return frozenset(Worker(p, s) for s, row in enumerate(self.failed) for p in row)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What all plans of one catalog have in common."""
+
+    job: Job
+    technique: Technique
+    memory: MemoryLimit
+
+    def problem(self, failed: frozenset[Worker]) -> Problem:
+        return Problem(self.job, failed, self.technique, self.memory)
+
+
+def encode_columns(columns: Columns, metrics: MetricsDoc, solver: SolverDoc, effort: Effort) -> bytes:
+    job = columns.problem.job
+    count = job.micro_batches
+    waits = _waits(columns).reshape(4, job.stages, job.pipelines, count)
+    found: dict[bytes, int] = {}
+    rows = [found.setdefault(waits[:, :, p].tobytes(), len(found)) for p in range(job.pipelines)]
+    distinct = waits[:, :, [rows.index(k) for k in range(len(found))]]
+    types, data = _pack([*distinct, columns.split, columns.durations, columns.step])
+    header = _header(columns.problem, metrics, solver, effort, "columns", tuple(rows), types)
+    return _sealed(header, data)
+
+
+def encode_plan(plan: Plan, effort: Effort) -> bytes:
+    """Any plan; raises PlannerError when its problem is none."""
+    problem = plan.problem()
+    try:
+        columns = Columns.of(plan.schedule())
+        blob = encode_columns(columns, plan.metrics, plan.solver, effort)
+        if decode_plan(blob, Question(problem.job, problem.technique, problem.memory)) == plan:
+            return blob
+    except (NotColumnar, KeyError, IndexError, ValueError):
+        pass  # a document that only its JSON can hold
+    header = _header(problem, plan.metrics, plan.solver, effort, "json")
+    return _sealed(header.model_copy(update={"fingerprint": plan.fingerprint}), plan.to_json().encode())
+
+
+def decode_header(blob: bytes, *, source: str = "plan") -> Header:
+    """Raises PlanError when the blob is damaged."""
+    return _opened(blob, source)[0]
+
+
+def decode_columns(blob: bytes, question: Question, *, source: str = "plan") -> tuple[Columns, Header] | None:
+    """None when the plan is kept as JSON. Raises PlanError when the blob is damaged."""
+    header, data = _opened(blob, source)
+    if header.form == "json":
+        return None
+    job = question.job
+    stages, pipelines, count = job.stages, job.pipelines, job.micro_batches
+    rows = max(header.rows, default=-1) + 1
+    shapes = [(stages, rows, count)] * 4 + [(stages, pipelines), (4, stages, pipelines), (stages,)]
+    try:
+        problem = problem_of(job, header.failed, question.technique, question.memory)
+        if len(header.rows) != pipelines or len(header.failed) != stages:
+            raise ValueError("another grid")
+        *waits, split, durations, step = _unpack(data, header.types, shapes)
+    except (ValueError, PlannerError, zlib.error) as error:
+        raise PlanError(f"{source} is not a plan of this catalog: {error}") from None
+    full = np.stack(waits)[:, :, list(header.rows)].reshape(4, stages, pipelines * count)
+    return _from_waits(problem, full, split, durations, step), header
+
+
+def decode_plan(blob: bytes, question: Question, *, source: str = "plan") -> Plan:
+    """Raises PlanError when the blob is damaged."""
+    found = decode_columns(blob, question, source=source)
+    if found is not None:
+        columns, header = found
+        return columns.plan(header.metrics, header.solver)
+    header, data = _opened(blob, source)
+    return Plan.from_json(_inflate(data, MAX_JSON), source=source)
+
+
+# -- columns ---------------------------------------------------------------------------------
+
+
+def _waits(columns: Columns) -> Ints:
+    """[4, S, n]: the worker's pipeline less the item's own, and how long F, I and W wait.
+
+    F for the F above and its transfer, I for the I (or B) below and its transfer, on the last
+    stage for F, and W for I.
+    """
+    job = columns.problem.job
+    home = np.repeat(np.arange(job.pipelines), job.micro_batches)
+    forward, backward, weight = (columns.starts[k] for k in range(3))
+    wire = np.array(job.transfer_ticks, np.int64)[:, None]
+    out = np.empty((4, *columns.route.shape), np.int64)
+    out[0] = columns.route - home
+    out[1] = forward
+    out[1][1:] -= forward[:-1] + columns.duration(F)[:-1] + wire
+    out[2] = backward
+    out[2][:-1] -= backward[1:] + _backward(columns)[1:] + wire
+    out[2][-1] -= forward[-1] + columns.duration(F)[-1]
+    out[3] = weight - backward - columns.duration(I)
+    return out
+
+
+def _from_waits(problem: Problem, waits: Ints, split: Ints, durations: Ints, step: Ints) -> Columns:
+    job = problem.job
+    home = np.repeat(np.arange(job.pipelines), job.micro_batches)
+    route = waits[0] + home
+    if route.size and (route.min() < 0 or route.max() >= job.pipelines):
+        raise PlanError("the stored plan names a worker that the grid does not have")
+    starts = waits[1:].copy()
+    columns = Columns(problem, route, starts, split, durations, step)
+    forward, backward, weight = starts
+    length, back = columns.duration(F), _backward(columns)
+    for s in range(1, job.stages):
+        forward[s] += forward[s - 1] + length[s - 1] + job.transfer_ticks[s - 1]
+    backward[-1] += forward[-1] + length[-1]
+    for s in reversed(range(job.stages - 1)):
+        backward[s] += backward[s + 1] + back[s + 1] + job.transfer_ticks[s]
+    weight += backward + columns.duration(I)
+    return columns
+
+
+def _backward(columns: Columns) -> Ints:
+    """[S, n]: how long I, or B where it is not split, takes."""
+    whole = np.take_along_axis(columns.split, columns.route, 1) == 0
+    return columns.duration(I) + np.where(whole, columns.duration(W), 0)
+
+
+_TYPES: tuple[Literal["i1", "i2", "i4", "i8"], ...] = ("i1", "i2", "i4", "i8")
+
+
+def _pack(columns: Sequence[Ints]) -> tuple[tuple[Literal["i1", "i2", "i4", "i8"], ...], bytes]:
+    """Each in the smallest type that holds it, its bytes by significance: high ones are mostly equal."""
+    types, parts = [], []
+    for column in columns:
+        low, high = int(column.min(initial=0)), int(column.max(initial=0))
+        kind = next(t for t in _TYPES if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
+        types.append(kind)
+        parts.append(np.ascontiguousarray(column, "<" + kind).view(np.uint8).reshape(column.size, -1).T.tobytes())
+    return tuple(types), b"".join(parts)
+
+
+def _unpack(data: bytes, types: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Ints]:
+    """Raises ValueError when the sizes don't fit, zlib.error when the data is damaged."""
+    if len(types) != len(shapes):
+        raise ValueError("columns are missing")
+    sizes = [int(np.prod(shape)) * np.dtype(t).itemsize for t, shape in zip(types, shapes, strict=True)]
+    raw = _inflate(data, sum(sizes))
+    if len(raw) != sum(sizes):
+        raise ValueError("columns are cut short")
+    out, at = [], 0
+    for kind, shape, size in zip(types, shapes, sizes, strict=True):
+        planes: NDArray[Any] = np.frombuffer(raw, np.uint8, size, at).reshape(np.dtype(kind).itemsize, -1)
+        out.append(np.ascontiguousarray(planes.T).view("<" + kind).reshape(shape).astype(np.int64))
+        at += size
+    return out
+
+
+# -- the envelope ----------------------------------------------------------------------------
+
+
+def _header(
+    problem: Problem,
+    metrics: MetricsDoc,
+    solver: SolverDoc,
+    effort: Effort,
+    form: Literal["columns", "json"],
+    rows: tuple[int, ...] = (),
+    types: tuple[Literal["i1", "i2", "i4", "i8"], ...] = (),
+) -> Header:
+    failed: list[list[int]] = [[] for _ in range(problem.job.stages)]
+    for worker in sorted(problem.failed):
+        failed[worker.stage].append(worker.pipeline)
+    return Header(
+        failed=tuple(map(tuple, failed)),
+        metrics=metrics.model_copy(update={"peak_activations": {}}),
+        solver=solver,
+        effort=effort,
+        form=form,
+        rows=rows,
+        types=types,
+    )
+
+
+def _sealed(header: Header, data: bytes) -> bytes:
+    text = zlib.compress(header.model_dump_json().encode(), 6)
+    body = MAGIC + struct.pack("<I", len(text)) + text + zlib.compress(data, 6)
+    return body + hashlib.sha256(body).digest()
+
+
+def _opened(blob: bytes, source: str) -> tuple[Header, bytes]:
+    """The header and the deflated payload."""
+    begin = len(MAGIC) + 4
+    if blob[: len(MAGIC)] != MAGIC or len(blob) < begin + DIGEST:
+        raise PlanError(f"{source} is not a stored plan (it does not begin with {MAGIC.decode()})")
+    body, digest = blob[:-DIGEST], blob[-DIGEST:]
+    if hashlib.sha256(body).digest() != digest:
+        raise PlanError(f"{source} is damaged (its checksum differs); make the catalog again to replace it")
+    (length,) = struct.unpack("<I", body[len(MAGIC) : begin])
+    try:
+        header = Header.model_validate_json(_inflate(body[begin : begin + length], MAX_HEADER))
+    except ValidationError as error:
+        raise PlanError(f"{source} is not a stored plan: {first_problem(error)}") from None
+    except (zlib.error, ValueError, json.JSONDecodeError) as error:
+        raise PlanError(f"{source} is not a stored plan: {error}") from None
+    return header, body[begin + length :]
+
+
+def _inflate(data: bytes, most: int) -> bytes:
+    """Raises ValueError beyond `most` bytes, zlib.error when the data is damaged."""
+    inflater = zlib.decompressobj()
+    out = inflater.decompress(data, max(1, most))
+    if inflater.unconsumed_tail or (not inflater.eof and inflater.decompress(b"", 1)):
+        raise ValueError(f"more than {most:,} bytes")
+    return out
