@@ -111,8 +111,9 @@ def _short_names(paths: list[Path]) -> list[str]:
 
 
 def _table(names: list[str], rows: tuple[Row, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), caption_justify="left")
+    table.caption = "Changes, and ops that moved, are against the first plan."
+    table.add_column("", no_wrap=True)
     for name in names:
         table.add_column(Text(name), justify="right", overflow="fold")
     for row in rows:

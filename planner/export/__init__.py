@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from planner.errors import InputError
-from planner.export.chrome_trace import chrome_trace
-from planner.export.json_document import json_document
-from planner.export.png import png
+from planner.export.chrome_trace import to_chrome_trace
+from planner.export.json_document import to_json
+from planner.export.png import to_png
 from planner.export.registry import Format
-from planner.export.svg import svg
-from planner.export.tidy_csv import tidy_csv
-from planner.export.torch_csv import torch_csv
-from planner.export.yaml_document import yaml_document
+from planner.export.svg import to_svg
+from planner.export.tidy_csv import to_tidy_csv
+from planner.export.torch_csv import to_torch_csv
+from planner.export.yaml_document import to_yaml
 
 __all__ = ["EXPORTERS", "Format", "format_named"]
 
@@ -21,13 +21,13 @@ EXPORTERS: Mapping[str, Format] = MappingProxyType(
     {
         entry.name: entry
         for entry in (
-            Format("chrome-trace", "Chrome trace (Perfetto)", "application/json", ".trace.json", chrome_trace),
-            Format("torch-csv", "PyTorch pipelining CSV", "text/csv", ".torch.csv", torch_csv, torch_csv),
-            Format("csv", "CSV, one line per op", "text/csv", ".csv", tidy_csv),
-            Format("json", "JSON plan document", "application/json", ".json", json_document),
-            Format("yaml", "YAML plan document", "application/yaml", ".yaml", yaml_document),
-            Format("svg", "SVG picture", "image/svg+xml", ".svg", svg, svg),
-            Format("png", "PNG picture", "image/png", ".png", png, png),
+            Format("chrome-trace", "Chrome trace (Perfetto)", "application/json", ".trace.json", to_chrome_trace),
+            Format("torch-csv", "PyTorch pipelining CSV", "text/csv", ".torch.csv", to_torch_csv, to_torch_csv),
+            Format("csv", "CSV, one line per op", "text/csv", ".csv", to_tidy_csv),
+            Format("json", "JSON plan document", "application/json", ".json", to_json),
+            Format("yaml", "YAML plan document", "application/yaml", ".yaml", to_yaml),
+            Format("svg", "SVG picture", "image/svg+xml", ".svg", to_svg, to_svg),
+            Format("png", "PNG picture", "image/png", ".png", to_png, to_png),
         )
     }
 )

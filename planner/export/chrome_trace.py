@@ -21,7 +21,7 @@ MICROSECONDS_OF_OTHERS = 1_000
 CATEGORY = {"F": "forward", "I": "backward-input", "W": "backward-weight", "B": "backward", "O": "optimizer"}
 
 
-def chrome_trace(plan: Plan) -> str:
+def to_chrome_trace(plan: Plan) -> str:
     """`otherData` says how many microseconds one unit of the plan's times became."""
     schedule = plan.schedule()
     unit = plan.job.time_unit

@@ -12,7 +12,7 @@ from planner.plan import OpDoc, Plan
 Value = str | int | float | None
 Kind = Literal["text", "time", "fraction", "count"]
 
-# (kind, home pipeline, micro-batch, stage): which op it is, wherever and whenever it runs.
+# (F, I or W; home pipeline; micro-batch; stage): which op it is, wherever and whenever it runs.
 _Key = tuple[str, int, int | None, int]
 
 
@@ -21,40 +21,43 @@ class Row:
     """key: for programs. kind: how to write the values; a time is in its own plan's unit.
 
     values: one per plan; None where the plan can't be compared with the first one.
+    changes: of times, each as a fraction of the first (-0.1 = 10 % less), where the unit is the same.
     """
 
     key: str
     label: str
     kind: Kind
     values: tuple[Value, ...]
+    changes: tuple[float | None, ...] = ()
 
     def shown(self, index: int) -> str:
         """The value for a person; times with their change against the first plan's."""
-        value, first = self.values[index], self.values[0]
+        value = self.values[index]
         if value is None:
             return "-"
         if isinstance(value, str):
             return value
         if self.kind == "fraction":
             return f"{value:.2%}" if self.key in ("gap", "bubble_fraction") else f"{value:+.2%}"
-        if self.kind == "time" and index and isinstance(first, int | float) and first > 0:
-            return f"{value:,.6g} ({value / first - 1:+.1%})"
-        return f"{value:,.6g}" if self.kind == "time" else f"{value:,}"
+        if self.kind == "count":
+            return f"{value:,}"
+        change = self.changes[index] if index else None
+        return f"{value:,.6g}" + ("" if change is None else f" ({change:+.1%})")
 
 
 _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
-    ("grid", "pipelines x stages x micro-batches", "text", lambda p: _grid(p)),
+    ("grid", "pipelines, stages, micro-batches", "text", lambda p: _grid(p)),
     ("failed", "failed workers", "text", lambda p: _listed(p.failed)),
     ("technique", "technique", "text", lambda p: p.technique.value),
     ("memory", "memory limit", "text", lambda p: p.memory),
     ("time_unit", "time unit", "text", lambda p: p.job.time_unit),
     ("period", "period", "time", lambda p: p.metrics.period),
     ("makespan", "makespan", "time", lambda p: p.metrics.makespan),
-    ("lower_bound", "lower bound of the period", "time", lambda p: p.metrics.lower_bound),
+    ("lower_bound", "lower bound", "time", lambda p: p.metrics.lower_bound),
     ("gap", "gap", "fraction", lambda p: p.metrics.gap),
     ("bubble_fraction", "bubbles", "fraction", lambda p: p.metrics.bubble_fraction),
-    ("slowdown_vs_1f1b", "slowdown against fault-free 1F1B", "fraction", lambda p: p.metrics.slowdown_vs_1f1b),
-    ("slowdown_vs_best", "slowdown against the best fault-free", "fraction", lambda p: p.metrics.slowdown_vs_best),
+    ("slowdown_vs_1f1b", "against fault-free 1F1B", "fraction", lambda p: p.metrics.slowdown_vs_1f1b),
+    ("slowdown_vs_best", "against the best fault-free plan", "fraction", lambda p: p.metrics.slowdown_vs_best),
     ("peak_activations", "most activations on a worker", "count", lambda p: _peak(p)),
     ("ops", "ops", "count", lambda p: sum(map(len, p.workers.values()))),
     ("rerouted_ops", "re-routed ops", "count", lambda p: _rerouted(p)),
@@ -66,24 +69,45 @@ _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
 def compare(plans: Sequence[Plan]) -> tuple[Row, ...]:
     """The numbers of all plans, then what moved against the first.
 
-    Ops are the same when kind, micro-batch and stage are. They are counted only for plans whose
-    grid is the first one's, and starts only where the time unit is too.
+    Ops are matched by kind, micro-batch and stage, a B with an I, which begins the backward too.
+    They are counted only for plans whose grid is the first one's, and starts only where the time
+    unit is too.
     """
-    rows = [Row(key, label, kind, tuple(map(read, plans))) for key, label, kind, read in _NUMBERS]
+    rows = [_row(plans, key, label, kind, read) for key, label, kind, read in _NUMBERS]
     moved = [_moved(plans[0], plan) for plan in plans]
     for i, (key, label) in enumerate(
         (
-            ("moved_worker", "ops on another worker than in the first"),
-            ("moved_start", "ops on the same worker at another time"),
-            ("unmatched", "ops only in one (split otherwise)"),
+            ("moved_worker", "ops on another worker"),
+            ("moved_start", "ops at another time only"),
+            ("split_otherwise", "backwards split in one only"),
         )
     ):
         rows.append(Row(key, label, "count", tuple(counts[i] for counts in moved)))
     return tuple(rows)
 
 
+def _row(plans: Sequence[Plan], key: str, label: str, kind: Kind, read: Callable[[Plan], Value]) -> Row:
+    values = tuple(map(read, plans))
+    if kind != "time":
+        return Row(key, label, kind, values)
+    first = values[0]
+    same_unit = [plan.job.time_unit == plans[0].job.time_unit for plan in plans]
+    return Row(
+        key,
+        label,
+        kind,
+        values,
+        tuple(
+            value / first - 1
+            if same and isinstance(value, int | float) and isinstance(first, int | float) and first
+            else None
+            for value, same in zip(values, same_unit, strict=True)
+        ),
+    )
+
+
 def _moved(first: Plan, other: Plan) -> tuple[int | None, int | None, int | None]:
-    """Ops on another worker, ops on the same one at another start, ops only in one of the two."""
+    """Ops on another worker, ops on the same one at another start, backwards split in one only."""
     if _grid(first) != _grid(other):
         return None, None, None
     before, after = _places(first), _places(other)
@@ -95,10 +119,9 @@ def _moved(first: Plan, other: Plan) -> tuple[int | None, int | None, int | None
 
 
 def _places(plan: Plan) -> dict[_Key, tuple[str, float]]:
-    """Where and when each op runs. O belongs to its worker: a failed worker's O is in one plan only,
-    which is no difference in how work is split, so O is left out."""
+    """Where and when each op runs. O is left out: it is its worker's own."""
     return {
-        (op.kind, op.pipeline, op.micro_batch, op.stage): (worker, op.start)
+        ("I" if op.kind == "B" else op.kind, op.pipeline, op.micro_batch, op.stage): (worker, op.start)
         for worker, ops in plan.workers.items()
         for op in ops
         if op.kind != "O"

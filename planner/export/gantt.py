@@ -77,7 +77,7 @@ def _plot_width(ops: list[Op], end: int) -> float:
 
 def _title(plan: Plan, pipeline: int | None) -> str:
     job = plan.job
-    failed = ", ".join(plan.failed[:6]) + (f" and {len(plan.failed) - 6} more" if len(plan.failed) > 6 else "")
+    failed = ", ".join(plan.failed[:3]) + (f" and {len(plan.failed) - 3} more" if len(plan.failed) > 3 else "")
     only = "" if pipeline is None else f"Pipeline {pipeline} of "
     grid = f"{job.pipelines} pipelines x {job.stages} stages x {job.micro_batches} micro-batches"
     return f"{only}{grid}, " + (f"{failed} failed" if failed else "no failure")

@@ -5,5 +5,5 @@ from __future__ import annotations
 from planner.plan import Plan
 
 
-def json_document(plan: Plan) -> str:
+def to_json(plan: Plan) -> str:
     return plan.to_json() + "\n"

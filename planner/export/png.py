@@ -22,13 +22,13 @@ _ANCHOR = {"start": "ls", "middle": "ms", "end": "rs"}
 _PLAIN = {"µ": "u", "μ": "u", "×": "x", "–": "-", "−": "-"}
 
 
-def png(plan: Plan, pipeline: int | None = None) -> bytes:
+def to_png(plan: Plan, pipeline: int | None = None) -> bytes:
     """pipeline: only its rows. Raises PlannerError where Pillow is not installed, and as
     planner.export.gantt does."""
-    return png_of(gantt(plan, pipeline))
+    return draw_png(gantt(plan, pipeline))
 
 
-def png_of(drawing: Drawing) -> bytes:
+def draw_png(drawing: Drawing) -> bytes:
     try:
         from PIL import Image, ImageDraw
     except ImportError:
@@ -41,8 +41,7 @@ def png_of(drawing: Drawing) -> bytes:
     for shape in drawing.shapes:
         _draw(canvas, shape)
     out = io.BytesIO()
-    # 256 colours are more than the shapes have; the rest are the edges of letters.
-    image.quantize(256, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    image.save(out, "PNG")
     return out.getvalue()
 
 

@@ -17,12 +17,12 @@ HATCH_WIDTH = 1.4
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def svg(plan: Plan, pipeline: int | None = None) -> str:
+def to_svg(plan: Plan, pipeline: int | None = None) -> str:
     """pipeline: only its rows. Bars have a tooltip each. See planner.export.gantt for refusals."""
-    return svg_of(gantt(plan, pipeline))
+    return draw_svg(gantt(plan, pipeline))
 
 
-def svg_of(drawing: Drawing) -> str:
+def draw_svg(drawing: Drawing) -> str:
     width, height = _number(drawing.width), _number(drawing.height)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '

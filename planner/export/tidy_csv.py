@@ -22,7 +22,7 @@ COLUMNS = (
 )
 
 
-def tidy_csv(plan: Plan) -> str:
+def to_tidy_csv(plan: Plan) -> str:
     """Times in `time_unit`; micro_batch is empty for O, rerouted_from for what runs at home."""
     unit = _no_formula(plan.job.time_unit)
     schedule = plan.schedule()

@@ -18,7 +18,7 @@ from planner.schedule import Op, Schedule
 ONE_RANK = "torch.distributed.pipelining runs each stage of a pipeline on one rank"
 
 
-def torch_csv(plan: Plan, pipeline: int | None = None) -> str:
+def to_torch_csv(plan: Plan, pipeline: int | None = None) -> str:
     """One pipeline of a fault-free plan. pipeline: which; None when all are alike.
 
     A cell is one slot where the ops fit a grid of slots as long as the shortest op (an op of n

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_OPS = 50_000
 
 
-def yaml_document(plan: Plan) -> str:
+def to_yaml(plan: Plan) -> str:
     """Raises PlannerError for a plan above MAX_OPS ops: YAML is read by people."""
     ops = sum(map(len, plan.workers.values()))
     if ops > MAX_OPS:

@@ -1,0 +1,224 @@
+"""SVG and PNG: the same drawing twice, true to the schedule, and readable or refused."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from PIL import Image
+
+from app.ui.theme import LIGHT
+from planner.errors import PlannerError
+from planner.export import EXPORTERS, colours, gantt_rows
+from planner.export import gantt as gantt_module
+from planner.export.drawing import Polygon, Rect, Text, hatch_lines
+from planner.export.gantt import gantt
+from planner.export.png import SCALE, draw_png
+from planner.export.svg import draw_svg
+from planner.job import Job, Problem, StageProfile, Technique, Worker
+from planner.schedule import Op
+from planner.solvers.portfolio import make_plan
+from tests.planner.plans import listed, worked_example
+from tests.planner.problems import problems
+
+NS = "{http://www.w3.org/2000/svg}"
+
+
+def elements(text: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(text).iter())
+
+
+def words(text: str) -> list[str]:
+    return [e.text or "" for e in elements(text) if e.tag == f"{NS}text"]
+
+
+def tooltips(text: str) -> list[str]:
+    return [t.text or "" for e in elements(text) if e.tag == f"{NS}rect" for t in e if t.tag == f"{NS}title"]
+
+
+def pixels(content: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def test_the_colours_are_those_of_the_console() -> None:
+    for name in ("background", "text", "muted", "line", "track", "failed", "failed_text"):
+        assert getattr(colours, name.upper()) == getattr(LIGHT, name)
+    assert LIGHT.ops == colours.OPS
+    assert LIGHT.ops_text == colours.OPS_TEXT
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_svg_has_a_bar_per_op_and_a_row_per_worker(problem: Problem) -> None:
+    plan = listed(problem)
+    text = EXPORTERS["svg"].render(plan).decode()
+    ops = [op for ops in plan.schedule().ops.values() for op in ops]
+    assert len(tooltips(text)) == sum(op.duration > 0 for op in ops)
+    rows = [w for w in words(text) if w[:1] == "W" and "_" in w]
+    assert rows == [str(w) for w in problem.job.workers()]
+    assert sum(w.startswith("failed: ") for w in words(text)) == len(problem.failed)
+
+
+def test_bars_lie_where_the_ops_are() -> None:
+    plan = worked_example(Technique.STAGGERED, "W1_2")
+    drawing = gantt(plan)
+    bars = [s for s in drawing.shapes if isinstance(s, Rect) and s.tooltip]
+    ops = [op for ops in plan.schedule().ops.values() for op in ops if op.duration]
+    slot = (bars[1].x - bars[0].x) / (ops[1].start - ops[0].start)
+    left = bars[0].x - ops[0].start * slot
+    for bar, op in zip(bars, ops, strict=True):
+        assert bar.x == pytest.approx(left + op.start * slot)
+        assert bar.width == pytest.approx(op.duration * slot, abs=1.01)  # a thin gap to the next
+        assert bar.fill == colours.OPS[op.kind]
+        assert (bar.hatch is not None) == op.rerouted
+        assert (bar.stroke == colours.FAILED) == op.rerouted
+        assert bar.tooltip.startswith(f"{op.worker}: ")
+        assert (f"re-routed from W{op.pipeline}_{op.stage}" in bar.tooltip) == op.rerouted
+        assert bar.x + bar.width <= drawing.width
+
+
+def test_numbers_are_in_bars_that_hold_them_and_in_no_others() -> None:
+    plan = worked_example(Technique.STAGGERED, "W1_2")
+    shown = Counter(w for w in words(EXPORTERS["svg"].render(plan).decode()) if w.replace("·", "").isdigit())
+    expected = Counter(
+        f"1·{op.micro_batch}" if op.rerouted else str(op.micro_batch) for op in plan.schedule().compute_ops()
+    )
+    axis = Counter(["0", "5", "10", "15", "20", "25"])
+    assert shown == expected + axis
+    narrow = make_plan(Problem(Job.uniform(1, 2, 400)), solver="list")
+    drawing = gantt(narrow)
+    bars = [s for s in drawing.shapes if isinstance(s, Rect) and s.tooltip]
+    numbers = [s for s in drawing.shapes if isinstance(s, Text) and s.anchor == "middle" and s.colour != colours.MUTED]
+    assert max(bar.width for bar in bars) < 8
+    assert not numbers
+
+
+def test_png_shows_the_drawing() -> None:
+    plan = worked_example(Technique.STAGGERED, "W1_2")
+    drawing = gantt(plan)
+    image = pixels(EXPORTERS["png"].render(plan))
+    assert image.size == (round(drawing.width * SCALE), round(drawing.height * SCALE))
+    bars = [s for s in drawing.shapes if isinstance(s, Rect) and s.tooltip]
+    for bar in bars:
+        corner = round((bar.x + 4) * SCALE), round((bar.y + 2.5) * SCALE)
+        assert image.getpixel(corner) in (rgb(bar.fill), rgb(bar.hatch or bar.fill))
+        edge = round((bar.x + bar.width / 2) * SCALE), round(bar.y * SCALE) + 1
+        assert image.getpixel(edge) == rgb(bar.stroke or bar.fill)
+    (tint,) = [s for s in drawing.shapes if isinstance(s, Rect) and s.fill == colours.FAILED_TINT and s.width > 100]
+    assert image.getpixel((round(tint.x + 5) * SCALE, round(tint.y + 5) * SCALE)) == rgb(colours.FAILED_TINT)
+
+
+def test_png_has_letters() -> None:
+    """The title's strip holds its ink: text is really drawn, with the font that Pillow carries."""
+    drawing = gantt(worked_example())
+    title = next(s for s in drawing.shapes if isinstance(s, Text) and s.bold)
+    image = pixels(draw_png(drawing))
+    box = tuple(round(v * SCALE) for v in (title.x, title.y - 9, title.x + 300, title.y + 9))
+    strip = image.crop(box)  # type: ignore[arg-type]
+    ink = sum(count for count, colour in strip.getcolors(1 << 20) or [] if sum(colour) < 300)  # type: ignore[arg-type]
+    assert 0.05 < ink / (strip.width * strip.height) < 0.6
+
+
+def test_one_pipeline_of_a_plan() -> None:
+    plan = worked_example(Technique.STAGGERED, "W1_2")
+    text = EXPORTERS["svg"].render(plan, pipeline=1).decode()
+    assert [w for w in words(text) if w[:1] == "W" and "_" in w] == ["W1_0", "W1_1", "W1_2", "W1_3"]
+    assert "Pipeline 1 of 3 pipelines x 4 stages x 6 micro-batches, W1_2 failed" in words(text)
+    assert pixels(EXPORTERS["png"].render(plan, pipeline=1)).height < pixels(EXPORTERS["png"].render(plan)).height
+
+
+def test_a_large_plan_is_drawn_by_stage() -> None:
+    problem = Problem(Job.uniform(64, 8, 4), frozenset({Worker(3, 2), Worker(9, 2)}))
+    plan = make_plan(problem, solver="list")
+    text = EXPORTERS["svg"].render(plan).decode()
+    assert [w for w in words(text) if w.startswith("stage ")] == [f"stage {s}" for s in range(8)]
+    assert "2 of 64 failed" in words(text)
+    assert any("Each row is a stage" in w for w in words(text))
+    image = pixels(EXPORTERS["png"].render(plan))
+    assert {rgb(colours.OPS[kind]) for kind in "FIW"} <= {colour for _, colour in image.getcolors(1 << 20) or []}
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=problems())
+def test_areas_of_the_overview_are_the_busy_shares(problem: Problem) -> None:
+    plan = listed(problem)
+    schedule = plan.schedule()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gantt_module, "MAX_ROWS", 0)
+        drawing = gantt(plan)
+    tracks = [s for s in drawing.shapes if isinstance(s, Rect) and s.fill == colours.TRACK and s.width > 100]
+    assert len(tracks) == problem.job.stages
+    for stage, track in enumerate(tracks):
+        living = [w for w in schedule.ops if w.stage == stage]
+        ticks: Counter[str] = Counter()
+        for worker in living:
+            for op in schedule.ops[worker]:
+                ticks[colours.OPS[op.kind]] += op.duration
+        areas: Counter[str] = Counter()
+        for shape in drawing.shapes:
+            if isinstance(shape, Polygon) and shape.tooltip.startswith(f"stage {stage}:"):
+                areas[shape.fill] += _area(shape) / (track.width * track.height)  # type: ignore[assignment]
+        end = max(op.end for op in _all_ops(schedule.ops.values()))
+        for colour, busy in ticks.items():
+            share = busy / len(living)
+            # The axis may be longer than the last op (it reaches to 1F1B's end).
+            assert areas[colour] <= share / end + 1e-3
+            assert (areas[colour] > 0) == (busy > 0)
+        present = [c for c, busy in ticks.items() if busy]
+        ratios = [areas[c] / ticks[c] for c in present]
+        assert max(ratios) == pytest.approx(min(ratios), rel=0.02)
+
+
+def _all_ops(rows: object) -> list[Op]:
+    return [op for ops in rows for op in ops]  # type: ignore[attr-defined]
+
+
+def _area(shape: Polygon) -> float:
+    points = shape.points
+    return abs(sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(points, points[1:] + points[:1], strict=True))) / 2
+
+
+def test_too_many_stages_are_refused_with_a_way_out() -> None:
+    plan = make_plan(Problem(Job.uniform(1, 300, 1)), solver="list")
+    for name in ("svg", "png"):
+        with pytest.raises(PlannerError, match="the plan has 300 workers in 300 stages; use chrome-trace or csv"):
+            EXPORTERS[name].render(plan)
+
+
+def test_a_picture_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.export.png.MAX_PIXELS", 1000)
+    with pytest.raises(PlannerError, match="use svg, which has no such limit"):
+        EXPORTERS["png"].render(worked_example())
+
+
+@pytest.mark.parametrize("unit", ["<b>&\"'", "a\x00b\x1b", "\u202e", "µs", "]]>"])
+def test_any_unit_makes_well_formed_pictures(unit: str) -> None:
+    job = Job(1, 1, 1, profiles=(StageProfile(0.000001, 1e9, 0.5, 3),), time_unit=unit)
+    plan = make_plan(Problem(job), solver="list")
+    assert any("time in the iteration" in w for w in words(EXPORTERS["svg"].render(plan).decode()))
+    assert pixels(EXPORTERS["png"].render(plan)).width > 0
+
+
+def test_hatching_stays_inside() -> None:
+    for rect in (Rect(3, 5, 20, 10, "#FFFFFF"), Rect(0, 0, 2, 40, "#FFFFFF"), Rect(1, 1, 50, 3, "#FFFFFF")):
+        found = list(hatch_lines(rect))
+        assert found
+        for (x0, y0), (x1, y1) in found:
+            assert rect.x <= x0 < x1 <= rect.x + rect.width
+            assert rect.y <= y1 < y0 <= rect.y + rect.height
+            assert x1 - x0 == pytest.approx(y0 - y1)
+
+
+def test_the_same_plan_is_the_same_picture() -> None:
+    plan = worked_example(Technique.DECOUPLED, "W1_2")
+    drawing = gantt(plan)
+    assert draw_svg(drawing) == draw_svg(gantt(plan))
+    assert draw_png(drawing) == draw_png(gantt(plan))
+    assert gantt_rows.row_height([Worker(0, 0)]) < gantt_rows.row_height([Worker(0, 0), Worker(1, 0)])
