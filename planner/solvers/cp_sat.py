@@ -3,7 +3,7 @@
 It starts from the list scheduler's schedule (or the one given) and never returns a worse one.
 
 1. Routes as in that schedule: one model of the whole reduction where that is of a size to be
-   solved, else large-neighbourhood search to the end of the time.
+   solved, else slice after slice of the schedule (see lns) to the end of the time.
 2. A proof for given routes says nothing of others. So when it stands and the bound is lower, the
    pooled relaxation raises the bound, which holds for all routings.
 3. If that leaves a gap, routes become free as well: which living peer runs what.
@@ -21,8 +21,9 @@ from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
 from planner.solvers.cp_sat_model import ScheduleModel
 from planner.solvers.cp_sat_routing import RoutingModel
 from planner.solvers.cp_sat_run import Outcome, Watcher, run
+from planner.solvers.cp_sat_slice import SliceModel
 from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.lns import Windows
+from planner.solvers.lns import Frame, Slices
 from planner.solvers.pooled import PooledModel
 from planner.solvers.reduction import Reduction, proven_for_routing, routes_of
 
@@ -33,8 +34,10 @@ SHARE = 0.35
 POOLED_OPS = 2_500
 # With free routes every op is there once per living peer.
 ROUTED_OPS = 1_500
-# Seconds for one window.
-WINDOW_SECONDS = 1.0
+# Seconds for one slice.
+SLICE_SECONDS = 1.0
+# Slices in a row without a gain, after which one is re-arranged at the same period.
+PATIENCE = 20
 
 
 class CpSatSolver:
@@ -108,7 +111,7 @@ class _Search:
         if reduction.ops <= SHARED_OPS and self.left > 0:
             proven = self._whole(reduction, self.left if reduction.ops <= WHOLE_OPS else self.left * SHARE)
         if not proven and not self.closed:
-            self._windows(reduction)
+            self._slices(reduction)
         if proven and not self.closed:
             self._pooled()
         if proven and free_routes and not self.closed:
@@ -146,7 +149,9 @@ class _Search:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def _run(self, model: ScheduleModel | RoutingModel | PooledModel, seconds: float, watch: Watcher | None) -> Outcome:
+    def _run(
+        self, model: ScheduleModel | SliceModel | RoutingModel | PooledModel, seconds: float, watch: Watcher | None
+    ) -> Outcome:
         outcome = run(
             model.model,
             time_limit=seconds,
@@ -171,26 +176,37 @@ class _Search:
             self.take(reduction.schedule(model.read(outcome.solver)))
         return outcome.proven
 
-    def _windows(self, reduction: Reduction) -> None:
-        """Window after window, until the time is up or the gap is closed."""
-        windows = Windows(reduction, seed=self.seed)
-        current = reduction.times_of(self.best)
-        assert current is not None  # the routes are those of `best`
-        building = 0.0
-        while self.left > 2 * building and not self.closed:
-            start = time.monotonic()
-            window = windows.next(current)
-            model = ScheduleModel(reduction, self.bound, self.best.period, current, window, tidy=True)
-            building = time.monotonic() - start
-            outcome = self._run(model, min(WINDOW_SECONDS + building, self.left), None)
-            if outcome.proven:
-                windows.harder()
-            else:
-                windows.easier()
+    def _slices(self, reduction: Reduction) -> None:
+        """Slice after slice, until the time is up or the gap is closed."""
+        if not self.left:
+            return
+        times = reduction.times_of(self.best)
+        assert times is not None  # the routes are those of `best`
+        frame = self._adopt(Frame(reduction, times))
+        slices = Slices(seed=self.seed)
+        vain = 0
+        while self.left and not self.closed:
+            sideways = vain >= PATIENCE
+            vain = 0 if sideways else vain + 1
+            room = frame.room(*slices.next(frame), self.best.period - (0 if sideways else 1))
+            if room is None or not self.left:
+                continue
+            model = SliceModel(room)
+            self.seed += 1  # another answer to the same question, when moving sideways
+            outcome = self._run(model, min(SLICE_SECONDS, self.left), None)
+            if not outcome.proven:
+                slices.unanswered()
+                continue
+            slices.answered()
             if outcome.solved:
-                current = model.read(outcome.solver)
-                if outcome.solver.value(model.period) < self.best.period:
-                    self.take(reduction.schedule(current))
+                frame = self._adopt(model.read(outcome.solver))
+
+    def _adopt(self, frame: Frame) -> Frame:
+        """The frame with its stages started late; the new incumbent if it is better."""
+        frame = frame.late()
+        if frame.period < self.best.period:
+            self.take(frame.reduction.schedule(frame.times()))
+        return frame
 
     def _pooled(self) -> None:
         """A higher bound, from the relaxation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from planner.solvers.base import Cancelled
+
+_log = logging.getLogger(__name__)
 
 # Seconds between two looks at `cancelled` while the solver has nothing to say.
 POLL = 0.05
@@ -24,7 +27,7 @@ Watcher = Callable[[int | None, int], None]
 class Outcome:
     """status: CP-SAT's. objective: None without a solution. bound: of the objective, rounded up.
 
-    cancelled: whether the caller ended it.
+    cancelled: whether the caller ended it. solver: to read values from; only where `solved`.
     """
 
     status: cp_model.CpSolverStatus
@@ -79,12 +82,17 @@ def run(
     events: queue.SimpleQueue[tuple[float | None, float] | None] = queue.SimpleQueue()
     solver.best_bound_callback = lambda bound: events.put((None, bound))
     status = cp_model.UNKNOWN
+    proven = -math.inf
     stopped = False
 
     def work() -> None:
-        nonlocal status
+        nonlocal status, proven
         try:
             status = solver.solve(model, _Incumbents(events))
+            proven = solver.best_objective_bound
+        except Exception:
+            # CP-SAT 9.15 now and then throws from within. What the caller has is still good.
+            _log.warning("CP-SAT broke off its search", exc_info=True)
         finally:
             events.put(None)
 
@@ -110,13 +118,14 @@ def run(
             if stopped or time.monotonic() > deadline:
                 solver.stop_search()
     finally:
-        solver.stop_search()
-        thread.join()
+        while thread.is_alive():  # a stop before the search has begun is not heeded
+            solver.stop_search()
+            thread.join(POLL)
     if status == cp_model.MODEL_INVALID:
         raise ValueError(f"CP-SAT refuses the model: {model.validate()}")
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     objective_value = round(solver.objective_value) if found else None
-    return Outcome(status, objective_value, _whole(solver.best_objective_bound), solver, stopped)
+    return Outcome(status, objective_value, 0 if math.isinf(proven) else _whole(proven), solver, stopped)
 
 
 def _whole(bound: float) -> int:

@@ -1,88 +1,213 @@
-"""Large-neighbourhood search: which part of a schedule to take up again.
+"""Large-neighbourhood search: a slice of a schedule is taken up again, all else keeps its order.
 
-Outside the window the order of ops on each worker stays; their times may still move. So a better
-order inside shortens everything that follows it, and a window of a hundred ops is solved in
-fractions of a second in a schedule of thousands.
+To shorten a schedule to `target` ticks, what comes before the slice starts as early, and what
+comes after it as late, as its order and the target allow; only the slice's ops are left to place
+in between. That is a small question, answered in fractions of a second in a schedule of thousands.
+
+A slice is a run of consecutive ops in an order of all ops that follows every precedence. So no op
+outside lies between two inside: each is either before or after.
 """
 
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 
 from planner.job import Worker
-from planner.solvers.cp_sat_model import OpKey, start_of
 from planner.solvers.reduction import Reduction, Times
 
+# (kind, micro-batch index, stage); the backward of either technique is I.
+OpKey = tuple[str, int, int]
+Edges = dict[OpKey, list[tuple[OpKey, int]]]
 
-class Windows:
-    """Chooses windows of about `size` ops; the size adapts to how hard they prove to be.
 
-    Shapes, by turns: a time slice over all workers; a longer slice over neighbouring stages; a
-    still longer one over a few pipelines; the ops on and near a critical worker.
+class Frame:
+    """A schedule of a reduction as a graph: its ops in an order, and what waits for what.
+
+    rows: the ops of each worker in order. place: an op's position in `order`. first: the start
+    that each stage's period is counted from, kept by all slices; 0 without staggering.
+    links: precedences that hold whatever the order, as (op, then, ticks from start to start).
     """
 
-    SMALLEST, LARGEST = 24, 400
-
-    def __init__(self, reduction: Reduction, *, seed: int) -> None:
+    def __init__(self, reduction: Reduction, times: Times) -> None:
         self.reduction = reduction
-        self.size = 90
-        self._random = random.Random(seed)
-        self._turn = 0
-        kinds = "FIW" if reduction.problem.technique.splits else "FI"
-        self._keys: dict[Worker, list[OpKey]] = {
-            worker: [(kind, i, worker.stage) for c in classes for i in c for kind in kinds]
-            for worker, classes in sorted(reduction.by_worker().items())
+        problem = reduction.problem
+        job = problem.job
+        self.ticks = job.ticks
+        self.staggers = problem.technique.staggers
+        self.kinds = "FIW" if problem.technique.splits else "FI"
+        self.stages = range(job.stages)
+        self._lengths = {
+            kind: [
+                {
+                    "F": t.forward,
+                    "I": t.input_backward if problem.technique.splits else t.backward,
+                    "W": t.weight_backward,
+                }[kind]
+                for t in job.ticks
+            ]
+            for kind in self.kinds
         }
+        tables = {"F": times.forward, "I": times.backward, "W": times.weight}
+        keys = [(kind, i, s) for c in reduction.kept for i in c for s in self.stages for kind in self.kinds]
+        starts = {key: tables[key[0]][key[1]][key[2]] for key in keys}
+        zero = min(starts.values())
+        self.starts: dict[OpKey, int] = {key: start - zero for key, start in starts.items()}
+        # Ops without duration come before those that start with them, and downstream ones first.
+        self.order = sorted(keys, key=lambda k: (self.starts[k], self.starts[k] + self.length(k), -k[2]))
+        self.place = {key: n for n, key in enumerate(self.order)}
+        self.rows: dict[Worker, list[OpKey]] = defaultdict(list)
+        self.first = [0] * job.stages
+        if self.staggers:
+            self.first = [min(self.starts[k] for k in keys if k[2] == s) for s in self.stages]
+        for key in self.order:
+            self.rows[Worker(reduction.routes[key[2]][key[1]], key[2])].append(key)
+        self.links = self._chains()
+        self._before: Edges = defaultdict(list)
+        self._after: Edges = defaultdict(list)
+        for one, then, lag in [*self.links, *self._orders()]:
+            self._before[then].append((one, lag))
+            self._after[one].append((then, lag))
 
-    def easier(self) -> None:
-        """The last window wasn't solved in its time."""
+    def length(self, key: OpKey) -> int:
+        return self._lengths[key[0]][key[2]]
+
+    def limit(self, stage: int) -> int | None:
+        return self.reduction.problem.limits[stage]
+
+    @property
+    def period(self) -> int:
+        """Ticks, O included; by `first`."""
+        ends = [
+            max(self.starts[row[-1]] + self.length(row[-1]) for w, row in self.rows.items() if w.stage == s)
+            for s in self.stages
+        ]
+        if self.staggers:
+            return max(ends[s] + self.ticks[s].optimizer - self.first[s] for s in self.stages)
+        return max(ends) + max(t.optimizer for t in self.ticks)
+
+    def deadline(self, stage: int, target: int) -> int:
+        """When the stage's last op must have ended."""
+        if self.staggers:
+            return self.first[stage] + target - self.ticks[stage].optimizer
+        return target - max(t.optimizer for t in self.ticks)
+
+    def _chains(self) -> list[tuple[OpKey, OpKey, int]]:
+        """F, I, W of a micro-batch along the stages, and the order inside a class (see reduction)."""
+        wire = self.reduction.problem.job.transfer_ticks
+        links: list[tuple[OpKey, OpKey, int]] = []
+        for members in self.reduction.kept:
+            for i in members:
+                for s in self.stages:
+                    for one, then in pairwise(self.kinds):
+                        links.append(((one, i, s), (then, i, s), self._lengths[one][s]))
+                    if s:
+                        links.append((("F", i, s - 1), ("F", i, s), self._lengths["F"][s - 1] + wire[s - 1]))
+                        links.append((("I", i, s), ("I", i, s - 1), self._lengths["I"][s] + wire[s - 1]))
+            for before, after in pairwise(members):
+                links += [((k, before, s), (k, after, s), self._lengths[k][s]) for s in self.stages for k in self.kinds]
+        return links
+
+    def _orders(self) -> list[tuple[OpKey, OpKey, int]]:
+        """One op after the other on each worker, and each F after the release that makes room for it."""
+        links = []
+        for worker, row in self.rows.items():
+            links += [(one, then, self.length(one)) for one, then in pairwise(row)]
+            limit = self.limit(worker.stage)
+            if limit is not None:
+                forwards = [key for key in row if key[0] == "F"]
+                releases = [key for key in row if key[0] == self.kinds[-1]]
+                links += [(one, then, self.length(one)) for one, then in zip(releases, forwards[limit:], strict=False)]
+        return links
+
+    def room(self, begin: int, end: int, target: int) -> Room | None:
+        """What order[begin:end] may use; None when the rest alone already exceeds `target`."""
+        earliest: dict[OpKey, int] = {}
+        for key in self.order[:begin]:
+            earliest[key] = max([self.first[key[2]], *(earliest[k] + lag for k, lag in self._before[key])])
+        latest: dict[OpKey, int] = {}
+        for key in reversed(self.order[end:]):
+            due = self.deadline(key[2], target) - self.length(key)
+            latest[key] = min([due, *(latest[k] - lag for k, lag in self._after[key])])
+        for key, start in earliest.items():
+            for then, lag in self._after[key]:
+                if then in latest and start + lag > latest[then]:
+                    return None
+        windows: dict[OpKey, tuple[int, int]] = {}
+        for worker, row in self.rows.items():
+            stage = worker.stage
+            before = [key for key in row if self.place[key] < begin]
+            inside = [key for key in row if begin <= self.place[key] < end]
+            after = [key for key in row if self.place[key] >= end]
+            free = max(self.first[stage], earliest[before[-1]] + self.length(before[-1]) if before else 0)
+            due = latest[after[0]] if after else self.deadline(stage, target)
+            for key in inside:
+                windows[key] = free, due - self.length(key)
+        for one, then, lag in self.links:
+            if then in windows and one in earliest:
+                windows[then] = max(windows[then][0], earliest[one] + lag), windows[then][1]
+            if one in windows and then in latest:
+                windows[one] = windows[one][0], min(windows[one][1], latest[then] - lag)
+        if any(low > high for low, high in windows.values()):
+            return None
+        return Room(self, begin, end, target, earliest, latest, windows)
+
+    def with_starts(self, starts: Mapping[OpKey, int]) -> Frame:
+        return Frame(self.reduction, self._times(starts))
+
+    def times(self) -> Times:
+        return self._times(self.starts)
+
+    def _times(self, starts: Mapping[OpKey, int]) -> Times:
+        count, stages = len(self.reduction.routes[0]), len(self.ticks)
+        times = Times(*([[0] * stages for _ in range(count)] for _ in range(3)))
+        for (kind, index, stage), start in starts.items():
+            table = times.forward if kind == "F" else times.backward if kind == "I" else times.weight
+            table[index][stage] = start
+        return times
+
+    def late(self) -> Frame:
+        """The same order with every op as late as the period allows: stages start later."""
+        room = self.room(0, 0, self.period)
+        assert room is not None  # the schedule itself is the witness
+        return self.with_starts(room.latest)
+
+
+@dataclass(frozen=True)
+class Room:
+    """earliest: starts of the ops before the slice; latest: of those after; windows: first and last
+    start of each op inside."""
+
+    frame: Frame
+    begin: int
+    end: int
+    target: int
+    earliest: Mapping[OpKey, int]
+    latest: Mapping[OpKey, int]
+    windows: Mapping[OpKey, tuple[int, int]]
+
+
+class Slices:
+    """Which slice next. `size`, in ops, grows while slices are answered and shrinks when not."""
+
+    SMALLEST, LARGEST = 60, 3_000
+
+    def __init__(self, *, seed: int) -> None:
+        self.size = 300
+        self._random = random.Random(seed)
+
+    def next(self, frame: Frame) -> tuple[int, int]:
+        """begin, end in `frame.order`. The ends of a schedule come up as often as its middle."""
+        count = len(frame.order)
+        size = min(self.size, count)
+        begin = self._random.randint(-size // 2, count - size // 2)
+        return max(0, begin), min(count, begin + size)
+
+    def answered(self) -> None:
+        self.size = min(self.LARGEST, self.size * 9 // 8 + 1)
+
+    def unanswered(self) -> None:
         self.size = max(self.SMALLEST, self.size * 3 // 4)
-
-    def harder(self) -> None:
-        """The last window was solved to optimality."""
-        self.size = min(self.LARGEST, self.size * 5 // 4)
-
-    def next(self, times: Times) -> frozenset[OpKey]:
-        """Ops contiguous on each worker, in the order of `times`."""
-        workers = self._workers()
-        rows = {}
-        for worker in workers:
-            row = sorted((start_of(times, key), key) for key in self._keys[worker])
-            rows[worker] = row
-        moments = sorted(start for row in rows.values() for start, _ in row)
-        count = min(self.size, len(moments))
-        # The ends of a schedule decide its period, so they come up more often than by chance.
-        where = self._random.choice((0.0, 1.0, self._random.random(), self._random.random(), self._random.random()))
-        first = round(where * (len(moments) - count))
-        begin, end = moments[first], moments[first + count - 1]
-        chosen: set[OpKey] = set()
-        for row in rows.values():
-            low, high = bisect_left(row, (begin,)), bisect_left(row, (end + 1,))
-            chosen.update(key for _, key in row[low:high])
-        return frozenset(chosen)
-
-    def _workers(self) -> list[Worker]:
-        everyone = list(self._keys)
-        shape = self._turn = (self._turn + 1) % 4
-        stages = self.reduction.problem.job.stages
-        if shape == 1:
-            low = self._random.randrange(stages)
-            return [w for w in everyone if low <= w.stage <= low + self._random.randint(1, 2)]
-        if shape == 2:
-            pipelines = sorted({w.pipeline for w in everyone})
-            some = set(self._random.sample(pipelines, min(len(pipelines), self._random.randint(1, 3))))
-            return [w for w in everyone if w.pipeline in some]
-        if shape == 3:
-            return list(self._neighbours(self._random.choice(everyone)))
-        return everyone
-
-    def _neighbours(self, worker: Worker) -> Iterator[Worker]:
-        """The worker and those that its micro-batches pass just before and after it."""
-        routes = self.reduction.routes
-        near = set()
-        for members in self.reduction.by_worker()[worker]:
-            for stage in range(max(0, worker.stage - 1), min(len(routes), worker.stage + 2)):
-                near.add(Worker(routes[stage][members[0]], stage))
-        yield from sorted(near)
