@@ -24,8 +24,9 @@ def worth_compiling(ops: int) -> bool:
 
 
 @lru_cache(maxsize=1)
-def compiled_dispatch() -> Callable[..., int]:
-    """`dispatch.dispatch` as machine code over int64 arrays; kept on disk where that can be written.
+def compiled_functions() -> tuple[Callable[..., int], Callable[..., None]]:
+    """`dispatch` and `retime` as machine code over int64 arrays, kept on disk where that can be
+    written.
 
     Raises ImportError without numba.
     """
@@ -43,4 +44,5 @@ def compiled_dispatch() -> Callable[..., int]:
             return numba.njit(twin)
 
     loop: Callable[..., int] = build(source.dispatch, push=build(source.push), pop=build(source.pop))
-    return loop
+    again: Callable[..., None] = build(source.retime)
+    return loop, again

@@ -72,10 +72,12 @@ def dispatch(
     start_f: Buffer,
     start_i: Buffer,
     start_w: Buffer,
+    sequence: Buffer,
     state: Buffer,
     dirty: Buffer,
 ) -> int:
-    """Fills start_f, start_i, start_w (per item, ticks); returns the number of ops started.
+    """Fills start_f, start_i, start_w (per item, ticks) and sequence (the ops in the order of their
+    starts, F's as item, I's as items + item, W's as 2 items + item); returns the number of ops.
 
     Each worker takes, whenever it is free, the first of these that it may:
       1. W, when open_limit of them are pending and F's are still to come;
@@ -200,6 +202,7 @@ def dispatch(
                 start_w[s * n + m] = now
                 length = weight_backward[s]
             slack[w] += length
+            sequence[started] = (choice - 1) * items + s * n + m
             state[kind + w] = choice
             state[current + w] = m
             heappush(events, (now + length) * codes + w)
@@ -257,3 +260,51 @@ def dispatch(
                 state[marked + w] = 1
                 dirty[n_dirty] = w
                 n_dirty += 1
+
+
+def retime(
+    n: int,
+    route: Ints,
+    forward: Ints,
+    input_backward: Ints,
+    weight_backward: Ints,
+    transfer: Ints,
+    split: Ints,
+    sequence: Ints,
+    started: int,
+    start_f: Buffer,
+    start_i: Buffer,
+    start_w: Buffer,
+    free: Buffer,
+) -> None:
+    """Starts each op of `sequence` as early as the order of ops on its worker allows.
+
+    For ops whose order was found with other durations than these. Memory needs no second look:
+    how much a worker holds at each of its ops depends on their order alone. free: zero by worker.
+    """
+    stages = len(forward)
+    items = stages * n
+    for k in range(started):
+        kind = sequence[k] // items
+        item = sequence[k] % items
+        s = item // n
+        w = route[item]
+        start = free[w]
+        if kind == 0:
+            if s > 0:
+                start = max(start, start_f[item - n] + forward[s - 1] + transfer[s - 1])
+            start_f[item] = start
+            free[w] = start + forward[s]
+        elif kind == 1:
+            if s < stages - 1:
+                arrival = start_i[item + n] + input_backward[s + 1] + transfer[s]
+                if split[route[item + n]] == 0:
+                    arrival += weight_backward[s + 1]
+                start = max(start, arrival)
+            start_i[item] = start
+            free[w] = start + input_backward[s]
+            if split[w] == 0:
+                free[w] += weight_backward[s]
+        else:
+            start_w[item] = start
+            free[w] = start + weight_backward[s]

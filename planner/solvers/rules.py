@@ -30,6 +30,7 @@ class Rule:
     below at full speed, and k more, stay free for forwards.
     patience, patience_w: percent, the same on all stages. target: multiple of the lower bound.
     final: last forwards that go first, as a multiple of the micro-batches that turn round below.
+    alike: see Settings; no help where F, I and W last equally long anyway.
     """
 
     depth: str
@@ -38,6 +39,7 @@ class Rule:
     patience_w: int = 0
     target: float = 1.0
     final: float = 0.0
+    alike: bool = False
     order: str | int = "index"
     split: str = "all"
 
@@ -54,6 +56,7 @@ class Rule:
             target=int(bound * self.target),
             order=self.order,
             split=self.split,
+            alike=self.alike,
         )
 
     def _final(self, problem: Problem, stage: int) -> int:
@@ -82,6 +85,8 @@ class Rule:
 # depth, open_limit, patience, patience_w, target, final
 EVERY = [
     Rule("1f1b", "never", 100, 100),
+    Rule("1f1b", "turn-0", 100, 100, alike=True),
+    Rule("1f1b", "never", alike=True),
     Rule("zb", "turn-1"),
     Rule("1f1b", "never", 100, 0, 1.03),
     Rule("1f1b", "turn-0", 100, 100),
@@ -96,6 +101,8 @@ EVERY = [
     Rule("zb", "turn-0"),
     Rule("1f1b", "full-0", ALWAYS, ALWAYS),
     Rule("1f1b", "never", ALWAYS, ALWAYS, 1.03),
+    Rule("1f1b", "full-1", 100, 100, alike=True),
+    Rule("zb", "never", alike=True),
     Rule("1f1b", "half", 100),
     Rule("zb", "half", 100, 100),
     Rule("zb", "full-0", 100),
@@ -122,7 +129,8 @@ def rules(problem: Problem) -> Iterator[Rule]:
     job = problem.job
     ops = 3 * job.pipelines * job.stages * job.micro_batches
     tries = 2 if ops > HUGE else max(FEWEST, min(MOST, EFFORT // ops))
-    yield from islice(_endless(problem), tries)
+    in_step = all(t.forward == t.input_backward == t.weight_backward for t in job.ticks)
+    yield from islice((rule for rule in _endless(problem) if not (rule.alike and in_step)), tries)
 
 
 def _endless(problem: Problem) -> Iterator[Rule]:

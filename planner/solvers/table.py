@@ -11,8 +11,8 @@ from typing import Any
 from planner.job import Problem, Worker
 from planner.routing import assign
 from planner.schedule import Op, Schedule
-from planner.solvers.compiled import INT64, compiled_dispatch, worth_compiling
-from planner.solvers.dispatch import STATE, dispatch
+from planner.solvers.compiled import INT64, compiled_functions, worth_compiling
+from planner.solvers.dispatch import STATE, dispatch, retime
 
 UNLIMITED = 1 << 40
 ALWAYS = 1_000_000  # a patience that waits however little it spares
@@ -25,7 +25,8 @@ class Settings:
     target: ticks within which a stage should be done, counted from when its first F can start.
     order: which micro-batch first: `index`; `guests`, re-routed ones first; `own`, last; a number
     seeds a shuffle of near neighbours. split: which workers split B: `all`, `peers` of failed
-    ones, `none`.
+    ones, `none`. alike: find the order as if F, I and W of a stage lasted equally long, so that
+    all workers keep step, and then give each op its true time in that order.
     """
 
     depth: tuple[int, ...]
@@ -36,6 +37,7 @@ class Settings:
     target: int
     order: str | int = "index"
     split: str = "all"
+    alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Table:
         # A time is at most all work and transfers one after the other; an event code packs it
         # with an index. What does not fit 64 bits is left to Python's own integers.
         longest = self.n * (sum(t.work for t in job.ticks) + 2 * sum(job.transfer_ticks))
-        fits = longest * (self.workers + 2 * self.items) < INT64
+        fits = 3 * longest * (self.workers + 2 * self.items) < INT64
         if compiled is None:
             compiled = worth_compiling(3 * self.items)
         self.compiled = compiled and fits
@@ -94,17 +96,23 @@ class Table:
 
     def run(self, settings: Settings) -> Result:
         job = self.problem.job
-        loop: Callable[..., int] = compiled_dispatch() if self.compiled else dispatch
+        functions: tuple[Callable[..., int], Callable[..., None]] = (dispatch, retime)
+        loop, again = compiled_functions() if self.compiled else functions
+        split = self._vector(self.split(settings.split))
+        sequence = self._zeros(3 * self.items)
         queues = [self._zeros(self.items) for _ in range(3)]
         starts = (self._zeros(self.items), self._zeros(self.items), self._zeros(self.items))
-        loop(
+        # In thirds of a tick, so that a third of a stage's work is a whole number.
+        scale = 3 if settings.alike else 1
+        times = [self._vector([t.work for t in job.ticks])] * 3 if settings.alike else self.times
+        started = loop(
             job.pipelines,
             self.n,
             self.route,
-            *self.times,
-            self.transfer,
+            *times,
+            self.transfer * scale if self.compiled else [scale * t for t in self.transfer],
             self.capacity,
-            self._vector(self.split(settings.split)),
+            split,
             self._key(settings.order),
             *map(
                 self._vector,
@@ -116,13 +124,17 @@ class Table:
                     settings.patience_w,
                 ),
             ),
-            self._vector(self._slack(settings.target)),
+            self._vector(self._slack(settings.target, times[0], scale)),
             self.base,
             *queues,
             *starts,
+            sequence,
             self._zeros(STATE * self.workers),
             self._zeros(self.workers),
         )
+        if settings.alike:
+            free = self._zeros(self.workers)
+            again(self.n, self.route, *self.times, self.transfer, split, sequence, started, *starts, free)
         return self._result(starts, settings.split)
 
     def schedule(self, result: Result) -> Schedule:
@@ -172,16 +184,18 @@ class Table:
             period = max(last) - min(first) + max(optimizers)
         return Result(period, sum(spans), first, last, starts, split)
 
-    def _slack(self, target: int) -> list[int]:
-        """By worker: when it must begin to end in time if it never idles."""
+    def _slack(self, target: int, forward: Sequence[int], scale: int) -> list[int]:
+        """By worker: when it must begin to end in time if it never idles; in 1/scale ticks."""
         job = self.problem.job
         longest = max(t.optimizer for t in job.ticks)
         out, head = [], 0
         for s, t in enumerate(job.ticks):
-            end = head + target - t.optimizer if self.problem.technique.staggers else target - longest
+            end = head + scale * (target - t.optimizer)
+            if not self.problem.technique.staggers:
+                end = scale * (target - longest)
             peers = range(s * job.pipelines, (s + 1) * job.pipelines)
-            out += [end - self.load[w] * t.work for w in peers]
-            head += t.forward + (job.transfer_ticks[s] if s + 1 < job.stages else 0)
+            out += [end - scale * self.load[w] * t.work for w in peers]
+            head += int(forward[s]) + (scale * job.transfer_ticks[s] if s + 1 < job.stages else 0)
         return out
 
     def _key(self, order: str | int) -> Any:
