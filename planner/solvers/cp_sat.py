@@ -2,11 +2,12 @@
 
 It starts from the list scheduler's schedule (or the one given) and never returns a worse one.
 
-1. Routes as in that schedule: one model of the whole reduction where that is of a size to be
+1. The pooled relaxation raises the bound, which holds for all routings. On small grids it often
+   meets the schedule there and then.
+2. Routes as in that schedule: one model of the whole reduction where that is of a size to be
    solved, else slice after slice of the schedule (see lns) to the end of the time.
-2. A proof for given routes says nothing of others. So when it stands and the bound is lower, the
-   pooled relaxation raises the bound, which holds for all routings.
-3. If that leaves a gap, routes become free as well: which living peer runs what.
+3. A proof for given routes says nothing of others. So when that leaves a gap, the relaxation is
+   given more time, and then routes become free as well: which living peer runs what.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from planner.solvers.reduction import Reduction, proven_for_routing, routes_of
 WHOLE_OPS = 700
 SHARED_OPS = 4_000
 SHARE = 0.35
+# The relaxation is given a share before the schedule is worked on, and another after.
 POOLED_OPS = 2_500
+EARLY, LATE = 0.25, 0.5
 # With free routes every op is there once per living peer.
 ROUTED_OPS = 1_500
 # Seconds for one slice.
@@ -106,14 +109,15 @@ class _Search:
         self.tell(self.best.period, self.bound)
         if self.closed:
             return ""
+        self._pooled(EARLY)
         reduction = Reduction.of(self.problem, routes_of(self.best))
         proven = False
-        if reduction.ops <= SHARED_OPS and self.left > 0:
+        if reduction.ops <= SHARED_OPS and self.left > 0 and not self.closed:
             proven = self._whole(reduction, self.left if reduction.ops <= WHOLE_OPS else self.left * SHARE)
         if not proven and not self.closed:
             self._slices(reduction)
         if proven and not self.closed:
-            self._pooled()
+            self._pooled(LATE)
         if proven and free_routes and not self.closed:
             self._routes()
         return self._message(proven)
@@ -208,12 +212,12 @@ class _Search:
             self.take(frame.reduction.schedule(frame.times()))
         return frame
 
-    def _pooled(self) -> None:
-        """A higher bound, from the relaxation."""
+    def _pooled(self, share: float) -> None:
+        """A higher bound, from the relaxation, for a share of the time left."""
         if not self.left or PooledModel.ops(self.problem) > POOLED_OPS:
             return
         model = PooledModel(self.problem, self.bound, self.best.period)
-        outcome = self._run(model, self.left * SHARE, lambda _, bound: self.raise_bound(bound))
+        outcome = self._run(model, self.left * share, lambda _, bound: self.raise_bound(bound))
         self.raise_bound(outcome.bound)
 
     def _routes(self) -> None:
