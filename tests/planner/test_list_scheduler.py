@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.baseline import reference_period
+from planner.bounds import period_bound
 from planner.check import check
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.schedule import Schedule
 from planner.solvers.base import Progress
 from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.rules import EVERY, ORDERS, Rule
 from planner.solvers.table import Table
 from tests.planner.problems import problems
 
@@ -116,3 +121,20 @@ def test_times_too_long_for_machine_words_are_still_exact() -> None:
     problem = Problem(Job.uniform(2, 2, 40, durations=times), frozenset({Worker(0, 1)}))
     assert not Table(problem, compiled=True).compiled
     assert check(ListScheduler(compiled=True).solve(problem).schedule) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.sampled_from(EVERY), st.sampled_from(("all", "peers", "none")), st.sampled_from((*ORDERS, 7)))
+def test_every_rule_gives_a_valid_schedule(problem: Problem, rule: Rule, split: str, order: str | int) -> None:
+    rule = replace(rule, split=split if problem.technique.splits else "none", order=order)
+    table = Table(problem, compiled=False)
+    bound = period_bound(problem)
+    result = table.run(rule.settings(problem, bound))
+    assert check(table.schedule(result)) == []
+    assert result.period >= bound
+
+
+def test_in_step_orders_are_optimal_where_the_event_loop_alone_is_not() -> None:
+    """F:I:W of 1:1.1:0.9, no failures, uniform memory: 8 x 8 x 16 closes its gap."""
+    problem = Problem(Job.uniform(8, 8, 16, durations={"I": 1.1, "W": 0.9}))
+    assert ListScheduler().solve(problem).optimal
