@@ -19,6 +19,9 @@ from app.view import JobView, WorkerView
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map.
 MAX_TILES = 64
+# What one refresh carries; about 80 bytes an iteration and chart.
+ITERATIONS = 400
+EVENTS = 100
 ANSWERED = "answered-click"
 
 
@@ -38,7 +41,7 @@ def page() -> None:
 
 def _live(console: Console, job_id: str, colours: Palette) -> None:
     try:
-        view = console.view(job_id)
+        view = console.view(job_id, ITERATIONS, EVENTS)
     except ConsoleError as error:
         st.error(f"{error}. The page tries again by itself.")
         return

@@ -60,7 +60,7 @@ def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
 def _follow(console: Console, job_id: str, shown: str | None) -> None:
     """Runs the page again when another plan comes into force."""
     try:
-        plan = console.view(job_id).plan
+        plan = console.view(job_id, iterations=1, events=1).plan
     except ConsoleError:
         return
     if (plan.fingerprint if plan else None) != shown:

@@ -252,6 +252,18 @@ def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any,
         page.close()
 
 
+def test_charts_are_updated_in_place(demo: Demo, watched: Watched) -> None:
+    """A chart that is built anew at each refresh flickers, and forgets the reader's zoom."""
+    page = watched.page
+    page.goto(demo.root)
+    page.locator(CHART).first.wait_for()
+    page.evaluate("(chart) => { window.charts = [...document.querySelectorAll(chart)] }", CHART)
+    assert page.evaluate("window.charts.length") == 2
+    wait_for_iterations(page, iterations_done(page) + 2)
+    still_there = page.evaluate("window.charts.every(chart => chart.isConnected)")
+    assert still_there, "the charts were torn down at a refresh"
+
+
 def test_workers_can_be_reached_by_keyboard(demo: Demo, watched: Watched) -> None:
     page = watched.page
     page.goto(demo.root)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from app.ui.charts.vega import Columns, LiveChart, config
 from app.ui.theme import Palette
 from app.view import EventView, IterationView, RecoveryView
@@ -67,49 +69,64 @@ def throughput(rows: Columns, colours: Palette) -> LiveChart:
     }
     label = {
         "mark": {"type": "text", "align": "right", "baseline": "bottom", "dy": -4, "color": colours.good},
-        "encoding": {"y": y, "x": {"value": "width"}, "text": {"field": "fault_free_label"}},
+        "encoding": {"y": y, "x": {"value": "width"}, "text": {"field": "label"}},
     }
+    # An unseen point keeps room for the label above the highest value.
     headroom = {
         "mark": {"type": "point", "opacity": 0},
         "encoding": {"y": {"field": "headroom", "type": "quantitative"}},
     }
-    known = any(value is not None for value in rows["fault_free"])
+    transform = [
+        {
+            "joinaggregate": [
+                {"op": "max", "field": "samples_per_second", "as": "top"},
+                {"op": "max", "field": "reference", "as": "fault_free"},
+                {"op": "max", "field": "iteration", "as": "last"},
+            ]
+        },
+        {"calculate": "1.15 * max(datum.top, datum.fault_free)", "as": "headroom"},
+        {"calculate": "datum.iteration === datum.last ? 'fault-free' : ''", "as": "label"},
+    ]
+    known = bool(np.isfinite(rows["reference"]).any())
     curve = _curve("samples_per_second", colours.accent, zero=True)
     layers = [*([reference, label] if known else []), headroom, *curve, *_marks(colours)]
-    return LiveChart(_panel("Throughput (samples/s)", layers, colours), rows)
+    return LiveChart(_panel("Throughput (samples/s)", layers, colours, transform), rows)
 
 
 def losses(rows: Columns, colours: Palette) -> LiveChart:
     """Loss by iteration."""
     layers = [*_curve("loss", colours.muted, zero=False), *_marks(colours, labels=False)]
-    return LiveChart(_panel("Loss", layers, colours, axis_title="iteration"), rows)
+    return LiveChart(_panel("Loss", layers, colours, [], axis_title="iteration"), rows)
 
 
 def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], fault_free: float | None) -> Columns:
-    """One row per iteration. mark: words at iterations that open a new epoch, else empty; change:
-    `lost`, `other` or empty. headroom: what the axis must reach, so that labels fit."""
+    """One row per iteration, in narrow types: it is sent at each refresh.
+
+    mark: words at iterations that open a new epoch, else empty; change: `lost`, `other` or empty.
+    reference: the fault-free rate, in the first row only; NaN elsewhere.
+    """
     at = {mark.iteration: mark for mark in marks}
     found = [at.get(i.iteration) for i in iterations]
-    count = len(iterations)
-    top = max([i.samples_per_second for i in iterations] + [fault_free or 0.0])
+    reference = np.full(len(iterations), np.nan, dtype=np.float32)
+    if fault_free is not None:
+        reference[:1] = fault_free
     return {
-        "iteration": [i.iteration for i in iterations],
-        "samples_per_second": [i.samples_per_second for i in iterations],
-        "milliseconds": [1000 * i.seconds for i in iterations],
-        "loss": [i.loss for i in iterations],
-        "epoch": [i.epoch for i in iterations],
-        "living": [i.living for i in iterations],
-        "before": [i.iteration - 0.5 for i in iterations],
+        "iteration": np.array([i.iteration for i in iterations], dtype=np.int32),
+        "samples_per_second": np.array([i.samples_per_second for i in iterations], dtype=np.float32),
+        "milliseconds": np.array([1000 * i.seconds for i in iterations], dtype=np.float32),
+        "loss": np.array([i.loss for i in iterations], dtype=np.float32),
+        "epoch": np.array([i.epoch for i in iterations], dtype=np.int32),
+        "living": np.array([i.living for i in iterations], dtype=np.int32),
         "mark": [m.text if m else "" for m in found],
         "change": [("lost" if m.lost else "other") if m else "" for m in found],
         "happened": [m.detail if m else "" for m in found],
-        "fault_free": [fault_free] * count,
-        "fault_free_label": [""] * (count - 1) + ["fault-free"],
-        "headroom": [1.15 * top] * count,
+        "reference": reference,
     }
 
 
-def _panel(title: str, layers: list[Any], colours: Palette, axis_title: str | None = None) -> dict[str, Any]:
+def _panel(
+    title: str, layers: list[Any], colours: Palette, transform: list[Any], axis_title: str | None = None
+) -> dict[str, Any]:
     return {
         "title": title,
         "height": PANEL_HEIGHT,
@@ -123,6 +140,7 @@ def _panel(title: str, layers: list[Any], colours: Palette, axis_title: str | No
                 "axis": {"grid": False, "format": ",d", "tickMinStep": 1, "title": axis_title, "tickCount": 8},
             }
         },
+        "transform": [{"calculate": "datum.iteration - 0.5", "as": "before"}, *transform],
         "layer": layers,
         "config": config(colours),
     }

@@ -12,7 +12,8 @@ from typing import Any
 
 from app.ui.theme import FONT, Palette
 
-Columns = dict[str, list[Any]]
+# Column name to its values, all of one length.
+Columns = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from app.ui import text
 from app.ui.charts.vega import Columns, LiveChart, config
 from app.ui.facts import look
@@ -38,7 +40,7 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
     strokes = [getattr(colours, LOOKS[name][2]) for name in looks]
     axis = {"grid": False, "domain": False, "ticks": False, "labelOverlap": True, "labelAngle": 0, "labelPadding": 4}
     tooltip = [
-        {"field": field} for field in ("worker", "state", "iteration", "epoch", "heartbeat", "re-routed micro-batches")
+        {"field": field} for field in ("worker", "look", "iteration", "epoch", "heartbeat", "re-routed micro-batches")
     ]
     return LiveChart(
         {
@@ -46,8 +48,8 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
             "width": "container",
             "autosize": {"type": "fit-x", "contains": "padding"},
             "encoding": {
-                "x": {"field": "pipeline", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.16}},
-                "y": {"field": "stage", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.16}},
+                "x": {"field": "pipeline", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}},
+                "y": {"field": "stage", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}},
                 "tooltip": tooltip,
             },
             "layer": [
@@ -88,14 +90,13 @@ def _rows(view: JobView) -> Columns:
     workers = view.workers
     return {
         "worker": [w.name for w in workers],
-        "pipeline": [w.pipeline for w in workers],
-        "stage": [w.stage for w in workers],
+        "pipeline": np.array([w.pipeline for w in workers], dtype=np.int32),
+        "stage": np.array([w.stage for w in workers], dtype=np.int32),
         "look": [look(w) for w in workers],
-        "state": [LOOKS[look(w)][0] for w in workers],
-        "iteration": [w.iteration for w in workers],
-        "epoch": [w.epoch for w in workers],
+        "iteration": np.array([w.iteration for w in workers], dtype=np.int32),
+        "epoch": np.array([w.epoch for w in workers], dtype=np.int32),
         "heartbeat": [text.age(w.heartbeat_age) for w in workers],
-        "re-routed micro-batches": [w.takes_rerouted for w in workers],
+        "re-routed micro-batches": np.array([w.takes_rerouted for w in workers], dtype=np.int32),
     }
 
 
