@@ -78,8 +78,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _valid_plan(path: Path) -> Plan:
-    """Raises PlanError for a file that is no plan, and for a plan that is not valid: its picture
-    and its numbers would mean nothing."""
+    """Raises PlanError for a file that is no plan, and for one that planner.check finds invalid: its
+    picture and its numbers would mean nothing."""
     if path.suffix.lower() in (".yaml", ".yml"):
         try:
             plan = parse_yaml(path.read_bytes(), source=str(path))

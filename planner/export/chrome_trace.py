@@ -129,8 +129,9 @@ class _Trace:
 
     def _counter(self, worker: Worker) -> Iterator[dict[str, Any]]:
         for tick, held in self.schedule.held_activations(worker):
-            event = {"name": f"{worker} held activations", "ph": "C", "ts": self._time(tick)}
-            yield {**event, **self.threads[worker], "args": {"activations": held}}
+            # Perfetto calls the track by both: "W0_0 activations held".
+            event = {"name": f"{worker} activations", "ph": "C", "ts": self._time(tick)}
+            yield {**event, **self.threads[worker], "args": {"held": held}}
 
 
 def _name(op: Op) -> str:

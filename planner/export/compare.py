@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.job import Worker
-from planner.plan import OpDoc, Plan
+from planner.plan import Plan
 
 Value = str | int | float | None
 Kind = Literal["text", "time", "fraction", "count"]
@@ -56,8 +56,8 @@ _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("lower_bound", "lower bound", "time", lambda p: p.metrics.lower_bound),
     ("gap", "gap", "fraction", lambda p: p.metrics.gap),
     ("bubble_fraction", "bubbles", "fraction", lambda p: p.metrics.bubble_fraction),
-    ("slowdown_vs_1f1b", "against fault-free 1F1B", "fraction", lambda p: p.metrics.slowdown_vs_1f1b),
-    ("slowdown_vs_best", "against the best fault-free plan", "fraction", lambda p: p.metrics.slowdown_vs_best),
+    ("slowdown_vs_1f1b", "slowdown vs fault-free 1F1B", "fraction", lambda p: p.metrics.slowdown_vs_1f1b),
+    ("slowdown_vs_best", "slowdown vs best fault-free", "fraction", lambda p: p.metrics.slowdown_vs_best),
     ("peak_activations", "most activations on a worker", "count", lambda p: _peak(p)),
     ("ops", "ops", "count", lambda p: sum(map(len, p.workers.values()))),
     ("rerouted_ops", "re-routed ops", "count", lambda p: _rerouted(p)),
@@ -142,8 +142,5 @@ def _peak(plan: Plan) -> int:
 
 
 def _rerouted(plan: Plan) -> int:
-    return sum(_away(op, Worker.parse(name)) for name, ops in plan.workers.items() for op in ops)
-
-
-def _away(op: OpDoc, worker: Worker) -> bool:
-    return op.pipeline != worker.pipeline
+    homes = ((Worker.parse(name).pipeline, ops) for name, ops in plan.workers.items())
+    return sum(op.pipeline != home for home, ops in homes for op in ops)

@@ -129,8 +129,8 @@ def test_the_trace_shows_the_schedule(problem: Problem) -> None:
     # Counters: the steps of Schedule.held_activations, ending at nothing held.
     steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for event in found["C"]:
-        assert event["name"] == f"{names[event['pid'], event['tid']]} held activations"
-        steps[names[event["pid"], event["tid"]]].append((event["ts"], event["args"]["activations"]))
+        assert event["name"] == f"{names[event['pid'], event['tid']]} activations"
+        steps[names[event["pid"], event["tid"]]].append((event["ts"], event["args"]["held"]))
     for worker in schedule.ops:
         assert steps[str(worker)] == [(tick * scale, held) for tick, held in schedule.held_activations(worker)]
         assert not steps[str(worker)] or steps[str(worker)][-1][1] == 0
