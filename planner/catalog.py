@@ -66,7 +66,7 @@ class Catalog:
         return Problem(self.job, frozenset(failed), self.technique, self.memory)
 
     def add(self, plan: Plan) -> None:
-        """Keeps `plan` for its pattern, unless one with a shorter period is kept already.
+        """Keeps `plan` for its pattern, unless one as short and with as high a bound is kept already.
 
         Raises InputError for a plan of another job, technique or memory limit.
         """
@@ -79,7 +79,7 @@ class Catalog:
                 raise InputError(field, str(value), f"that of the catalog, {expected}")
         pattern, permutation = canonical_pattern(_failed(plan), self.job)
         kept = self._plans.get(pattern)
-        if kept is None or plan.metrics.period < kept.metrics.period:
+        if kept is None or _merit(plan) > _merit(kept):
             self._plans[pattern] = rename_pipelines(plan, permutation)
 
     def find(self, failed: Iterable[Worker]) -> Plan | None:
@@ -157,6 +157,10 @@ def rename_pipelines(plan: Plan, names: Iterable[int]) -> Plan:
 
 def _sorted(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=Worker.parse))
+
+
+def _merit(plan: Plan) -> tuple[float, float]:
+    return (-plan.metrics.period, plan.metrics.lower_bound)
 
 
 def _failed(plan: Plan) -> frozenset[Worker]:

@@ -115,3 +115,12 @@ def test_bad_input(full: Catalog) -> None:
 def test_patterns_are_canonical(full: Catalog) -> None:
     for failed in chain.from_iterable(full.patterns(3)):
         assert canonical_pattern(failed, JOB)[0] == failed
+
+
+def test_of_plans_equally_short_the_better_proven_is_kept() -> None:
+    catalog = empty()
+    good = make_plan(catalog.problem(()), solver="list")
+    unproven = good.model_copy(update={"metrics": good.metrics.model_copy(update={"lower_bound": 1})})
+    for plan in (unproven, good, unproven):
+        catalog.add(plan)
+    assert catalog.find(()) == good
