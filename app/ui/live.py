@@ -132,7 +132,7 @@ def _progress(view: JobView, colours: Palette) -> None:
     ):
         st.vega_lite_chart(chart.rows, chart.spec, theme=None, key=key, alt=alt)
     source = f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}. " if reference else ""
-    st.caption(source + "Drag to move, Shift + wheel to zoom, double-click to see all.")
+    st.caption(source + "Drag to move, Alt + wheel to zoom, double-click to see all.")
 
 
 components.guard(page)

@@ -140,14 +140,18 @@ def _panel(
                 "axis": {"grid": False, "format": ",d", "tickMinStep": 1, "title": axis_title, "tickCount": 8},
             }
         },
-        "transform": [{"calculate": "datum.iteration - 0.5", "as": "before"}, *transform],
+        "transform": [
+            {"calculate": "datum.iteration - 0.5", "as": "before"},
+            {"calculate": "datum.iteration + 0.5", "as": "after"},
+            *transform,
+        ],
         "layer": layers,
         "config": config(colours),
     }
 
 
 def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
-    """Line and dots, and a wide invisible rule at each iteration, so that hovering needs no aim."""
+    """Line and dots, and an unseen column over each iteration, so that hovering needs no aim."""
     y = {
         "field": field,
         "type": "quantitative",
@@ -167,16 +171,20 @@ def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
         {"mark": {"type": "line", "color": colour, "strokeWidth": 2}, "encoding": {"y": y}},
         {"mark": {"type": "point", "color": colour, "filled": True, "size": 18, "opacity": 1}, "encoding": {"y": y}},
         {
-            # Panning and zooming by the axis itself; the wheel alone keeps scrolling the page.
+            # The wheel alone keeps scrolling the page.
             "params": [
                 {
                     "name": "zoom",
-                    "select": {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.shiftKey]"},
+                    "select": {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.altKey]"},
                     "bind": "scales",
                 }
             ],
-            "mark": {"type": "rule", "strokeWidth": 9, "opacity": 0},
-            "encoding": {"tooltip": tooltip},
+            "mark": {"type": "rect", "opacity": 0},
+            "encoding": {
+                "x": {"field": "before", "type": "quantitative"},
+                "x2": {"field": "after"},
+                "tooltip": tooltip,
+            },
         },
     ]
 
