@@ -12,7 +12,7 @@ run: setup  ## the console and a real training job on this machine
 	@exec $(BIN)/python -m app demo --port $(PORT)
 
 test: setup-tests  ## all tests
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests --ignore tests/chaos
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests --ignore tests/chaos
 
 lint: setup-tests  ## style and types
 	@$(BIN)/ruff check .

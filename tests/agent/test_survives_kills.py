@@ -8,7 +8,8 @@ import pytest
 
 from tests.agent.runs import ITERATIONS, Run, fault_free, small
 
-pytestmark = pytest.mark.processes
+# One test process for all of these: they share the fault-free run they compare with.
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
 
 
 @pytest.fixture(scope="module")

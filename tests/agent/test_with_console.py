@@ -19,7 +19,8 @@ from planner.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, small
 
-pytestmark = pytest.mark.processes
+# One test process for all of these: they share the fault-free run they compare with.
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_two_consoles_do_not_share_a_database(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("pages", [True, False])
-def test_it_ends_quickly_and_leaves_no_process(tmp_path: Path, number: int, pages: bool) -> None:
+def test_it_ends_and_leaves_no_process(tmp_path: Path, number: int, pages: bool) -> None:
     server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", *([] if pages else ["--api-only"]))
     try:
         agents = Agents(server)
@@ -108,9 +108,9 @@ def test_it_ends_quickly_and_leaves_no_process(tmp_path: Path, number: int, page
             # A long-poll is waiting while the signal comes.
             path = f"/api/v1{agents.path('/deployment')}?after=9&wait=50"
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
-            seconds = server.stop(number)
+            # Raises if the console waits for that poll.
+            server.stop(number)
         assert server.process.returncode == 0, server.errors
-        assert seconds < 2
         for pid in children:
             _wait_gone(pid)
         assert not any("Traceback" in line for line in server.errors), server.errors
