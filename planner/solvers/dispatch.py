@@ -86,7 +86,7 @@ def dispatch(
       3. I (or B where the worker does not split);
       4. F, when memory allows;
       5. W.
-    Before an F or a W it may wait for an I that is under way and would come before that op's end:
+    Before an F of 4. or a W it may wait for an I that is under way and would come before that op's end:
     when the wait is shorter than patience % of the delay it spares the I, and the worker would
     still be done in time (`slack`). Before a W it may wait for an F in the same way (patience_w).
 
@@ -145,10 +145,12 @@ def dispatch(
             s = w // pipelines
             has_w = state[tail_w + w] > state[head_w + w]
             may_f = state[size_f + w] > 0 and state[held + w] < capacity[s]
+            waits = True
             if has_w and state[left + w] > 0 and state[tail_w + w] - state[head_w + w] >= open_limit[s]:
                 choice = 3
             elif may_f and (state[ahead + w] < depth[s] or state[left + w] <= final[s]):
                 choice = 1
+                waits = False  # it goes before I's, so it does not wait for one either
             elif state[size_i + w] > 0:
                 choice = 2
             elif may_f:
@@ -157,7 +159,7 @@ def dispatch(
                 choice = 3
             else:
                 continue
-            if choice != 2:
+            if waits and choice != 2:
                 length = forward[s] if choice == 1 else weight_backward[s]
                 wait = state[due_i + w] - now
                 if 0 < wait < length and wait * 100 < patience[s] * (length - wait) and now + wait <= slack[w]:
