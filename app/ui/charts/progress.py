@@ -13,6 +13,10 @@ from app.ui.theme import Palette
 from app.view import EventView, IterationView, RecoveryView
 
 PANEL_HEIGHT = 112
+# Beyond as many iterations a line says more than dots on it.
+MOST_DOTS = 120
+# Is the mark so near the right edge that its words must stand on its left?
+LATE = "(datum.iteration - datum.first > 0.85 * (datum.last - datum.first))"
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,6 @@ def throughput(rows: Columns, colours: Palette) -> LiveChart:
             "joinaggregate": [
                 {"op": "max", "field": "samples_per_second", "as": "top"},
                 {"op": "max", "field": "reference", "as": "fault_free"},
-                {"op": "max", "field": "iteration", "as": "last"},
             ]
         },
         {"calculate": "1.15 * max(datum.top, datum.fault_free)", "as": "headroom"},
@@ -143,6 +146,12 @@ def _panel(
         "transform": [
             {"calculate": "datum.iteration - 0.5", "as": "before"},
             {"calculate": "datum.iteration + 0.5", "as": "after"},
+            {
+                "joinaggregate": [
+                    {"op": "min", "field": "iteration", "as": "first"},
+                    {"op": "max", "field": "iteration", "as": "last"},
+                ]
+            },
             *transform,
         ],
         "layer": layers,
@@ -169,7 +178,13 @@ def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
     ]
     return [
         {"mark": {"type": "line", "color": colour, "strokeWidth": 2}, "encoding": {"y": y}},
-        {"mark": {"type": "point", "color": colour, "filled": True, "size": 18, "opacity": 1}, "encoding": {"y": y}},
+        {
+            "mark": {"type": "point", "color": colour, "filled": True, "size": 18},
+            "encoding": {
+                "y": y,
+                "opacity": {"condition": {"test": f"datum.last - datum.first < {MOST_DOTS}", "value": 1}, "value": 0},
+            },
+        },
         {
             # The wheel alone keeps scrolling the page.
             "params": [
@@ -209,7 +224,12 @@ def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
         },
     }
     words = {
-        "mark": {"type": "text", "align": "left", "baseline": "bottom", "dx": 4},
+        "mark": {
+            "type": "text",
+            "baseline": "bottom",
+            "align": {"expr": f"{LATE} ? 'right' : 'left'"},
+            "dx": {"expr": f"{LATE} ? -4 : 4"},
+        },
         "encoding": {
             "x": x,
             "y": {"value": PANEL_HEIGHT - 4},
