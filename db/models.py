@@ -82,6 +82,29 @@ class PlanRow(Base):
     created_at: Mapped[float] = mapped_column(Double)
 
 
+class CatalogRow(Base):
+    """Plans made ahead for one job, technique and memory limit. info: what they answer, as JSON."""
+
+    __tablename__ = "catalog"
+
+    fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
+    info: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[float] = mapped_column(Double)
+
+
+class CatalogPlanRow(Base):
+    """One plan of a catalog in its stored form (planner.plan_codec). failures: how many it is for."""
+
+    __tablename__ = "catalog_plan"
+
+    fingerprint: Mapped[str] = mapped_column(
+        String(64), ForeignKey("catalog.fingerprint", ondelete="CASCADE"), primary_key=True
+    )
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    failures: Mapped[int] = mapped_column(Integer)
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+
 class JobPlanRow(Base):
     """Which plans a job has. ahead: made before its failure happened."""
 

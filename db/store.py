@@ -10,9 +10,10 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from sqlalchemy import Table, bindparam, func, insert, select, update
+from sqlalchemy import Table, bindparam, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -20,6 +21,8 @@ from db.models import (
     AcknowledgementRow,
     AuditRow,
     Base,
+    CatalogPlanRow,
+    CatalogRow,
     CommandRow,
     EpochRow,
     EventRow,
@@ -33,6 +36,8 @@ from db.models import (
 from db.session import Database
 
 Record = dict[str, Any]
+
+CATALOG_BATCH = 64  # plans per statement; a large one has some 10^5 bytes
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,68 @@ class Store:
             row["failed"] = json.loads(row["failed"])
         return sorted(rows, key=lambda r: (len(r["failed"]), r["failed"], r["created_at"]))
 
+    # -- catalogs ---------------------------------------------------------------------------
+
+    def save_catalog(self, fingerprint: str, info: str, plans: Iterable[tuple[str, int, bytes]]) -> None:
+        """Adds plans (name, failures, stored form) to a catalog, which is made if it is not there.
+
+        A plan of the same name is replaced. All of it or nothing.
+        """
+        with self.database.write() as session:
+            row = {"fingerprint": fingerprint, "info": info, "created_at": time.time()}
+            session.execute(self._insert_new(CatalogRow).values(row))
+            rows = iter(plans)
+            while batch := [
+                {"fingerprint": fingerprint, "name": name, "failures": failures, "data": data}
+                for name, failures, data in islice(rows, CATALOG_BATCH)
+            ]:
+                names = [row["name"] for row in batch]
+                session.execute(
+                    delete(CatalogPlanRow).where(
+                        CatalogPlanRow.fingerprint == fingerprint, CatalogPlanRow.name.in_(names)
+                    )
+                )
+                session.execute(insert(CatalogPlanRow), batch)
+
+    def catalogs(self) -> list[Record]:
+        """Every catalog, oldest first: fingerprint, info, created_at, and of its plans the number,
+        the most failures and the bytes."""
+        plans = (
+            select(
+                CatalogPlanRow.fingerprint,
+                func.count().label("plans"),
+                func.max(CatalogPlanRow.failures).label("failures"),
+                func.sum(func.length(CatalogPlanRow.data)).label("bytes"),
+            )
+            .group_by(CatalogPlanRow.fingerprint)
+            .subquery()
+        )
+        query = (
+            select(
+                CatalogRow.__table__,
+                func.coalesce(plans.c.plans, 0).label("plans"),
+                func.coalesce(plans.c.failures, 0).label("failures"),
+                func.coalesce(plans.c.bytes, 0).label("bytes"),
+            )
+            .outerjoin(plans, plans.c.fingerprint == CatalogRow.fingerprint)
+            .order_by(CatalogRow.created_at, CatalogRow.fingerprint)
+        )
+        with self.database.read() as session:
+            return _rows(session, query)
+
+    def catalog_info(self, fingerprint: str) -> str | None:
+        with self.database.read() as session:
+            return session.scalar(select(CatalogRow.info).where(CatalogRow.fingerprint == fingerprint))
+
+    def catalog_blobs(self, fingerprint: str) -> CatalogBlobs:
+        """The plans of a catalog, read one by one (planner.catalog_store.Blobs)."""
+        return CatalogBlobs(self.database, fingerprint)
+
+    def delete_catalog(self, fingerprint: str) -> None:
+        with self.database.write() as session:
+            session.execute(delete(CatalogPlanRow).where(CatalogPlanRow.fingerprint == fingerprint))
+            session.execute(delete(CatalogRow).where(CatalogRow.fingerprint == fingerprint))
+
     # -- reports ----------------------------------------------------------------------------
 
     def add_iterations(self, job_id: str, rows: Sequence[Record]) -> None:
@@ -265,6 +332,24 @@ class Store:
         if self.database.is_sqlite:
             return sqlite.insert(model.__table__).on_conflict_do_nothing()
         return postgresql.insert(model.__table__).on_conflict_do_nothing()
+
+
+class CatalogBlobs:
+    """The stored plans of one catalog, each read when it is asked for."""
+
+    def __init__(self, database: Database, fingerprint: str) -> None:
+        self._database = database
+        self._fingerprint = fingerprint
+
+    def names(self) -> list[str]:
+        query = select(CatalogPlanRow.name).where(CatalogPlanRow.fingerprint == self._fingerprint)
+        with self._database.read() as session:
+            return sorted(session.scalars(query))
+
+    def get(self, name: str) -> bytes | None:
+        where = (CatalogPlanRow.fingerprint == self._fingerprint, CatalogPlanRow.name == name)
+        with self._database.read() as session:
+            return session.scalar(select(CatalogPlanRow.data).where(*where))
 
 
 def _rows(session: Session, query: Any) -> list[Record]:
