@@ -10,15 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 
+from planner.bounds import period_bound
 from planner.catalog_engines import Engine
 from planner.catalog_store import FolderBlobs, StoredCatalog, create_folder, plan_name
 from planner.distribution import Counts, LoadModel, PeriodModel, best_distributions
 from planner.errors import InputError
 from planner.failures import patterns
-from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.plan import JobDoc, PlanError, job_doc
 from planner.plan_codec import Effort, Header, Question, decode_columns, decode_header, encode_columns, encode_plan
 from planner.plan_columns import Columns, NotColumnar
@@ -31,7 +33,7 @@ LISTED = 500
 # Ops from which alternatives are compared once per chunk, not for every count.
 LARGE = 50_000
 # Counts that one task plans: enough to share what is compared, few enough to share out and to stop.
-CHUNK = 8
+CHUNK = 16
 
 Rows = tuple[tuple[int, ...], ...]  # by stage, the pipelines whose worker is dead
 
@@ -54,6 +56,7 @@ class Task:
     solver: str
     time_limit: float | None
     targets: tuple[Target, ...]
+    nested: bool
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,7 @@ def _tasks(question: Question, missing: Sequence[Target], effort: Effort) -> Ite
             effort.solver,
             effort.time_limit,
             tuple(missing[begin : begin + size]),
+            nested=len({t.failures for t in missing}) == len(missing),
         )
 
 
@@ -199,7 +203,11 @@ def _tasks(question: Question, missing: Sequence[Target], effort: Effort) -> Ite
 
 
 def work(task: Task) -> list[tuple[str, bytes]]:
-    """Plans the targets of one task: (name, stored plan) of each."""
+    """Plans the targets of one task: (name, stored plan) of each.
+
+    From the largest count down: with `nested` failures a plan for more serves for fewer, and where
+    it is as short as the bound allows for fewer, nothing needs solving.
+    """
     question = Question(
         JobDoc.model_validate_json(task.job).job(), Technique(task.technique), MemoryLimit.parse(task.memory)
     )
@@ -207,29 +215,69 @@ def work(task: Task) -> list[tuple[str, bytes]]:
     job = question.job
     large = 3 * job.pipelines * job.stages * job.micro_batches >= LARGE
     favourite: int | None = None  # neighbouring counts have their failures in the same places
-    out = []
-    for target in task.targets:
+    heir: _Heir | None = None
+    out: list[tuple[str, bytes]] = []
+    for target in sorted(task.targets, key=lambda t: -t.failures):
         options = target.alternatives
         if large and len(options) > 1:
             if favourite is None:
                 favourite = _favourite(question, options)
             options = (options[favourite],)
-        begin = time.perf_counter()
-        solutions = [_solve(question, rows, effort) for rows in options]
-        best = min(solutions, key=lambda s: (s.schedule.period, s.bound))
-        problem = best.schedule.problem
-        out.append((plan_name(problem.failed), stored(best, time.perf_counter() - begin, effort)))
+        problems = [question.problem(_workers(rows)) for rows in options]
+        taken = next(filter(None, (heir.for_fewer(p) for p in problems)), None) if heir and task.nested else None
+        if taken is None or taken.period > min(map(period_bound, problems)):
+            begin = time.perf_counter()
+            limit = effort.time_limit or float("inf")
+            solutions = [best_solution(problem, solver=effort.solver, time_limit=limit) for problem in problems]
+            best = min(solutions, key=lambda s: (s.schedule.period, s.bound))
+            seconds = time.perf_counter() - begin
+            if taken is None or best.schedule.period <= taken.period:
+                name, blob, heir = _stored(best, seconds, effort)
+                out.append((name, blob))
+                continue
+        heir = taken
+        out.append(taken.stored(period_bound(taken.columns.problem), effort))
     return out
 
 
-def stored(solution: Solution, seconds: float, effort: Effort) -> bytes:
-    """The stored form of a solution, without a document in between where columns can hold it."""
+@dataclass(frozen=True)
+class _Heir:
+    """A plan that may serve for fewer failures too. made_for: how many it was made for; solver: by whom."""
+
+    columns: Columns
+    made_for: int
+    solver: str
+
+    @cached_property
+    def period(self) -> int:
+        return self.columns.period()
+
+    def for_fewer(self, problem: Problem) -> _Heir | None:
+        """The same ops, when the failures of `problem` are among its own: whoever lives after all stays idle."""
+        if not problem.failed < self.columns.problem.failed:
+            return None
+        return replace(self, columns=replace(self.columns, problem=problem))
+
+    def stored(self, bound: int, effort: Effort) -> tuple[str, bytes]:
+        fewer = len(self.columns.problem.failed)
+        message = f"the plan for {self.made_for} failures, which serves for {fewer} as well"
+        solution = Solution(self.columns.summary(), bound, self.solver, 0.0, message)
+        return plan_name(self.columns.problem.failed), _encoded(self.columns, solution, effort)
+
+
+def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, bytes, _Heir | None]:
+    """Name and stored form of a solution, without a document in between where columns can hold it."""
+    failed = solution.schedule.problem.failed
     try:
         columns = Columns.of(solution.schedule)
     except NotColumnar:
-        return encode_plan(plan_of(solution, seconds=seconds), effort)
-    columns.fill(solution.schedule)
-    return encode_columns(columns, metrics_of(solution), solver_of(solution, seconds=seconds), effort)
+        return plan_name(failed), encode_plan(plan_of(solution, seconds=seconds), effort), None
+    solution = replace(solution, schedule=columns.summary(), seconds=seconds)
+    return plan_name(failed), _encoded(columns, solution, effort), _Heir(columns, len(failed), solution.solver)
+
+
+def _encoded(columns: Columns, solution: Solution, effort: Effort) -> bytes:
+    return encode_columns(columns, metrics_of(solution), solver_of(solution, seconds=solution.seconds), effort)
 
 
 def _favourite(question: Question, options: Sequence[Rows]) -> int:
@@ -238,19 +286,14 @@ def _favourite(question: Question, options: Sequence[Rows]) -> int:
     return first.index(min(first))
 
 
-def _solve(question: Question, rows: Rows, effort: Effort) -> Solution:
-    problem = question.problem(_workers(rows))
-    return best_solution(problem, solver=effort.solver, time_limit=effort.time_limit or float("inf"))
-
-
 # -- neighbouring counts ---------------------------------------------------------------------
 
 
 def _inherit(question: Question, folder: FolderBlobs, wanted: Sequence[Target]) -> int:
-    """A plan for more failures serves for fewer: the workers that live after all stay idle.
+    """What `work` does within a task, across all of them. Returns how many plans were replaced.
 
     From the largest count down each plan that is longer than the one above it is replaced by that
-    one. So no plan of the catalog is beaten by its neighbour. Returns how many were replaced.
+    one, so no plan of the catalog is beaten by its neighbour.
     """
     names: dict[int, list[str]] = {}
     for name in folder.names():
@@ -266,43 +309,13 @@ def _inherit(question: Question, folder: FolderBlobs, wanted: Sequence[Target]) 
         assert blob is not None
         header = decode_header(blob, source=name)
         if heir is not None and heir[0].metrics.period < header.metrics.period:
-            taken = _with_fewer(question, header, *heir)
-            if taken is not None:
-                folder.put(name, taken)
-                blob, header = taken, decode_header(taken, source=name)
+            more = decode_columns(heir[1], question)
+            made = more and _Heir(more[0], count + 1, heir[0].solver.name).for_fewer(question.problem(header.workers))
+            if made:
+                bound = round(header.metrics.lower_bound * question.job.ticks_per_unit)
+                blob = made.stored(bound, header.effort)[1]
+                header = decode_header(blob, source=name)
+                folder.put(name, blob)
                 improved += 1
         heir = (header, blob)
     return improved
-
-
-def _with_fewer(question: Question, header: Header, more: Header, blob: bytes) -> bytes | None:
-    """The plan `more` for the fewer failures of `header`; None when they are not among its own."""
-    if not header.workers < more.workers:
-        return None
-    found = decode_columns(blob, question)
-    if found is None:
-        return None
-    columns = replace(found[0], problem=question.problem(header.workers))
-    job, old = question.job, header.metrics
-    period, bound, before = (
-        round(value * job.ticks_per_unit) for value in (more.metrics.period, old.lower_bound, old.period)
-    )
-    # The periods compared with, in whole ticks, so that the fractions are those of metrics_of.
-    reference, best = (round(before / (1 + slowdown)) for slowdown in (old.slowdown_vs_1f1b, old.slowdown_vs_best))
-    living = job.pipelines * job.stages - header.failures
-    metrics = more.metrics.model_copy(
-        update={
-            "lower_bound": old.lower_bound,
-            "gap": period / bound - 1,
-            "bubble_fraction": 1 - columns.busy() / (living * period),
-            "slowdown_vs_1f1b": period / reference - 1,
-            "slowdown_vs_best": period / best - 1,
-        }
-    )
-    solver = more.solver.model_copy(
-        update={
-            "status": "optimal" if period <= bound else "feasible",
-            "message": f"the plan for {more.failures} failures, which serves for {header.failures} as well",
-        }
-    )
-    return encode_columns(columns, metrics, solver, header.effort)

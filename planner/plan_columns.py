@@ -130,14 +130,33 @@ class Columns:
         living = sum(int(self.durations[O, w.stage, w.pipeline]) for w in self.problem.living_workers())
         return int(sum(self.duration(kind).sum() for kind in (F, I, W))) + living
 
-    def fill(self, schedule: Schedule) -> None:
-        """Gives `schedule`, whose columns these are, the metrics that it would count op by op."""
-        peaks = self.peaks()
-        schedule.__dict__["peak_activations"] = {
-            w: int(peaks[w.stage, w.pipeline]) for w in self.problem.living_workers()
-        }
-        living = len(self.problem.living_workers())
-        schedule.__dict__["bubble_fraction"] = 1 - self.busy() / (living * schedule.period)
+    def period(self) -> int:
+        """Ticks; the definition is that of planner.schedule."""
+        job = self.problem.job
+        if not self.problem.technique.staggers:
+            return self.makespan() + max(t.optimizer for t in job.ticks)
+        living = np.ones(self.durations.shape[1:], bool)
+        for worker in self.problem.failed:
+            living[worker.stage, worker.pipeline] = False
+        ends = self.step + np.where(living, self.durations[O], 0).max(1)
+        return int((ends - self.starts[F].min(1)).max())
+
+    def makespan(self) -> int:
+        """Ticks from the first compute op's start to the last one's end."""
+        return int((self.starts[W] + self.duration(W)).max() - self.starts[F].min())
+
+    def summary(self) -> Schedule:
+        """A Schedule that knows its metrics and has no ops: what metrics are written from."""
+        problem = self.problem
+        peaks, living = self.peaks(), problem.living_workers()
+        schedule = Schedule(problem, {})
+        schedule.__dict__.update(
+            period=self.period(),
+            makespan=self.makespan(),
+            peak_activations={w: int(peaks[w.stage, w.pipeline]) for w in living},
+            bubble_fraction=1 - self.busy() / (len(living) * self.period()),
+        )
+        return schedule
 
     def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]]) -> Columns:
         """Pipeline p becomes names[p], and the worker of (new) pipeline p on stage s becomes workers[s][p].
