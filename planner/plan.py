@@ -23,6 +23,10 @@ Time = Annotated[int | float, Field(ge=0, allow_inf_nan=False)]
 WorkerName = Annotated[str, Field(pattern=r"^W\d{1,6}_\d{1,6}$")]
 
 
+# Plans come from files of others and are printed on terminals: no control characters.
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
+
+
 class PlanError(PlannerError):
     """A plan file that can't be read as a plan. The sentence names the field and what is wrong."""
 
@@ -46,7 +50,7 @@ class JobDoc(_Model):
     micro_batches: StrictInt
     profiles: tuple[StageDoc, ...]
     transfers: tuple[Time, ...]
-    time_unit: Annotated[str, Field(max_length=20)] = "slot"
+    time_unit: Annotated[str, Field(max_length=20, pattern=PRINTABLE)] = "slot"
 
     def job(self) -> Job:
         """Raises InputError when the document describes no job."""
@@ -87,10 +91,10 @@ class MetricsDoc(_Model):
 class SolverDoc(_Model):
     """status: `optimal` when the bound equals the period, else `feasible`."""
 
-    name: str
+    name: Annotated[str, Field(max_length=80, pattern=PRINTABLE)]
     status: Literal["optimal", "feasible"]
     seconds: float
-    message: str = ""
+    message: Annotated[str, Field(max_length=2000, pattern=PRINTABLE)] = ""
 
 
 class Plan(_Model):
