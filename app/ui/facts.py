@@ -36,16 +36,6 @@ def look(worker: WorkerView) -> str:
     return worker.state.value
 
 
-def living(view: JobView) -> int:
-    return sum(w.state not in LOST for w in view.workers)
-
-
-def global_batch(view: JobView) -> int:
-    """Samples in one iteration, over all pipelines."""
-    spec = view.spec
-    return spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch
-
-
 def recent_rate(iterations: tuple[IterationView, ...]) -> float | None:
     """Samples per second over the newest iterations of the newest epoch."""
     if not iterations:

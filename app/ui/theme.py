@@ -125,7 +125,6 @@ def style(figure: go.Figure, colours: Palette, *, height: int, revision: str) ->
             "align": "left",
         },
         modebar={"bgcolor": "rgba(0,0,0,0)", "color": colours.muted, "activecolor": colours.accent},
-        legend={"font": {"size": 13, "color": colours.text}, "bgcolor": "rgba(0,0,0,0)"},
     )
     axis = {
         "gridcolor": colours.line,
