@@ -111,7 +111,7 @@ def launch(
             created = create_job(ConsoleClient(console, token=token), spec)
             link = ConsoleLink(console, created.job_id, token, created.heartbeat_seconds)
             coordination = ConsoleCoordination(lambda: ConsoleClient(console, token=token), created.job_id)
-            typer.echo(f"job {created.job_id} at {console}", err=True)
+            typer.echo(f"job {created.job_id} at {console}")
 
         launcher = launching.Launcher(
             launching.LaunchOptions(
@@ -129,12 +129,15 @@ def launch(
             _Record(record),
         )
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda n, _: launcher.stop(f"stopped by {signal.Signals(n).name}"))
+            signal.signal(number, lambda n, _: launcher.stop(n))
         try:
             launcher.run()
+        except launching.Stopped as stop:
+            typer.echo(str(stop))
+            raise typer.Exit(128 + stop.signal) from None
         except launching.JobFailed as failure:
             typer.echo(f"the job ended early: {failure}", err=True)
-            raise typer.Exit(130 if "stopped by SIGINT" in str(failure) else 1) from None
+            raise typer.Exit(1) from None
 
 
 class _Record:

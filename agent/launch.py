@@ -6,6 +6,7 @@ launcher owns the store through which groups are formed, so that no worker's dea
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,14 @@ START_SECONDS = 120.0
 
 class JobFailed(Exception):
     """The job can't reach its end; the sentence says why."""
+
+
+class Stopped(Exception):
+    """Somebody ended the job on purpose."""
+
+    def __init__(self, number: int, committed: int) -> None:
+        self.signal = number
+        super().__init__(f"stopped by {signal.Signals(number).name} after {committed} iterations")
 
 
 @dataclass(frozen=True)
@@ -63,25 +72,29 @@ class Launcher:
         self._deployed: tuple[Deployment, Plan] | None = None
         self._rejoins = list(options.rejoins)
         self._plans_sent: set[tuple[str, str]] = set()
-        self._stop = ""
+        self._stop = 0
 
-    def stop(self, reason: str) -> None:
-        """Ends the run soon; from a signal handler."""
-        self._stop = self._stop or reason
+    def stop(self, number: int) -> None:
+        """Ends the run soon; from the handler of signal `number`."""
+        self._stop = self._stop or number
 
     def run(self) -> None:
-        """Returns when all iterations are committed. Raises JobFailed; no process is left behind."""
+        """Returns when all iterations are committed. Raises JobFailed or Stopped; no process is
+        left behind."""
         state, reason = "stopped", "the launcher failed"
         try:
             for cell in self._options.job.workers():
                 self._start(cell, joins=False)
             while not self._record.finished(self._options.iterations):
                 if self._stop:
-                    raise JobFailed(self._stop)
+                    raise Stopped(self._stop, self._record.committed)
                 self._turn(0.25)
             self._listener({"final": self._record.final()})
             state, reason = "finished", f"all {self._options.iterations} iterations are committed"
             self._end_workers()
+        except Stopped as stop:
+            reason = str(stop)
+            raise
         except (JobFailed, DivergedError) as error:
             reason = str(error)
             raise JobFailed(reason) from None

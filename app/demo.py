@@ -23,6 +23,7 @@ import requests
 
 from agent.protocol import API
 from app.errors import SettingsError
+from app.logs import LEVEL
 
 _PR_SET_PDEATHSIG = 1
 _START_SECONDS = 90.0
@@ -89,11 +90,15 @@ def _verdict(children: dict[str, subprocess.Popen[bytes]], ended: threading.Even
 
 
 def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    module, *rest = arguments
-    output = None if module == "app" else subprocess.DEVNULL
+    # What goes wrong is on stderr; what goes well is said by this process.
+    environment = {LEVEL: "warning", **os.environ}
     # Its own session: Ctrl-C reaches this process alone, which then ends both in order.
     return subprocess.Popen(
-        [sys.executable, "-m", module, *rest], stdout=output, start_new_session=True, preexec_fn=_die_with_parent
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
     )
 
 
@@ -131,7 +136,9 @@ def _check_port(host: str, port: int) -> None:
         with socket.create_server((host, port)):
             pass
     except OSError as error:
-        raise SettingsError(f"--port: got {port}, expected a free port on {host} ({error.strerror})") from None
+        raise SettingsError(
+            f"--port: got {port}, expected a free port on {host} ({os.strerror(error.errno or 0)})"
+        ) from None
 
 
 def _end(children: dict[str, subprocess.Popen[bytes]]) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import structlog
 
+LEVEL = "OPENRECYCLE_LOG"
+"""Environment variable: `warning` for less, `debug` for more. Processes started from here inherit it."""
+
 
 def configure_logging() -> None:
     """One line per event on stderr. Nothing that is logged holds a token or a password."""
+    level = logging.getLevelNamesMapping().get(os.environ.get(LEVEL, "info").upper(), logging.INFO)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -18,7 +23,7 @@ def configure_logging() -> None:
             structlog.processors.format_exc_info,
             structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
