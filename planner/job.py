@@ -256,11 +256,16 @@ class Problem:
             )
         for stage in range(self.job.stages):
             if not self.living_peers(stage):
-                raise InfeasibleError(
-                    f"stage {stage} has no living peer",
-                    f"bring back one of W0_{stage} to W{self.job.pipelines - 1}_{stage}, "
-                    "or copy a worker of another stage there",
-                )
+                raise InfeasibleError(f"stage {stage} has no living peer", self._remedy(stage))
+
+    def _remedy(self, stage: int) -> str:
+        """What would give `stage` a living peer."""
+        last = self.job.pipelines - 1
+        back = f"bring back one of W0_{stage} to W{last}_{stage}" if last else f"bring back W0_{stage}"
+        donor = max(range(self.job.stages), key=lambda s: len(self.living_peers(s)))
+        if len(self.living_peers(donor)) < 2:
+            return back
+        return f"{back}, or migrate a worker: 1 migration from stage {donor} would fix it"
 
     def living_peers(self, stage: int) -> tuple[int, ...]:
         """Pipelines whose worker of `stage` lives, ascending."""
