@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 
 from planner.bounds import period_bound
@@ -30,9 +30,11 @@ from planner.solvers.portfolio import best_solution, metrics_of, plan_of, solver
 
 # Up to so many patterns each gets its own plan.
 LISTED = 500
-# Ops from which alternatives are compared once per chunk, not for every count.
+# Ops from which alternatives are compared by a quick try, not solved in full.
 LARGE = 50_000
-# Counts that one task plans: enough to share what is compared, few enough to share out and to stop.
+# Of such grids every TRIED-th count tries other places for its failures than its neighbour's.
+TRIED = 4
+# Targets that one task plans, where nothing speaks for another number.
 CHUNK = 16
 
 Rows = tuple[tuple[int, ...], ...]  # by stage, the pipelines whose worker is dead
@@ -186,17 +188,31 @@ def _enough(header: Header, effort: Effort) -> bool:
 
 def _tasks(question: Question, missing: Sequence[Target], effort: Effort) -> Iterator[Task]:
     job = job_doc(question.job).model_dump_json()
-    size = CHUNK if effort.solver == "list" else 1
-    for begin in range(0, len(missing), size):
+    nested = len({t.failures for t in missing}) == len(missing)
+    for chunk in _chunks(question, missing, effort, nested):
         yield Task(
             job,
             question.technique.value,
             question.memory.text,
             effort.solver,
             effort.time_limit,
-            tuple(missing[begin : begin + size]),
-            nested=len({t.failures for t in missing}) == len(missing),
+            tuple(chunk),
+            nested,
         )
+
+
+def _chunks(question: Question, missing: Sequence[Target], effort: Effort, nested: bool) -> Iterator[Sequence[Target]]:
+    """Targets that go together: few enough to share out and to stop soon.
+
+    With as many failures on every stage a plan is at its best, and serves for all counts down to
+    one stage less: so where there are many counts, each chunk ends with such a one.
+    """
+    stages = question.job.stages
+    if nested and effort.solver == "list" and len(missing) >= 4 * stages:
+        yield from (list(g) for _, g in groupby(missing, key=lambda t: -(-t.failures // stages)))
+        return
+    size = CHUNK if effort.solver == "list" else 1
+    yield from (missing[begin : begin + size] for begin in range(0, len(missing), size))
 
 
 # -- planning (in whichever process) ---------------------------------------------------------
@@ -214,18 +230,20 @@ def work(task: Task) -> list[tuple[str, bytes]]:
     effort = Effort(solver=task.solver, time_limit=task.time_limit)
     job = question.job
     large = 3 * job.pipelines * job.stages * job.micro_batches >= LARGE
-    favourite: int | None = None  # neighbouring counts have their failures in the same places
     heir: _Heir | None = None
+    solved = False
     out: list[tuple[str, bytes]] = []
     for target in sorted(task.targets, key=lambda t: -t.failures):
-        options = target.alternatives
-        if large and len(options) > 1:
-            if favourite is None:
-                favourite = _favourite(question, options)
-            options = (options[favourite],)
-        problems = [question.problem(_workers(rows)) for rows in options]
+        problems = [question.problem(_workers(rows)) for rows in target.alternatives]
         taken = next(filter(None, (heir.for_fewer(p) for p in problems)), None) if heir and task.nested else None
-        if taken is None or taken.period > min(map(period_bound, problems)):
+        if taken is not None:
+            problems = [p for p in problems if period_bound(p) < taken.period]
+        if large and (taken or len(problems) > 1):
+            # What its neighbour did without is tried at every few counts only.
+            worth_trying = taken is None or solved or target.failures % TRIED == 0
+            problems = _promising(problems, taken) if worth_trying else []
+        solved = bool(problems)
+        if problems:
             begin = time.perf_counter()
             limit = effort.time_limit or float("inf")
             solutions = [best_solution(problem, solver=effort.solver, time_limit=limit) for problem in problems]
@@ -235,6 +253,7 @@ def work(task: Task) -> list[tuple[str, bytes]]:
                 name, blob, heir = _stored(best, seconds, effort)
                 out.append((name, blob))
                 continue
+        assert taken is not None
         heir = taken
         out.append(taken.stored(period_bound(taken.columns.problem), effort))
     return out
@@ -280,10 +299,19 @@ def _encoded(columns: Columns, solution: Solution, effort: Effort) -> bytes:
     return encode_columns(columns, metrics_of(solution), solver_of(solution, seconds=solution.seconds), effort)
 
 
-def _favourite(question: Question, options: Sequence[Rows]) -> int:
-    """Which distribution comes out shortest under the list scheduler's first rule."""
-    first = [ListScheduler().solve(question.problem(_workers(rows)), time_limit=0).schedule.period for rows in options]
-    return first.index(min(first))
+def _promising(problems: Sequence[Problem], taken: _Heir | None) -> list[Problem]:
+    """The one that comes out shortest under the list scheduler's first rule, when that beats `taken`.
+
+    All rules for all alternatives would take several times as long on grids of this size, for
+    little: between rules periods differ by less than a percent.
+    """
+    best: Problem | None = None
+    shortest = taken.period if taken else None
+    for problem in problems:
+        period = ListScheduler().solve(problem, time_limit=0).schedule.period
+        if shortest is None or period < shortest:
+            best, shortest = problem, period
+    return [] if best is None else [best]
 
 
 # -- neighbouring counts ---------------------------------------------------------------------

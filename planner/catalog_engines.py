@@ -123,6 +123,7 @@ class RayEngine:
 
     def _connect(self) -> None:
         ray = self._ray
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
         # Workers elsewhere have no copy of this package: it is sent to them.
         package = {"py_modules": [str(Path(__file__).parent)]}
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": package}

@@ -21,6 +21,10 @@ class InputError(PlannerError):
         self.expected = expected
         super().__init__(f"{field}: got {value!r}, expected {expected}")
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
+        # It crosses from a planning process to the one that reports it.
+        return type(self), (self.field, self.value, self.expected)
+
 
 class InfeasibleError(PlannerError):
     """The input is well formed, and no schedule exists.
@@ -32,3 +36,6 @@ class InfeasibleError(PlannerError):
         self.constraint = constraint
         self.remedy = remedy
         super().__init__(f"no schedule exists: {constraint}; {remedy}")
+
+    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[str, str]]:
+        return type(self), (self.constraint, self.remedy)

@@ -302,7 +302,7 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-_FIELDS = frozenset(OpDoc.model_fields)
+_FIELDS = set(OpDoc.model_fields)  # shared by all: OpDoc is frozen, and a copy of one copies it
 
 
 def _op(

@@ -1,0 +1,102 @@
+"""How long catalogs take to make, how large they are, and how quick a look-up in them is.
+
+2,048 workers (64 pipelines x 32 stages x 64 micro-batches) with up to 512 failures, and the grid of
+the worked example with every pattern of up to 3. CPU seconds are beside the wall time, which other
+work on the machine prolongs.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner.catalog_build import build_catalog
+from planner.catalog_engines import make_engine
+from planner.catalog_store import StoredCatalog
+from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.normalization import normalize
+from planner.plan_codec import Effort, Question
+from tests.benchmarks.machine import describe
+
+PROCESSES = 2
+LOOKUPS = 9
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in usage)
+
+
+def catalog(job: Job, tolerance: int) -> None:
+    question = Question(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    with tempfile.TemporaryDirectory() as folder:
+        begin, cpu = time.perf_counter(), cpu_seconds()
+        engine = make_engine("local", jobs=PROCESSES, address=None)
+        report = build_catalog(question, tolerance, Path(folder), engine=engine, effort=Effort(solver="list"))
+        wall, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
+        stored = report.catalog
+        names = stored.blobs.names()
+        headers = [stored.header(name) for name in names]
+        sizes = [len(stored.blobs.get(name) or b"") for name in names]
+        grid = f"{job.pipelines} x {job.stages} x {job.micro_batches}"
+        optimal = sum(h.solver.status == "optimal" for h in headers)
+        print(
+            f"{grid}, up to {tolerance} failures: {len(names)} plans in {wall:.1f} s "
+            f"({PROCESSES} processes, {cpu:.1f} s of CPU)"
+        )
+        print(f"  {sum(sizes) / 1e6:.2f} MB in all, the largest plan {max(sizes):,} bytes")
+        print(f"  {optimal} proven optimal for their failures, worst gap {max(h.metrics.gap for h in headers):.2%}")
+        lookups(stored, range(0, tolerance + 1, max(1, tolerance // LOOKUPS)))
+
+
+def lookups(stored: StoredCatalog, counts: Sequence[int]) -> None:
+    """Of random failures, from an opened catalog: read, renamed, migrated where need be, as a Plan."""
+    noise = random.Random(0)
+    workers = list(stored.question.job.workers())
+    stored.find(noise.sample(workers, counts[-1]), migrate=True)
+    times = []
+    for count in counts:
+        failed = survivable(stored.question.job, noise, workers, count)
+        begin = time.perf_counter()
+        found = stored.find(failed, migrate=True)
+        times.append(1000 * (time.perf_counter() - begin))
+        assert found is not None
+    print(f"  look-up of a plan: median {statistics.median(times):.1f} ms, longest {max(times):.1f} ms")
+
+
+def survivable(job: Job, noise: random.Random, workers: list[Worker], count: int) -> list[Worker]:
+    """Random failures that leave each stage a living worker."""
+    while True:
+        failed = noise.sample(workers, count)
+        if all(sum(w.stage == s for w in failed) < job.pipelines for s in range(job.stages)):
+            return failed
+
+
+def normalization(job: Job, failures: int) -> None:
+    failed = survivable(job, random.Random(1), list(job.workers()), failures)
+    begin = time.perf_counter()
+    result = normalize(job, failed)
+    print(
+        f"normalization of {failures} failures on {job.pipelines} x {job.stages}: {time.perf_counter() - begin:.2f} s; "
+        f"{result.reason}"
+    )
+
+
+def main() -> None:
+    print(describe())
+    large, small = Job.uniform(64, 32, 64), Job.uniform(3, 4, 6)
+    catalog(small, 3)
+    catalog(large, 512)
+    normalization(small, 3)
+    normalization(large, 40)
+    print(describe())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Catalogs: what is planned ahead, that nothing is planned twice, and that look-ups fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from planner import catalog_build, catalog_store
+from planner.catalog_build import Report, build_catalog, targets
+from planner.catalog_engines import InlineEngine, make_engine
+from planner.catalog_store import CatalogInfo, FolderBlobs, StoredCatalog, create_folder, open_folder, plan_name
+from planner.check import check
+from planner.cli import app
+from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.failures import failures_per_stage
+from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.plan import PlanError
+from planner.plan_codec import Effort, Question
+from planner.solvers.portfolio import make_plan
+
+LIST = Effort(solver="list")
+SMALL = Question(Job.uniform(3, 2, 3), Technique.STAGGERED, MemoryLimit("uniform"))
+GRID = Question(Job.uniform(4, 4, 6), Technique.STAGGERED, MemoryLimit("uniform"))
+
+
+def build(question: Question, tolerance: int, root: Path, *, per: str = "auto", effort: Effort = LIST) -> Report:
+    return build_catalog(question, tolerance, root, engine=InlineEngine(), effort=effort, per=per)
+
+
+@pytest.fixture(scope="module")
+def by_count(tmp_path_factory: pytest.TempPathFactory) -> StoredCatalog:
+    return build(GRID, 8, tmp_path_factory.mktemp("catalogs"), per="count").catalog
+
+
+def test_small_grids_have_every_pattern(tmp_path: Path) -> None:
+    report = build(SMALL, 2, tmp_path)
+    assert (report.planned, report.kept, report.total, report.finished) == (7, 0, 7, True)
+    catalog = report.catalog.catalog()
+    for count in range(3):
+        for workers in combinations(SMALL.job.workers(), count):
+            found = report.catalog.find(workers)
+            assert found is not None
+            assert found.migrations == ()
+            assert found.plan.failed == tuple(map(str, sorted(workers)))
+            assert found.plan.fingerprint == found.plan.compute_fingerprint()
+            assert check(found.plan) == []
+            in_memory = catalog.find(workers)
+            assert in_memory is not None
+            assert found.plan == in_memory
+    assert report.catalog.find([Worker(0, 0), Worker(1, 0), Worker(2, 1)]) is None
+
+
+def test_a_plan_is_stored_as_it_was_made(tmp_path: Path) -> None:
+    catalog = build(SMALL, 1, tmp_path).catalog
+    for failed in (frozenset[Worker](), frozenset({Worker(0, 1)})):
+        stored = catalog.plan(plan_name(failed))
+        made = make_plan(SMALL.problem(failed), solver="list")
+        assert stored.model_copy(update={"solver": made.solver}) == made
+
+
+def test_what_is_there_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build(SMALL, 1, tmp_path)
+    folder = first.catalog.blobs
+    assert isinstance(folder, FolderBlobs)
+    names = folder.names()
+    (folder.path / f"{names[0]}.plan").write_bytes(b"half")
+    (folder.path / f"{names[1]}.plan.77.part").write_bytes(b"a killed run left this")
+    again = build(SMALL, 1, tmp_path)
+    assert (again.planned, again.kept) == (1, 2)
+    assert catalog_store.open_folder(folder.path).header(names[0]).failures == 0
+    more = build(SMALL, 2, tmp_path)
+    assert (more.planned, more.kept, more.total) == (4, 3, 7)
+    other = Question(SMALL.job, SMALL.technique, MemoryLimit("none"))
+    assert build(other, 1, tmp_path).kept == 0
+    monkeypatch.setattr(catalog_store, "PLANNER_VERSION", "another")
+    assert build(SMALL, 1, tmp_path).kept == 0
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_more_effort_plans_again_what_is_not_proven(tmp_path: Path) -> None:
+    question = Question(Job.uniform(3, 4, 6), Technique.STAGGERED, MemoryLimit("uniform"))
+    listed = build(question, 1, tmp_path).catalog
+    open_ones = [n for n in listed.blobs.names() if listed.header(n).solver.status != "optimal"]
+    assert open_ones
+    tuned = build(question, 1, tmp_path, effort=Effort(solver="auto", time_limit=0.05))
+    assert tuned.planned == len(open_ones)
+    assert build(question, 1, tmp_path).planned == 0  # the list scheduler does not undo it
+
+
+def test_by_count_no_plan_is_beaten_by_its_neighbour(by_count: StoredCatalog) -> None:
+    headers = [by_count.header(name) for name in by_count.blobs.names()]
+    assert [h.failures for h in headers] == list(range(9))
+    periods = [h.metrics.period for h in headers]
+    assert periods == sorted(periods)
+    for name in by_count.blobs.names():
+        plan = by_count.plan(name)
+        assert check(plan) == []
+        fresh = make_plan(plan.problem(), solver="list")
+        assert plan.metrics.lower_bound == fresh.metrics.lower_bound
+        assert plan.metrics.period <= fresh.metrics.period
+        schedule = plan.schedule()
+        assert plan.metrics.period == GRID.job.units(schedule.period)
+        assert plan.metrics.bubble_fraction == schedule.bubble_fraction
+        assert plan.metrics.gap == plan.metrics.period / plan.metrics.lower_bound - 1
+        assert plan.metrics.slowdown_vs_1f1b == plan.metrics.period / 27 - 1
+        assert plan.metrics.peak_activations == {str(w): n for w, n in schedule.peak_activations.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_survivable_failure_finds_its_plan_by_migrations(by_count: StoredCatalog, data: st.DataObject) -> None:
+    job = GRID.job
+    failed = frozenset(data.draw(st.sets(st.sampled_from(list(job.workers())), max_size=8)))
+    found = by_count.find(failed, migrate=True)
+    assert found is not None
+    assert check(found.plan) == []
+    empty = set(failed)
+    for migration in found.migrations:
+        empty.remove(migration.takes)
+        assert migration.worker not in empty
+        empty.add(migration.worker)
+    assert set(found.plan.failed) == {str(w) for w in empty}
+    assert found.plan.fingerprint == found.plan.compute_fingerprint()
+    stored = [by_count.header(name) for name in by_count.blobs.names()]
+    (header,) = [h for h in stored if h.failures == len(failed)]
+    assert found.plan.metrics.period == header.metrics.period
+    same = failures_per_stage(failed, job) == header.counts
+    assert bool(found.migrations) != same
+    assert (by_count.find(failed) is not None) == same
+
+
+def test_a_large_grid_gets_one_plan_per_count() -> None:
+    large = Question(Job.uniform(64, 32, 64), Technique.STAGGERED, MemoryLimit("uniform"))
+    wanted = targets(large, 512)
+    assert [t.failures for t in wanted] == list(range(513))
+    for target in wanted:
+        assert all(sum(map(len, rows)) == target.failures for rows in target.alternatives)
+    assert len(targets(SMALL, 2)) == 7
+    assert len(targets(SMALL, 2, "count")) == 3
+
+
+def test_processes_make_the_same_plans(tmp_path: Path) -> None:
+    here = build(SMALL, 2, tmp_path / "a").catalog
+    there = build_catalog(SMALL, 2, tmp_path / "b", engine=make_engine("local", jobs=2, address=None), effort=LIST)
+    assert there.finished
+    for name in here.blobs.names():
+        ours, theirs = here.plan(name), there.catalog.plan(name)
+        assert ours.fingerprint == theirs.fingerprint
+        assert ours.metrics == theirs.metrics
+
+
+@pytest.mark.parametrize("error", [InputError("--solver", "milp", "list"), InfeasibleError("no peer", "a migration")])
+def test_an_error_of_a_planning_process_arrives_whole(error: PlannerError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_cancelled_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_build, "CHUNK", 2)
+    seen: list[tuple[int, int]] = []
+    report = build_catalog(
+        SMALL,
+        2,
+        tmp_path,
+        engine=InlineEngine(),
+        effort=LIST,
+        on_progress=lambda done, total: seen.append((done, total)),
+        cancelled=lambda: len(seen) > 2,
+    )
+    assert not report.finished
+    assert seen == [(0, 7), (2, 7), (4, 7)]
+    assert len(report.catalog) == report.planned == 4
+    again = build(SMALL, 2, tmp_path)
+    assert (again.kept, again.planned, again.finished) == (4, 3, True)
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--tolerance: got 5, expected a number of failures from 0 to 4"):
+        build(SMALL, 5, tmp_path)
+    with pytest.raises(InputError, match="--tolerance: got -1"):
+        build(SMALL, -1, tmp_path)
+    with pytest.raises(InputError, match="--per: got 'week'"):
+        build(SMALL, 1, tmp_path, per="week")
+    fault_free = Question(SMALL.job, Technique.FAULT_FREE, MemoryLimit("1f1b"))
+    with pytest.raises(InputError, match="fault-free plans take no failure"):
+        build(fault_free, 1, tmp_path)
+    with pytest.raises(InputError, match="--engine: got 'slurm'"):
+        make_engine("slurm", jobs=1, address=None)
+    with pytest.raises(InputError, match="--jobs: got 0"):
+        make_engine("local", jobs=0, address=None)
+    with pytest.raises(InputError, match="--address"):
+        make_engine("local", jobs=1, address="here:1")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--out"):
+        create_folder(tmp_path / "file", SMALL)
+    with pytest.raises(PlanError, match=r"catalog\.json can't be read"):
+        open_folder(tmp_path)
+    with pytest.raises(PlanError, match="planner_version"):
+        CatalogInfo.from_json("{}")
+    with pytest.raises(InputError, match="W3_0"):
+        build(SMALL, 0, tmp_path).catalog.find([Worker(3, 0)])
+
+
+ARGS = ["catalog", "--pipelines", "3", "--stages", "2", "--micro-batches", "3", "--tolerance", "2", "--jobs", "1"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*ARGS, "--out", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.output)
+    assert (document["plans"], document["planned"], document["kept"], document["finished"]) == (7, 7, 0, True)
+    assert Path(document["folder"]).is_dir()
+    assert document["bytes"] == sum(p.stat().st_size for p in Path(document["folder"]).glob("*.plan"))
+    done = CliRunner().invoke(app, [*ARGS, "--out", str(tmp_path)])
+    assert "0 planned now" in done.output
+    assert "7 were there" in done.output
+    done = CliRunner().invoke(app, [*ARGS, "--out", str(tmp_path), "--solver", "oracle"])
+    assert isinstance(done.exception, PlannerError)
+    assert "--solver: got 'oracle'" in str(done.exception)
+
+
+# 21 plans, one per task, of about a second each.
+SLOW = ["--pipelines", "6", "--stages", "4", "--micro-batches", "8", "--tolerance", "20", "--per", "count"]
+SLOW += ["--solver", "auto", "--time-limit", "1", "--jobs", "2"]
+
+
+def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "planner", "catalog", *SLOW, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("*/*.plan")) and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the children get it too
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "stopping" in err
+    assert "the same command goes on from here" in out
+    assert _group_ends(process.pid)
+    (folder,) = tmp_path.iterdir()
+    catalog = open_folder(folder)
+    assert 0 < len(catalog) < 21
+    for name in catalog.blobs.names():
+        catalog.header(name)
+
+
+def test_a_killed_build_takes_its_processes_along_and_leaves_no_damaged_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "planner", "catalog", *SLOW, "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("*/*.plan")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    assert _group_ends(process.pid)
+    (folder,) = tmp_path.iterdir()
+    catalog = open_folder(folder)
+    assert len(catalog) > 0
+    for name in catalog.blobs.names():
+        assert check(catalog.plan(name)) == []
+
+
+def _group_ends(group: int) -> bool:
+    """Is every process of the group gone within half a minute?"""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False

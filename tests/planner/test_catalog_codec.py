@@ -1,0 +1,147 @@
+"""The stored form of a plan: everything comes back, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.check import check
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.plan import Plan, PlanError
+from planner.plan_codec import Effort, Question, decode_columns, decode_header, decode_plan, encode_columns, encode_plan
+from planner.plan_columns import Columns
+from planner.schedule import Schedule
+from planner.solvers.portfolio import best_solution, make_plan, metrics_of, plan_of, solver_of
+from tests.planner.problems import problems
+
+EFFORT = Effort(solver="list")
+JOB = Job.uniform(4, 3, 5, durations={"F": 1, "I": 1.1, "W": 0.9, "O": 0.5, "transfer": 0.25})
+
+
+def question(problem: Problem) -> Question:
+    return Question(problem.job, problem.technique, problem.memory)
+
+
+def planned(*names: str, technique: Technique = Technique.STAGGERED, memory: str = "uniform") -> Plan:
+    failed = frozenset(map(Worker.parse, names))
+    return make_plan(Problem(JOB, failed, technique, MemoryLimit(memory)), solver="list")
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems())
+def test_every_plan_comes_back_exactly(problem: Problem) -> None:
+    plan = make_plan(problem, solver="list")
+    blob = encode_plan(plan, EFFORT)
+    header = decode_header(blob)
+    assert header.form == "columns"
+    assert header.workers == problem.failed
+    again = decode_plan(blob, question(problem))
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert again.compute_fingerprint() == plan.fingerprint
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems())
+def test_arrays_are_read_like_ops(problem: Problem) -> None:
+    solution = best_solution(problem, solver="list")
+    columns = Columns.of(solution.schedule)
+    plan = plan_of(solution, seconds=1.5)
+    blob = encode_columns(columns, metrics_of(solution), solver_of(solution, seconds=1.5), EFFORT)
+    assert decode_plan(blob, question(problem)).to_json() == plan.to_json()
+    by_op = Columns.of(Schedule(problem, dict(solution.schedule.ops)))
+    assert (by_op.route == columns.route).all()
+    assert (by_op.starts == columns.starts).all()
+    assert (by_op.step == columns.step).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems())
+def test_metrics_of_columns_are_those_of_the_schedule(problem: Problem) -> None:
+    schedule = Schedule(problem, dict(best_solution(problem, solver="list").schedule.ops))
+    columns = Columns.of(schedule)
+    summary = columns.summary()
+    assert columns.period() == schedule.period
+    assert columns.makespan() == schedule.makespan
+    assert summary.peak_activations == schedule.peak_activations
+    assert summary.bubble_fraction == schedule.bubble_fraction
+    assert columns.busy() == sum(map(schedule.busy, schedule.ops))
+
+
+def reference_plan() -> Plan:
+    return make_plan(Problem(JOB, technique=Technique.FAULT_FREE, memory=MemoryLimit("1f1b")))
+
+
+@pytest.mark.parametrize("plan", [reference_plan(), planned("W1_2", technique=Technique.ADAPTIVE)], ids=["1f1b", "B"])
+def test_whole_backwards(plan: Plan) -> None:
+    assert any(op.kind == "B" for ops in plan.workers.values() for op in ops)
+    assert decode_plan(encode_plan(plan, EFFORT), question(plan.problem())) == plan
+
+
+def moved(ops: Sequence[object], at: int, **change: object) -> tuple[object, ...]:
+    out = list(ops)
+    out[at] = out[at].model_copy(update=change)  # type: ignore[attr-defined]
+    return tuple(out)
+
+
+@pytest.mark.parametrize("change", [{"duration": 7}, {"start": 99}, {"kind": "B"}, {"micro_batch": 4}])
+def test_documents_that_are_no_schedule_are_kept_to_the_letter(change: dict[str, object]) -> None:
+    plan = planned("W1_2")
+    odd = plan.model_copy(update={"workers": {**plan.workers, "W0_0": moved(plan.workers["W0_0"], 3, **change)}})
+    blob = encode_plan(odd, EFFORT)
+    assert decode_plan(blob, question(plan.problem())).to_json() == odd.to_json()
+
+
+def test_alike_pipelines_share_a_row() -> None:
+    healthy = decode_header(encode_plan(planned(), EFFORT))
+    assert healthy.rows == (0, 0, 0, 0)
+    assert len(set(decode_header(encode_plan(planned("W1_2"), EFFORT)).rows)) > 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.randoms(use_true_random=False))
+def test_a_renamed_plan_is_valid_and_keeps_its_numbers(problem: Problem, noise: random.Random) -> None:
+    plan = make_plan(problem, solver="list")
+    columns = Columns.of(plan.schedule())
+    pipelines = problem.job.pipelines
+
+    def shuffled() -> list[int]:
+        return noise.sample(range(pipelines), pipelines)
+
+    renamed = columns.renamed(shuffled(), [shuffled() for _ in range(problem.job.stages)])
+    made = renamed.plan(plan.metrics, plan.solver)
+    assert check(made) == []
+    assert made.schedule().period == plan.schedule().period
+    assert sorted(made.metrics.peak_activations.values()) == sorted(plan.metrics.peak_activations.values())
+
+
+def test_damage_is_named() -> None:
+    plan = planned("W1_2")
+    blob = encode_plan(plan, EFFORT)
+    for at in range(0, len(blob), 7):
+        damaged = blob[:at] + bytes([blob[at] ^ 0x40]) + blob[at + 1 :]
+        with pytest.raises(PlanError, match="file\\.plan"):
+            decode_plan(damaged, question(plan.problem()), source="file.plan")
+    for length in (0, 3, 40, len(blob) - 1):
+        with pytest.raises(PlanError, match="file\\.plan"):
+            decode_header(blob[:length], source="file.plan")
+
+
+def sealed(body: bytes) -> bytes:
+    return body + hashlib.sha256(body).digest()
+
+
+def test_a_blob_with_a_right_checksum_and_wrong_contents_is_refused() -> None:
+    plan = planned("W1_2")
+    blob = encode_plan(plan, EFFORT)
+    other = Question(Job.uniform(4, 3, 6), Technique.STAGGERED, MemoryLimit("uniform"))
+    with pytest.raises(PlanError, match="not a plan of this catalog"):
+        decode_columns(blob, other)
+    for body in (b"ORP1", b"ORP1\xff\xff\xff\xff", b"ORP1\x04\0\0\0abcd", blob[:-40]):
+        with pytest.raises(PlanError):
+            decode_plan(sealed(body), question(plan.problem()))
