@@ -63,12 +63,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """kept: plans that were there already. improved: taken over from a larger count. finished: not stopped."""
+    """planned: made now. kept: there already. total: in all. finished: not stopped before its end."""
 
     catalog: StoredCatalog
     planned: int
     kept: int
-    improved: int
     total: int
     seconds: float
     finished: bool
@@ -106,12 +105,12 @@ def build_catalog(
         if on_progress:
             on_progress(done + planned, len(wanted))
     finished = planned == len(missing)
-    improved = _inherit(question, folder, wanted) if finished else 0
+    if finished:
+        _inherit(question, folder, wanted)
     return Report(
         StoredCatalog(catalog.info, folder),
         planned,
         done,
-        improved,
         len(wanted),
         time.perf_counter() - begin,
         finished,
@@ -317,8 +316,8 @@ def _promising(problems: Sequence[Problem], taken: _Heir | None) -> list[Problem
 # -- neighbouring counts ---------------------------------------------------------------------
 
 
-def _inherit(question: Question, folder: FolderBlobs, wanted: Sequence[Target]) -> int:
-    """What `work` does within a task, across all of them. Returns how many plans were replaced.
+def _inherit(question: Question, folder: FolderBlobs, wanted: Sequence[Target]) -> None:
+    """What `work` does within a task, across all of them.
 
     From the largest count down each plan that is longer than the one above it is replaced by that
     one, so no plan of the catalog is beaten by its neighbour.
@@ -326,7 +325,6 @@ def _inherit(question: Question, folder: FolderBlobs, wanted: Sequence[Target]) 
     names: dict[int, list[str]] = {}
     for name in folder.names():
         names.setdefault(int(name.split("-")[0]), []).append(name)
-    improved = 0
     heir: tuple[Header, bytes] | None = None
     for count in range(max((t.failures for t in wanted), default=0), -1, -1):
         if len(names.get(count, [])) != 1:  # patterns, not counts
@@ -344,6 +342,4 @@ def _inherit(question: Question, folder: FolderBlobs, wanted: Sequence[Target]) 
                 blob = made.stored(bound, header.effort)[1]
                 header = decode_header(blob, source=name)
                 folder.put(name, blob)
-                improved += 1
         heir = (header, blob)
-    return improved

@@ -100,9 +100,6 @@ class FolderBlobs:
     def put(self, name: str, blob: bytes) -> None:
         write_whole(self.path / f"{name}{SUFFIX}", blob)
 
-    def remove(self, name: str) -> None:
-        (self.path / f"{name}{SUFFIX}").unlink(missing_ok=True)
-
 
 class MappedBlobs:
     """Plans that are in memory already, as those read from a database are."""
@@ -241,7 +238,7 @@ def create_folder(root: Path, question: Question) -> tuple[StoredCatalog, Folder
 
 
 def open_folder(path: Path) -> StoredCatalog:
-    """A catalog by its own folder. Raises PlanError when there is none, or it is another planner's."""
+    """A catalog by its own folder, whichever planner made it. Raises PlanError when there is none."""
     try:
         text = (path / INFO).read_bytes()
     except OSError as error:

@@ -155,7 +155,6 @@ def catalog_command(
         "wanted": report.total,
         "planned": report.planned,
         "kept": report.kept,
-        "improved_by_neighbour": report.improved,
         "finished": report.finished,
         "bytes": size,
         "seconds": round(report.seconds, 3),
@@ -167,8 +166,7 @@ def catalog_command(
         return
     print(
         f"{document['plans']} plans for up to {tolerance} failures in {document['folder']}\n"
-        f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there, "
-        f"{report.improved} taken over from a larger count; {size / 1e6:.1f} MB\n"
+        f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there; {size / 1e6:.1f} MB\n"
         f"{document['optimal']} proven optimal, worst gap {document['worst_gap']:.2%}"
     )
     if not report.finished:

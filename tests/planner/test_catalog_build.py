@@ -118,6 +118,22 @@ def test_by_count_no_plan_is_beaten_by_its_neighbour(by_count: StoredCatalog) ->
         assert plan.metrics.peak_activations == {str(w): n for w, n in schedule.peak_activations.items()}
 
 
+def test_quick_tries_on_large_grids_are_no_worse_than_one_distribution(
+    by_count: StoredCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_build, "LARGE", 0)
+    large = build(GRID, 8, tmp_path, per="count").catalog
+    periods = []
+    for name in large.blobs.names():
+        plan = large.plan(name)
+        assert check(plan) == []
+        assert plan.metrics.period == GRID.job.units(plan.schedule().period)
+        periods.append(plan.metrics.period)
+    assert periods == sorted(periods)
+    careful = [by_count.header(name).metrics.period for name in by_count.blobs.names()]
+    assert max(quick / slow for quick, slow in zip(periods, careful, strict=True)) < 1.1
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_survivable_failure_finds_its_plan_by_migrations(by_count: StoredCatalog, data: st.DataObject) -> None:
@@ -226,6 +242,9 @@ def test_the_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*ARGS, "--out", str(tmp_path)])
     assert "0 planned now" in done.output
     assert "7 were there" in done.output
+    fault_free = [*ARGS, "--out", str(tmp_path), "--technique", "fault-free", "--memory", "1f1b", "--tolerance", "0"]
+    done = CliRunner().invoke(app, [*fault_free, "--json"])
+    assert json.loads(done.output)["plans"] == 1
     done = CliRunner().invoke(app, [*ARGS, "--out", str(tmp_path), "--solver", "oracle"])
     assert isinstance(done.exception, PlannerError)
     assert "--solver: got 'oracle'" in str(done.exception)
