@@ -131,6 +131,8 @@ class Job:
 
     def __post_init__(self) -> None:
         _check_sizes(self.pipelines, self.stages, self.micro_batches)
+        if len(self.time_unit) > 20 or not self.time_unit.isprintable():
+            raise InputError("time_unit", self.time_unit, "at most 20 printable characters")
         if not self.profiles:
             object.__setattr__(self, "profiles", (StageProfile(),) * self.stages)
         if not self.transfers:

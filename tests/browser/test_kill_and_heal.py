@@ -105,6 +105,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
+    expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield browser

@@ -124,3 +124,9 @@ def test_1f1b_bubble_fraction_is_the_textbook_one(stages: int, micro_batches: in
     expected = (stages - 1) / (micro_batches + stages - 1)
     if micro_batches >= stages:
         assert one_forward_one_backward(problem).bubble_fraction == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("unit", ["a\x00b\x1b[31m", "\u202e", "\x9b", "x" * 21])
+def test_a_time_unit_is_printed_on_terminals(unit: str) -> None:
+    with pytest.raises(InputError, match="time_unit"):
+        Job(1, 1, 1, time_unit=unit)
