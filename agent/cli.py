@@ -110,7 +110,9 @@ def launch(
             )
             created = create_job(ConsoleClient(console, token=token), spec)
             link = ConsoleLink(console, created.job_id, token, created.heartbeat_seconds)
-            coordination = ConsoleCoordination(lambda: ConsoleClient(console, token=token), created.job_id)
+            coordination = ConsoleCoordination(
+                lambda: ConsoleClient(console, token=token), created.job_id, lambda text: typer.echo(text, err=True)
+            )
             typer.echo(f"job {created.job_id} at {console}")
 
         launcher = launching.Launcher(

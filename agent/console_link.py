@@ -26,6 +26,8 @@ from agent.protocol import (
     JobCreated,
     JobFinished,
     JobSpec,
+    JobState,
+    JobStatus,
     Message,
     Recovery,
 )
@@ -58,11 +60,12 @@ def create_job(client: ConsoleClient, spec: JobSpec, *, patience: float = 30.0) 
 class ConsoleCoordination:
     """A Coordination whose decisions are the console's.
 
-    wake_fd: becomes readable when `poll` has something.
+    wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
+    console's sentence when the job does not train and nothing is announced.
     """
 
-    def __init__(self, connect: Callable[[], ConsoleClient], job_id: str) -> None:
-        self._connect, self._path = connect, f"/jobs/{job_id}"
+    def __init__(self, connect: Callable[[], ConsoleClient], job_id: str, say: Callable[[str], None]) -> None:
+        self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._reports: deque[tuple[str, Message]] = deque(maxlen=MAX_REPORTS)
         self._report_there, self._closing = threading.Event(), threading.Event()
@@ -146,11 +149,13 @@ class ConsoleCoordination:
     def _follow_epochs(self) -> None:
         client, backoff, epoch = self._connect(), Backoff(), 0
         plans: dict[str, Plan] = {}
+        said = ""
         while not self._closing.is_set():
             try:
                 deployment = client.get(f"{self._path}/deployment", Deployment, wait=LONG_POLL_SECONDS, after=epoch)
                 backoff.reset()
                 if deployment is None or deployment.epoch <= epoch:
+                    said = self._say_why_not(client, said)
                     continue
                 name = deployment.plan_fingerprint
                 if name not in plans:
@@ -164,6 +169,15 @@ class ConsoleCoordination:
             except ConsoleRefused as refusal:
                 self._put(Halt(f"the console refused: {refusal}"))
                 return
+
+    def _say_why_not(self, client: ConsoleClient, said: str) -> str:
+        """Passes on, once, why the job stands still; returns what was said."""
+        status = client.get(self._path, JobStatus)
+        if status is None or status.state in (JobState.RUNNING, JobState.FINISHED, JobState.STOPPED):
+            return ""
+        if status.sentence != said:
+            self._say(status.sentence)
+        return status.sentence
 
     def _follow_commands(self) -> None:
         client, backoff, seq = self._connect(), Backoff(), 0

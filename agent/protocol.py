@@ -84,6 +84,14 @@ class JobCreated(Message):
     dead_seconds: Seconds
 
 
+class JobStatus(BaseModel):
+    """GET /jobs/{job_id}, as far as a launcher reads it. sentence: what the console does or waits
+    for, and why."""
+
+    state: JobState
+    sentence: Text
+
+
 class Registration(Message):
     """POST /jobs/{job_id}/workers -> Registered. The first thing a worker process says."""
 

@@ -142,3 +142,23 @@ def test_a_refusing_or_absent_console_is_told_in_a_sentence(tmp_path: Path) -> N
     with console(tmp_path) as server:
         run = small(tmp_path / "run.jsonl", "--console", server.root, "--name", "bad\nname")
         assert run.status == 2 and "Traceback" not in run.errors and "name" in run.errors
+
+
+def test_a_halted_job_says_why_at_the_launcher_too(tmp_path: Path) -> None:
+    """The last worker of a stage dies: nobody can go on, and nobody is left wondering."""
+    with console(tmp_path) as server:
+        errors = tmp_path / "errors.txt"
+        with errors.open("w") as stream:
+            command = [sys.executable, "-m", "agent", "launch", *GRID, *TINY, "--console", server.root]
+            command += ["--iterations", "100000", "--kill", "W0_1@1:F0"]
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream)
+        try:
+            job_id = server.job_id()
+            until(lambda: server.read(f"/jobs/{job_id}")["living"] == 5, "the first death")
+            workers = server.read(f"/jobs/{job_id}/workers")["workers"]
+            os.kill(next(w["pid"] for w in workers if w["name"] == "W1_1"), signal.SIGKILL)
+            until(lambda: server.read(f"/jobs/{job_id}")["state"] == "halted", "the halt")
+            until(lambda: "stage 1 has no living worker" in errors.read_text(), "the sentence")
+        finally:
+            process.terminate()
+            assert process.wait(20) == 128 + signal.SIGTERM
