@@ -164,6 +164,9 @@ class Launcher:
         self._pool.forget(entry)
         self._record.died(entry.worker, detected)
         self._coordination.exited(entry.worker, entry.incarnation, entry.ending)
+        if not self._pool.running:
+            # Whatever the coordination decides: all weights went with them.
+            raise JobFailed(f"no worker process is left; the last one, {entry.worker}, {entry.ending}")
 
     def _certain(self, recorded: Recorded) -> None:
         for iteration in recorded.iterations:

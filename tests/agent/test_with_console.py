@@ -162,3 +162,20 @@ def test_a_halted_job_says_why_at_the_launcher_too(tmp_path: Path) -> None:
         finally:
             process.terminate()
             assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(tmp_path: Path) -> None:
+    """The factory works in the launcher and not in the workers: an optimizer that torch refuses."""
+    with console(tmp_path) as server:
+        run = small(
+            tmp_path / "run.jsonl",
+            "--console",
+            server.root,
+            "--workload-options",
+            '{"learning_rate": -1}',
+            iterations=2,
+        )
+        assert run.status == 1 and "Traceback" not in run.errors
+        assert "no worker process is left" in run.errors and "Invalid learning rate" in run.errors
+        job_id = server.job_id()
+        until(lambda: server.read(f"/jobs/{job_id}")["state"] == "stopped", "the job's end")
