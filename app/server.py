@@ -85,6 +85,9 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                # Longer than any agent's pause between two requests: a connection that is closed
+                # just as the next request leaves looks like a console that is down.
+                timeout_keep_alive=90,
                 timeout_graceful_shutdown=GRACE,
             )
             _run(_Server(config, console, lambda: _ready(settings, database, on_ready)), listener)
