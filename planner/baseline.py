@@ -5,11 +5,10 @@ Each is a fixed order of ops per worker, the same in all pipelines; times follow
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from planner.errors import InfeasibleError
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.job import Job, MemoryLimit, Problem, StageTicks, Technique, Worker
 from planner.schedule import Op, Schedule
 
 Order = list[tuple[str, int]]  # (kind, micro-batch)
@@ -54,9 +53,15 @@ def zb_h2(problem: Problem) -> Schedule:
 
 @lru_cache(maxsize=256)
 def reference_period(job: Job) -> int:
-    """Ticks of fault-free 1F1B, O included: what `slowdown_vs_1f1b` is measured against."""
-    one = replace(job, pipelines=1)
-    return one_forward_one_backward(Problem(one, technique=Technique.FAULT_FREE, memory=MemoryLimit("none"))).period
+    """Ticks of fault-free 1F1B, O included: what `slowdown_vs_1f1b` is measured against.
+
+    At the workers' own speeds: the slowest pipeline counts.
+    """
+    problem = Problem(job, technique=Technique.FAULT_FREE, memory=MemoryLimit("none"))
+    orders = [_one_f_one_b(job.micro_batches, job.stages - s) for s in range(job.stages)]
+    rows = {_lengths(problem, pipeline) for pipeline in _unlike(job)}
+    ends = [start + length for row in rows for ops in _starts(problem, orders, row) for _, _, start, length in ops]
+    return max(ends) + problem.longest_optimizer
 
 
 def _one_f_one_b(micro_batches: int, depth: int) -> Order:
@@ -85,8 +90,36 @@ def _zero_bubble(micro_batches: int, depth: int, lag: int) -> Order:
 def _timed(problem: Problem, orders: list[Order]) -> Schedule:
     """Every pipeline runs `orders` (one per stage), each op as early as the order allows."""
     job = problem.job
+    lengths = [_lengths(problem, p) for p in range(job.pipelines)] if job.speeds else [_lengths(problem, 0)]
+    made = {row: _starts(problem, orders, row) for row in set(lengths)}
+    return Schedule.build(
+        problem,
+        (
+            Op(kind, p, j, s, Worker(p, s), start, length)
+            for p in range(job.pipelines)
+            for s, row in enumerate(made[lengths[p if job.speeds else 0]])
+            for kind, j, start, length in row
+        ),
+    )
+
+
+def _unlike(job: Job) -> list[int]:
+    """Pipelines that stand for all: those with a worker of its own speed, and one without."""
+    own = {worker.pipeline for worker, _ in job.speeds}
+    return [*sorted(own), *[p for p in range(job.pipelines) if p not in own][:1]]
+
+
+def _lengths(problem: Problem, pipeline: int) -> tuple[StageTicks, ...]:
+    return tuple(problem.worker_ticks(Worker(pipeline, s)) for s in range(problem.job.stages))
+
+
+def _starts(
+    problem: Problem, orders: list[Order], ticks: tuple[StageTicks, ...]
+) -> list[list[tuple[str, int, int, int]]]:
+    """By stage (kind, micro-batch, start, duration) of one pipeline's ops."""
+    job = problem.job
     last = job.stages - 1
-    lengths = [{"F": t.forward, "B": t.backward, "I": t.input_backward, "W": t.weight_backward} for t in job.ticks]
+    lengths = [{"F": t.forward, "B": t.backward, "I": t.input_backward, "W": t.weight_backward} for t in ticks]
     end: dict[tuple[str, int, int], int] = {}
     starts: list[list[tuple[str, int, int, int]]] = [[] for _ in orders]
     at, free = [0] * job.stages, [0] * job.stages
@@ -106,29 +139,22 @@ def _timed(problem: Problem, orders: list[Order]) -> Schedule:
             neighbour = {"F": s + 1, "W": -1}.get(kind, s - 1)
             if 0 <= neighbour <= last and neighbour not in waiting:
                 waiting.append(neighbour)
-    return Schedule.build(
-        problem,
-        (
-            Op(kind, p, j, s, Worker(p, s), start, length)
-            for s, row in enumerate(starts)
-            for p in range(job.pipelines)
-            for kind, j, start, length in row
-        ),
-    )
+    return starts
 
 
 def _arrival(end: dict[tuple[str, int, int], int], kind: str, s: int, j: int, problem: Problem) -> int:
     """When what the op needs is there; -1: not yet known. I and B are one in `end`'s keys."""
-    wire, last = problem.job.transfer_ticks, problem.job.stages - 1
+    job = problem.job
+    last = job.stages - 1
     if kind == "W":
         return end.get(("B", s, j), -1)
     if kind == "F":
-        source, lag = ("F", s - 1, j), wire[s - 1] if s else 0
+        source, lag = ("F", s - 1, j), job.transfer_ticks[s - 1] if s else 0
         if s == 0:
             return 0
     elif s == last:
         source, lag = ("F", s, j), 0
     else:
-        source, lag = ("B", s + 1, j), wire[s]
+        source, lag = ("B", s + 1, j), job.backward_transfer_ticks[s]
     done = end.get(source, -1)
     return done + lag if done >= 0 else -1

@@ -15,11 +15,14 @@ least that much for each a too.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from planner.job import Problem
+from planner.job import Problem, StageTicks, Worker
 
 
 @dataclass(frozen=True)
@@ -31,53 +34,111 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """What the bounds need of one stage, in ticks; see the module for the letters."""
+class _Row:
+    """What the bounds need of one worker, in ticks; see the module for the letters.
+
+    Each method says what its first n micro-batches take at least, and none falls as n grows.
+    """
 
     F: int
     I: int  # noqa: E741 -- the field's name for it
     W: int
-    O: int  # noqa: E741
-    n: int
-    C: int
+    limit: int | None
     turn: int
 
-    @property
-    def work(self) -> int:
-        return self.n * (self.F + self.I + self.W)
+    def held(self, n: int) -> int:
+        """C of the module, for n micro-batches."""
+        return n if self.limit is None else min(n, self.limit)
 
-    @property
-    def first_phase(self) -> int:
+    def first_phase(self, n: int) -> int:
         """Least time from the worker's first F to the end of its n-th F and I, whatever the W's.
 
         Before the first I can start, r(s) after the first F, only F's can run, and no more than C
         of them; so at most min(r(s), C F) of that time is spent working.
         """
-        return max(self.turn, self.C * self.F) + (self.n - self.C) * self.F + self.n * self.I
+        held = self.held(n)
+        return max(self.turn, held * self.F) + (n - held) * self.F + n * self.I
 
-    @property
-    def last_input_backward(self) -> int:
+    def last_input_backward(self, n: int) -> int:
         """Least time from the worker's first F to the end of its last I.
 
         When its last I ends all n micro-batches have run F and I, and at most C are still held,
         so at least n - C W's have run, none of them before the first I.
         """
-        return self.first_phase + (self.n - self.C) * self.W
+        return self.first_phase(n) + (n - self.held(n)) * self.W
 
-    @property
-    def span(self) -> int:
+    def span(self, n: int) -> int:
         """Least time from the worker's first F to the end of its last op: all W's as well."""
-        return self.first_phase + self.n * self.W
+        return self.first_phase(n) + n * self.W
 
-    @property
-    def residence(self) -> int:
-        """Least time over which the worker's n micro-batches can be held C at a time.
+    def residence(self, n: int) -> int:
+        """Least time over which n micro-batches can be held C at a time.
 
         Each is held for at least r(s) + I + W. Intervals of which at most C overlap can be
         coloured with C colours so that those of one colour are disjoint (interval graphs are
         perfect), and some colour has at least ceil(n / C) of them.
         """
-        return -(-self.n // self.C) * (self.turn + self.I + self.W)
+        return -(-n // self.held(n)) * (self.turn + self.I + self.W)
+
+    def returns(self, n: int) -> int:
+        """The same to the start of the last W: what is held ends with it."""
+        return self.residence(n) - self.W
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One stage, in ticks. F, I, W: of its fastest peer, which any micro-batch may meet; O: the longest.
+
+    n: micro-batches of its busiest peer at least. C: the memory limit. rows: its living peers, the
+    alike counted. Some peer has to take n of them; where peers differ in speed, the
+    least that the worst-off of them needs over all ways of dividing `total` among them.
+    """
+
+    F: int
+    I: int  # noqa: E741
+    W: int
+    O: int  # noqa: E741
+    n: int
+    C: int | None
+    total: int
+    rows: tuple[tuple[_Row, int], ...]
+
+    @property
+    def last_input_backward(self) -> int:
+        return self._least(_Row.last_input_backward)
+
+    @property
+    def span(self) -> int:
+        return self._least(_Row.span)
+
+    @property
+    def residence(self) -> int:
+        return self._least(_Row.residence)
+
+    @property
+    def returns(self) -> int:
+        return self._least(_Row.returns)
+
+    def _least(self, time: Callable[[_Row, int], int]) -> int:
+        """Least ticks within which the peers, each for itself, can run `total` micro-batches.
+
+        `time` does not fall with the number, so the most that a peer can run within some ticks is
+        found by bisection, and so are the ticks.
+        """
+        if len(self.rows) == 1:
+            return time(self.rows[0][0], self.n)
+
+        def most(row: _Row, ticks: int) -> int:
+            return bisect_right(range(1, self.total + 1), ticks, key=lambda n: time(row, n))
+
+        low, high = 0, min(time(row, self.total) for row, _ in self.rows)
+        while low < high:
+            middle = (low + high) // 2
+            if sum(count * most(row, middle) for row, count in self.rows) >= self.total:
+                high = middle
+            else:
+                low = middle + 1
+        return high
 
 
 def period_bound(problem: Problem) -> int:
@@ -98,25 +159,43 @@ def _stages(problem: Problem) -> list[_Stage]:
     total = job.pipelines * job.micro_batches
     below = 0  # transfers and F below, all I below and their transfers
     stages: list[_Stage] = []
+    own: dict[int, set[Worker]] = defaultdict(set)
+    for worker, _ in job.speeds:
+        if worker not in problem.failed:
+            own[worker.stage].add(worker)
     for s in reversed(range(job.stages)):
-        t = job.ticks[s]
-        n = -(-total // len(problem.living_peers(s)))
-        limit = problem.limits[s]
-        splits = problem.technique.splits
-        back = t.input_backward if splits else t.backward
-        stage = _Stage(
-            F=t.forward,
-            I=back,
-            W=t.weight_backward if splits else 0,
-            O=t.optimizer,
-            n=n,
-            C=n if limit is None else min(n, limit),
-            turn=t.forward + below,
+        t = problem.fastest[s]
+        back = t.input_backward if problem.technique.splits else t.backward
+        living = len(problem.living_peers(s))
+        rows = Counter(_row(problem, problem.worker_ticks(w), s, below) for w in own[s])
+        if living > len(own[s]):
+            rows[_row(problem, problem.ticks[s], s, below)] += living - len(own[s])
+        stages.append(
+            _Stage(
+                F=t.forward,
+                I=back,
+                W=t.weight_backward if problem.technique.splits else 0,
+                O=t.optimizer,
+                n=-(-total // living),
+                C=problem.limits[s],
+                total=total,
+                rows=tuple(rows.items()),
+            )
         )
-        stages.append(stage)
         if s > 0:
-            below += t.forward + back + 2 * job.transfer_ticks[s - 1]
+            below += t.forward + back + job.transfer_ticks[s - 1] + job.backward_transfer_ticks[s - 1]
     return stages[::-1]
+
+
+def _row(problem: Problem, t: StageTicks, stage: int, below: int) -> _Row:
+    splits, limit = problem.technique.splits, problem.limits[stage]
+    return _Row(
+        F=t.forward,
+        I=t.input_backward if splits else t.backward,
+        W=t.weight_backward if splits else 0,
+        limit=limit,
+        turn=t.forward + below,
+    )
 
 
 def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
@@ -129,12 +208,14 @@ def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
     bounds: list[Bound] = []
     # path[s]: F, I and both transfers of all stages above s; differences give any stretch.
     path = list(accumulate((x.F + x.I for x in stages[:-1]), initial=0))
-    wire = list(accumulate((2 * t for t in problem.job.transfer_ticks), initial=0))
+    both = zip(problem.job.transfer_ticks, problem.job.backward_transfer_ticks, strict=True)
+    wire = list(accumulate(map(sum, both), initial=0))
     way = [p + t for p, t in zip(path, wire, strict=True)]
     best_above: int | None = None  # max over a of W(a) + O(a) - way[a]
     for s, x in enumerate(stages):
         bounds.append(Bound(x.span + x.O, f"stage {s} has {x.n} micro-batches per worker to run"))
-        bounds.append(Bound(x.residence + x.O, f"stage {s} may hold only {x.C} activations"))
+        held = x.n if x.C is None else min(x.n, x.C)
+        bounds.append(Bound(x.residence + x.O, f"stage {s} may hold only {held} activations"))
         if best_above is not None:
             bounds.append(
                 Bound(
@@ -155,14 +236,15 @@ def _barrier(problem: Problem, stages: list[_Stage]) -> list[Bound]:
     micro-batch passes I on each stage above, and each of those ends with W.
     """
     longest = max(x.O for x in stages)
-    wires = list(accumulate(problem.job.transfer_ticks, initial=0))
-    heads = [f + t for f, t in zip(accumulate((x.F for x in stages[:-1]), initial=0), wires, strict=True)]
-    backs = [f + t for f, t in zip(accumulate((x.I for x in stages[:-1]), initial=0), wires, strict=True)]
+    down = accumulate(problem.job.transfer_ticks, initial=0)
+    up = accumulate(problem.job.backward_transfer_ticks, initial=0)
+    heads = [f + t for f, t in zip(accumulate((x.F for x in stages[:-1]), initial=0), down, strict=True)]
+    backs = [f + t for f, t in zip(accumulate((x.I for x in stages[:-1]), initial=0), up, strict=True)]
     bounds: list[Bound] = []
     best_above: int | None = None  # max over a of W(a) - backs[a]
     for s, x in enumerate(stages):
         tail = x.W if best_above is None else max(x.W, backs[s] + best_above)
-        own = max(x.span, x.last_input_backward + tail, x.residence - x.W + tail)
+        own = max(x.span, x.last_input_backward + tail, x.returns + tail)
         bounds.append(Bound(heads[s] + own + longest, f"stage {s} has {x.n} micro-batches per worker to run"))
         above = x.W - backs[s]
         best_above = above if best_above is None else max(best_above, above)

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 from planner.baseline import reference_period
@@ -52,6 +53,7 @@ class _Checker:
     def __init__(self, schedule: Schedule) -> None:
         self.problem: Problem = schedule.problem
         self.job: Job = schedule.problem.job
+        self.speeds = dict(self.job.speeds)
         self.rows = {worker: list(ops) for worker, ops in schedule.ops.items()}
         self.at: dict[str, dict[_Key, Op]] = {kind: {} for kind in "FIWB"}
         self.optimizers: dict[Worker, list[Op]] = defaultdict(list)
@@ -120,15 +122,22 @@ class _Checker:
         self.at[op.kind][key] = op
 
     def _duration(self, op: Op) -> int | None:
+        """What the op must last, from the profile and the worker's speed; None: no such op."""
         if not 0 <= op.stage < self.job.stages:
             return None
-        t = self.job.ticks[op.stage]
+        profile, scale = self.job.profiles[op.stage], self.job.ticks_per_unit
+        speed = Fraction(str(self.speeds.get(op.worker, 1.0)))
+
+        def ticks(duration: float) -> int:
+            return math.ceil(round(duration * scale) / speed)
+
+        if op.kind == "O":
+            return ticks(profile.optimizer) + _reduction_ticks(self.problem, op.stage)
         return {
-            "F": t.forward,
-            "I": t.input_backward,
-            "W": t.weight_backward,
-            "B": t.input_backward + t.weight_backward,
-            "O": t.optimizer,
+            "F": ticks(profile.forward),
+            "I": ticks(profile.input_backward),
+            "W": ticks(profile.weight_backward),
+            "B": ticks(profile.input_backward) + ticks(profile.weight_backward),
         }.get(op.kind)
 
     def _keys(self) -> Iterator[_Key]:
@@ -181,6 +190,9 @@ class _Checker:
 
     def _memory(self) -> Iterator[Violation]:
         """Held from F's start to W's (or B's) end; what ends at a tick is free at that tick."""
+        if self.problem.memory.text == "bytes":
+            yield from self._bytes()
+            return
         for worker, row in self.rows.items():
             limit = self.problem.limits[worker.stage]
             if limit is None:
@@ -207,9 +219,34 @@ class _Checker:
                     break
                 held[key] = op
 
+    def _bytes(self) -> Iterator[Violation]:
+        """Weights, optimizer state, and of each micro-batch what I still needs until I's (or B's)
+        end, and then what W still needs until W's; together at no time above the capacity."""
+        for worker, row in self.rows.items():
+            profile, capacity = self.job.profiles[worker.stage], self.job.capacity_bytes[worker.stage]
+            moments: list[tuple[int, int, Op]] = []
+            for op in row:
+                end = op.start + op.duration
+                if op.kind == "F":
+                    moments.append((op.start, profile.activation_bytes, op))
+                elif op.kind in ("I", "B"):
+                    moments.append((end, -profile.activation_bytes, op))
+                if op.kind == "I":
+                    moments.append((end, profile.weight_backward_bytes, op))
+                elif op.kind == "W":
+                    moments.append((end, -profile.weight_backward_bytes, op))
+            held = profile.weight_bytes + profile.optimizer_bytes
+            for _, change, op in sorted(moments, key=lambda m: (m[0], m[1])):
+                held += change
+                if held > capacity:
+                    yield Violation(f"{worker} holds {held:,} bytes of {capacity:,} with {self.show(op)}", (op,))
+                    break
+
     def _precedence(self) -> Iterator[Violation]:
         last = self.job.stages - 1
-        wire = self.job.transfer_ticks
+        scale = self.job.ticks_per_unit
+        wire = [round(t * scale) for t in self.job.transfers]
+        wire_back = [round(t * scale) for t in self.job.backward_transfers]
         for p, j, s in self._keys():
             forward = self.at["F"][p, j, s]
             backward = self._backward(p, j, s)
@@ -217,7 +254,7 @@ class _Checker:
             if s > 0:
                 pairs.append((self.at["F"][p, j, s - 1], forward, wire[s - 1]))
             if s < last:
-                pairs.append((self._backward(p, j, s + 1), backward, wire[s]))
+                pairs.append((self._backward(p, j, s + 1), backward, wire_back[s]))
             if backward.kind == "I":
                 pairs.append((backward, self.at["W"][p, j, s], 0))
             for first, then, lag in pairs:
@@ -244,6 +281,14 @@ class _Checker:
             if own.start != end:
                 side = "before" if own.start < end else "after"
                 yield Violation(f"{self.show(own)} starts {side} the end of {self.show(latest)}", (latest, own))
+
+
+def _reduction_ticks(problem: Problem, stage: int) -> int:
+    """What the reduction adds to the O of each peer: the more peers are dead, the earlier in the list."""
+    job = problem.job
+    times = job.profiles[stage].reductions
+    dead = sum(worker.stage == stage for worker in problem.failed)
+    return round(times[-1 - dead] * job.ticks_per_unit) if times else 0
 
 
 def _document(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
@@ -294,7 +339,7 @@ def _numbers(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
 
 def _recomputed(schedule: Schedule) -> dict[str, int]:
     """Makespan, period and busy ticks, by their definitions."""
-    problem, job = schedule.problem, schedule.problem.job
+    problem = schedule.problem
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     done: dict[int, int] = {}
@@ -308,7 +353,7 @@ def _recomputed(schedule: Schedule) -> dict[str, int]:
                 first[op.stage] = min(first.get(op.stage, op.start), op.start)
                 last[op.stage] = max(last.get(op.stage, end), end)
     makespan = max(last.values()) - min(first.values())
-    period = makespan + max(t.optimizer for t in job.ticks)
+    period = makespan + max(op.duration for row in schedule.ops.values() for op in row if op.kind == "O")
     if problem.technique.staggers:
         period = max(done[s] - first[s] for s in first)
     return {"makespan": makespan, "period": period, "busy": busy}

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from planner.errors import InfeasibleError, InputError
 # Refused before memory is taken: 3 ops per micro-batch and stage, about 100 bytes each.
 MAX_OPS = 20_000_000
 MAX_DECIMALS = 6
+MAX_BYTES = 1 << 60
+SLOWEST, FASTEST = 0.01, 100.0
 
 _WORKER = re.compile(r"W(\d{1,6})_(\d{1,6})")
 
@@ -75,15 +78,24 @@ class Technique(StrEnum):
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Op times of one stage, in the job's time unit.
+    """Op times of one stage, in the job's time unit, and what it keeps in memory, in bytes.
 
     forward F, input_backward I, weight_backward W, optimizer O (reduction and step).
+    reductions: what the gradients' reduction adds to O, by the number of living peers: of 1 peer
+    first, of the whole stage last. Empty: nothing.
+    activation_bytes: of one micro-batch, from F's start to I's (or B's) end. weight_backward_bytes:
+    what W needs of it, from I's end to W's end. weight_bytes, optimizer_bytes: kept throughout.
     """
 
     forward: float = 1.0
     input_backward: float = 1.0
     weight_backward: float = 1.0
     optimizer: float = 0.0
+    reductions: tuple[float, ...] = ()
+    activation_bytes: int = 0
+    weight_backward_bytes: int = 0
+    weight_bytes: int = 0
+    optimizer_bytes: int = 0
 
     def check(self, where: str) -> None:
         for name in ("forward", "input_backward", "weight_backward", "optimizer"):
@@ -92,6 +104,10 @@ class StageProfile:
             raise InputError(f"{where}.forward", self.forward, "a duration above 0")
         if self.input_backward + self.weight_backward <= 0:
             raise InputError(f"{where}.input_backward + weight_backward", 0, "a backward above 0")
+        for n, reduction in enumerate(self.reductions):
+            _check_duration(f"{where}.reductions[{n}]", reduction)
+        for name in ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes"):
+            _check_bytes(f"{where}.{name}", getattr(self, name))
 
 
 class StageTicks(NamedTuple):
@@ -111,14 +127,24 @@ class StageTicks(NamedTuple):
         """Ticks of compute one micro-batch needs on this stage: F + I + W."""
         return self.forward + self.input_backward + self.weight_backward
 
+    def at_speed(self, speed: float) -> StageTicks:
+        """The op times of a worker of that speed (0.5: half as fast), rounded up."""
+        exact = Fraction(Decimal(repr(speed)))
+        return StageTicks._make(math.ceil(ticks / exact) for ticks in self)
+
 
 @dataclass(frozen=True)
 class Job:
     """A grid of `pipelines` x `stages` workers; `micro_batches` enter each pipeline per iteration.
 
     profiles: one StageProfile per stage. transfers: one time per stage boundary (stages - 1 of
-    them), for activations forward and gradients backward alike; transfers overlap with compute.
+    them), for activations forward; backward_transfers: for gradients backward, the same unless
+    given. Transfers overlap with compute.
     time_unit: what one unit of the durations is called ("slot", "ms"); it is a label only.
+    capacity_bytes: memory of one worker, by stage; empty when not known.
+    speeds: of the workers that aren't nominal: 0.5 takes twice as long for F, I, W and the step
+    (not the reduction, which all peers end together). Workers outside the grid are left out, so
+    that a job of fewer pipelines is made by `replace(job, pipelines=...)`.
     Raises InputError for sizes or durations that make no job.
     """
 
@@ -128,6 +154,9 @@ class Job:
     profiles: tuple[StageProfile, ...] = field(default=())
     transfers: tuple[float, ...] = field(default=())
     time_unit: str = "slot"
+    backward_transfers: tuple[float, ...] = ()
+    capacity_bytes: tuple[int, ...] = ()
+    speeds: tuple[tuple[Worker, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check_sizes(self.pipelines, self.stages, self.micro_batches)
@@ -141,10 +170,37 @@ class Job:
             raise InputError("profiles", len(self.profiles), f"one per stage, {self.stages} in all")
         if len(self.transfers) != self.stages - 1:
             raise InputError("transfers", len(self.transfers), f"one per stage boundary, {self.stages - 1} in all")
+        if not self.backward_transfers:
+            object.__setattr__(self, "backward_transfers", self.transfers)
+        if len(self.backward_transfers) != self.stages - 1:
+            raise InputError(
+                "backward_transfers", len(self.backward_transfers), f"one per stage boundary, {self.stages - 1} in all"
+            )
         for s, profile in enumerate(self.profiles):
             profile.check(f"profiles[{s}]")
-        for s, transfer in enumerate(self.transfers):
-            _check_duration(f"transfers[{s}]", transfer)
+            if 0 < len(profile.reductions) < self.pipelines:
+                raise InputError(
+                    f"profiles[{s}].reductions",
+                    len(profile.reductions),
+                    f"one for each number of living peers, {self.pipelines} in all",
+                )
+        for name in ("transfers", "backward_transfers"):
+            for s, transfer in enumerate(getattr(self, name)):
+                _check_duration(f"{name}[{s}]", transfer)
+        if len(self.capacity_bytes) not in (0, self.stages):
+            raise InputError("capacity_bytes", len(self.capacity_bytes), f"one per stage, {self.stages} in all")
+        for s, capacity in enumerate(self.capacity_bytes):
+            _check_bytes(f"capacity_bytes[{s}]", capacity, least=1)
+        self._check_speeds()
+
+    def _check_speeds(self) -> None:
+        """Puts them in one spelling, so that equal jobs are equal."""
+        for worker, speed in self.speeds:
+            known = not isinstance(speed, bool) and isinstance(speed, (int, float)) and math.isfinite(speed)
+            if not known or not SLOWEST <= speed <= FASTEST:
+                raise InputError(f"speeds.{worker}", speed, f"a number from {SLOWEST:g} to {FASTEST:g} (1 is nominal)")
+        inside = {w: s for w, s in self.speeds if w.pipeline < self.pipelines and w.stage < self.stages and s != 1}
+        object.__setattr__(self, "speeds", tuple(sorted(inside.items())))
 
     @classmethod
     def uniform(
@@ -172,15 +228,18 @@ class Job:
     @cached_property
     def ticks_per_unit(self) -> int:
         """Smallest power of ten that makes every duration a whole number of ticks."""
-        values: list[float] = list(self.transfers)
+        values: list[float] = [*self.transfers, *self.backward_transfers]
         for p in set(self.profiles):
-            values += [p.forward, p.input_backward, p.weight_backward, p.optimizer]
+            values += [p.forward, p.input_backward, p.weight_backward, p.optimizer, *p.reductions]
         decimals: int = max((_decimals(v) for v in set(values)), default=0)
         return int(10**decimals)
 
     @cached_property
     def ticks(self) -> tuple[StageTicks, ...]:
-        """The profiles in ticks, one per stage."""
+        """The profiles in ticks, one per stage, at nominal speed and without the reductions.
+
+        `Problem.ticks` and `Problem.worker_ticks` have both.
+        """
         scale = self.ticks_per_unit
         return tuple(
             StageTicks(*(round(v * scale) for v in (p.forward, p.input_backward, p.weight_backward, p.optimizer)))
@@ -189,8 +248,13 @@ class Job:
 
     @cached_property
     def transfer_ticks(self) -> tuple[int, ...]:
-        """Transfer time of each boundary in ticks; index s is between stage s and s + 1."""
+        """Transfer time of activations in ticks; index s is from stage s to s + 1."""
         return tuple(round(t * self.ticks_per_unit) for t in self.transfers)
+
+    @cached_property
+    def backward_transfer_ticks(self) -> tuple[int, ...]:
+        """Transfer time of gradients in ticks; index s is from stage s + 1 to s."""
+        return tuple(round(t * self.ticks_per_unit) for t in self.backward_transfers)
 
     def units(self, ticks: int | float) -> float | int:
         """Ticks in the user's unit; whole numbers come back as int."""
@@ -214,7 +278,8 @@ class Job:
 class MemoryLimit:
     """How many activations one worker may hold at once (F's start to W's end), by stage.
 
-    `1f1b`: stages - s on stage s; `uniform`: stages on every stage; `none`; or a number.
+    `1f1b`: stages - s on stage s; `uniform`: stages on every stage; `none`; a number; or `bytes`:
+    as many as the job's capacity_bytes hold beside weights and optimizer state.
     """
 
     text: str
@@ -222,15 +287,22 @@ class MemoryLimit:
     @classmethod
     def parse(cls, text: str, *, field: str = "--memory") -> MemoryLimit:
         text = text.strip().lower()
-        named = text in ("1f1b", "uniform", "none")
+        named = text in ("1f1b", "uniform", "none", "bytes")
         if not named and (not re.fullmatch(r"\d{1,9}", text) or int(text) < 1):
-            raise InputError(field, text, "1f1b, uniform, none, or a whole number of at least 1")
+            raise InputError(field, text, "1f1b, uniform, none, bytes, or a whole number of at least 1")
         return cls(text)
 
-    def limits(self, job: Job) -> tuple[int | None, ...]:
-        """One limit per stage; None where there is none."""
+    def limits(self, job: Job, technique: Technique = Technique.STAGGERED) -> tuple[int | None, ...]:
+        """One limit per stage; None where there is none.
+
+        `bytes`: so many micro-batches as fit if each took its larger part, that for I or that for
+        W, all along; where B is not split, that for I. Raises InfeasibleError when not even one
+        does, InputError when the job does not say what a worker holds.
+        """
         if self.text == "none":
             return (None,) * job.stages
+        if self.text == "bytes":
+            return tuple(_bytes_limit(job, s, technique) for s in range(job.stages))
         if self.text == "1f1b":
             return tuple(job.stages - s for s in range(job.stages))
         count = job.stages if self.text == "uniform" else int(self.text)
@@ -259,6 +331,8 @@ class Problem:
         for stage in range(self.job.stages):
             if not self.living_peers(stage):
                 raise InfeasibleError(f"stage {stage} has no living peer", self._remedy(stage))
+        if self.memory.text == "bytes":
+            _ = self.limits  # raises
 
     def _remedy(self, stage: int) -> str:
         """What would give `stage` a living peer."""
@@ -282,7 +356,51 @@ class Problem:
 
     @cached_property
     def limits(self) -> tuple[int | None, ...]:
-        return self.memory.limits(self.job)
+        return self.memory.limits(self.job, self.technique)
+
+    @cached_property
+    def ticks(self) -> tuple[StageTicks, ...]:
+        """Op times per stage at nominal speed, in ticks; O with the reduction among the living peers."""
+        return tuple(
+            t._replace(optimizer=t.optimizer + self._reduction(s)) if self.job.profiles[s].reductions else t
+            for s, t in enumerate(self.job.ticks)
+        )
+
+    def _reduction(self, stage: int) -> int:
+        """Ticks. The last number is that of the whole stage, also where one pipeline stands for all."""
+        reductions = self.job.profiles[stage].reductions
+        dead = self.job.pipelines - len(self.living_peers(stage))
+        return round(reductions[len(reductions) - 1 - dead] * self.job.ticks_per_unit) if reductions else 0
+
+    def worker_ticks(self, worker: Worker) -> StageTicks:
+        """Op times of one worker at its own speed, in ticks; O is its step and the reduction."""
+        return self._own_ticks.get(worker) or self.ticks[worker.stage]
+
+    @cached_property
+    def _own_ticks(self) -> dict[Worker, StageTicks]:
+        """Of the workers that aren't nominal."""
+        out = {}
+        for worker, speed in self.job.speeds:
+            own = self.job.ticks[worker.stage].at_speed(speed)
+            out[worker] = own._replace(optimizer=own.optimizer + self._reduction(worker.stage))
+        return out
+
+    @cached_property
+    def fastest(self) -> tuple[StageTicks, ...]:
+        """By stage the least F, I and W of any living peer, and the longest O, with which the stage ends."""
+        if not self.job.speeds:
+            return self.ticks
+        out = []
+        for stage in range(self.job.stages):
+            peers = [self.worker_ticks(Worker(p, stage)) for p in self.living_peers(stage)]
+            least = StageTicks._make(map(min, zip(*peers, strict=True)))
+            out.append(least._replace(optimizer=max(t.optimizer for t in peers)))
+        return tuple(out)
+
+    @cached_property
+    def longest_optimizer(self) -> int:
+        """Ticks of the longest O of any living worker."""
+        return max(t.optimizer for t in self.fastest)
 
     def living_workers(self) -> list[Worker]:
         return [w for w in self.job.workers() if w not in self.failed]
@@ -321,6 +439,31 @@ def _check_duration(field: str, value: float) -> None:
         raise InputError(field, value, "a duration from 0 to 1e9")
     if _decimals(value) > MAX_DECIMALS:
         raise InputError(field, value, f"at most {MAX_DECIMALS} decimals")
+
+
+def _check_bytes(field: str, value: int, *, least: int = 0) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_BYTES:
+        raise InputError(field, value, f"a whole number of bytes from {least} to {MAX_BYTES}")
+
+
+def _bytes_limit(job: Job, stage: int, technique: Technique) -> int | None:
+    """Micro-batches that a worker of `stage` may hold; see MemoryLimit.limits."""
+    if not job.capacity_bytes:
+        raise InputError("capacity_bytes", None, "bytes per worker in the job's profile, as --memory bytes needs them")
+    profile, capacity = job.profiles[stage], job.capacity_bytes[stage]
+    fixed = profile.weight_bytes + profile.optimizer_bytes
+    each = max(profile.activation_bytes, profile.weight_backward_bytes if technique.splits else 0)
+    remedy = f"give its workers at least {fixed + each:,} bytes each, or cut the model into smaller stages"
+    if fixed > capacity:
+        raise InfeasibleError(
+            f"weights and optimizer state take {fixed:,} bytes on stage {stage}, which has {capacity:,}", remedy
+        )
+    if not each:
+        return None
+    if fixed + each > capacity:
+        share = math.floor(100 * (capacity - fixed) / each) / 100
+        raise InfeasibleError(f"memory holds {share:g} of one micro-batch on stage {stage}", remedy)
+    return (capacity - fixed) // each
 
 
 def _decimals(value: float) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
-from planner.errors import PlannerError
+from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from planner.schedule import Op, Schedule
 
@@ -21,6 +22,11 @@ SCHEMA_VERSION: Literal[1] = 1
 
 Time = Annotated[int | float, Field(ge=0, allow_inf_nan=False)]
 WorkerName = Annotated[str, Field(pattern=r"^W\d{1,6}_\d{1,6}$")]
+Bytes = Annotated[StrictInt, Field(ge=0)]
+Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# What a document need not say is left out where it says nothing, so that documents, and with them
+# fingerprints, of jobs without it stay what they were.
+_WHERE_GIVEN = Field(exclude_if=lambda value: not value)
 
 
 # Plans come from files of others and are printed on terminals: no control characters.
@@ -36,32 +42,56 @@ class _Model(BaseModel):
 
 
 class StageDoc(_Model):
-    """Op times of one stage, in `time_unit`."""
+    """Op times of one stage, in `time_unit`, and what it keeps in memory; see planner.job.StageProfile."""
 
     forward: Time
     input_backward: Time
     weight_backward: Time
     optimizer: Time
+    reductions: Annotated[tuple[Time, ...], _WHERE_GIVEN] = ()
+    activation_bytes: Annotated[Bytes, _WHERE_GIVEN] = 0
+    weight_backward_bytes: Annotated[Bytes, _WHERE_GIVEN] = 0
+    weight_bytes: Annotated[Bytes, _WHERE_GIVEN] = 0
+    optimizer_bytes: Annotated[Bytes, _WHERE_GIVEN] = 0
 
 
 class JobDoc(_Model):
+    """See planner.job.Job. `capacity_bytes`: one number for all workers, or one per stage."""
+
     pipelines: StrictInt
     stages: StrictInt
     micro_batches: StrictInt
     profiles: tuple[StageDoc, ...]
     transfers: tuple[Time, ...]
     time_unit: Annotated[str, Field(max_length=20, pattern=PRINTABLE)] = "slot"
+    backward_transfers: Annotated[tuple[Time, ...], _WHERE_GIVEN] = ()
+    capacity_bytes: Annotated[Bytes | tuple[Bytes, ...], _WHERE_GIVEN] = ()
+    speeds: Annotated[dict[WorkerName, Speed], _WHERE_GIVEN] = Field(default_factory=dict)
 
     def job(self) -> Job:
         """Raises InputError when the document describes no job."""
-        return Job(
+        capacity, speeds = self.capacity_bytes, {Worker.parse(w, field="speeds"): s for w, s in self.speeds.items()}
+        made = Job(
             self.pipelines,
             self.stages,
             self.micro_batches,
             profiles=tuple(StageProfile(**p.model_dump()) for p in self.profiles),
             transfers=tuple(self.transfers),
             time_unit=self.time_unit,
+            backward_transfers=self.backward_transfers,
+            capacity_bytes=(capacity,) * len(self.profiles) if isinstance(capacity, int) else capacity,
+            speeds=tuple(speeds.items()),
         )
+        for worker in speeds:
+            made.check_worker(worker, field="speeds")
+        for s, profile in enumerate(self.profiles):
+            if len(profile.reductions) > self.pipelines:
+                raise InputError(
+                    f"profiles[{s}].reductions",
+                    len(profile.reductions),
+                    f"one for each number of living peers, {self.pipelines} in all",
+                )
+        return made
 
 
 class OpDoc(_Model):
@@ -185,13 +215,31 @@ class Plan(_Model):
 
 
 def job_doc(job: Job) -> JobDoc:
+    one_capacity = len(set(job.capacity_bytes)) == 1
     return JobDoc(
         pipelines=job.pipelines,
         stages=job.stages,
         micro_batches=job.micro_batches,
-        profiles=tuple(StageDoc(**{n: _plain(getattr(p, n)) for n in StageDoc.model_fields}) for p in job.profiles),
-        transfers=tuple(_plain(t) for t in job.transfers),
+        profiles=tuple(map(_stage_doc, job.profiles)),
+        transfers=_plain_all(job.transfers),
         time_unit=job.time_unit,
+        backward_transfers=() if job.backward_transfers == job.transfers else _plain_all(job.backward_transfers),
+        capacity_bytes=job.capacity_bytes[0] if one_capacity else job.capacity_bytes,
+        speeds={str(worker): speed for worker, speed in job.speeds},
+    )
+
+
+def _stage_doc(profile: StageProfile) -> StageDoc:
+    return StageDoc(
+        forward=_plain(profile.forward),
+        input_backward=_plain(profile.input_backward),
+        weight_backward=_plain(profile.weight_backward),
+        optimizer=_plain(profile.optimizer),
+        reductions=_plain_all(profile.reductions),
+        activation_bytes=profile.activation_bytes,
+        weight_backward_bytes=profile.weight_backward_bytes,
+        weight_bytes=profile.weight_bytes,
+        optimizer_bytes=profile.optimizer_bytes,
     )
 
 
@@ -215,6 +263,10 @@ def _op_doc(job: Job, op: Op) -> OpDoc:
         start=job.units(op.start),
         duration=job.units(op.duration),
     )
+
+
+def _plain_all(values: Iterable[float]) -> tuple[float | int, ...]:
+    return tuple(map(_plain, values))
 
 
 def _plain(value: float) -> float | int:

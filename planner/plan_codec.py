@@ -159,13 +159,13 @@ def _waits(columns: Columns) -> Ints:
     job = columns.problem.job
     home = np.repeat(np.arange(job.pipelines), job.micro_batches)
     forward, backward, weight = (columns.starts[k] for k in range(3))
-    wire = np.array(job.transfer_ticks, np.int64)[:, None]
+    wire, wire_back = (np.array(t, np.int64)[:, None] for t in (job.transfer_ticks, job.backward_transfer_ticks))
     out = np.empty((4, *columns.route.shape), np.int64)
     out[0] = columns.route - home
     out[1] = forward
     out[1][1:] -= forward[:-1] + columns.duration(F)[:-1] + wire
     out[2] = backward
-    out[2][:-1] -= backward[1:] + _backward(columns)[1:] + wire
+    out[2][:-1] -= backward[1:] + _backward(columns)[1:] + wire_back
     out[2][-1] -= forward[-1] + columns.duration(F)[-1]
     out[3] = weight - backward - columns.duration(I)
     return out
@@ -185,7 +185,7 @@ def _from_waits(problem: Problem, waits: Ints, split: Ints, durations: Ints, ste
         forward[s] += forward[s - 1] + length[s - 1] + job.transfer_ticks[s - 1]
     backward[-1] += forward[-1] + length[-1]
     for s in reversed(range(job.stages - 1)):
-        backward[s] += backward[s + 1] + back[s + 1] + job.transfer_ticks[s]
+        backward[s] += backward[s + 1] + back[s + 1] + job.backward_transfer_ticks[s]
     weight += backward + columns.duration(I)
     return columns
 

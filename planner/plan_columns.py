@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.errors import PlannerError
+from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.plan import SCHEMA_VERSION, MetricsDoc, OpDoc, Plan, SolverDoc, job_doc
 from planner.schedule import Schedule
@@ -77,13 +77,13 @@ class Columns:
                     route[op.stage, item] = worker.pipeline
                 length = op.duration
                 if op.kind == "B":
-                    durations[(W, *at)] = job.ticks[op.stage].weight_backward
+                    durations[(W, *at)] = problem.worker_ticks(worker).weight_backward
                     length -= int(durations[(W, *at)])
                     starts[W, op.stage, item] = op.start + length
                 durations[(kind, *at)] = length
         if route.min(initial=0) < 0 or starts.min(initial=0) < 0:
             raise NotColumnar("the plan lacks an op of some micro-batch and stage")
-        return cls(problem, route, starts, split, _filled(job, durations), step)
+        return cls(problem, route, starts, split, _filled(problem, durations), step)
 
     @classmethod
     def _of_arrays(cls, schedule: ArraySchedule) -> Columns:
@@ -96,7 +96,7 @@ class Columns:
         for worker in problem.failed:
             split[worker.stage, worker.pipeline] = 0
         route = np.asarray(table.route, np.int64).reshape(job.stages, n) % job.pipelines
-        durations = _filled(job, np.full((4, *shape), -1, np.int64))
+        durations = _filled(problem, np.full((4, *shape), -1, np.int64))
         whole = ~np.take_along_axis(split, route, 1).astype(bool)
         starts[W][whole] = (starts[I] + np.take_along_axis(durations[I], route, 1))[whole]
         ends = result.last if problem.technique.staggers else [max(result.last)] * job.stages
@@ -132,9 +132,8 @@ class Columns:
 
     def period(self) -> int:
         """Ticks; the definition is that of planner.schedule."""
-        job = self.problem.job
         if not self.problem.technique.staggers:
-            return self.makespan() + max(t.optimizer for t in job.ticks)
+            return self.makespan() + self.problem.longest_optimizer
         living = np.ones(self.durations.shape[1:], bool)
         for worker in self.problem.failed:
             living[worker.stage, worker.pipeline] = False
@@ -163,8 +162,11 @@ class Columns:
 
         The first changes nothing but names. The second lets peers of one stage swap their parts,
         so that any failures with as many per stage fit; a micro-batch's home stays what it was.
+        Raises InputError for a job whose workers are not alike.
         """
         job = self.problem.job
+        if job.speeds:
+            raise InputError("speeds", f"{len(job.speeds)} workers", "workers alike where a plan is to be renamed")
         new = np.asarray(names, np.int64)
         swap = np.asarray(workers, np.int64)
         items = (new[:, None] * job.micro_batches + np.arange(job.micro_batches)).ravel()
@@ -276,10 +278,12 @@ def problem_of(job: Job, failed: Sequence[Sequence[int]], technique: Technique, 
     return Problem(job, dead, technique, memory)
 
 
-def _filled(job: Job, durations: Ints) -> Ints:
-    """Where a worker runs no op of a kind (-1), the stage's own time."""
-    own = np.array([[t.forward, t.input_backward, t.weight_backward, t.optimizer] for t in job.ticks], np.int64).T
-    return np.where(durations < 0, own[:, :, None], durations)
+def _filled(problem: Problem, durations: Ints) -> Ints:
+    """Where a worker runs no op of a kind (-1), its time for one."""
+    own = np.repeat(np.array(problem.ticks, np.int64).T[:, :, None], problem.job.pipelines, 2)
+    for worker, _ in problem.job.speeds:
+        own[:, worker.stage, worker.pipeline] = problem.worker_ticks(worker)
+    return np.where(durations < 0, own, durations)
 
 
 def _units(job: Job, ticks: Ints) -> list[int | float]:

@@ -72,7 +72,7 @@ class Schedule:
         barrier = max(ends)
         for worker, ops in by_worker.items():
             start = ends[worker.stage] if problem.technique.staggers else barrier
-            length = problem.job.ticks[worker.stage].optimizer
+            length = problem.worker_ticks(worker).optimizer
             ops.append(Op("O", worker.pipeline, -1, worker.stage, worker, start, length))
         return cls(problem, {w: tuple(ops) for w, ops in by_worker.items()})
 
@@ -94,9 +94,8 @@ class Schedule:
         Staggered: the largest, over stages, of (end of the stage's O) - (earliest start in the
         stage). Otherwise makespan + the longest O.
         """
-        job = self.problem.job
         if self.problem.technique is not Technique.STAGGERED:
-            return self.makespan + max(t.optimizer for t in job.ticks)
+            return self.makespan + self.problem.longest_optimizer
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for worker, ops in self.ops.items():

@@ -34,13 +34,14 @@ class ScheduleModel:
         job = problem.job
         self.splits = problem.technique.splits
         self.staggers = problem.technique.staggers
-        self.ticks = job.ticks
-        self.wire = job.transfer_ticks
+        self.fastest = problem.fastest
+        self.longest = problem.longest_optimizer
+        self.wire, self.wire_back = job.transfer_ticks, job.backward_transfer_ticks
         # Every stage starts before stage 0 ends, and lasts no longer than a period.
         self.horizon = 2 * self.upper if self.staggers else self.upper
         self.heads = [0]
         for s in range(1, job.stages):
-            self.heads.append(self.heads[-1] + self.ticks[s - 1].forward + self.wire[s - 1])
+            self.heads.append(self.heads[-1] + self.fastest[s - 1].forward + self.wire[s - 1])
         self.starts: dict[OpKey, cp_model.IntVar] = {}
         self.period = self.model.new_int_var(self.lower, self.upper, "period")
         self.first: list[cp_model.IntVar | int] = [0] * job.stages
@@ -57,8 +58,9 @@ class ScheduleModel:
 
     # -- what is asked ---------------------------------------------------------------------------
 
-    def duration(self, kind: str, stage: int) -> int:
-        ticks = self.ticks[stage]
+    def duration(self, kind: str, index: int, stage: int) -> int:
+        """Ticks on the worker that the micro-batch meets there."""
+        ticks = self.reduction.problem.worker_ticks(Worker(self.reduction.routes[stage][index], stage))
         if kind == "F":
             return ticks.forward
         if kind == "W":
@@ -66,7 +68,7 @@ class ScheduleModel:
         return ticks.input_backward if self.splits else ticks.backward
 
     def end(self, kind: str, index: int, stage: int) -> cp_model.LinearExpr:
-        return self.starts[kind, index, stage] + self.duration(kind, stage)
+        return self.starts[kind, index, stage] + self.duration(kind, index, stage)
 
     def last_end(self, index: int, stage: int) -> cp_model.LinearExpr:
         """When the activation is free."""
@@ -76,8 +78,7 @@ class ScheduleModel:
 
     def _class(self, members: tuple[int, ...]) -> None:
         """Chains of the class, its order (see reduction), and the period."""
-        add, stages = self.model.add, len(self.ticks)
-        longest = max(t.optimizer for t in self.ticks)
+        add, stages = self.model.add, len(self.fastest)
         kinds = "FIW" if self.splits else "FI"
         for index in members:
             for s in range(stages):
@@ -90,12 +91,12 @@ class ScheduleModel:
                     add(self.starts["W", index, s] >= self.end("I", index, s))
                 if self.staggers:
                     add(self.starts["F", index, s] >= self.first[s])
-                    add(self.last_end(index, s) + self.ticks[s].optimizer <= self.first[s] + self.period)
+                    add(self.last_end(index, s) + self.fastest[s].optimizer <= self.first[s] + self.period)
                 else:
-                    add(self.last_end(index, s) + longest <= self.period)
+                    add(self.last_end(index, s) + self.longest <= self.period)
             for s in range(stages - 1):
                 add(self.starts["F", index, s + 1] >= self.end("F", index, s) + self.wire[s])
-                add(self.starts["I", index, s] >= self.end("I", index, s + 1) + self.wire[s])
+                add(self.starts["I", index, s] >= self.end("I", index, s + 1) + self.wire_back[s])
         for before, after in pairwise(members):
             for s in range(stages):
                 for kind in kinds:
@@ -107,7 +108,7 @@ class ScheduleModel:
         for worker, classes in self.reduction.by_worker().items():
             keys = [(kind, i, worker.stage) for c in classes for i in c for kind in kinds]
             self.model.add_no_overlap(
-                self.model.new_fixed_size_interval_var(self.starts[k], self.duration(k[0], k[2]), "") for k in keys
+                self.model.new_fixed_size_interval_var(self.starts[k], self.duration(*k), "") for k in keys
             )
             self._memory(worker, classes)
 
@@ -123,7 +124,7 @@ class ScheduleModel:
             intervals = [
                 self.model.new_interval_var(
                     self.starts["F", i, worker.stage],
-                    self.model.new_int_var(self.ticks[worker.stage].work, self.horizon, ""),
+                    self.model.new_int_var(self.reduction.problem.worker_ticks(worker).work, self.horizon, ""),
                     self.last_end(i, worker.stage),
                     "",
                 )
@@ -144,7 +145,7 @@ class ScheduleModel:
 
     def read(self, value: cp_model.CpSolver | cp_model.CpSolverSolutionCallback) -> Times:
         """The starts of a solution; those of micro-batches that were left out are 0."""
-        count, stages = len(self.reduction.routes[0]), len(self.ticks)
+        count, stages = len(self.reduction.routes[0]), len(self.fastest)
         times = Times(*([[0] * stages for _ in range(count)] for _ in range(3)))
         for (kind, index, stage), variable in self.starts.items():
             _table(times, kind)[index][stage] = value.value(variable)

@@ -22,13 +22,16 @@ from planner.solvers.reduction import whole_backwards
 
 
 class RoutingModel:
-    """Looks for a period of `lower` to `upper` ticks, O included, with free times and routes."""
+    """Looks for a period of `lower` to `upper` ticks, O included, with free times and routes.
+
+    Peers must be alike: for jobs without speeds.
+    """
 
     def __init__(self, problem: Problem, lower: int, upper: int) -> None:
         self.problem = problem
         job = problem.job
-        self.ticks = job.ticks
-        self.wire = job.transfer_ticks
+        self.ticks = problem.ticks
+        self.wire, self.wire_back = job.transfer_ticks, job.backward_transfer_ticks
         self.count = job.pipelines * job.micro_batches
         self.splits = problem.technique.splits
         self.staggers = problem.technique.staggers
@@ -90,7 +93,7 @@ class RoutingModel:
                 add(self._end(index, s) + longest <= self.period)
             if s:
                 add(forward[s] >= forward[s - 1] + self.ticks[s - 1].forward + self.wire[s - 1])
-                add(backward[s - 1] >= backward[s] + self._back(s) + self.wire[s - 1])
+                add(backward[s - 1] >= backward[s] + self._back(s) + self.wire_back[s - 1])
 
     def _stage(self, stage: int) -> None:
         """Routes of the stage; one op at a time per peer; memory; the peers' order."""

@@ -56,6 +56,7 @@ def dispatch(
     input_backward: Ints,
     weight_backward: Ints,
     transfer: Ints,
+    transfer_back: Ints,
     capacity: Ints,
     split: Ints,
     key: Ints,
@@ -96,15 +97,16 @@ def dispatch(
     its memory again and again, each micro-batch held on stage s is taken in turn, comes back,
     and is freed as well.
 
-    route: worker of each item. forward, input_backward, weight_backward: ticks by stage (for a
-    worker that does not split, B lasts both). transfer: by boundary. capacity, depth, final,
+    route: worker of each item. forward, input_backward, weight_backward: ticks by worker (one that
+    does not split takes both for B). transfer, transfer_back: by boundary, of activations and of
+    gradients. capacity, depth, final,
     open_limit, patience, patience_w: by stage. split: by worker, 0 or 1. key: by item, smaller first; equal
     keys go by micro-batch. slack: by worker, the latest tick at which it may begin all its work
     and end in time; moves on with the work done. base: where each worker's part of ready_f,
     ready_i and pending_w begins. state: STATE zeros per worker.
     """
-    stages = len(forward)
-    workers = stages * pipelines
+    workers = len(forward)
+    stages = workers // pipelines
     items = stages * n
     # One event is time * codes + code; below `workers` a worker ends its op, above an arrival.
     codes = workers + 2 * items
@@ -160,7 +162,7 @@ def dispatch(
             else:
                 continue
             if waits and choice != 2:
-                length = forward[s] if choice == 1 else weight_backward[s]
+                length = forward[w] if choice == 1 else weight_backward[w]
                 wait = state[due_i + w] - now
                 if 0 < wait < length and wait * 100 < patience[s] * (length - wait) and now + wait <= slack[w]:
                     continue
@@ -179,7 +181,7 @@ def dispatch(
                 state[ahead + w] += 1
                 state[left + w] -= 1
                 start_f[s * n + m] = now
-                length = forward[s]
+                length = forward[w]
                 if s < stages - 1:
                     lower = route[(s + 1) * n + m]
                     arrival = now + length + transfer[s]
@@ -190,19 +192,19 @@ def dispatch(
                 state[size_i + w] -= 1
                 state[ahead + w] -= 1
                 start_i[s * n + m] = now
-                length = input_backward[s]
+                length = input_backward[w]
                 if split[w] == 0:
-                    length += weight_backward[s]
+                    length += weight_backward[w]
                 if s > 0:
                     upper = route[(s - 1) * n + m]
-                    arrival = now + length + transfer[s - 1]
+                    arrival = now + length + transfer_back[s - 1]
                     if state[due_i + upper] <= now or arrival < state[due_i + upper]:
                         state[due_i + upper] = arrival
             else:
                 m = pending_w[base[w] + state[head_w + w]]
                 state[head_w + w] += 1
                 start_w[s * n + m] = now
-                length = weight_backward[s]
+                length = weight_backward[w]
             slack[w] += length
             sequence[started] = (choice - 1) * items + s * n + m
             state[kind + w] = choice
@@ -245,8 +247,8 @@ def dispatch(
                     if s == 0:
                         continue
                     code = workers + items + (s - 1) * n + m
-                    if transfer[s - 1] > 0:
-                        heappush(events, (now + transfer[s - 1]) * codes + code)
+                    if transfer_back[s - 1] > 0:
+                        heappush(events, (now + transfer_back[s - 1]) * codes + code)
                         continue
             item = code - workers
             if item < items:
@@ -271,6 +273,7 @@ def retime(
     input_backward: Ints,
     weight_backward: Ints,
     transfer: Ints,
+    transfer_back: Ints,
     split: Ints,
     sequence: Ints,
     started: int,
@@ -284,8 +287,8 @@ def retime(
     For ops whose order was found with other durations than these. Memory needs no second look:
     how much a worker holds at each of its ops depends on their order alone. free: zero by worker.
     """
-    stages = len(forward)
-    items = stages * n
+    items = len(route)
+    stages = items // n
     for k in range(started):
         kind = sequence[k] // items
         item = sequence[k] % items
@@ -294,19 +297,20 @@ def retime(
         start = free[w]
         if kind == 0:
             if s > 0:
-                start = max(start, start_f[item - n] + forward[s - 1] + transfer[s - 1])
+                start = max(start, start_f[item - n] + forward[route[item - n]] + transfer[s - 1])
             start_f[item] = start
-            free[w] = start + forward[s]
+            free[w] = start + forward[w]
         elif kind == 1:
             if s < stages - 1:
-                arrival = start_i[item + n] + input_backward[s + 1] + transfer[s]
-                if split[route[item + n]] == 0:
-                    arrival += weight_backward[s + 1]
+                below = route[item + n]
+                arrival = start_i[item + n] + input_backward[below] + transfer_back[s]
+                if split[below] == 0:
+                    arrival += weight_backward[below]
                 start = max(start, arrival)
             start_i[item] = start
-            free[w] = start + input_backward[s]
+            free[w] = start + input_backward[w]
             if split[w] == 0:
-                free[w] += weight_backward[s]
+                free[w] += weight_backward[w]
         else:
             start_w[item] = start
-            free[w] = start + weight_backward[s]
+            free[w] = start + weight_backward[w]

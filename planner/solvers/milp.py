@@ -123,15 +123,18 @@ class StepModel:
     def __init__(self, problem: Problem, routes: Routes, upper: int) -> None:
         self.problem, self.routes = problem, routes
         job = problem.job
+        if job.speeds:
+            raise InputError("--solver", "milp", "auto, cp-sat or list: the MILP knows no per-worker speeds")
         self.stages = range(job.stages)
         self.indices = range(job.pipelines * job.micro_batches)
         self.kinds = "FIW" if problem.technique.splits else "FB"
         self.back, self.last = self.kinds[1], self.kinds[-1]
-        durations = [d for t in job.ticks for d in (t.forward, t.input_backward, t.weight_backward, t.optimizer)]
+        durations = [d for t in problem.ticks for d in (t.forward, t.input_backward, t.weight_backward, t.optimizer)]
         # All starts of an earliest-start schedule are sums of durations, so whole multiples of this.
-        self.unit = math.gcd(*durations, *job.transfer_ticks)
+        self.unit = math.gcd(*durations, *job.transfer_ticks, *job.backward_transfer_ticks)
         self.wire = [t // self.unit for t in job.transfer_ticks]
-        self.optimizer = [t.optimizer // self.unit for t in job.ticks]
+        self.wire_back = [t // self.unit for t in job.backward_transfer_ticks]
+        self.optimizer = [t.optimizer // self.unit for t in problem.ticks]
         self.upper = upper // self.unit
         self.earliest, self.latest = self._earliest(), self._latest()
         size = len(self.indices) * sum(
@@ -159,7 +162,7 @@ class StepModel:
     # -- data ------------------------------------------------------------------------------------
 
     def duration(self, kind: str, stage: int) -> int:
-        t = self.problem.job.ticks[stage]
+        t = self.problem.ticks[stage]
         ticks = {"F": t.forward, "I": t.input_backward, "W": t.weight_backward, "B": t.backward}[kind]
         return ticks // self.unit
 
@@ -175,7 +178,7 @@ class StepModel:
             clock += self.duration(self.back, s)
             if self.last == "W":
                 at["W", s] = clock
-            clock += self.wire[s - 1] if s else 0
+            clock += self.wire_back[s - 1] if s else 0
         return at
 
     def _latest(self) -> dict[tuple[str, int], int]:
@@ -190,7 +193,7 @@ class StepModel:
                 clock = min(clock, end - weight)
             clock -= self.duration(self.back, s)
             at[self.back, s] = clock
-            clock -= self.wire[s] if s < len(self.wire) else 0
+            clock -= self.wire_back[s] if s < len(self.wire) else 0
         clock = at[self.back, self.stages[-1]]
         for s in reversed(self.stages):
             clock -= self.duration("F", s)
@@ -240,7 +243,7 @@ class StepModel:
                 self._after(("I", index, s), ("W", index, s), 0)
             if s:
                 self._after(("F", index, s - 1), ("F", index, s), self.wire[s - 1])
-                self._after((self.back, index, s), (self.back, index, s - 1), self.wire[s - 1])
+                self._after((self.back, index, s), (self.back, index, s - 1), self.wire_back[s - 1])
 
     def _workers(self) -> None:
         guests: dict[Worker, list[int]] = defaultdict(list)

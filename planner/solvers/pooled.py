@@ -13,8 +13,10 @@ own, and call the k-th of each those of "micro-batch" k. Then
 - first start and last end of the stage are what they were.
 So the times satisfy this model, whose optimum is therefore no larger than any schedule's period.
 
-It forgets that F, I and W of a micro-batch share a worker, and that memory is not shared. What it
-gains is that all of its ops are ordered beforehand: no routes, little to branch on.
+It forgets that F, I and W of a micro-batch share a worker, and that memory is not shared. Where
+peers differ in speed, an op lasts as long as on the fastest of them: each of the above holds all
+the more for one that takes longer. What it gains is that all of its ops are ordered beforehand: no
+routes, little to branch on.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class PooledModel:
             self._span(stage, head, upper)
             self._chain(stage)
             if stage < job.stages - 1:
-                head += job.ticks[stage].forward + job.transfer_ticks[stage]
+                head += problem.fastest[stage].forward + job.transfer_ticks[stage]
         self.model.minimize(self.period)
 
     @staticmethod
@@ -57,7 +59,7 @@ class PooledModel:
         return (3 if problem.technique.splits else 2) * job.pipelines * job.micro_batches * job.stages
 
     def _duration(self, kind: str, stage: int) -> int:
-        ticks = self.problem.job.ticks[stage]
+        ticks = self.problem.fastest[stage]
         if kind == "F":
             return ticks.forward
         if kind == "W":
@@ -89,11 +91,11 @@ class PooledModel:
 
     def _span(self, stage: int, head: int, upper: int) -> None:
         """The stage within the period."""
-        ticks = self.problem.job.ticks
+        ticks = self.problem.fastest
         last = self.kinds[-1]
         end = self.starts[last, stage][-1] + self._duration(last, stage)
         if not self.problem.technique.staggers:
-            self.model.add(end + max(t.optimizer for t in ticks) <= self.period)
+            self.model.add(end + self.problem.longest_optimizer <= self.period)
         elif stage == 0:
             self.model.add(end + ticks[0].optimizer <= self.period)
         else:
@@ -103,14 +105,14 @@ class PooledModel:
 
     def _chain(self, stage: int) -> None:
         """Backward after forward, W after I, and both after what the neighbour sends."""
-        add, wire = self.model.add, self.problem.job.transfer_ticks
+        add, job = self.model.add, self.problem.job
         for k in range(self.count):
             add(self.starts["I", stage][k] >= self.starts["F", stage][k] + self._duration("F", stage))
             if "W" in self.kinds:
                 add(self.starts["W", stage][k] >= self.starts["I", stage][k] + self._duration("I", stage))
             if stage:
                 above = stage - 1
-                sent = self.starts["F", above][k] + self._duration("F", above) + wire[above]
+                sent = self.starts["F", above][k] + self._duration("F", above) + job.transfer_ticks[above]
                 add(self.starts["F", stage][k] >= sent)
-                back = self.starts["I", stage][k] + self._duration("I", stage) + wire[above]
+                back = self.starts["I", stage][k] + self._duration("I", stage) + job.backward_transfer_ticks[above]
                 add(self.starts["I", above][k] >= back)

@@ -12,7 +12,7 @@ precedence "every b_j follows its a_j by d" survives sorting: at least k of the 
 k-th smallest b, so the k-th smallest a does.
 
 Pipelines that repeat others. If a class is alone on all of its workers and another class has at
-least as many micro-batches, the former can be left out and its ops given the times of the
+least as many micro-batches, on workers as fast, the former can be left out and its ops given the times of the
 latter's first micro-batches. Proof: those ops are a subset of what one worker runs without overlap
 and within memory; they start no earlier and end no later than the stage does already, so neither
 the period nor the makespan grows. Leaving ops out can't make an optimum worse.
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.job import Problem, Worker
+from planner.job import Problem, StageTicks, Worker
 from planner.routing import Routes, assign
 from planner.schedule import Op, Schedule
 
@@ -72,7 +72,10 @@ class Reduction:
         copies: dict[int, int] = {}
         for route in sorted(alone, key=lambda r: (-len(classes[r]), r)):
             members = classes[route]
-            donor = next((c for c in kept.values() if len(c) >= len(members)), None)
+            donor = next(
+                (c for r, c in kept.items() if len(c) >= len(members) and _ticks(problem, r) == _ticks(problem, route)),
+                None,
+            )
             if donor is None:
                 kept[route] = members
             else:
@@ -109,7 +112,7 @@ class Reduction:
             else:
                 times.backward[index][op.stage] = op.start
                 if op.kind == "B":
-                    times.weight[index][op.stage] = op.start + job.ticks[op.stage].input_backward
+                    times.weight[index][op.stage] = op.start + self.problem.worker_ticks(op.worker).input_backward
         self._sort(times)
         return times
 
@@ -139,8 +142,9 @@ class Reduction:
         for index in range(len(self.routes[0])):
             source = self.copies.get(index, index)
             pipeline, micro_batch = divmod(index, job.micro_batches)
-            for stage, ticks in enumerate(job.ticks):
+            for stage in range(job.stages):
                 worker = Worker(self.routes[stage][index], stage)
+                ticks = self.problem.worker_ticks(worker)
                 place = (pipeline, micro_batch, stage, worker)
                 yield Op("F", *place, times.forward[source][stage], ticks.forward)
                 if splits:
@@ -150,13 +154,18 @@ class Reduction:
                     yield Op("B", *place, times.backward[source][stage], ticks.backward)
 
 
+def _ticks(problem: Problem, route: tuple[int, ...]) -> list[StageTicks]:
+    """Op times on each worker of a route."""
+    return [problem.worker_ticks(Worker(p, s)) for s, p in enumerate(route)]
+
+
 def whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
     """The same times with B for I and W on each worker where the split gains nothing.
 
     That is a worker each of whose W's directly follows its own I, with no op upstream that starts
     before the W has ended and its gradient has been sent: so as few workers as possible split.
     """
-    wire = problem.job.transfer_ticks
+    wire = problem.job.backward_transfer_ticks
     at = {(op.kind, op.pipeline, op.micro_batch, op.stage): op for op in ops}
     split = set()
     for op in ops:
@@ -171,7 +180,7 @@ def whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
         if op.kind == "F" or op.worker in split:
             whole.append(op)
         elif op.kind == "I":
-            duration = problem.job.ticks[op.stage].backward
+            duration = problem.worker_ticks(op.worker).backward
             whole.append(op._replace(kind="B", duration=duration))
         elif op.kind == "B":
             whole.append(op)

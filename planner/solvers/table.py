@@ -79,7 +79,10 @@ class Table:
             base[w] = base[w - 1] + self.load[w - 1]
         # A time is at most all work and transfers one after the other; an event code packs it
         # with an index. What does not fit 64 bits is left to Python's own integers.
-        longest = self.n * (sum(t.work for t in job.ticks) + 2 * sum(job.transfer_ticks))
+        self.ticks = [problem.worker_ticks(Worker(p, s)) for s in range(job.stages) for p in range(job.pipelines)]
+        stages = [self.ticks[begin : begin + job.pipelines] for begin in range(0, self.workers, job.pipelines)]
+        slowest = sum(max(t.work for t in peers) for peers in stages)
+        longest = self.n * (slowest + sum(job.transfer_ticks) + sum(job.backward_transfer_ticks))
         fits = 3 * longest * (self.workers + 2 * self.items) < INT64
         if compiled is None:
             compiled = worth_compiling(3 * self.items)
@@ -87,10 +90,10 @@ class Table:
         self.route = self._vector(route)
         self.base = self._vector(base)
         self.times = [
-            self._vector([getattr(t, name) for t in job.ticks])
+            self._vector([getattr(t, name) for t in self.ticks])
             for name in ("forward", "input_backward", "weight_backward")
         ]
-        self.transfer = self._vector(list(job.transfer_ticks))
+        self.transfers = [self._vector(ticks) for ticks in (job.transfer_ticks, job.backward_transfer_ticks)]
         self.capacity = self._vector([UNLIMITED if limit is None else limit for limit in problem.limits])
         self._keys: dict[str | int, Any] = {}
 
@@ -104,13 +107,13 @@ class Table:
         starts = (self._zeros(self.items), self._zeros(self.items), self._zeros(self.items))
         # In thirds of a tick, so that a third of a stage's work is a whole number.
         scale = 3 if settings.alike else 1
-        times = [self._vector([t.work for t in job.ticks])] * 3 if settings.alike else self.times
+        times = [self._vector([t.work for t in self.ticks])] * 3 if settings.alike else self.times
         started = loop(
             job.pipelines,
             self.n,
             self.route,
             *times,
-            self.transfer * scale if self.compiled else [scale * t for t in self.transfer],
+            *(ticks * scale if self.compiled else [scale * t for t in ticks] for ticks in self.transfers),
             self.capacity,
             split,
             self._key(settings.order),
@@ -124,7 +127,7 @@ class Table:
                     settings.patience_w,
                 ),
             ),
-            self._vector(self._slack(settings.target, times[0], scale)),
+            self._vector(self._slack(settings.target, scale, alike=settings.alike)),
             self.base,
             *queues,
             *starts,
@@ -134,7 +137,7 @@ class Table:
         )
         if settings.alike:
             free = self._zeros(self.workers)
-            again(self.n, self.route, *self.times, self.transfer, split, sequence, started, *starts, free)
+            again(self.n, self.route, *self.times, *self.transfers, split, sequence, started, *starts, free)
         return self._result(starts, settings.split)
 
     def schedule(self, result: Result) -> Schedule:
@@ -167,16 +170,14 @@ class Table:
         forward, backward, weight = starts
         flags = self.split(split)
         first, last = [], []
-        for s, ticks in enumerate(job.ticks):
+        for s in range(job.stages):
             row = slice(s * n, (s + 1) * n)
             first.append(int(min(forward[row]) if not self.compiled else forward[row].min()))
-            ends = [0]
             if flags[s * job.pipelines]:
-                ends.append(self._largest(weight[row]) + ticks.weight_backward)
+                last.append(self._last_end(weight[row], row, "weight_backward"))
             else:
-                ends.append(self._largest(backward[row]) + ticks.backward)
-            last.append(max(ends))
-        optimizers = [t.optimizer for t in job.ticks]
+                last.append(self._last_end(backward[row], row, "backward"))
+        optimizers = [t.optimizer for t in self.problem.fastest]
         spans = [end - start for start, end in zip(first, last, strict=True)]
         if self.problem.technique.staggers:
             period = max(span + o for span, o in zip(spans, optimizers, strict=True))
@@ -184,18 +185,24 @@ class Table:
             period = max(last) - min(first) + max(optimizers)
         return Result(period, sum(spans), first, last, starts, split)
 
-    def _slack(self, target: int, forward: Sequence[int], scale: int) -> list[int]:
+    def _last_end(self, starts: Any, row: slice, name: str) -> int:
+        """When the last of the stage's W's or B's has ended."""
+        if not self.problem.job.speeds:
+            return self._largest(starts) + int(getattr(self.ticks[self.route[row.start]], name))
+        return max(int(a) + int(getattr(self.ticks[w], name)) for a, w in zip(starts, self.route[row], strict=True))
+
+    def _slack(self, target: int, scale: int, *, alike: bool) -> list[int]:
         """By worker: when it must begin to end in time if it never idles; in 1/scale ticks."""
         job = self.problem.job
-        longest = max(t.optimizer for t in job.ticks)
+        longest = self.problem.longest_optimizer
         out, head = [], 0
-        for s, t in enumerate(job.ticks):
+        for s, t in enumerate(self.problem.fastest):
             end = head + scale * (target - t.optimizer)
             if not self.problem.technique.staggers:
                 end = scale * (target - longest)
             peers = range(s * job.pipelines, (s + 1) * job.pipelines)
-            out += [end - scale * self.load[w] * t.work for w in peers]
-            head += int(forward[s]) + (scale * job.transfer_ticks[s] if s + 1 < job.stages else 0)
+            out += [end - scale * self.load[w] * self.ticks[w].work for w in peers]
+            head += (t.work if alike else t.forward) + (scale * job.transfer_ticks[s] if s + 1 < job.stages else 0)
         return out
 
     def _key(self, order: str | int) -> Any:
@@ -273,8 +280,8 @@ class _Rows(Mapping[Worker, tuple[Op, ...]]):
 
     def _row(self, worker: Worker) -> list[Op]:
         job, n, s = self._table.problem.job, self._table.n, worker.stage
-        ticks = job.ticks[s]
         index = s * job.pipelines + worker.pipeline
+        ticks = self._table.ticks[index]
         items = [int(item) for item in self._items[index]]
         forward, backward, weight = ([int(start[item]) for item in items] for start in self._result.starts)
         split = self._split[index]

@@ -24,7 +24,7 @@ from planner.solvers.pooled import PooledModel
 from planner.solvers.reduction import Reduction, routes_of
 
 small = problems(pipelines=3, stages=3, micro_batches=3)
-tiny = problems(pipelines=2, stages=2, micro_batches=2)
+tiny = problems(pipelines=2, stages=2, micro_batches=2, speeds=False)
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
@@ -47,8 +47,9 @@ def optimum(reduction: Reduction, upper: int) -> Schedule:
 def loose(problem: Problem) -> int:
     """Ticks in which all micro-batches run one after the other."""
     job = problem.job
-    once = sum(t.work for t in job.ticks) + 2 * sum(job.transfer_ticks)
-    return job.pipelines * job.micro_batches * once + max(t.optimizer for t in job.ticks)
+    once = sum(problem.worker_ticks(w).work for w in problem.living_workers())
+    once += sum(job.transfer_ticks) + sum(job.backward_transfer_ticks)
+    return job.pipelines * job.micro_batches * once + problem.longest_optimizer
 
 
 @quick
@@ -95,7 +96,7 @@ def test_free_routes_are_no_worse_than_any_routing(problem: Problem, seed: int) 
 
 
 @quick
-@given(problems(pipelines=3, stages=4, micro_batches=6), st.integers(0, 9))
+@given(problems(pipelines=3, stages=4, micro_batches=6, unlike=False, speeds=False), st.integers(0, 9))
 def test_slices_keep_a_schedule_valid_and_meet_their_target(problem: Problem, seed: int) -> None:
     warm = ListScheduler().solve(problem).schedule
     reduction = Reduction.of(problem, routes_of(warm))

@@ -36,7 +36,7 @@ def workers(*names: str) -> list[Worker]:
 @st.composite
 def models(draw: st.DrawFn) -> PeriodModel:
     kind = draw(st.sampled_from((PeriodModel, LoadModel)))
-    job = draw(jobs(pipelines=4, stages=3, micro_batches=4))
+    job = draw(jobs(pipelines=4, stages=3, micro_batches=4, unlike=False, speeds=False))
     return kind(job, draw(st.sampled_from(REROUTING)), MemoryLimit(draw(st.sampled_from(MEMORIES))))
 
 
