@@ -19,6 +19,8 @@ from planner.solvers.tuning import Tuner
 SOLVERS = ("auto", "list", "cp-sat", "milp")
 # Ops up to which CP-SAT has most of the time, and beyond which the local search has.
 SMALL, LARGE = 800, 4_000
+# Beyond so many ops, where pipelines differ, CP-SAT has not begun when its time is over.
+HUGE = 100_000
 
 
 def make_plan(
@@ -140,7 +142,8 @@ def _exact(name: str) -> Solver | None:
 def _steps(solver: str, problem: Problem) -> list[tuple[Callable[[], Solver | None], float]]:
     """What follows the list scheduler, each with its share of the time left.
 
-    The larger the grid, the less CP-SAT can do for it and the more the local search does.
+    The larger the grid, the less CP-SAT can do for it and the more the local search does. Without
+    failures CP-SAT solves for one pipeline of a grid of any size.
     """
     if solver == "list":
         return []
@@ -148,6 +151,8 @@ def _steps(solver: str, problem: Problem) -> list[tuple[Callable[[], Solver | No
         return [(lambda: _exact(solver), 1.0)]
     job = problem.job
     ops = 3 * job.pipelines * job.stages * job.micro_batches
+    if problem.failed and ops > HUGE:
+        return [(Tuner, 1.0)]
     share = 0.05 if ops <= SMALL else 0.5 if ops <= LARGE else 0.8
     return [(Tuner, share), (lambda: _exact(solver), 1.0)]
 

@@ -3,6 +3,9 @@
 The event loop plans a whole iteration in milliseconds, so its settings can be tried by the
 thousand: how far each stage runs ahead, how many W's it may leave open, how long it waits. A
 change is kept when period, or at equal period the sum of the stages' spans, is no worse.
+
+Where nothing failed the search is on one pipeline, as pipelines then don't meet: what is best for
+one is best for all, and is found in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from planner.bounds import period_bound
@@ -24,6 +28,8 @@ from planner.solvers.table import ALWAYS, UNLIMITED, Result, Settings, Table
 POOL = 4  # settings that are improved side by side
 PATIENCES = (0, 30, 100, 300, ALWAYS)
 TARGETS = (0.98, 1.0, 1.01, 1.02, 1.05, 1.1)
+# Ops and seconds from which so many runs repay the second that loading the compiled loop takes.
+COMPILED_OPS, COMPILED_SECONDS = 1_500, 3.0
 
 
 class Tuner:
@@ -51,21 +57,24 @@ class Tuner:
         def over() -> bool:
             return time.perf_counter() - begin > time_limit or bool(cancelled and cancelled())
 
-        table = Table(problem)
+        table = _table(_searched(problem), time_limit)
         pool = self._pool(table, bound, over)
-        best = pool[0][0]
+        best, chosen = pool[0]
         noise = random.Random(self._seed)
         while best.period > bound and not over():
             k = noise.randrange(len(pool))
             result, settings = pool[k]
-            changed = _change(settings, bound, noise)
+            changed = _change(settings, bound, noise, reorder=bool(problem.failed))
             tried = table.run(changed)
             if tried.rank <= result.rank:
                 pool[k] = (tried, changed)
             if tried.rank < best.rank:
                 if on_progress and tried.period < best.period:
                     on_progress(Progress(self.name, time.perf_counter() - begin, tried.period, bound))
-                best = tried
+                best, chosen = tried, changed
+        if table.problem is not problem:
+            table = Table(problem)
+            best = table.run(chosen)
         schedule = table.schedule(best)
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
@@ -76,6 +85,8 @@ class Tuner:
         tried: list[tuple[Result, Settings]] = []
         for rule in rules(table.problem):
             settings = rule.settings(table.problem, bound)
+            if not table.problem.failed:
+                settings = replace(settings, order="index")  # the only one that is alike on all pipelines
             tried.append((table.run(settings), settings))
             tried.sort(key=lambda pair: pair[0].rank)
             del tried[POOL:]
@@ -84,11 +95,29 @@ class Tuner:
         return tried
 
 
-def _change(settings: Settings, bound: int, noise: random.Random) -> Settings:
-    """One to three small random changes, each to a run of neighbouring stages."""
+def _searched(problem: Problem) -> Problem:
+    """What to search on: one pipeline where all are alike, else the problem itself."""
+    job = problem.job
+    if problem.failed or job.pipelines == 1 or bool(getattr(job, "speeds", None)):
+        return problem
+    return replace(problem, job=replace(job, pipelines=1))
+
+
+def _table(problem: Problem, time_limit: float) -> Table:
+    job = problem.job
+    many = 3 * job.pipelines * job.stages * job.micro_batches >= COMPILED_OPS and time_limit >= COMPILED_SECONDS
+    return Table(problem, compiled=True if many and find_spec("numba") is not None else None)
+
+
+def _change(settings: Settings, bound: int, noise: random.Random, *, reorder: bool) -> Settings:
+    """One to three small random changes, each to a run of neighbouring stages.
+
+    reorder: of the order of micro-batches too.
+    """
     stages = len(settings.depth)
+    kinds = ("depth", "final", "open_limit", "patience", "patience_w", "target", *(("order",) if reorder else ()))
     for _ in range(noise.choice((1, 1, 2, 3))):
-        what = noise.choice(("depth", "final", "open_limit", "patience", "patience_w", "target", "order"))
+        what = noise.choice(kinds)
         if what == "order":
             settings = replace(settings, order=noise.choice((*ORDERS, noise.randrange(1 << 20))))
             continue

@@ -100,3 +100,18 @@ def test_one_pipeline_stands_for_all_in_the_fault_free_reference() -> None:
             for pipelines in (1, 2, 5)
         }
         assert len(periods) == 1
+
+
+def test_without_failures_one_pipeline_is_searched_for_all() -> None:
+    """The same number of tries, so the same plan, whatever the number of pipelines."""
+    profiles = tuple(StageProfile(scale, scale, scale) for scale in (1, 1.2, 0.8, 1.2, 1, 0.9))
+    periods = []
+    for pipelines in (1, 5):
+        problem = Problem(Job(pipelines, 6, 12, profiles=profiles))
+        polls = iter(range(1000))
+        tuned = Tuner().solve(problem, time_limit=120, cancelled=lambda polls=polls: next(polls) > 900)
+        assert check(tuned.schedule) == []
+        assert tuned.schedule.problem == problem
+        periods.append(tuned.schedule.period)
+        assert tuned.schedule.period < ListScheduler().solve(problem).schedule.period
+    assert periods[0] == periods[1]
