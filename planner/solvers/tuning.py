@@ -98,7 +98,7 @@ class Tuner:
 def _searched(problem: Problem) -> Problem:
     """What to search on: one pipeline where all are alike, else the problem itself."""
     job = problem.job
-    if problem.failed or job.pipelines == 1 or bool(getattr(job, "speeds", None)):
+    if problem.failed or job.pipelines == 1 or job.speeds:
         return problem
     return replace(problem, job=replace(job, pipelines=1))
 
