@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from planner.check import check as find_violations
+from planner.commands_bench import bench_command
 from planner.commands_catalog import catalog_command, normalize_command
 from planner.commands_export import compare_command, export_command
 from planner.errors import InputError, PlannerError
@@ -26,6 +27,7 @@ from planner.failures import parse_failed
 from planner.gantt_text import gantt_lines
 from planner.job import Job, MemoryLimit, Problem, Technique, parse_durations
 from planner.plan import JobDoc, Plan, PlanError, first_problem
+from planner.reference import reference_plan
 from planner.solvers.base import Progress
 from planner.solvers.portfolio import make_plan
 
@@ -43,6 +45,7 @@ app.command("normalize")(normalize_command)
 app.command("catalog")(catalog_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
+app.command("bench")(bench_command)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -68,8 +71,18 @@ def plan(
     stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
     fail: Annotated[list[str] | None, typer.Option(help="A failed worker such as W1_2; repeatable.")] = None,
-    technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
-    memory: Annotated[str, typer.Option(help="Activations per worker: 1f1b, uniform, none or a number.")] = "uniform",
+    technique: Annotated[
+        str | None, typer.Option(help="fault-free, adaptive, decoupled or staggered (which is the default).")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="A fault-free schedule as published: 1f1b, gpipe, zb-h1 or zb-h2.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Activations per worker: 1f1b, uniform (the default), none, a number; or the profile's bytes."
+        ),
+    ] = None,
     durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
     profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
     solver: Annotated[str, typer.Option(help="auto, list, cp-sat or milp.")] = "auto",
@@ -79,18 +92,27 @@ def plan(
 ) -> None:
     """Make a plan. Ctrl-C keeps the best one found so far."""
     job = _job(pipelines, stages, micro_batches, durations, profile)
-    problem = Problem(
-        job,
-        parse_failed((name for text in fail or [] for name in text.split(",")), job),
-        Technique.of(technique),
-        MemoryLimit.parse(memory),
-    )
+    dead = parse_failed((name for text in fail or [] for name in text.split(",")), job)
+    if reference is not None:
+        _refuse_beside_reference({"--fail": fail, "--memory": memory})
+        if technique not in (None, Technique.FAULT_FREE.value):
+            raise InputError("--technique", technique, "fault-free beside --reference")
+    else:
+        problem = Problem(
+            job,
+            dead,
+            Technique.of(technique or "staggered"),
+            MemoryLimit.parse("uniform" if memory is None else memory),
+        )
     if out is not None and not out.absolute().parent.is_dir():  # said before time is spent on solving
         raise InputError("--out", str(out), "a file in a folder that exists")
-    with _interruptible() as stop, _progress(job, quiet=as_json) as report:
-        made = make_plan(
-            problem, solver=solver, time_limit=time_limit, on_progress=report, cancelled=lambda: bool(stop)
-        )
+    if reference is not None:
+        made = reference_plan(job, reference)
+    else:
+        with _interruptible() as stop, _progress(job, quiet=as_json) as report:
+            made = make_plan(
+                problem, solver=solver, time_limit=time_limit, on_progress=report, cancelled=lambda: bool(stop)
+            )
     if out is not None:
         _write(out, made.to_json() + "\n")
     if as_json:
@@ -139,6 +161,12 @@ def schema_text() -> str:
     """What planner/plan.schema.json holds."""
     document: dict[str, Any] = Plan.model_json_schema()
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def _refuse_beside_reference(options: dict[str, object]) -> None:
+    for option, value in options.items():
+        if value:
+            raise InputError(option, value, "nothing beside --reference: it is fault-free and holds what it holds")
 
 
 def _job(

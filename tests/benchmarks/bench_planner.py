@@ -9,52 +9,16 @@ Every figure comes with the machine's load, since others may be using it.
 from __future__ import annotations
 
 import argparse
-import os
-import random
 import resource
 import statistics
 import time
 
 from planner.check import check
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from planner.commands_bench import FAILED, GRIDS, TIMES, load
+from planner.commands_bench import bench_problem as problem
 from planner.solvers.compiled import worth_compiling
 from planner.solvers.list_scheduler import ListScheduler
 from planner.solvers.portfolio import make_plan
-
-GRIDS = ("8x8x16", "16x8x64", "16x16x64", "32x64x128", "64x32x64")
-FAILED = (0.0, 0.01, 0.05, 0.10, 0.25)
-TIMES = ((1.0, 1.0, 1.0), (1.0, 1.1, 0.9))
-UNEVEN = (0.9, 1.0, 1.1, 1.2)  # a stage's times, times one of these
-
-
-def problem(
-    grid: tuple[int, int, int],
-    failed: float,
-    memory: str,
-    times: tuple[float, float, float] = TIMES[0],
-    *,
-    uneven: bool = False,
-    seed: int = 0,
-) -> Problem:
-    """Random workers fail, so that each stage keeps a living one. Equal arguments, equal problem."""
-    noise = random.Random(seed)
-    pipelines, stages, micro_batches = grid
-    scales = [noise.choice(UNEVEN) if uneven else 1.0 for _ in range(stages)]
-    profiles = tuple(StageProfile(*(round(scale * t, 3) for t in times)) for scale in scales)
-    job = Job(pipelines, stages, micro_batches, profiles=profiles)
-    workers = list(job.workers())
-    noise.shuffle(workers)
-    dead: set[Worker] = set()
-    left = [pipelines] * stages
-    for worker in workers:
-        if len(dead) < round(failed * len(workers)) and left[worker.stage] > 1:
-            dead.add(worker)
-            left[worker.stage] -= 1
-    return Problem(job, frozenset(dead), Technique.STAGGERED, MemoryLimit(memory))
-
-
-def load() -> str:
-    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
 def speed() -> None:

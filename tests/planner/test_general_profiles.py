@@ -1,0 +1,239 @@
+"""What a measured job has beyond one duration per stage: directions, reductions, bytes, speeds."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from typer.testing import CliRunner
+
+from planner.baseline import reference_period
+from planner.bounds import period_bound
+from planner.check import check
+from planner.cli import app
+from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from planner.plan import JobDoc, Plan, job_doc
+from planner.routing import route
+from planner.schedule import Schedule
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.portfolio import make_plan
+from tests.planner.problems import problems
+
+HALF = ((Worker(0, 1), 0.5),)
+
+
+def solved(problem: Problem) -> Schedule:
+    schedule = ListScheduler().solve(problem).schedule
+    assert check(schedule) == []
+    return schedule
+
+
+def test_gradients_may_take_longer_than_activations() -> None:
+    """One micro-batch, two stages: F, 1 down, F, B of 2, 3 up, B of 2."""
+    job = Job(1, 2, 1, transfers=(1.0,), backward_transfers=(3.0,))
+    assert reference_period(job) == 1 + 1 + 1 + 2 + 3 + 2
+    assert reference_period(replace(job, backward_transfers=(1.0,))) == 8
+    assert Job(1, 2, 1, transfers=(1.0,)).backward_transfers == (1.0,)
+
+
+def test_the_reduction_takes_as_long_as_the_living_peers_make_it() -> None:
+    job = Job(3, 1, 2, profiles=(StageProfile(1, 1, 1, 2, reductions=(0, 5, 9)),))
+    one_dead, two_dead = frozenset({Worker(0, 0)}), frozenset({Worker(0, 0), Worker(1, 0)})
+    lengths = [solved(Problem(job, dead)).ops[Worker(2, 0)][-1].duration for dead in (frozenset(), one_dead, two_dead)]
+    assert lengths == [2 + 9, 2 + 5, 2 + 0]
+
+
+def test_one_pipeline_for_all_keeps_the_reduction_of_the_whole_stage() -> None:
+    job = Job(3, 1, 2, profiles=(StageProfile(1, 1, 1, 2, reductions=(0, 5, 9)),))
+    assert reference_period(job) == 2 * 3 + 11
+    assert Problem(replace(job, pipelines=1)).ticks == Problem(job).ticks
+
+
+def test_a_slow_worker_runs_longer_and_is_rerouted_less() -> None:
+    job = Job(4, 2, 12, speeds=HALF)
+    problem = Problem(job, frozenset({Worker(3, 1)}))
+    guests = Counter(w for (s, p, _), w in route(problem).items() if (s, p) == (1, 3))
+    assert guests == {1: 6, 2: 6}  # 12 of its own take the slow one as long as 24 would the others
+    durations = {op.kind: op.duration for op in solved(problem).ops[Worker(0, 1)]}
+    assert durations["F"] == 2
+
+
+def test_guests_are_shared_by_finishing_time() -> None:
+    job = Job(4, 1, 10, profiles=(StageProfile(1, 1, 2),), speeds=((Worker(1, 0), 0.8),))
+    routes = route(Problem(job, frozenset({Worker(2, 0), Worker(3, 0)})))
+    loads = Counter(routes.values())
+    # 4 ticks against ceil(1.25) + ceil(1.25) + ceil(2.5) = 7: 26 x 4 = 104, and 15 x 7 would be 105.
+    assert loads == {0: 26, 1: 14}
+
+
+def test_a_slow_worker_is_in_the_bound_and_in_the_reference() -> None:
+    job = Job(2, 1, 6, speeds=((Worker(1, 0), 0.5),))
+    assert reference_period(job) == 6 * 6
+    # Free routes could give it 4 of 12: 8 x 3 = 4 x 6 = 24.
+    assert period_bound(Problem(job)) == 24
+    assert period_bound(Problem(replace(job, speeds=()))) == 18
+
+
+def test_speeds_round_up_to_whole_ticks() -> None:
+    problem = Problem(Job(1, 1, 1, speeds=((Worker(0, 0), 0.3),)))
+    assert problem.worker_ticks(Worker(0, 0))[:3] == (4, 4, 4)  # 10/3
+
+
+@pytest.mark.parametrize(("technique", "held"), [("adaptive", 5), ("staggered", 2)])
+def test_memory_in_bytes_counts_what_fits_beside_the_weights(technique: str, held: int) -> None:
+    profile = StageProfile(activation_bytes=10, weight_backward_bytes=20, weight_bytes=30, optimizer_bytes=20)
+    job = Job(1, 1, 8, profiles=(profile,), capacity_bytes=(100,))
+    problem = Problem(job, technique=Technique(technique), memory=MemoryLimit("bytes"))
+    assert problem.limits == (held,)
+    solved(problem)
+
+
+def test_memory_that_holds_less_than_one_micro_batch_says_how_much() -> None:
+    job = Job(1, 1, 2, profiles=(StageProfile(activation_bytes=10, weight_bytes=92),), capacity_bytes=(100,))
+    with pytest.raises(InfeasibleError, match=r"memory holds 0\.8 of one micro-batch on stage 0; .* 102 bytes"):
+        Problem(job, memory=MemoryLimit("bytes"))
+    with pytest.raises(InfeasibleError, match="weights and optimizer state take 101 bytes"):
+        Problem(replace(job, profiles=(StageProfile(weight_bytes=101),)), memory=MemoryLimit("bytes"))
+    with pytest.raises(InputError, match="capacity_bytes"):
+        Problem(replace(job, capacity_bytes=()), memory=MemoryLimit("bytes"))
+
+
+def test_check_adds_up_the_bytes_itself() -> None:
+    """Three activations of 10 at once beside 70 of weights are 100; with 99 the third is too many."""
+    job = Job(1, 3, 3, profiles=(StageProfile(activation_bytes=10, weight_bytes=70),) * 3, capacity_bytes=(100,) * 3)
+    schedule = solved(Problem(job, technique=Technique.ADAPTIVE, memory=MemoryLimit("bytes")))
+    assert schedule.peak_activations[Worker(0, 0)] == 3
+    tight = Problem(
+        replace(job, capacity_bytes=(99, 100, 100)), technique=Technique.ADAPTIVE, memory=MemoryLimit("bytes")
+    )
+    assert "W0_0 holds 100 bytes of 99" in str(check(Schedule(tight, schedule.ops))[0])
+
+
+def test_a_first_stage_without_input_gradient() -> None:
+    first = StageProfile(1, 0, 2)
+    job = Job(3, 3, 6, profiles=(first, StageProfile(), StageProfile()))
+    for technique in (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED):
+        schedule = solved(Problem(job, frozenset({Worker(1, 0)}), technique))
+        assert schedule.period >= period_bound(schedule.problem)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(pipelines=3, stages=3, micro_batches=4))
+def test_documents_come_back_exactly(problem: Problem) -> None:
+    plan = make_plan(problem, solver="list")
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.problem() == problem
+    assert check(again) == []
+
+
+def test_documents_of_plain_jobs_say_nothing_new() -> None:
+    document = json.loads(job_doc(Job.uniform(2, 2, 2)).model_dump_json())
+    assert set(document) == {"pipelines", "stages", "micro_batches", "profiles", "transfers", "time_unit"}
+    assert set(document["profiles"][0]) == {"forward", "input_backward", "weight_backward", "optimizer"}
+    # Known from before these fields were there: old plans keep their fingerprints.
+    assert make_plan(Problem(Job.uniform(3, 4, 6)), solver="list").fingerprint == "8313b34531a46d4fd9b1e4840cd8e67b"
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    stage = {"forward": 1, "input_backward": 1, "weight_backward": 1, "optimizer": 1, "reductions": [0, 1.5]}
+    stage |= {"activation_bytes": 10, "weight_backward_bytes": 5, "weight_bytes": 20, "optimizer_bytes": 40}
+    base = {"pipelines": 2, "stages": 2, "micro_batches": 4, "profiles": [stage, stage], "transfers": [0.5]}
+    base |= {"backward_transfers": [0.25], "capacity_bytes": 100, "speeds": {"W0_1": 0.5}}
+    return base | changes
+
+
+def test_the_command_line_takes_the_whole_profile(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(document()))
+    out = tmp_path / "plan.json"
+    arguments = [
+        "plan",
+        "--profile",
+        str(tmp_path / "job.json"),
+        "--memory",
+        "bytes",
+        "--solver",
+        "list",
+        "--out",
+        str(out),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    plan = Plan.load(out)
+    assert check(plan) == []
+    assert plan.job == JobDoc.model_validate(document())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"speeds": {"W0_9": 0.5}}, "speeds: got 'W0_9'"),
+        ({"speeds": {"W0_1": 1000}}, "speeds.W0_1: got 1000"),
+        ({"backward_transfers": [1, 2]}, "backward_transfers: got 2"),
+        ({"capacity_bytes": [1, 2, 3]}, "capacity_bytes: got 3"),
+        ({"capacity_bytes": 0}, r"capacity_bytes\[0\]: got 0"),
+    ],
+)
+def test_a_wrong_field_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        JobDoc.model_validate(document(**changes)).job()
+
+
+def longer(stage: dict[str, Any]) -> dict[str, Any]:
+    return stage | {"reductions": [1, 2, 3]}
+
+
+def negative(stage: dict[str, Any]) -> dict[str, Any]:
+    return stage | {"reductions": [-1, 2]}
+
+
+@pytest.mark.parametrize("change", [longer, negative])
+def test_wrong_reductions_are_named(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    profiles = [change(stage) for stage in document()["profiles"]]
+    with pytest.raises((PlannerError, ValueError), match="reductions"):
+        JobDoc.model_validate(document(profiles=profiles)).job()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-h2"])
+def test_references_are_plans(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    sizes = ["--pipelines", "2", "--stages", "4", "--micro-batches", "6"]
+    arguments = ["plan", *sizes, "--technique", "fault-free", "--reference", name, "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    plan = Plan.load(out)
+    assert check(plan) == []
+    assert plan.solver.name == name
+    assert plan.metrics.period == {"1f1b": 27, "gpipe": 27, "zb-h1": 21, "zb-h2": 19}[name]
+
+
+@pytest.mark.parametrize("extra", [["--fail", "W0_0"], ["--memory", "2"], ["--technique", "adaptive"]])
+def test_a_reference_takes_no_failure_limit_or_technique(extra: list[str]) -> None:
+    sizes = ["--pipelines", "2", "--stages", "4", "--micro-batches", "6", "--reference", "gpipe"]
+    result = CliRunner().invoke(app, ["plan", *sizes, *extra])
+    assert isinstance(result.exception, InputError)
+    assert result.exception.field == extra[0]
+
+
+def test_bench_prints_what_it_measured() -> None:
+    result = CliRunner().invoke(app, ["bench", "--quick", "--seconds", "0.05", "--memory", "none", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.output)["rows"]
+    assert {(row["grid"], row["solver"]) for row in rows} == {
+        (grid, solver) for grid in ("4x4x8", "8x8x16") for solver in ("list", "auto")
+    }
+    for row in rows:
+        assert row["gap"] == pytest.approx(row["period"] / row["bound"] - 1)
+
+
+@pytest.mark.parametrize("extra", [["--seconds", "0"], ["--memory", "bytes"]])
+def test_bench_names_what_it_refuses(extra: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", "--quick", *extra])
+    assert isinstance(result.exception, InputError)
+    assert result.exception.field == extra[0]
