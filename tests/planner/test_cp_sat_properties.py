@@ -10,7 +10,7 @@ from problems import problems
 
 from planner.bounds import period_bound
 from planner.check import check
-from planner.job import Problem
+from planner.job import Problem, Worker
 from planner.routing import Routes, assign
 from planner.schedule import Schedule
 from planner.solvers.cp_sat import CpSatSolver
@@ -23,8 +23,10 @@ from planner.solvers.lns import Frame, Slices
 from planner.solvers.pooled import PooledModel
 from planner.solvers.reduction import Reduction, routes_of
 
-small = problems(pipelines=3, stages=3, micro_batches=3)
 tiny = problems(pipelines=2, stages=2, micro_batches=2, speeds=False)
+# Where workers differ in speed little is alike, and proofs take long.
+tiny_unlike = problems(pipelines=2, stages=2, micro_batches=2)
+small = problems(pipelines=3, stages=3, micro_batches=3, speeds=False) | tiny_unlike
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
@@ -47,7 +49,7 @@ def optimum(reduction: Reduction, upper: int) -> Schedule:
 def loose(problem: Problem) -> int:
     """Ticks in which all micro-batches run one after the other."""
     job = problem.job
-    once = sum(problem.worker_ticks(w).work for w in problem.living_workers())
+    once = sum(max(problem.worker_ticks(Worker(p, s)).work for p in problem.living_peers(s)) for s in range(job.stages))
     once += sum(job.transfer_ticks) + sum(job.backward_transfer_ticks)
     return job.pipelines * job.micro_batches * once + problem.longest_optimizer
 
@@ -62,7 +64,7 @@ def test_valid_no_worse_than_the_warm_start_and_no_better_than_the_bound(problem
 
 
 @settings(quick, max_examples=25)
-@given(problems(pipelines=3, stages=2, micro_batches=3), st.integers(0, 5))
+@given(problems(pipelines=3, stages=2, micro_batches=3, speeds=False) | tiny_unlike, st.integers(0, 5))
 def test_reductions_lose_nothing(problem: Problem, seed: int) -> None:
     """All micro-batches, no order among them, none copied: the same optimum."""
     routes = any_routes(problem, seed) if seed else assign(problem)
