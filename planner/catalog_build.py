@@ -134,6 +134,8 @@ def targets(question: Question, tolerance: int, per: str = "auto") -> list[Targe
         listed = list(every if per == "pattern" else islice(every, LISTED + 1))
         if per == "pattern" or len(listed) <= LISTED:
             return [Target(len(p), (_rows(p, job),)) for p in listed]
+    if job.speeds:
+        raise InputError("--tolerance", tolerance, "fewer failures: workers of unlike speed need a plan per pattern")
     return _by_count(question, tolerance)
 
 

@@ -170,6 +170,8 @@ class StoredCatalog:
             made = self._fitted(own, blob, dead, permutation)
             if made is not None:
                 return Found(made, (), "planned ahead for these failures")
+        if job.speeds:  # no worker takes the part of another
+            return None
         counts = failures_per_stage(dead, job)
         prefix = _prefix(len(dead))
         same = [n for n in self.blobs.names() if n.startswith(prefix) and self.header(n).form == "columns"]

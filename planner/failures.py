@@ -2,6 +2,7 @@
 
 Pipelines are interchangeable: they run the same stages on different data. Two failure sets that
 differ only in which pipeline is called which are therefore one pattern, and one plan serves both.
+Where workers have speeds of their own, no pipeline stands for another: each set is its own pattern.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def canonical_pattern(failed: Iterable[Worker], job: Job) -> tuple[frozenset[Wor
     Returns (pattern, permutation): pipeline p of `failed` is pipeline permutation[p] of the
     pattern. In a pattern the pipelines with most failures come first.
     """
+    if job.speeds:
+        return frozenset(failed), tuple(range(job.pipelines))
     rows: list[list[int]] = [[] for _ in range(job.pipelines)]
     for worker in failed:
         rows[worker.pipeline].append(worker.stage)
@@ -48,6 +51,10 @@ def patterns(job: Job, count: int) -> Iterator[frozenset[Worker]]:
 
     Their number grows quickly with `count`; it is an iterator so that a caller can stop.
     """
+    if job.speeds:
+        sets = map(frozenset, combinations(job.workers(), count))
+        yield from (dead for dead in sets if max(failures_per_stage(dead, job)) < job.pipelines)
+        return
     for sizes in _partitions(count, job.pipelines, job.stages):
         yield from _fill(job, sizes, [])
 

@@ -15,11 +15,15 @@ from typer.testing import CliRunner
 
 from planner.baseline import reference_period
 from planner.bounds import period_bound
+from planner.catalog import Catalog
+from planner.catalog_build import targets
 from planner.check import check
 from planner.cli import app
 from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.failures import patterns
 from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from planner.plan import JobDoc, Plan, job_doc
+from planner.plan_codec import Question
 from planner.routing import route
 from planner.schedule import Schedule
 from planner.solvers.list_scheduler import ListScheduler
@@ -237,3 +241,22 @@ def test_bench_names_what_it_refuses(extra: list[str]) -> None:
     result = CliRunner().invoke(app, ["bench", "--quick", *extra])
     assert isinstance(result.exception, InputError)
     assert result.exception.field == extra[0]
+
+
+def test_with_speeds_every_failure_set_is_its_own_pattern() -> None:
+    job = Job(2, 2, 3, speeds=HALF)
+    assert {frozenset({w}) for w in job.workers()} == set(patterns(job, 1))
+    catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    for dead in patterns(job, 1):
+        catalog.add(make_plan(catalog.problem(dead), solver="list"))
+    for worker in job.workers():
+        plan = catalog.find({worker})
+        assert plan is not None and plan.failed == (str(worker),)
+        assert check(plan) == []
+
+
+def test_with_speeds_there_is_no_plan_per_count() -> None:
+    question = Question(Job(2, 2, 3, speeds=HALF), Technique.STAGGERED, MemoryLimit("uniform"))
+    assert len(targets(question, 1)) == 5
+    with pytest.raises(InputError, match="plan per pattern"):
+        targets(question, 1, "count")
