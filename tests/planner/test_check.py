@@ -82,12 +82,12 @@ def test_moving_any_op_into_what_must_precede_it_is_caught(problem: Problem, dat
     op = data.draw(st.sampled_from(sorted(o for o in schedule.compute_ops() if o.duration)))
     others = [o for o in schedule.compute_ops() if o.duration and o != op]
     barriers = [o.end for o in others if o.worker == op.worker and o.end <= op.start]
-    wires = problem.job.transfer_ticks
+    wires, wires_back = problem.job.transfer_ticks, problem.job.backward_transfer_ticks
     same = [o for o in others if (o.pipeline, o.micro_batch) == (op.pipeline, op.micro_batch)]
     if op.kind == "F":
         barriers += [o.end + wires[o.stage] for o in same if o.kind == "F" and o.stage == op.stage - 1]
     elif op.kind in "IB":
-        barriers += [o.end + wires[op.stage] for o in same if o.kind in "IB" and o.stage == op.stage + 1]
+        barriers += [o.end + wires_back[op.stage] for o in same if o.kind in "IB" and o.stage == op.stage + 1]
     if barriers:
         assert check(replaced(schedule, op, start=max(barriers) - 1))
 
