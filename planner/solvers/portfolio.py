@@ -176,6 +176,7 @@ def _best_fault_free(schedule: Schedule) -> int:
 
 @lru_cache(maxsize=64)
 def _fault_free_period(job: Job, technique: Technique, memory: MemoryLimit) -> int:
-    # Pipelines without failures are independent of each other: one stands for all.
-    alone = Problem(replace(job, pipelines=1), technique=technique, memory=memory)
+    # Pipelines without failures are independent of each other: where their workers are equally
+    # fast, one stands for all.
+    alone = Problem(job if job.speeds else replace(job, pipelines=1), technique=technique, memory=memory)
     return ListScheduler().solve(alone, time_limit=float("inf")).schedule.period

@@ -260,3 +260,9 @@ def test_with_speeds_there_is_no_plan_per_count() -> None:
     assert len(targets(question, 1)) == 5
     with pytest.raises(InputError, match="plan per pattern"):
         targets(question, 1, "count")
+
+
+def test_a_healthy_plan_is_its_own_reference_with_a_slow_worker_too() -> None:
+    """The slow worker is in the pipeline that a reference for like pipelines would leave out."""
+    job = replace(Job(3, 4, 6), speeds=((Worker(2, 1), 0.5),))
+    assert make_plan(Problem(job, memory=MemoryLimit("uniform")), solver="list").metrics.slowdown_vs_best == 0
