@@ -6,27 +6,25 @@ Exit status: 0 done; 1 a checked plan is invalid; 2 the input is not acceptable 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from planner.check import check as find_violations
+from planner.cli_shared import interruptible, job_of_options
 from planner.commands_bench import bench_command
 from planner.commands_catalog import catalog_command, normalize_command
 from planner.commands_export import compare_command, export_command
 from planner.errors import InputError, PlannerError
 from planner.failures import parse_failed
 from planner.gantt_text import gantt_lines
-from planner.job import Job, MemoryLimit, Problem, Technique, parse_durations
-from planner.plan import JobDoc, Plan, PlanError, first_problem
+from planner.job import Job, MemoryLimit, Problem, Technique
+from planner.plan import Plan
 from planner.reference import reference_plan
 from planner.solvers.base import Progress
 from planner.solvers.portfolio import make_plan
@@ -91,7 +89,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan document.")] = False,
 ) -> None:
     """Make a plan. Ctrl-C keeps the best one found so far."""
-    job = _job(pipelines, stages, micro_batches, durations, profile)
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile)
     dead = parse_failed((name for text in fail or [] for name in text.split(",")), job)
     if reference is not None:
         _refuse_beside_reference({"--fail": fail, "--memory": memory})
@@ -109,7 +107,7 @@ def plan(
     if reference is not None:
         made = reference_plan(job, reference)
     else:
-        with _interruptible() as stop, _progress(job, quiet=as_json) as report:
+        with interruptible() as stop, _progress(job, quiet=as_json) as report:
             made = make_plan(
                 problem, solver=solver, time_limit=time_limit, on_progress=report, cancelled=lambda: bool(stop)
             )
@@ -169,35 +167,6 @@ def _refuse_beside_reference(options: dict[str, object]) -> None:
             raise InputError(option, value, "nothing beside --reference: it is fault-free and holds what it holds")
 
 
-def _job(
-    pipelines: int | None,
-    stages: int | None,
-    micro_batches: int | None,
-    durations: str | None,
-    profile: Path | None,
-) -> Job:
-    sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
-    if profile is not None:
-        for option, value in sizes.items():
-            if value is not None:
-                raise InputError(option, value, "nothing, since --profile FILE says it")
-        return _read_profile(profile)
-    for option, value in sizes.items():
-        if value is None and option != "--durations":
-            raise InputError(option, None, "a whole number of at least 1 (or --profile FILE)")
-    assert pipelines is not None and stages is not None and micro_batches is not None
-    return Job.uniform(pipelines, stages, micro_batches, durations=parse_durations(durations or ""))
-
-
-def _read_profile(path: Path) -> Job:
-    try:
-        return JobDoc.model_validate_json(path.read_bytes()).job()
-    except OSError as error:
-        raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
-    except ValidationError as error:
-        raise PlanError(f"{path} is not a job document: {first_problem(error)}") from None
-
-
 def _write(path: Path, text: str) -> None:
     """All of it or nothing: a reader never sees half a plan."""
     part = path.with_name(path.name + ".part")
@@ -225,24 +194,6 @@ def _summary(made: Plan) -> list[str]:
         f"fingerprint {made.fingerprint}",
     ]
     return [*lines, made.solver.message] if made.solver.message else lines
-
-
-@contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """The first Ctrl-C only marks the list that is yielded; the second one ends the program."""
-    stop: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        if stop:
-            raise KeyboardInterrupt
-        stop.append(number)
-        _err.print("stopping; keeping the best plan so far")
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from planner.cli_shared import interruptible, job_of_options
 from planner.distribution import check_copy_cost
 from planner.errors import InputError, PlannerError
 from planner.failures import parse_failed
@@ -42,9 +43,8 @@ def normalize_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Say whether failures should move to other stages, which workers to migrate, and why."""
-    from planner.cli import _job  # the cli registers this module
 
-    job = _job(pipelines, stages, micro_batches, durations, profile)
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile)
     result = normalize(
         job,
         parse_failed((name for text in fail or [] for name in text.split(",")), job),
@@ -119,7 +119,6 @@ def catalog_command(
     """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
     # The cli registers this module; the rest needs numpy, which an agent's machine may lack.
     from planner.catalog_engines import make_engine
-    from planner.cli import _interruptible, _job
     from planner.solvers.portfolio import SOLVERS
 
     try:
@@ -132,9 +131,11 @@ def catalog_command(
     if not 0 < time_limit < float("inf"):
         raise InputError("--time-limit", time_limit, "a number of seconds above 0")
     question = Question(
-        _job(pipelines, stages, micro_batches, durations, profile), Technique.of(technique), MemoryLimit.parse(memory)
+        job_of_options(pipelines, stages, micro_batches, durations, profile),
+        Technique.of(technique),
+        MemoryLimit.parse(memory),
     )
-    with _interruptible() as stop, _bar(quiet=as_json) as progress:
+    with interruptible() as stop, _bar(quiet=as_json) as progress:
         report = build_catalog(
             question,
             tolerance,

@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import planner
-from planner.cli import _interruptible, app, main, schema_text
+from planner.cli import app, main, schema_text
+from planner.cli_shared import interruptible
 from planner.errors import PlannerError
 from planner.plan import Plan
 
@@ -201,7 +202,7 @@ def test_the_published_schema_is_that_of_the_code() -> None:
 
 
 def test_the_first_ctrl_c_asks_to_stop_and_the_second_stops() -> None:
-    with _interruptible() as stop:
+    with interruptible() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop == [signal.SIGINT]
         with pytest.raises(KeyboardInterrupt):

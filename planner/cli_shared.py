@@ -1,0 +1,66 @@
+"""What several commands of `python -m planner` share: the job of the options, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from planner.errors import InputError
+from planner.job import Job, parse_durations
+from planner.plan import JobDoc, PlanError, first_problem
+
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def job_of_options(
+    pipelines: int | None,
+    stages: int | None,
+    micro_batches: int | None,
+    durations: str | None,
+    profile: Path | None,
+) -> Job:
+    """The job that `--profile`, or the sizes and `--durations`, describe. Raises InputError."""
+    sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
+    if profile is not None:
+        for option, value in sizes.items():
+            if value is not None:
+                raise InputError(option, value, "nothing, since --profile FILE says it")
+        return _read_profile(profile)
+    for option, value in sizes.items():
+        if value is None and option != "--durations":
+            raise InputError(option, None, "a whole number of at least 1 (or --profile FILE)")
+    assert pipelines is not None and stages is not None and micro_batches is not None
+    return Job.uniform(pipelines, stages, micro_batches, durations=parse_durations(durations or ""))
+
+
+def _read_profile(path: Path) -> Job:
+    try:
+        return JobDoc.model_validate_json(path.read_bytes()).job()
+    except OSError as error:
+        raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        raise PlanError(f"{path} is not a job document: {first_problem(error)}") from None
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """The first Ctrl-C only marks the list that is yielded; the second one ends the program."""
+    stop: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(number)
+        _err.print("stopping; keeping the best plan so far")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
