@@ -1,6 +1,6 @@
 """Prints the planner's figures: replanning speed, and gaps over a set of grids.
 
-    python -m tests.benchmarks.bench_planner speed
+    python -m tests.benchmarks.bench_planner [speed]
     python -m tests.benchmarks.bench_planner gaps [--seconds 10] [--solver auto] [--grids 8x8x16,16x16x64]
 
 Every figure comes with the machine's load, since others may be using it.
@@ -70,7 +70,7 @@ def gaps(grids: list[str], solver: str, seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "gaps"))
+    parser.add_argument("what", nargs="?", default="speed", choices=("speed", "gaps"))
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--solver", default="auto", choices=("auto", "list", "cp-sat"))
     parser.add_argument("--grids", default=",".join(GRIDS))
