@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from agent.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
 from agent.faults import Kill, Rejoin
 from agent.protocol import JobSpec, Recovery
+from agent.recipe import Recipe
 from planner.catalog import Catalog
 from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, Technique
@@ -50,6 +51,14 @@ def launch(
     seed: Annotated[int, typer.Option(help="Of parameters, data and dropout.")] = 0,
     name: Annotated[str, typer.Option(help="What the console calls the job.")] = "gpt",
     demo: Annotated[bool, typer.Option(help="Let the console kill and restart these processes.")] = False,
+    mode: Annotated[str, typer.Option(help="deterministic (same bits after any failure) or fast.")] = "deterministic",
+    autocast: Annotated[str | None, typer.Option(help="bf16: run forwards under torch.autocast.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Largest global norm of the gradients.")] = None,
+    non_finite: Annotated[str, typer.Option(help="On a NaN or infinite gradient: skip (the step) or stop.")] = "skip",
+    synchronous: Annotated[bool, typer.Option(help="No stage steps before the global checks are known.")] = False,
+    keep_finished: Annotated[
+        bool, typer.Option(help="After a death, don't run again what survivors have finished.")
+    ] = False,
     workload: Annotated[str, typer.Option(help="module:factory of what is trained.")] = "agent.examples.gpt:Gpt",
     workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
 ) -> None:
@@ -69,6 +78,7 @@ def launch(
         rejoins = tuple(Rejoin.parse(text, job) for text in rejoin or ())
         _check_kills(job, wanted, limit, kills, rejoins)
         options = _json_object(workload_options)
+        recipe = Recipe(mode, autocast, clip_norm, non_finite, not synchronous, keep_finished)  # type: ignore[arg-type]
         if record is not None:
             _check_writable(record)
         token = _token(token_file)
@@ -126,6 +136,7 @@ def launch(
                 kills=kills,
                 rejoins=rejoins,
                 console=link,
+                recipe=recipe,
             ),
             coordination,
             _Record(record),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -18,10 +18,11 @@ import torch.distributed
 from agent import channel, worker
 from agent.coordination import Coordination, Deploy, Halt
 from agent.faults import Kill, Rejoin
+from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess
 from agent.protocol import Command, Deployment, Iteration
+from agent.recipe import Recipe
 from agent.record import DivergedError, Recorded, RunRecord
-from agent.trainer import TrainerOptions
 from planner.job import Job, Worker
 from planner.plan import Plan
 
@@ -57,6 +58,7 @@ class LaunchOptions:
     kills: tuple[Kill, ...] = ()
     rejoins: tuple[Rejoin, ...] = ()
     console: worker.ConsoleLink | None = None
+    recipe: Recipe = field(default_factory=Recipe)
 
 
 class Launcher:
@@ -222,16 +224,18 @@ class Launcher:
 
     def _start(self, cell: Worker, *, joins: bool) -> None:
         options = self._options
-        trainer = TrainerOptions(options.job, options.iterations, options.seed, options.pace, options.kills)
+        loop = LoopOptions(
+            options.job, options.iterations, options.seed, options.pace, options.kills, recipe=options.recipe
+        )
         if joins:
             # A worker that comes back is not killed a second time by the same wish.
-            trainer = replace(trainer, kills=(), joins=True)
+            loop = replace(loop, kills=(), joins=True)
 
         def spec(incarnation: str) -> worker.WorkerSpec:
             return worker.WorkerSpec(
                 cell,
                 incarnation,
-                trainer,
+                loop,
                 options.workload,
                 options.workload_options,
                 ("127.0.0.1", self._store.port),

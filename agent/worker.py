@@ -18,9 +18,9 @@ from agent.channel import WorkerChannel
 from agent.client import ConsoleClient
 from agent.communicator import Communicator
 from agent.heartbeat import HeartbeatThread, Status
+from agent.loop import LoopOptions, WorkerLoop
 from agent.optimizer import NonFiniteError
 from agent.recovery import NoAgreementError
-from agent.trainer import ResilientTrainer, TrainerOptions
 from agent.workload import load_workload
 from planner.job import Worker
 
@@ -45,7 +45,7 @@ class WorkerSpec:
 
     worker: Worker
     incarnation: str
-    options: TrainerOptions
+    options: LoopOptions
     workload: str
     workload_options: Mapping[str, Any]
     store: tuple[str, int]
@@ -68,11 +68,11 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     threading.Thread(target=_say_alive, args=(channel, status), name="alive", daemon=True).start()
     try:
         workload = load_workload(spec.workload, dict(spec.workload_options))
-        trainer = ResilientTrainer(spec.worker, spec.options, workload, communicator, channel, status, heartbeat)
+        loop = WorkerLoop(spec.worker, spec.options, workload, communicator, channel, status, heartbeat)
         channel.say("ready", incarnation=spec.incarnation, pid=os.getpid())
         if heartbeat is not None:
             heartbeat.start()
-        trainer.run()
+        loop.run()
     except (NonFiniteError, NoAgreementError) as error:
         # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
         channel.say("fatal", text=str(error))

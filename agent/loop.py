@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,6 +21,7 @@ from agent.gradients import GradientSum
 from agent.heartbeat import HeartbeatThread, Status
 from agent.optimizer import StageOptimizer
 from agent.protocol import Deployment
+from agent.recipe import Recipe
 from agent.recovery import Agreement, agree
 from agent.stage import Stage
 from agent.workload import Workload
@@ -32,7 +33,7 @@ _JOINING = -1
 
 
 @dataclass(frozen=True)
-class TrainerOptions:
+class LoopOptions:
     """iterations: how many to commit in all. pace: seconds per op kind, {} for as fast as it goes.
 
     joins: this process replaces a dead one and takes its state from a peer of its stage.
@@ -44,9 +45,10 @@ class TrainerOptions:
     pace: Mapping[str, float]
     kills: tuple[Kill, ...] = ()
     joins: bool = False
+    recipe: Recipe = field(default_factory=Recipe)
 
 
-class ResilientTrainer:
+class WorkerLoop:
     """Trains one stage of one pipeline until the job is over.
 
     channel brings epochs and takes reports; heartbeat, where there is a console, tells it how each
@@ -56,7 +58,7 @@ class ResilientTrainer:
     def __init__(
         self,
         me: Worker,
-        options: TrainerOptions,
+        options: LoopOptions,
         workload: Workload,
         communicator: Communicator,
         channel: WorkerChannel,

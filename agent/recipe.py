@@ -1,0 +1,47 @@
+"""How a job trains, apart from what it trains: precision, clipping, checks and when a step is final."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from planner.errors import InputError
+
+Mode = Literal["deterministic", "fast"]
+Autocast = Literal["bf16"]
+NonFinite = Literal["skip", "stop"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Plain data, the same on every worker of a job.
+
+    mode: `deterministic` sums gradients so that their order does not show (bitwise equal to the
+    fault-free run whatever was re-routed); `fast` sums in the parameters' own type.
+    autocast: run forwards (and so backwards) under torch.autocast of this type; None for full precision.
+    clip_norm: largest global L2 norm of the gradients over all stages; None for no clipping.
+    non_finite: what an iteration with a NaN or infinite gradient does: `skip` leaves every parameter
+    as it was (the job ends when it happens too often in a row), `stop` ends the job.
+    staggered: a stage steps as soon as its own gradients are reduced and is validated later; False
+    waits for the global checks before any stage steps. The bits are the same.
+    keep_finished: after a death, micro-batches that survivors have finished are not run again.
+    """
+
+    mode: Mode = "deterministic"
+    autocast: Autocast | None = None
+    clip_norm: float | None = None
+    non_finite: NonFinite = "skip"
+    staggered: bool = True
+    keep_finished: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InputError naming the field."""
+        if self.mode not in get_args(Mode):
+            raise InputError("--mode", self.mode, "deterministic or fast")
+        if self.autocast is not None and self.autocast not in get_args(Autocast):
+            raise InputError("--autocast", self.autocast, "bf16, or nothing for full precision")
+        if self.non_finite not in get_args(NonFinite):
+            raise InputError("--non-finite", self.non_finite, "skip or stop")
+        # Written so that NaN fails it too.
+        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+            raise InputError("--clip-norm", self.clip_norm, "a finite number above 0")
