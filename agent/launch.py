@@ -23,6 +23,7 @@ from agent.processes import ProcessPool, WorkerProcess
 from agent.protocol import Command, Deployment, Iteration
 from agent.recipe import Recipe
 from agent.record import DivergedError, Recorded, RunRecord
+from agent.workload import WorkloadSource
 from planner.job import Job, Worker
 from planner.plan import Plan
 
@@ -52,8 +53,7 @@ class LaunchOptions:
     job: Job
     iterations: int
     seed: int
-    workload: str
-    workload_options: Mapping[str, Any]
+    workload: WorkloadSource
     pace: Mapping[str, float]
     kills: tuple[Kill, ...] = ()
     rejoins: tuple[Rejoin, ...] = ()
@@ -69,7 +69,7 @@ class Launcher:
     ) -> None:
         self._options, self._coordination, self._listener = options, coordination, listener
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._pool = ProcessPool(worker.main, ["agent.worker", options.workload.partition(":")[0]])
+        self._pool = ProcessPool(worker.main, ["agent.worker", *options.workload.modules])
         self._record = RunRecord(options.job.stages, time.monotonic_ns())
         self._deployed: tuple[Deployment, Plan] | None = None
         self._rejoins = list(options.rejoins)
@@ -237,7 +237,6 @@ class Launcher:
                 incarnation,
                 loop,
                 options.workload,
-                options.workload_options,
                 ("127.0.0.1", self._store.port),
                 options.console,
             )

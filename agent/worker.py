@@ -7,10 +7,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -21,7 +19,7 @@ from agent.heartbeat import HeartbeatThread, Status
 from agent.loop import LoopOptions, WorkerLoop
 from agent.optimizer import NonFiniteError
 from agent.recovery import NoAgreementError
-from agent.workload import load_workload
+from agent.workload import WorkloadSource
 from planner.job import Worker
 
 # Exit codes the launcher tells apart.
@@ -46,8 +44,7 @@ class WorkerSpec:
     worker: Worker
     incarnation: str
     options: LoopOptions
-    workload: str
-    workload_options: Mapping[str, Any]
+    workload: WorkloadSource
     store: tuple[str, int]
     console: ConsoleLink | None
     threads: int = 1
@@ -67,8 +64,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     heartbeat = _heartbeat(spec, status)
     threading.Thread(target=_say_alive, args=(channel, status), name="alive", daemon=True).start()
     try:
-        workload = load_workload(spec.workload, dict(spec.workload_options))
-        loop = WorkerLoop(spec.worker, spec.options, workload, communicator, channel, status, heartbeat)
+        loop = WorkerLoop(spec.worker, spec.options, spec.workload.load(), communicator, channel, status, heartbeat)
         channel.say("ready", incarnation=spec.incarnation, pid=os.getpid())
         if heartbeat is not None:
             heartbeat.start()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor, nn
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from planner.errors import InputError
+
+if TYPE_CHECKING:  # a launcher refuses bad input before it imports torch, which takes seconds
+    import torch
+    from torch import Tensor, nn
 
 
 class Workload(Protocol):
@@ -52,3 +54,31 @@ def load_workload(path: str, options: dict[str, Any]) -> Workload:
     except (TypeError, ValueError) as error:
         raise InputError("--workload-options", json.dumps(options), f"options that {path} accepts ({error})") from None
     return workload
+
+
+class WorkloadSource(Protocol):
+    """How a worker process comes by its workload; is sent to it.
+
+    modules: names that the server of worker processes imports once, for all of them.
+    """
+
+    @property
+    def modules(self) -> tuple[str, ...]: ...
+
+    def load(self) -> Workload:
+        """Raises InputError when it can't be made."""
+
+
+@dataclass(frozen=True)
+class NamedWorkload:
+    """A workload by name: plain data, so it may go to another host. path: `package.module:factory`."""
+
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return (self.path.partition(":")[0],)
+
+    def load(self) -> Workload:
+        return load_workload(self.path, dict(self.options))

@@ -1,0 +1,62 @@
+"""What the agent's commands share: errors as sentences, and options that are read from text."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from agent.client import ConsoleRefused, ConsoleUnavailable
+from planner.errors import InputError, PlannerError
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """Turns every expected error into one sentence and exit code 2."""
+    try:
+        yield
+    except PlannerError as error:
+        refuse(str(error))
+    except ConsoleUnavailable as error:
+        refuse(f"--console: {error}; start one with `python -m app serve`")
+    except ConsoleRefused as error:
+        refuse(f"the console refused the job: {error}")
+
+
+def refuse(sentence: str) -> None:
+    typer.echo(f"error: {sentence}", err=True)
+    raise typer.Exit(2)
+
+
+def json_object(text: str, *, field: str = "--workload-options") -> dict[str, Any]:
+    """Raises InputError unless `text` is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InputError(field, text, 'a JSON object such as {"width": 128}')
+    return value
+
+
+def check_writable(path: Path, *, field: str) -> None:
+    """Raises InputError unless a file can be written there."""
+    if not path.parent.is_dir():
+        raise InputError(field, str(path), "a file in a folder that exists")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(field, str(path), "a file that can be written")
+
+
+def read_token(path: Path | None) -> str | None:
+    """The console's token from a file, else from OPENRECYCLE_TOKEN. Raises InputError."""
+    if path is None:
+        return os.environ.get("OPENRECYCLE_TOKEN") or None
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise InputError("--token-file", str(path), f"a readable file ({error.strerror})") from None

@@ -1,0 +1,114 @@
+"""`python -m agent launch`: trains on this machine, through failures."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agent.cli_shared import check_writable, json_object, read_token, sentences
+from agent.faults import Kill, Rejoin
+from agent.protocol import Recovery
+from agent.recipe import Recipe
+from agent.start import StartOptions, make_launcher, parse_pace
+from agent.workload import NamedWorkload
+from planner.job import Job, MemoryLimit, Technique
+
+
+def launch(
+    pipelines: Annotated[int, typer.Option(help="Data-parallel pipelines.")] = 3,
+    stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per pipeline and iteration.")] = 6,
+    iterations: Annotated[int, typer.Option(help="Iterations to commit.")] = 30,
+    record: Annotated[Path | None, typer.Option(help="JSON-lines file: losses, failures, final hash.")] = None,
+    console: Annotated[str | None, typer.Option(help="Address of a console, such as http://127.0.0.1:8501.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="The console's token (or OPENRECYCLE_TOKEN).")] = None,
+    kill: Annotated[list[str] | None, typer.Option(help="W1_2@10:F3: SIGKILL before that op. Repeatable.")] = None,
+    rejoin: Annotated[list[str] | None, typer.Option(help="W1_2@15: start it anew after that iteration.")] = None,
+    technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
+    memory: Annotated[str, typer.Option(help="1f1b, uniform, none or a number of micro-batches.")] = "uniform",
+    pace: Annotated[str | None, typer.Option(help="F=40ms,I=40ms,W=40ms: stretch each op to this.")] = None,
+    seed: Annotated[int, typer.Option(help="Of parameters, data and dropout.")] = 0,
+    name: Annotated[str, typer.Option(help="What the console calls the job.")] = "gpt",
+    demo: Annotated[bool, typer.Option(help="Let the console kill and restart these processes.")] = False,
+    mode: Annotated[str, typer.Option(help="deterministic (same bits after any failure) or fast.")] = "deterministic",
+    autocast: Annotated[str | None, typer.Option(help="bf16: run forwards under torch.autocast.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Largest global norm of the gradients.")] = None,
+    non_finite: Annotated[str, typer.Option(help="On a NaN or infinite gradient: skip (the step) or stop.")] = "skip",
+    synchronous: Annotated[bool, typer.Option(help="No stage steps before the global checks are known.")] = False,
+    keep_finished: Annotated[
+        bool, typer.Option(help="After a death, don't run again what survivors have finished.")
+    ] = False,
+    workload: Annotated[str, typer.Option(help="module:factory of what is trained.")] = "agent.examples.gpt:Gpt",
+    workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
+) -> None:
+    """Starts a job of PIPELINES x STAGES worker processes on this machine and trains through failures."""
+    with sentences():
+        paced = parse_pace(pace)
+        job = Job.uniform(pipelines, stages, micro_batches, durations=paced, time_unit="ms" if pace else "slot")
+        options = StartOptions(
+            job=job,
+            iterations=iterations,
+            workload=NamedWorkload(workload, json_object(workload_options)),
+            seed=seed,
+            technique=Technique.of(technique),
+            memory=MemoryLimit.parse(memory),
+            pace=paced,
+            kills=tuple(Kill.parse(text, job) for text in kill or ()),
+            rejoins=tuple(Rejoin.parse(text, job) for text in rejoin or ()),
+            recipe=Recipe(mode, autocast, clip_norm, non_finite, not synchronous, keep_finished),  # type: ignore[arg-type]
+            console=console,
+            token=read_token(token_file),
+            name=name,
+            demo=demo,
+        )
+        if record is not None:
+            check_writable(record, field="--record")
+
+        launcher = make_launcher(options, _Record(record), lambda text: typer.echo(text, err=True))
+        # Only now, so that bad input has not waited for torch.
+        from agent.launch import JobFailed, Stopped
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda n, _: launcher.stop(n))
+        try:
+            launcher.run()
+        except Stopped as stop:
+            typer.echo(str(stop))
+            raise typer.Exit(128 + stop.signal) from None
+        except JobFailed as failure:
+            typer.echo(f"the job ended early: {failure}", err=True)
+            raise typer.Exit(1) from None
+
+
+class _Record:
+    """Writes the record's lines to a file and, in words, to the terminal."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("w") if path else None
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        if self._file:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        if "failure" in line:
+            typer.echo(_recovery_sentence(Recovery(**line["failure"])), err=True)
+        elif "final" in line:
+            typer.echo(f"parameters {line['final']['parameters_sha256']}")
+        else:
+            loss = float.fromhex(line["loss"])
+            typer.echo(
+                f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
+                f"epoch {line['epoch']}  {line['living']} workers"
+            )
+
+
+def _recovery_sentence(recovery: Recovery) -> str:
+    return (
+        f"{recovery.worker} died: seen after {recovery.detected_ms:.0f} ms, survivors free after "
+        f"{recovery.unblocked_ms:.0f} ms, re-formed after {recovery.reformed_ms:.0f} ms, "
+        f"the redone iteration committed after {recovery.resumed_ms:.0f} ms"
+    )

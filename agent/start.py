@@ -1,0 +1,186 @@
+"""From options to a launcher that is ready to run: what `python -m agent launch` and
+`ResilientTrainer.fit` share.
+
+torch is imported only by `make_launcher`: bad input should not have to wait for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from agent.client import ConsoleClient, check_url
+from agent.faults import Kill, Rejoin
+from agent.protocol import JobSpec
+from agent.recipe import Recipe
+from planner.catalog import Catalog
+from planner.errors import InputError
+from planner.job import Job, MemoryLimit, Problem, Technique
+
+if TYPE_CHECKING:
+    from agent.launch import Launcher
+    from agent.workload import WorkloadSource
+
+UNIFORM = MemoryLimit("uniform")
+PLANNED_FAILURES = 2
+"""Without a console, plans are made ahead for up to this many failures."""
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """A job as its owner describes it. Errors name the options of the command line.
+
+    pace: milliseconds by op kind, {} for as fast as it goes. console: address, or None for a job
+    that decides alone. demo: the console may kill and restart these processes.
+    """
+
+    job: Job
+    iterations: int
+    workload: WorkloadSource
+    seed: int = 0
+    technique: Technique = Technique.STAGGERED
+    memory: MemoryLimit = UNIFORM
+    pace: Mapping[str, float] = field(default_factory=dict)
+    kills: tuple[Kill, ...] = ()
+    rejoins: tuple[Rejoin, ...] = ()
+    recipe: Recipe = field(default_factory=Recipe)
+    console: str | None = None
+    token: str | None = None
+    name: str = "job"
+    demo: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
+        Problem(self.job, technique=self.technique, memory=self.memory)
+        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
+            raise InputError("--iterations", self.iterations, "a whole number of at least 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**53:
+            raise InputError("--seed", self.seed, "a whole number from 0 to 2^53")
+        self._check_kills()
+        if self.console is not None:
+            check_url(self.console)
+            if not self.technique.reroutes:
+                raise InputError("--technique", self.technique.value, "adaptive, decoupled or staggered with --console")
+
+    def _check_kills(self) -> None:
+        """Refuses wishes that no plan can survive."""
+        if self.kills and not self.technique.reroutes:
+            raise InputError(
+                "--technique", self.technique.value, "adaptive, decoupled or staggered when a worker is to be killed"
+            )
+        if not self.rejoins:
+            Problem(self.job, frozenset(k.worker for k in self.kills), self.technique, self.memory)
+        for rejoin in self.rejoins:
+            if all(k.worker != rejoin.worker for k in self.kills):
+                raise InputError("--rejoin", str(rejoin.worker), "a worker that --kill names")
+
+
+def make_launcher(
+    options: StartOptions, listener: Callable[[dict[str, Any]], None], say: Callable[[str], None]
+) -> Launcher:
+    """A launcher whose `run` trains. listener: gets every line of the record. say: gets sentences
+    for the person who started it, also from threads.
+
+    Raises InputError, ConsoleUnavailable or ConsoleRefused.
+    """
+    from agent import launch
+    from agent.console_link import ConsoleCoordination, create_job
+    from agent.coordination import Coordination, LocalCoordination
+    from agent.worker import ConsoleLink
+
+    samples = options.workload.load().samples_per_micro_batch
+    link: ConsoleLink | None = None
+    coordination: Coordination
+    if options.console is None:
+        coordination = LocalCoordination(_catalog(options))
+    else:
+        url, token = options.console, options.token
+        created = create_job(ConsoleClient(url, token=token), _job_spec(options, samples))
+        link = ConsoleLink(url, created.job_id, token, created.heartbeat_seconds)
+        coordination = ConsoleCoordination(lambda: ConsoleClient(url, token=token), created.job_id, say)
+        say(f"job {created.job_id} at {url}")
+    return launch.Launcher(
+        launch.LaunchOptions(
+            job=options.job,
+            iterations=options.iterations,
+            seed=options.seed,
+            workload=options.workload,
+            pace={kind: ms / 1000 for kind, ms in options.pace.items()},
+            kills=options.kills,
+            rejoins=options.rejoins,
+            console=link,
+            recipe=options.recipe,
+        ),
+        coordination,
+        listener,
+    )
+
+
+def parse_pace(text: str | None) -> dict[str, float]:
+    """`F=40ms,I=40ms` to milliseconds by op kind. Raises InputError."""
+    out: dict[str, float] = {}
+    for part in filter(None, (p.strip() for p in (text or "").split(","))):
+        match = re.fullmatch(r"([FIWO])=(\d+(?:\.\d{1,3})?)(ms|s)", part)
+        if not match:
+            raise InputError("--pace", part, "comma-separated KIND=TIME such as F=40ms, with KIND F, I, W or O")
+        out[match[1]] = float(match[2]) * (1000 if match[3] == "s" else 1)
+    if text is not None:
+        missing = [kind for kind in "FIW" if not out.get(kind)]
+        if missing:
+            raise InputError("--pace", text, f"a time above 0 for {', '.join(missing)} too")
+    return out
+
+
+def _catalog(options: StartOptions) -> Catalog:
+    """Plans for what a job without a console should expect."""
+    job = options.job
+    catalog = Catalog(job, options.technique, options.memory)
+    for patterns in catalog.patterns(PLANNED_FAILURES if job.pipelines * job.stages <= 64 else 1):
+        for failed in patterns:
+            catalog.add(catalog.plan_for(failed)[0])
+    return catalog
+
+
+def _job_spec(options: StartOptions, samples: int) -> JobSpec:
+    """Raises InputError naming the option that the console would not take."""
+    job = options.job
+    try:
+        return JobSpec(
+            name=options.name,
+            pipelines=job.pipelines,
+            stages=job.stages,
+            micro_batches=job.micro_batches,
+            iterations=options.iterations,
+            samples_per_micro_batch=samples,
+            technique=options.technique.value,  # type: ignore[arg-type]
+            memory=options.memory.text,
+            durations=_durations(job),  # type: ignore[arg-type]
+            paced=bool(options.pace),
+            demo=options.demo,
+            seed=options.seed,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][0]).replace("_", "-")
+        raise InputError(option, first["input"], f"what a console accepts: {first['msg']}") from None
+
+
+def _durations(job: Job) -> dict[str, float]:
+    """Milliseconds by op kind as a console plans with them; {} for a job in slots.
+
+    A console plans with one number for all stages: where stages differ, with that of the slowest.
+    """
+    if job.time_unit != "ms":
+        return {}
+    slowest = max(job.profiles, key=lambda p: p.forward + p.input_backward + p.weight_backward)
+    return {
+        "F": slowest.forward,
+        "I": slowest.input_backward,
+        "W": slowest.weight_backward,
+        "O": max(p.optimizer for p in job.profiles),
+        "transfer": max(job.transfers, default=0.0),
+    }
