@@ -133,7 +133,7 @@ def test_unreadable_files_exit_2_without_a_traceback(tmp_path: Path, plan_file: 
         (["--micro-batches", "-6"], "micro_batches", "-6"),
         (["--stages", "1000000000000"], "ops", "at most 20,000,000"),
         (["--out", "/no/such/folder/plan.json"], "--out", "/no/such/folder"),
-        (["--profile", "/no/such/file"], "--pipelines", "3"),
+        (["--profile", "/no/such/file"], "/no/such/file", "can't be read"),
     ],
     ids=" ".join,
 )

@@ -1,0 +1,108 @@
+"""`python -m agent profile`: measure a model on this machine and write what the planner reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from agent.cli_shared import check_writable, json_object, refuse, sentences
+from planner.errors import InputError
+from planner.job import Job
+from planner.profiles import Clock, Profile
+
+MODELS_HELP = "gpt3-medium, gpt3-3.35b or gpt3-6.7b: one layer, the embedding and the head are measured."
+MAX_REPEATS = 1000
+
+
+def profile_command(
+    out: Annotated[Path, typer.Option(help="JSON file to write; `python -m planner plan --profile` reads it.")],
+    model: Annotated[str | None, typer.Option(help=MODELS_HELP)] = None,
+    workload: Annotated[str | None, typer.Option(help="module:factory, as for launch: each stage is measured.")] = None,
+    workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
+    pipelines: Annotated[int, typer.Option(help="Of the job; reductions are measured among up to this many.")] = 2,
+    stages: Annotated[int, typer.Option(help="Stages of the job.")] = 4,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per pipeline and iteration.")] = 8,
+    batch: Annotated[int, typer.Option(help="Samples per micro-batch, with --model.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
+    warm_up: Annotated[int, typer.Option(help="Rounds before them that don't count.")] = 2,
+    threads: Annotated[int, typer.Option(help="Of torch; workers train with 1.")] = 1,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: processor time, where other programs disturb the machine.")
+    ] = "wall",
+    spread_limit: Annotated[float, typer.Option(help="Largest (p90 - p10) / median that is accepted.")] = 0.25,
+    allow_spread: Annotated[bool, typer.Option(help="Write the profile however much the times vary.")] = False,
+) -> None:
+    """Measure op times, steps, memory, transfers and reductions of a model on this machine."""
+    with sentences():
+        Job.uniform(pipelines, stages, micro_batches)
+        check_writable(out, field="--out")
+        if (model is None) == (workload is None):
+            raise InputError("--model", model, "a model's name, or --workload instead")
+        for option, value, least, most in (
+            ("--batch", batch, 1, 1 << 20),
+            ("--repeats", repeats, 1, MAX_REPEATS),
+            ("--warm-up", warm_up, 0, MAX_REPEATS),
+            ("--threads", threads, 1, os.cpu_count() or 1),
+        ):
+            if not least <= value <= most:
+                raise InputError(option, value, f"a whole number from {least} to {most}")
+        if clock not in get_args(Clock):
+            raise InputError("--clock", clock, "wall or cpu")
+        # Written so that NaN fails it too.
+        if not spread_limit >= 0:
+            raise InputError("--spread-limit", spread_limit, "a number of at least 0")
+        options = json_object(workload_options)
+
+        # Only now: importing torch takes seconds, and bad input should not have to wait for it.
+        import torch
+
+        from agent import profile_job, profiler
+
+        torch.set_num_threads(threads)
+        effort = profiler.Effort(repeats, warm_up, clock)  # type: ignore[arg-type]
+        try:
+            if model is not None:
+                measured = profile_job.measure_model(model, batch, stages, pipelines, effort, _say)
+            else:
+                measured = profile_job.measure_workload(
+                    workload or "", options, stages, pipelines, micro_batches, effort, _say
+                )
+        except profile_job.TrafficError as error:
+            refuse(str(error))
+        made = measured.profile(pipelines, stages, micro_batches)
+        if made.spread > spread_limit and not allow_spread:
+            worst = max(made.parts, key=lambda part: part.spread)
+            raise InputError(
+                "--spread-limit",
+                spread_limit,
+                f"times that vary less: those of {worst.name} vary by {made.spread:.0%} (p10 to p90, of the median). "
+                "Measure on a quiet machine, with more --repeats or --clock cpu; or write it with --allow-spread",
+            )
+        out.write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    for line in _summary(made):
+        typer.echo(line)
+    typer.echo(f"written to {out}")
+
+
+def _say(sentence: str) -> None:
+    typer.echo(sentence, err=True)
+
+
+def _summary(made: Profile) -> list[str]:
+    """What was measured, for the terminal."""
+    lines = [f"{made.model} on {made.hardware.processor}, {made.hardware.threads} threads, {made.hardware.clock} clock"]
+    for part in made.parts:
+        lines.append(
+            f"{part.name:>10}: F {part.forward.median:.3f}  I {part.input_backward.median:.3f}  "
+            f"W {part.weight_backward.median:.3f}  step {part.step.median:.3f} ms (spread {part.spread:.0%}); "
+            f"holds {part.activation_bytes / 2**20:.1f} MiB until I, {part.weight_backward_bytes / 2**20:.1f} until W"
+        )
+    if made.transfers:
+        lines.append("transfers: " + ", ".join(f"{t.median:.3f} ms" for t in made.transfers))
+    if made.reductions is not None:
+        times = ", ".join(f"{t.median:.3f} ms among {n}" for n, t in enumerate(made.reductions.by_peers, start=2))
+        lines.append(f"reductions of {made.reductions.bytes / 2**20:.1f} MiB: {times}")
+    return lines

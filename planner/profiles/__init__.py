@@ -1,0 +1,239 @@
+"""Measured profiles: what the agent's profiler writes, and the jobs that follow from it.
+
+A profile holds *parts*: the stages of one cut model, or the pieces of a layered one (embedding,
+one layer, head), from which the stages of any grid are put together. Each time comes with its spread, and
+the document says on what it was measured. The profiles in this folder go by name (`shipped`).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
+
+from planner.errors import InputError
+from planner.job import Job, StageProfile
+from planner.plan import PRINTABLE, JobDoc, PlanError, first_problem, job_doc
+
+Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Bytes = Annotated[StrictInt, Field(ge=0)]
+Text = Annotated[str, Field(max_length=300, pattern=PRINTABLE)]
+Samples = Annotated[StrictInt, Field(ge=1)]
+Clock = Literal["wall", "cpu"]
+
+_FOLDER = Path(__file__).parent
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Timing(_Model):
+    """Milliseconds over `repeats` runs."""
+
+    median: Milliseconds
+    p10: Milliseconds
+    p90: Milliseconds
+    repeats: Samples
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Timing:
+        if not self.p10 <= self.median <= self.p90:
+            raise ValueError(f"p10 {self.p10} <= median {self.median} <= p90 {self.p90} does not hold")
+        return self
+
+    @property
+    def spread(self) -> float:
+        """(p90 - p10) / median; 0 for what takes no time."""
+        return (self.p90 - self.p10) / self.median if self.median else 0.0
+
+
+class Part(_Model):
+    """A measured piece of a model: its ops for one micro-batch, its step, and the bytes it keeps.
+
+    The bytes are those of planner.job.StageProfile. reduced_bytes: what its peers all-reduce.
+    """
+
+    name: Text
+    forward: Timing
+    input_backward: Timing
+    weight_backward: Timing
+    step: Timing
+    activation_bytes: Bytes
+    weight_backward_bytes: Bytes
+    weight_bytes: Bytes
+    optimizer_bytes: Bytes
+    reduced_bytes: Bytes
+
+    @property
+    def spread(self) -> float:
+        """The largest of its ops and its step, each weighed by its share of the part's time."""
+        timings = (self.forward, self.input_backward, self.weight_backward, self.step)
+        longest = max(t.median for t in timings)
+        return max((t.spread * t.median / longest for t in timings), default=0.0) if longest else 0.0
+
+
+class Reductions(_Model):
+    """All-reduce of `bytes` among 2, 3, ... peers, in order; all of them on the profiled machine."""
+
+    bytes: Annotated[StrictInt, Field(ge=1)]
+    by_peers: tuple[Timing, ...]
+
+    def milliseconds(self, size: int, peers: int) -> float:
+        """For `size` bytes: in proportion. Beyond the largest group measured, as a ring's traffic
+        grows, (n - 1) / n of the bytes; an estimate."""
+        if peers < 2 or not self.by_peers or not size:
+            return 0.0
+        known = min(peers, len(self.by_peers) + 1)
+        traffic = ((peers - 1) / peers) / ((known - 1) / known)
+        return self.by_peers[known - 2].median * traffic * size / self.bytes
+
+
+class Hardware(_Model):
+    """accelerator: empty when the ops ran on the processor. clock: `wall`, or `cpu` for processor
+    time, which other programs on the machine hardly lengthen. load: of the machine while measuring."""
+
+    processor: Text
+    cores: Samples
+    accelerator: Text = ""
+    system: Text
+    torch: Text
+    threads: Samples
+    dtype: Text
+    clock: Clock
+    load: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    measured_on: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+
+
+class Measurements(_Model):
+    """What was measured of a model, whatever grid it will train on.
+
+    cut: `stages` (each part is one) or `layers` (parts: first, layer, last; `layers` of the middle
+    one). transfers: of the tensor between stages, one per boundary; one for all where cut is `layers`.
+    """
+
+    profile_version: Literal[1] = 1
+    model: Text
+    about: Text
+    samples_per_micro_batch: Samples
+    hardware: Hardware
+    cut: Literal["stages", "layers"]
+    layers: Annotated[StrictInt, Field(ge=0)] = 0
+    parts: Annotated[tuple[Part, ...], Field(min_length=1)]
+    boundary_bytes: Bytes
+    transfers: tuple[Timing, ...]
+    reductions: Reductions | None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.cut == "layers" and (len(self.parts) != 3 or self.layers < 1 or len(self.transfers) != 1):
+            raise ValueError("a profile by layers has 3 parts, at least 1 layer and 1 transfer")
+        if self.cut == "stages" and len(self.transfers) != len(self.parts) - 1:
+            raise ValueError(
+                f"{len(self.parts)} stages have {len(self.parts) - 1} transfers, not {len(self.transfers)}"
+            )
+        return self
+
+    @property
+    def spread(self) -> float:
+        """The largest of any part; transfers and reductions have their own."""
+        return max(part.spread for part in self.parts)
+
+    def job_for(self, pipelines: int, stages: int, micro_batches: int) -> Job:
+        """The job of this model on a grid. Raises InputError when the model can't be cut so."""
+        Job.uniform(pipelines, stages, micro_batches)  # the sizes are refused before anything is built
+        members, transfers = self._cut(stages), tuple(t.median for t in self.transfers)
+        if self.cut == "layers":
+            transfers *= stages - 1
+        decimals = _decimals([sum(p.forward.median for p in group) for group in members])
+        return Job(
+            pipelines,
+            stages,
+            micro_batches,
+            tuple(self._stage(group, pipelines, decimals) for group in members),
+            tuple(round(t, decimals) for t in transfers),
+            time_unit="ms",
+        )
+
+    def _cut(self, stages: int) -> list[list[Part]]:
+        """The parts of each stage."""
+        if self.cut == "stages":
+            if stages != len(self.parts):
+                raise InputError("--stages", stages, f"{len(self.parts)}, as the profile was measured so")
+            return [[part] for part in self.parts]
+        first, layer, last = self.parts
+        members = [[layer] * count for count in spread_layers((first, layer, last), self.layers, stages)]
+        members[0].insert(0, first)
+        members[-1].append(last)
+        return members
+
+    def _stage(self, group: list[Part], pipelines: int, decimals: int) -> StageProfile:
+        def total(op: str) -> float:
+            timings: list[Timing] = [getattr(part, op) for part in group]
+            return round(sum(t.median for t in timings), decimals)
+
+        size = sum(p.reduced_bytes for p in group)
+        reduce = self.reductions.milliseconds if self.reductions else lambda _size, _peers: 0.0
+        times = tuple(round(reduce(size, n), decimals) for n in range(1, pipelines + 1))
+        return StageProfile(
+            forward=max(total("forward"), 10.0**-decimals),
+            input_backward=total("input_backward"),
+            weight_backward=total("weight_backward"),
+            optimizer=total("step"),
+            reductions=times if any(times) else (),
+            activation_bytes=sum(p.activation_bytes for p in group),
+            weight_backward_bytes=sum(p.weight_backward_bytes for p in group),
+            weight_bytes=sum(p.weight_bytes for p in group),
+            optimizer_bytes=sum(p.optimizer_bytes for p in group),
+        )
+
+    def profile(self, pipelines: int, stages: int, micro_batches: int) -> Profile:
+        """The document for that grid. Raises InputError."""
+        job = job_doc(self.job_for(pipelines, stages, micro_batches))
+        return Profile(job=job, **{name: getattr(self, name) for name in Measurements.model_fields})
+
+
+class Profile(Measurements):
+    """job: on the grid the profile was made for; `job_for` gives others."""
+
+    job: JobDoc
+
+
+def spread_layers(parts: tuple[Part, ...], layers: int, stages: int) -> list[int]:
+    """Layers of each stage: one each, then every further one to the stage with the least work so
+    far, the embedding's and the head's included. Raises InputError for more stages than layers."""
+    if stages > layers:
+        raise InputError("--stages", stages, f"at most {layers}, one layer for each")
+    first, layer, last = (p.forward.median + p.input_backward.median + p.weight_backward.median for p in parts)
+    counts, load = [1] * stages, [layer] * stages
+    load[0] += first
+    load[-1] += last
+    for _ in range(layers - stages):
+        s = min(range(stages), key=lambda i: load[i])
+        counts[s] += 1
+        load[s] += layer
+    return counts
+
+
+def shipped() -> list[str]:
+    """Names of the profiles in this folder."""
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def load_profile(name: str | Path) -> Profile:
+    """A shipped profile by its name, or a file. Raises PlanError naming the field that is wrong."""
+    path = _FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
+    try:
+        return Profile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        raise PlanError(f"{path} is not a profile: {first_problem(error)}") from None
+
+
+def _decimals(forwards: list[float]) -> int:
+    """So many that the shortest forward has four significant digits; ticks stay few, at most 3."""
+    least = min((f for f in forwards if f > 0), default=1.0)
+    return min(3, max(0, 3 - math.floor(math.log10(least))))
