@@ -1,0 +1,142 @@
+"""A stage's state as plain data: a JSON document and the tensors that it names. Nothing is pickled.
+
+The same form goes to a peer that re-joins (packed into a header and one body) and into a checkpoint.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+class StateError(RuntimeError):
+    """A state is damaged, does not belong to this stage, or holds what can't be sent."""
+
+
+@dataclass(frozen=True)
+class StageState:
+    """document: JSON values only; `{"tensor": NAME}` in it stands for `tensors[NAME]`."""
+
+    document: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON; the tensors in it go into `tensors`, under names that begin with `name`.
+
+    Raises StateError for anything but numbers, text, None, tensors, and lists, tuples and
+    dictionaries of those.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        # Some optimizers keep their step count on the CPU whatever the parameter's device is.
+        return {"tensor": name, "on": "cpu" if value.device.type == "cpu" else "device"}
+    if isinstance(value, (list, tuple)):
+        items = [encode(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[encode(k, name, tensors), encode(v, f"{name}.{k}", tensors)] for k, v in value.items()]}
+    raise StateError(
+        f"{name}: got {type(value).__name__}, expected numbers, text, tensors, and lists and dictionaries of those"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
+    """What `encode` was given, with copies of the tensors. Raises StateError."""
+    if isinstance(value, list):
+        return [decode(v, tensors, device) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        if value["tensor"] not in tensors:
+            raise StateError(f"{value['tensor']}: missing")
+        return tensors[value["tensor"]].clone().to("cpu" if value["on"] == "cpu" else device)
+    if "tuple" in value:
+        return tuple(decode(value["tuple"], tensors, device))
+    pairs = value["counter"] if "counter" in value else value["dict"]
+    plain = {decode(k, tensors, device): decode(v, tensors, device) for k, v in pairs}
+    return Counter(plain) if "counter" in value else plain
+
+
+def pack(state: StageState) -> tuple[bytes, Tensor]:
+    """(header, body): a JSON header with a checksum, and one uint8 tensor with every tensor's bytes."""
+    body = join(state.tensors.values())
+    document = json.dumps(state.document)
+    header = {
+        "sha256": _checksum(document, body),
+        "document": document,
+        "tensors": [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()],
+    }
+    return json.dumps(header).encode(), body
+
+
+def unpack(header: bytes, body: Tensor) -> StageState:
+    """Raises StateError when either is damaged."""
+    try:
+        doc = json.loads(header)
+        document, specs = doc["document"], [(n, _DTYPES[d], [int(x) for x in shape]) for n, d, shape in doc["tensors"]]
+        intact = doc["sha256"] == _checksum(document, body)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"unreadable header: {error}") from None
+    sizes = [dtype.itemsize * prod(shape) for _, dtype, shape in specs]
+    if not intact or sum(sizes) != body.numel():
+        raise StateError("the checksum does not match")
+    tensors = {}
+    for (name, dtype, shape), part in zip(specs, torch.split(body, sizes), strict=True):
+        # A copy starts at an aligned address, which a slice of the body need not.
+        tensors[name] = part.clone().view(dtype).view(shape)
+    return StageState(json.loads(document), tensors)
+
+
+def join(tensors: Iterable[Tensor]) -> Tensor:
+    """All bytes in one new uint8 tensor on the CPU."""
+    parts = [_raw(t.detach().cpu()) for t in tensors]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+
+
+def sha256(tensors: Iterable[Tensor]) -> str:
+    """Of the tensors' bytes, one after the other."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(_memory(tensor.detach().cpu()))
+    return digest.hexdigest()
+
+
+def _checksum(document: str, body: Tensor) -> str:
+    digest = hashlib.sha256(document.encode())
+    digest.update(_memory(body))
+    return digest.hexdigest()
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The tensor's own memory, without a copy and without numpy (which the agent does not need)."""
+    raw = _raw(tensor)
+    if not raw.numel():
+        return memoryview(b"")
+    view = (ctypes.c_ubyte * raw.numel()).from_address(raw.data_ptr())
+    view._keep = raw  # type: ignore[attr-defined]  # the memory lives as long as the view
+    return memoryview(view).cast("B")

@@ -1,0 +1,196 @@
+"""How the stages come to a verdict on an iteration's gradients, and what one worker does with it.
+
+Every worker needs one number pair (a Slot) of every stage. All living peers of a stage hold the
+same reduced gradients, so any of them can tell it: in each pipeline the stages tell each other,
+directly, and a pipeline without a worker of some stage is told by a peer of that stage. One hop, no
+collective, and (stages - 1) messages of 24 bytes a worker; they travel while the next iteration's
+warm-up runs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from agent.communicator import Groups, Pending
+from agent.optimizer import NonFiniteError, StageOptimizer
+from agent.recipe import Recipe
+from agent.validation import MAX_SKIPPED, Slot, Verdict, judge
+from planner.job import Worker
+
+_TAG = 2**29
+# As in agent.executor: a slot of the iteration before may still be under way.
+_ITERATIONS = 4
+
+
+def tellers(living: Iterable[Worker], pipeline: int) -> dict[int, Worker]:
+    """For each stage, which of its living workers tells the workers of `pipeline` about it."""
+    by_stage: dict[int, list[Worker]] = {}
+    for worker in sorted(living):
+        by_stage.setdefault(worker.stage, []).append(worker)
+    return {
+        stage: next((w for w in peers if w.pipeline == pipeline), peers[pipeline % len(peers)])
+        for stage, peers in by_stage.items()
+    }
+
+
+class _Exchange:
+    """The slots of one iteration, under way."""
+
+    def __init__(self, groups: Groups, me: Worker, living: Sequence[Worker], iteration: int, slot: Slot) -> None:
+        self.iteration = iteration
+        self._slots: dict[int, Slot] = {me.stage: slot}
+        self._mark = float(iteration)
+        tag = _TAG + iteration % _ITERATIONS
+        self._coming: dict[int, Pending] = {}
+        for stage, teller in tellers(living, me.pipeline).items():
+            if stage != me.stage:
+                buffer = torch.full((3,), -1.0, dtype=torch.float64)
+                self._coming[stage] = groups.receive(teller, buffer, tag)
+        mine = torch.tensor([slot.squared_norm, float(slot.rejected), self._mark], dtype=torch.float64)
+        self.sent = [
+            groups.send(worker, mine, tag)
+            for worker in living
+            if worker.stage != me.stage and tellers(living, worker.pipeline)[me.stage] == me
+        ]
+
+    def arrived(self) -> bool:
+        """Would `wait` return at once? Never blocks: a wait that expires would close the connection."""
+        return all(float(pending.tensor[2]) == self._mark for pending in self._coming.values())
+
+    def wait(self) -> list[Slot]:
+        """All stages' slots, in order. Raises TransferError."""
+        for stage, pending in self._coming.items():
+            norm, rejected, _ = pending.wait().tolist()
+            self._slots[stage] = Slot(norm, int(rejected))
+        return [self._slots[stage] for stage in sorted(self._slots)]
+
+
+class Steps:
+    """Takes the steps of one worker's stage, each as the verdicts so far advise, and puts right what
+    a later verdict overturns.
+
+    skipped: called with a sentence when an iteration's update was left out.
+    """
+
+    def __init__(self, me: Worker, recipe: Recipe, optimizer: StageOptimizer, skipped: Callable[[str], None]) -> None:
+        self._me, self._recipe, self._optimizer, self._skipped = me, recipe, optimizer, skipped
+        self._groups: Groups | None = None
+        self._living: Sequence[Worker] = ()
+        self._exchange: _Exchange | None = None
+        self._sent: deque[tuple[int, list[Pending]]] = deque()
+
+    def take(self) -> float:
+        """The step of the iteration whose gradients have just been reduced; returns its loss.
+
+        Raises TransferError; NonFiniteError, with the stage as it was before, when the job must end.
+        """
+        assert self._groups is not None
+        optimizer, iteration = self._optimizer, self._optimizer.committed
+        slot = optimizer.measure()
+        exchange = _Exchange(self._groups, self._me, self._living, iteration, slot)
+        self._sent.append((iteration, exchange.sent))
+        if self._recipe.staggered and optimizer.outlook.optimistic:
+            self._exchange = exchange
+            return optimizer.step(None, slot)
+        verdict = judge(exchange.wait(), self._recipe.clip_norm)
+        loss = optimizer.step(verdict, slot)
+        self._heed(verdict)
+        return loss
+
+    def overturned(self) -> bool:
+        """Has the verdict on the last step arrived, and did it put that step right? Never blocks.
+
+        If so, the iteration in flight is of parameters that nobody has any more. Raises as `take`.
+        """
+        return self._exchange is not None and self._exchange.arrived() and self.settle()
+
+    def settle(self) -> bool:
+        """The same, and waits for the verdict. Raises as `take`, or TransferError."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return False
+        try:
+            slots = exchange.wait()
+        finally:
+            # What went out two steps ago has been received: its receivers have stepped since.
+            while self._sent and self._sent[0][0] < exchange.iteration - 1:
+                for pending in self._sent.popleft()[1]:
+                    pending.wait()
+        return self._settle_with(slots)
+
+    def drain(self) -> None:
+        """Settles, and waits until peers have all that was sent. Between two iterations only."""
+        self.settle()
+        while self._sent:
+            for pending in self._sent.popleft()[1]:
+                pending.wait()
+
+    def abandon(self) -> None:
+        """Drops every message; what is not settled stays so until the next epoch's agreement."""
+        self._exchange = None
+        self._sent.clear()
+        self._groups = None
+
+    # -- an epoch begins ----------------------------------------------------------------------
+
+    def numbers(self) -> tuple[int, ...]:
+        """What the others must know in an agreement: is the last step in doubt, and the slots (bits of
+        the squared norm, rejected) of the last step and the one before."""
+        slots = self._optimizer.slot, self._optimizer.slot_before
+        return int(not self._optimizer.settled), *(n for s in slots for n in (_bits(s.squared_norm), s.rejected))
+
+    def begin(
+        self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Worker, tuple[int, ...]]
+    ) -> None:
+        """Takes up an epoch's groups; every step of an iteration before `committed` is settled then.
+
+        Whoever has to has rolled back to `committed` by now. holders: of every worker that brought
+        state, how many iterations it had committed before that, and its `numbers`. A step that some
+        are in doubt of has been taken by all of them, and all have kept its slot. Raises as `take`.
+        """
+        self._groups, self._living = groups, living
+        self._exchange = None
+        self._sent.clear()
+        if self._optimizer.settled:
+            return
+        slots = {}
+        for worker, (count, _, bits, rejected, bits_before, rejected_before) in sorted(holders.items()):
+            ahead = count > committed
+            slots[worker.stage] = Slot(_float(bits_before if ahead else bits), rejected_before if ahead else rejected)
+        self._settle_with([slots[stage] for stage in sorted(slots)])
+
+    # -- the verdict --------------------------------------------------------------------------
+
+    def _settle_with(self, slots: Sequence[Slot]) -> bool:
+        verdict = judge(slots, self._recipe.clip_norm)
+        changed = self._optimizer.settle(verdict)
+        self._heed(verdict)
+        return changed
+
+    def _heed(self, verdict: Verdict) -> None:
+        """What follows from an update that was left out."""
+        if verdict.coefficient is not None:
+            return
+        iteration = self._optimizer.committed - 1
+        what = f"iteration {iteration}: a gradient was NaN, infinite or out of range"
+        if self._recipe.non_finite == "stop":
+            self._optimizer.roll_back()
+            raise NonFiniteError(f"{what}; lower the learning rate or check the data (--non-finite skip goes on)")
+        if (times := self._optimizer.outlook.skipped) > MAX_SKIPPED:
+            self._optimizer.roll_back()
+            raise NonFiniteError(f"{what}, {times} times in a row; lower the learning rate or check the data")
+        self._skipped(f"{what}; its update is skipped")
+
+
+def _bits(value: float) -> int:
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return int(bits)
+
+
+def _float(bits: int) -> float:
+    (value,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(value)
