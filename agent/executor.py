@@ -18,6 +18,7 @@ from torch import Tensor
 from agent.communicator import Groups, Pending
 from agent.faults import FaultInjector
 from agent.optimizer import StageOptimizer
+from agent.pacing import PacedDevice
 from agent.randomness import seed_for
 from agent.stage import MicroBatch, Stage
 from agent.workload import Workload
@@ -89,9 +90,9 @@ class OpTimes:
 class Executor:
     """One worker's engine: a table from op kind to method, and a short loop.
 
-    pace: seconds an op of each kind is stretched to (real computation inside), as an accelerator
-    of that speed would take. interrupted: asked before every op. committed: called with (iteration,
-    loss) right after a step, before anything that can fail; the loss is 0 but on the last stage.
+    pace: seconds an op of each kind is stretched to (see agent.pacing). interrupted: asked before
+    every op. committed: called with (iteration, loss) right after a step, before anything that can
+    fail; the loss is 0 but on the last stage.
     """
 
     def __init__(
@@ -110,13 +111,14 @@ class Executor:
         self.times = OpTimes()
         self._me, self._job, self._seed = me, job, seed
         self._workload, self._stage, self._optimizer = workload, stage, optimizer
-        self._faults, self._pace, self._interrupted = faults, dict(pace), interrupted
+        self._faults, self._device, self._interrupted = faults, PacedDevice(pace), interrupted
         self._committed = committed
         self._last = me.stage == job.stages - 1
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
         self._sent: deque[tuple[int, Pending]] = deque()
         self._iteration = 0
         self._groups: Groups | None = None
+        self._reduction = float("inf")
 
     def run(self, iteration: int, script: Script, groups: Groups) -> None:
         """One iteration, its step included.
@@ -124,6 +126,9 @@ class Executor:
         Raises Interrupted or TransferError; `abandon` must follow then. The step may have been
         taken nevertheless.
         """
+        if groups is not self._groups:
+            self._reduction = float("inf")
+            self._device.waited()
         self._iteration, self._groups, self._script = iteration, groups, script
         self._expected = iter(script.receives())
         self._receiving: dict[tuple[str, MicroBatch], Pending] = {}
@@ -198,23 +203,20 @@ class Executor:
     def _step(self) -> None:
         assert self._groups is not None
         self._faults.before(self._iteration, "R")
-        started = time.monotonic()
+        arrived = time.monotonic()
         self._groups.reduce(self._stage.gradients.buffer)
+        reduced = time.monotonic()
+        # What the reduction itself takes; the rest was waiting for peers.
+        self._reduction = min(self._reduction, reduced - arrived)
+        self._device.waited()
         self._faults.before(self._iteration, "O")
         if self._interrupted():
             raise Interrupted
         self._committed(self._iteration, self._optimizer.step())
-        self._finish("O", started)
+        self._finish("O", reduced - self._reduction)
 
     def _finish(self, kind: str, started: float) -> None:
-        pace = self._pace.get(kind, 0.0)
-        if kind == "B":
-            pace = self._pace.get("I", 0.0) + self._pace.get("W", 0.0)
-        remaining = started + pace - time.monotonic()
-        if remaining > 0:
-            # The device would still be computing; nothing else may run on this worker meanwhile.
-            time.sleep(remaining)
-        self.times.add(kind, time.monotonic() - started)
+        self.times.add(kind, self._device.finish(kind, started))
 
     # -- transfers ----------------------------------------------------------------------------
 
@@ -237,5 +239,6 @@ class Executor:
 
     def _received(self, kind: str, key: MicroBatch) -> Tensor:
         tensor = self._receiving.pop((kind, key)).wait()
+        self._device.waited()
         self._post_receives()
         return tensor

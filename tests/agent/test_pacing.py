@@ -1,0 +1,68 @@
+"""The paced device's clock, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.pacing import PacedDevice
+
+
+class Clock:
+    """Sleeping takes what was asked for and `late` on top."""
+
+    def __init__(self, late: float = 0.0) -> None:
+        self.now, self.late = 100.0, late
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds + self.late
+
+
+def device(clock: Clock, **pace: float) -> PacedDevice:
+    return PacedDevice(pace, now=lambda: clock.now, sleep=clock.sleep)
+
+
+def test_late_wake_ups_do_not_add_up() -> None:
+    clock = Clock(late=0.002)
+    paced = device(clock, F=0.04, I=0.04, W=0.04)
+    for _ in range(10):
+        started = clock.now
+        clock.now += 0.001  # the computation
+        assert paced.finish("F", started) == pytest.approx(0.04)
+    assert clock.now == pytest.approx(100.0 + 10 * 0.04 + 0.002)
+
+
+def test_an_op_that_received_something_starts_when_it_has_it() -> None:
+    clock = Clock(late=0.002)
+    paced = device(clock, F=0.04, I=0.04, W=0.04)
+    paced.finish("F", clock.now)
+    clock.now += 0.1
+    paced.waited()
+    started = clock.now
+    assert paced.finish("I", started) == pytest.approx(0.04)
+    assert clock.now == pytest.approx(started + 0.042)
+
+
+def test_a_computation_longer_than_the_pace_counts_whole() -> None:
+    clock = Clock()
+    paced = device(clock, F=0.04, I=0.04, W=0.04)
+    started = clock.now
+    clock.now += 0.07
+    assert paced.finish("W", started) == pytest.approx(0.07)
+    # And the next op starts after it, not at the deadline that was missed.
+    assert paced.finish("W", clock.now) == pytest.approx(0.04)
+    assert clock.now == pytest.approx(100.11)
+
+
+def test_coupled_backward_takes_i_and_w() -> None:
+    clock = Clock()
+    assert device(clock, F=0.04, I=0.03, W=0.02).finish("B", clock.now) == pytest.approx(0.05)
+
+
+def test_an_op_without_a_pace_takes_what_it_takes() -> None:
+    clock = Clock()
+    paced = device(clock, F=0.04, I=0.04, W=0.04)
+    started = clock.now
+    clock.now += 0.005
+    assert paced.finish("O", started) == pytest.approx(0.005)
+    assert device(Clock()).finish("F", 100.0) == 0.0
