@@ -12,10 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from agent.protocol import Deployment
+from planner.job import Worker
 from planner.plan import Plan
 
 Message = dict[str, Any]
@@ -32,31 +34,46 @@ def receive(pipe: Connection) -> Message:
     return message
 
 
+@dataclass(frozen=True)
+class Orders:
+    """One epoch as this worker is told of it.
+
+    cell: the place of the grid that it holds from this epoch on. store: host and port of the store
+    through which the epoch's groups are formed. after: the iteration through which the members of
+    the epoch before go on first, when this one does nothing but add workers; None: they leave at once.
+    """
+
+    deployment: Deployment
+    plan: Plan
+    cell: Worker
+    store: tuple[str, int]
+    after: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self.deployment.epoch
+
+
 class WorkerChannel:
     """The worker's end. A thread reads the pipe; when the launcher dies, so does the worker.
 
-    announced: called in that thread with the epoch of each new deployment (and with a number above
-    all epochs when the job is over), before anybody else learns of it.
+    announced: called in that thread with the epoch of each new deployment that this worker must
+    leave its iteration for (and with a number above all epochs when the job is over). put_out:
+    called in that thread when this process no longer counts: it must end.
     """
 
     OVER = 2**53
 
-    def __init__(self, pipe: Connection, announced: Callable[[int], None]) -> None:
+    def __init__(self, pipe: Connection, announced: Callable[[int], None], put_out: Callable[[], None]) -> None:
         self._pipe = pipe
-        self._announced = announced
+        self._announced, self._put_out = announced, put_out
         self._news = threading.Condition()
-        self._deployment: Deployment | None = None
+        self._orders: Orders | None = None
         self._plans: dict[str, Plan] = {}
         self._over = False
+        self._iteration = -1
         self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="launcher-pipe", daemon=True).start()
-
-    @property
-    def newest_epoch(self) -> int:
-        if self._over:
-            return self.OVER
-        deployment = self._deployment
-        return deployment.epoch if deployment else 0
 
     @property
     def over(self) -> bool:
@@ -67,14 +84,28 @@ class WorkerChannel:
         with self._sending, contextlib.suppress(OSError):
             send(self._pipe, kind, **fields)
 
-    def wait_for_epoch(self, after: int, timeout: float | None = None) -> tuple[Deployment, Plan] | None:
-        """The newest deployment with an epoch above `after` and its plan; None when the job is over
-        or `timeout` seconds have passed."""
+    def wait_for_epoch(self, after: int, timeout: float | None = None) -> Orders | None:
+        """The newest epoch, when it is above `after`; None when the job is over or `timeout` seconds
+        have passed."""
         with self._news:
-            self._news.wait_for(lambda: self.newest_epoch > after, timeout)
-            if self._over or self._deployment is None or self._deployment.epoch <= after:
-                return None
-            return self._deployment, self._plans[self._deployment.plan_fingerprint]
+            self._iteration = -1
+            self._news.wait_for(lambda: self._over or self._newer(after) is not None, timeout)
+            return None if self._over else self._newer(after)
+
+    def may_begin(self, epoch: int, iteration: int) -> bool:
+        """Is `iteration` still to be run in `epoch`? False: another epoch waits for this worker."""
+        with self._news:
+            self._iteration = iteration
+            return not self.superseded(epoch)
+
+    def superseded(self, epoch: int) -> bool:
+        """Must this worker leave `epoch` now, in the middle of the iteration that it has begun?"""
+        newer = self._newer(epoch)
+        return self._over or (newer is not None and (newer.after is None or self._iteration > newer.after))
+
+    def _newer(self, epoch: int) -> Orders | None:
+        orders = self._orders
+        return orders if orders is not None and orders.epoch > epoch else None
 
     def _listen(self) -> None:
         while True:
@@ -84,11 +115,26 @@ class WorkerChannel:
                 os._exit(1)  # orphaned: nobody would ever end this process
             with self._news:
                 if message["kind"] == "deployment":
-                    deployment = Deployment.model_validate(message["deployment"])
-                    if deployment.plan_fingerprint not in self._plans:
-                        self._plans[deployment.plan_fingerprint] = Plan.from_json(message["plan"])
-                    self._deployment = deployment
+                    self._take(message)
                 elif message["kind"] == "over":
                     self._over = True
+                elif message["kind"] == "put_out":
+                    self._put_out()
+                newest = self._orders.epoch if self._orders else 0
+                interrupts = self.superseded(newest - 1)
                 self._news.notify_all()
-            self._announced(self.newest_epoch)
+            if interrupts:
+                self._announced(self.OVER if self._over else newest)
+
+    def _take(self, message: Message) -> None:
+        deployment = Deployment.model_validate(message["deployment"])
+        if deployment.plan_fingerprint not in self._plans:
+            self._plans[deployment.plan_fingerprint] = Plan.from_json(message["plan"])
+        host, port = message["store"]
+        self._orders = Orders(
+            deployment,
+            self._plans[deployment.plan_fingerprint],
+            Worker.parse(message["cell"]),
+            (str(host), int(port)),
+            message["after"],
+        )

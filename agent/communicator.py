@@ -23,6 +23,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from agent.store import StoreClient
 from planner.job import Worker
 
 # torch ships no types for what is used here.
@@ -122,13 +123,17 @@ class Groups:
 
     def gather(self, value: int) -> dict[Worker, int]:
         """Everybody's `value`, on everybody."""
-        values = torch.zeros(len(self._rank), dtype=torch.int64)
-        values[self._rank[self._me]] = value
+        return {w: row[0] for w, row in self.gather_rows((value,)).items()}
+
+    def gather_rows(self, values: Sequence[int]) -> dict[Worker, tuple[int, ...]]:
+        """Everybody's `values`, on everybody. All must bring equally many."""
+        rows = torch.zeros((len(self._rank), len(values)), dtype=torch.int64)
+        rows[self._rank[self._me]] = torch.tensor(values, dtype=torch.int64)
         try:
-            self._world.allreduce([values]).wait()
+            self._world.allreduce([rows]).wait()
         except RuntimeError as error:
             raise TransferError(_first_line(error)) from None
-        return {w: int(values[i]) for w, i in self._rank.items()}
+        return {w: tuple(rows[i].tolist()) for w, i in self._rank.items()}
 
     def cancel(self) -> None:
         """Makes every wait on these groups fail within milliseconds. From any thread."""
@@ -145,35 +150,38 @@ class Groups:
 class Communicator:
     """Forms the groups of one epoch after the other. `cancel` may be called from any thread."""
 
-    def __init__(self, host: str, port: int, me: Worker, timeouts: Timeouts | None = None) -> None:
-        self._address = (host, port)
-        self._me = me
+    def __init__(self, timeouts: Timeouts | None = None) -> None:
         self._timeouts = timeouts or Timeouts()
-        # A TCPStore client serialises its calls: the waiting thread and the cancelling one need one each.
-        self._store = self._connect()
-        self._canceller = self._connect()
+        self._stores = StoreClient()
         self._lock = threading.Lock()
         self._live: Groups | None = None
         self._forming: int | None = None
         self._newest = 0
 
-    def form(self, epoch: int, living: Sequence[Worker]) -> Groups:
-        """Waits until all of `living` are ready, then connects. Raises TransferError when that fails
-        or a newer epoch is announced meanwhile."""
-        self.abandon()
+    def form(self, epoch: int, me: Worker, living: Sequence[Worker], store: tuple[str, int]) -> Groups:
+        """Waits until all of `living` are ready at the store (host, port), then connects.
+
+        The groups in use live on until then: a peer may still be fetching what this worker sent
+        last. Raises TransferError when it fails or a newer epoch is announced meanwhile.
+        """
         with self._lock:
             if self._newest > epoch:
                 raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
             self._forming = epoch
         try:
+            meeting = self._stores.connect(store, self._timeouts.form)
+            # From here on `cancel` reaches this store; before, it may have missed it.
+            if self._newest > epoch:
+                raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
             go = f"epoch{epoch}/go"
-            if self._store.add(f"epoch{epoch}/ready", 1) == len(living):
-                self._store.set(go, _GO)
-            self._store.wait([go], timedelta(seconds=self._timeouts.form))
-            if self._store.get(go) != _GO:
+            if meeting.add(f"epoch{epoch}/ready", 1) == len(living):
+                meeting.set(go, _GO)
+            meeting.wait([go], timedelta(seconds=self._timeouts.form))
+            if meeting.get(go) != _GO:
                 raise TransferError(f"epoch {epoch} is superseded")
-            groups = Groups(self._store, epoch, self._me, living, self._timeouts)
-        except RuntimeError as error:
+            self.abandon()
+            groups = Groups(meeting, epoch, me, living, self._timeouts)
+        except (RuntimeError, OSError) as error:
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"epoch {epoch} did not come together: {_first_line(error)}") from None
@@ -199,13 +207,9 @@ class Communicator:
             self._newest = max(self._newest, newest_epoch)
             groups, forming = self._live, self._forming
         if forming is not None and forming < newest_epoch:
-            self._canceller.set(f"epoch{forming}/go", _SUPERSEDED)
+            self._stores.set_from_another_thread(f"epoch{forming}/go", _SUPERSEDED)
         if groups is not None and groups.epoch < newest_epoch:
             groups.cancel()
-
-    def _connect(self) -> Any:
-        host, port = self._address
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
 def _bury(coffin: list[Groups]) -> None:

@@ -90,6 +90,9 @@ class ConsoleCoordination:
     def broken(self, worker: Worker, epoch: int, now: float) -> None:
         """The worker reports it itself."""
 
+    def formed(self, worker: Worker, epoch: int) -> None:
+        """The worker acknowledges it itself."""
+
     def committed(self, iterations: Iterable[Iteration]) -> None:
         batch = tuple(iterations)
         if batch:

@@ -46,6 +46,9 @@ class Coordination(Protocol):
     def broken(self, worker: Worker, epoch: int, now: float) -> None:
         """A worker could not exchange data in `epoch`."""
 
+    def formed(self, worker: Worker, epoch: int) -> None:
+        """A worker is in the groups of `epoch`."""
+
     def committed(self, iterations: Iterable[Iteration]) -> None: ...
 
     def recovered(self, recovery: Recovery) -> None: ...
@@ -70,6 +73,9 @@ class LocalCoordination:
         self._epoch = 0
         self._waiting_for = set(catalog.job.workers())
         self._failed: set[Worker] = set()
+        self._back: set[Worker] = set()
+        """Newcomers that wait until all others are in the newest epoch: then nothing is interrupted."""
+        self._unformed: set[Worker] = set()
         self._re_form_at: float | None = None
         self._events: list[Event] = []
 
@@ -79,10 +85,16 @@ class LocalCoordination:
             if not self._waiting_for:
                 self._open("all workers are ready")
         elif worker in self._failed:
-            self._failed.discard(worker)
-            self._open(f"{worker} is back and takes its state from a peer", joining=(worker,))
+            self._back.add(worker)
+            self._let_in()
+
+    def formed(self, worker: Worker, epoch: int) -> None:
+        if epoch == self._epoch:
+            self._unformed.discard(worker)
+            self._let_in()
 
     def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
+        self._back.discard(worker)
         if worker in self._failed:
             return
         self._failed.add(worker)
@@ -114,8 +126,16 @@ class LocalCoordination:
     def close(self) -> None:
         pass
 
-    def _open(self, reason: str, joining: tuple[Worker, ...] = ()) -> None:
+    def _let_in(self) -> None:
+        if self._back and not self._unformed:
+            names = ", ".join(map(str, sorted(self._back)))
+            self._open(f"{names} {'is' if len(self._back) == 1 else 'are'} back, to take state from a peer")
+
+    def _open(self, reason: str) -> None:
+        """Opens the next epoch: with all who live, and all who are back."""
         self._re_form_at = None
+        joining, self._back = sorted(self._back), set()
+        self._failed.difference_update(joining)
         try:
             plan, source = self._catalog.plan_for(self._failed)
         except PlannerError as error:
@@ -123,6 +143,7 @@ class LocalCoordination:
             return
         self._epoch += 1
         living = [w for w in self._catalog.job.workers() if w not in self._failed]
+        self._unformed = set(living)
         deployment = Deployment(
             epoch=self._epoch,
             plan_fingerprint=plan.fingerprint,

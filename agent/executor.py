@@ -144,6 +144,15 @@ class Executor:
         while self._sent and self._sent[0][0] < iteration:
             self._sent.popleft()[1].wait()
 
+    def settle(self) -> None:
+        """Waits until peers have received all that was sent. Raises TransferError.
+
+        Between two iterations only: afterwards this worker may leave the groups without anybody
+        missing anything.
+        """
+        while self._sent:
+            self._sent.popleft()[1].wait()
+
     def abandon(self) -> None:
         """Drops the iteration in flight and every transfer."""
         self._stage.abandon()

@@ -1,7 +1,7 @@
 """The launcher of one node: starts the workers, sees their ends first, keeps the run's record.
 
 One loop over the workers' pipes, their process sentinels and the coordination's wake-up. The
-launcher owns the store through which groups are formed, so that no worker's death takes it along.
+store through which groups are formed is a process of its own; one that dies is replaced.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-import torch.distributed
-
 from agent import channel, worker
 from agent.coordination import Coordination, Deploy, Halt
 from agent.faults import Kill, Rejoin
@@ -23,14 +21,11 @@ from agent.processes import ProcessPool, WorkerProcess
 from agent.protocol import Command, Deployment, Iteration
 from agent.recipe import Recipe
 from agent.record import DivergedError, Recorded, RunRecord
+from agent.store import RendezvousStore, StoreError
 from agent.workload import WorkloadSource
 from planner.job import Job, Worker
 from planner.plan import Plan
 
-dist: Any = torch.distributed
-
-HANG_SECONDS = 20.0
-"""A worker process that says nothing for this long is killed (it says something every second)."""
 START_SECONDS = 120.0
 
 
@@ -48,7 +43,8 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What to run on this node."""
+    """What to run on this node. hang_seconds: a worker process that says nothing for this long is
+    put out of the job (it says something every second)."""
 
     job: Job
     iterations: int
@@ -59,6 +55,7 @@ class LaunchOptions:
     rejoins: tuple[Rejoin, ...] = ()
     console: worker.ConsoleLink | None = None
     recipe: Recipe = field(default_factory=Recipe)
+    hang_seconds: float = 20.0
 
 
 class Launcher:
@@ -68,10 +65,11 @@ class Launcher:
         self, options: LaunchOptions, coordination: Coordination, listener: Callable[[dict[str, Any]], None]
     ) -> None:
         self._options, self._coordination, self._listener = options, coordination, listener
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pool = ProcessPool(worker.main, ["agent.worker", *options.workload.modules])
+        self._store = RendezvousStore(self._pool.context)
         self._record = RunRecord(options.job.stages, time.monotonic_ns())
         self._deployed: tuple[Deployment, Plan] | None = None
+        self._after: int | None = None
         self._rejoins = list(options.rejoins)
         self._plans_sent: set[tuple[str, str]] = set()
         self._stop = 0
@@ -97,22 +95,28 @@ class Launcher:
         except Stopped as stop:
             reason = str(stop)
             raise
-        except (JobFailed, DivergedError) as error:
+        except (JobFailed, DivergedError, StoreError) as error:
             reason = str(error)
             raise JobFailed(reason) from None
         finally:
             self._pool.kill_all()
+            self._store.kill()
             self._coordination.finished(state, reason)
             self._coordination.close()
 
     # -- one turn of the loop -----------------------------------------------------------------
 
     def _turn(self, timeout: float) -> None:
-        running = list(self._pool.running.values())
-        pipes = {entry.pipe: entry for entry in running}
-        sentinels = {entry.process.sentinel: entry for entry in running}
+        entries = self._pool.entries
+        pipes = {entry.pipe: entry for entry in entries}
+        sentinels = {entry.process.sentinel: entry for entry in entries}
         wake = getattr(self._coordination, "wake_fd", None)
-        ready = wait([*pipes, *sentinels, *([wake] if wake is not None else [])], timeout)
+        store = self._store.process.sentinel
+        ready = wait([*pipes, *sentinels, store, *([wake] if wake is not None else [])], timeout)
+        if store in ready:
+            # Who is forming groups right now fails and says so; who trains does not notice.
+            self._store.kill()
+            self._store = RendezvousStore(self._pool.context)
         for item in ready:
             if item in pipes:
                 self._read(pipes[item])  # type: ignore[index]
@@ -126,7 +130,7 @@ class Launcher:
                 raise JobFailed(event.reason)
             else:
                 self._obey(event)
-        self._kill_the_silent()
+        self._put_out_the_silent()
 
     def _read(self, entry: WorkerProcess) -> None:
         """Takes every message that is there."""
@@ -137,6 +141,8 @@ class Launcher:
             pass  # its sentinel tells the rest
 
     def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
+        if entry.put_out:
+            return
         entry.heard_at = time.monotonic()
         cell, at = entry.worker, message["at"]
         match message["kind"]:
@@ -148,12 +154,15 @@ class Launcher:
                 self._record.left(cell, at)
             case "formed":
                 self._certain(self._record.formed(cell, message["epoch"], message["iteration"], at))
+                self._coordination.formed(cell, message["epoch"])
             case "committed":
                 self._certain(self._record.committed_by(cell, message["iteration"], message["loss"], at))
             case "done":
                 self._record.done(cell, message["sha256"])
             case "broken":
                 self._coordination.broken(cell, message["epoch"], time.monotonic())
+                if self._after is not None and self._deployed and message["epoch"] < self._deployed[0].epoch:
+                    self._send_deployments(after=None)  # the boundary is out of reach: all leave now
             case "error":
                 entry.error = message["text"]
             case "fatal":
@@ -164,6 +173,8 @@ class Launcher:
         self._read(entry)
         entry.process.join()
         self._pool.forget(entry)
+        if entry.put_out:
+            return
         self._record.died(entry.worker, detected)
         self._coordination.exited(entry.worker, entry.incarnation, entry.ending)
         if not self._pool.running:
@@ -185,25 +196,49 @@ class Launcher:
                     self._start(rejoin.worker, joins=True)
 
     def _deploy(self, deployment: Deployment, plan: Plan) -> None:
-        self._deployed = deployment, plan
         living = {Worker.parse(name) for name in deployment.living}
-        self._certain(self._record.epoch_opened(deployment.epoch, living, time.monotonic_ns()))
+        after = self._boundary(deployment)
+        self._deployed = deployment, plan
+        now = time.monotonic_ns()
+        self._certain(self._record.epoch_opened(deployment.epoch, living, now, after))
         for cell, entry in list(self._pool.running.items()):
-            if cell in living:
-                self._send_deployment(entry)
-            elif entry.member:
-                # Held for dead, and still a process: it hangs, and must do no harm when it wakes up.
-                entry.error = "put out of the job"
-                entry.kill()
+            if entry.member and cell not in living:
+                self._pool.put_out(entry, "put out of the job")
+                self._record.died(cell, now)
+        self._send_deployments(after)
 
-    def _send_deployment(self, entry: WorkerProcess) -> None:
+    def _boundary(self, deployment: Deployment) -> int | None:
+        """For an epoch that does nothing but add workers: the iteration that the others finish first.
+
+        One more than the foremost is known to be in, so that the news is there before it ends.
+        """
+        if self._deployed is None or not deployment.joining or not self._record.formed_by_all:
+            return None
+        if set(deployment.living) - set(deployment.joining) != set(self._deployed[0].living):
+            return None
+        return self._record.newest + 1
+
+    def _send_deployments(self, after: int | None) -> None:
+        """Tells every member of the newest epoch. after: see agent.channel.Orders."""
         assert self._deployed is not None
         deployment, plan = self._deployed
-        known = (entry.incarnation, plan.fingerprint)
-        text = None if known in self._plans_sent else plan.to_json()
-        self._plans_sent.add(known)
-        entry.member = True
-        entry.post("deployment", deployment=deployment.model_dump(), plan=text)
+        self._after = after
+        for name in deployment.living:
+            entry = self._pool.running.get(Worker.parse(name))
+            if entry is None:
+                continue
+            known = (entry.incarnation, plan.fingerprint)
+            text = None if known in self._plans_sent else plan.to_json()
+            self._plans_sent.add(known)
+            entry.member = True
+            entry.post(
+                "deployment",
+                deployment=deployment.model_dump(),
+                plan=text,
+                cell=str(entry.worker),
+                store=self._store.address,
+                after=after,
+            )
 
     def _obey(self, command: Command) -> None:
         cell = Worker.parse(command.worker)
@@ -214,13 +249,16 @@ class Launcher:
         elif command.kind == "restart" and entry is None:
             self._start(cell, joins=self._deployed is not None)
 
-    def _kill_the_silent(self) -> None:
+    def _put_out_the_silent(self) -> None:
         now = time.monotonic()
         for entry in list(self._pool.running.values()):
-            patience = HANG_SECONDS if self._deployed else START_SECONDS
+            patience = self._options.hang_seconds if self._deployed else START_SECONDS
             if now - entry.heard_at > patience:
-                entry.error = f"silent for {now - entry.heard_at:.0f} s"
-                entry.kill()
+                self._pool.put_out(entry, f"silent for {now - entry.heard_at:.0f} s")
+                self._record.died(entry.worker, time.monotonic_ns())
+                self._coordination.exited(
+                    entry.worker, entry.incarnation, f"was silent for {now - entry.heard_at:.0f} s"
+                )
 
     def _start(self, cell: Worker, *, joins: bool) -> None:
         options = self._options
@@ -237,7 +275,6 @@ class Launcher:
                 incarnation,
                 loop,
                 options.workload,
-                ("127.0.0.1", self._store.port),
                 options.console,
             )
 

@@ -2,33 +2,31 @@
 
 No failure of a peer ends this process. What interrupts an iteration is a broken transfer or the
 news of another epoch; both lead to the same place: abandon the iteration in flight, wait for an
-epoch that is newer than the one left, form its groups, agree on an iteration, go on.
+epoch that is newer than the one left, form its groups, agree on an iteration, go on. An epoch that
+only adds workers interrupts nothing: all leave at the same boundary, with nothing in flight.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from agent.channel import WorkerChannel
+from agent.channel import Orders, WorkerChannel
 from agent.communicator import Communicator, Groups, TransferError
 from agent.executor import Executor, Interrupted, Script
 from agent.faults import FaultInjector, Kill
 from agent.gradients import GradientSum
 from agent.heartbeat import HeartbeatThread, Status
 from agent.optimizer import StageOptimizer
-from agent.protocol import Deployment
 from agent.recipe import Recipe
-from agent.recovery import Agreement, agree
+from agent.recovery import Agreement, Makeup, agree, check_alike
 from agent.stage import Stage
+from agent.state_transfer import receive_state, send_state
 from agent.workload import Workload
 from planner.job import Job, Worker
-from planner.plan import Plan
 
-_STATE_TAG = 2**30
 _JOINING = -1
 
 
@@ -84,6 +82,7 @@ class WorkerLoop:
             self._superseded,
             self._say_committed,
         )
+        self._makeup = Makeup(str(torch.__version__), torch.get_num_threads())
         self._has_state = not options.joins
         status.take_op_milliseconds = self._executor.times.take
         self._epoch = 0
@@ -92,44 +91,52 @@ class WorkerLoop:
         """Returns when the launcher says that the job is over."""
         while not self._channel.over:
             self._status.phase = "waiting"
-            news = self._channel.wait_for_epoch(self._epoch)
-            if news is None:
+            orders = self._channel.wait_for_epoch(self._epoch)
+            if orders is None:
                 return
-            with contextlib.suppress(Interrupted):
-                try:
-                    self._live_through(*news)
-                except TransferError as error:
-                    if not self._superseded():
-                        self._say_broken(str(error))
-                finally:
-                    self._executor.abandon()
-                    self._communicator.abandon()
+            try:
+                self._live_through(orders)
+            except (Interrupted, TransferError) as end:
+                if isinstance(end, TransferError) and not self._superseded():
+                    self._say_broken(str(end))
+                self._executor.abandon()
+                self._communicator.abandon()
             self._channel.say("left", epoch=self._epoch)
 
-    def _live_through(self, deployment: Deployment, plan: Plan) -> None:
-        """One epoch, until it is superseded, broken or over."""
-        self._epoch = self._status.epoch = deployment.epoch
+    def _live_through(self, orders: Orders) -> None:
+        """One epoch, until it is superseded, broken or over; returns when it was left at a boundary,
+        with its groups still up."""
+        self._epoch = self._status.epoch = orders.epoch
         self._acknowledge("adopted", self._optimizer.committed)
         self._status.phase = "forming"
-        living = [Worker.parse(name) for name in deployment.living]
-        groups = self._communicator.form(deployment.epoch, living)
-        counts = groups.gather(self._optimizer.committed if self._has_state else _JOINING)
-        agreement = agree({w: None if c == _JOINING else c for w, c in counts.items()})
+        living = [Worker.parse(name) for name in orders.deployment.living]
+        groups = self._communicator.form(orders.epoch, self._me, living, orders.store)
+        agreement = self._agree(groups)
         self._take_up(agreement, groups)
-        self._channel.say("formed", epoch=deployment.epoch, iteration=agreement.iteration)
+        self._channel.say("formed", epoch=orders.epoch, iteration=agreement.iteration)
         self._acknowledge("formed", agreement.iteration)
-        script = Script.of(plan.schedule(), self._me)
+        script = Script.of(orders.plan.schedule(), self._me)
         self._status.phase = "training"
         while (iteration := self._optimizer.committed) < self._options.iterations:
             self._status.iteration = iteration
+            if not self._channel.may_begin(orders.epoch, iteration):
+                self._executor.settle()
+                return
             self._executor.run(iteration, script, groups)
             if iteration == agreement.iteration:
                 self._acknowledge("resumed", iteration)
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
-        self._channel.say("done", epoch=deployment.epoch, sha256=self._optimizer.parameters_sha256())
-        self._channel.wait_for_epoch(deployment.epoch)
-        raise Interrupted
+        self._channel.say("done", epoch=orders.epoch, sha256=self._optimizer.parameters_sha256())
+        self._channel.wait_for_epoch(orders.epoch)
+        if self._superseded():
+            raise Interrupted
+
+    def _agree(self, groups: Groups) -> Agreement:
+        """Raises NoAgreementError."""
+        rows = groups.gather_rows((self._optimizer.committed if self._has_state else _JOINING, *self._makeup.numbers()))
+        check_alike({w: row[1:] for w, row in rows.items()})
+        return agree({w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}, attempt=self._epoch)
 
     def _take_up(self, agreement: Agreement, groups: Groups) -> None:
         """Rolls back, sends or receives state, as agreed."""
@@ -137,27 +144,13 @@ class WorkerLoop:
             self._optimizer.roll_back()
         for newcomer, source in sorted(agreement.state_from.items()):
             if source == self._me:
-                self._send_state(groups, newcomer)
+                send_state(groups, self._optimizer, newcomer)
             elif newcomer == self._me:
-                self._receive_state(groups, source)
-
-    def _send_state(self, groups: Groups, to: Worker) -> None:
-        header, body = self._optimizer.dump()
-        sizes = torch.tensor([len(header), body.numel()], dtype=torch.int64)
-        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for tensor in (sizes, text, body):
-            groups.send(to, tensor, _STATE_TAG).wait()
-
-    def _receive_state(self, groups: Groups, source: Worker) -> None:
-        sizes = groups.receive(source, torch.zeros(2, dtype=torch.int64), _STATE_TAG).wait()
-        header_size, body_size = (int(n) for n in sizes)
-        text = groups.receive(source, torch.empty(header_size, dtype=torch.uint8), _STATE_TAG).wait()
-        body = groups.receive(source, torch.empty(body_size, dtype=torch.uint8), _STATE_TAG).wait()
-        self._optimizer.load(bytes(text.tolist()), body)
-        self._has_state = True
+                receive_state(groups, self._optimizer, source)
+                self._has_state = True
 
     def _superseded(self) -> bool:
-        return self._channel.newest_epoch > self._epoch
+        return self._channel.superseded(self._epoch)
 
     def _say_committed(self, iteration: int, loss: float) -> None:
         self._channel.say("committed", epoch=self._epoch, iteration=iteration, loss=loss.hex())

@@ -26,7 +26,10 @@ from planner.job import Worker
 
 @dataclass
 class WorkerProcess:
-    """One incarnation. heard_at: monotonic seconds of its last message. member: of an epoch."""
+    """One incarnation. heard_at: monotonic seconds of its last message. member: of an epoch.
+
+    put_out: it was held for dead while it still is a process: whatever it says is void.
+    """
 
     worker: Worker
     incarnation: str
@@ -36,6 +39,7 @@ class WorkerProcess:
     outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
     error: str = ""
     member: bool = False
+    put_out: bool = False
 
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
@@ -65,16 +69,17 @@ class ProcessPool:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         # Broken connections are this program's daily bread; c10d would print a stack for each.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(preload)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(preload)
         self._target = target
         self.running: dict[Worker, WorkerProcess] = {}
+        self._aside: list[WorkerProcess] = []
 
     def start(self, worker: Worker, make_spec: Callable[[str], Any], now: float) -> WorkerProcess:
         """Starts a process for `worker`; make_spec maps its new incarnation to what it is told."""
         incarnation = uuid.uuid4().hex[:16]
-        ours, theirs = self._context.Pipe(duplex=True)
-        process = self._context.Process(
+        ours, theirs = self.context.Pipe(duplex=True)
+        process = self.context.Process(
             target=self._target, args=(make_spec(incarnation), theirs), name=str(worker), daemon=True
         )
         process.start()
@@ -84,17 +89,34 @@ class ProcessPool:
         self.running[worker] = entry
         return entry
 
+    @property
+    def entries(self) -> list[WorkerProcess]:
+        """Every process that has not ended, those put out of the job too."""
+        return [*self.running.values(), *self._aside]
+
+    def put_out(self, entry: WorkerProcess, reason: str) -> None:
+        """Makes room for a successor: tells the process to end, and ends it. It may hang, and then
+        only SIGKILL reaches it; on another host nothing may, so all that it says is void."""
+        entry.put_out, entry.error = True, reason
+        del self.running[entry.worker]
+        self._aside.append(entry)
+        entry.post("put_out")
+        entry.kill()
+
     def forget(self, entry: WorkerProcess) -> None:
         """Of a process that has ended."""
         entry.outbox.put(None)
         entry.pipe.close()
         if self.running.get(entry.worker) is entry:
             del self.running[entry.worker]
+        elif entry in self._aside:
+            self._aside.remove(entry)
 
     def kill_all(self) -> None:
-        for entry in list(self.running.values()):
+        entries = self.entries
+        for entry in entries:
             entry.kill()
-        for entry in list(self.running.values()):
+        for entry in entries:
             entry.process.join(5.0)
             self.forget(entry)
 

@@ -64,16 +64,24 @@ class RunRecord:
         self._deaths: dict[Worker, int] = {}
         self._evicted: dict[Worker, int] = {}
         self._last_at = started_at
+        self._before: tuple[int, int, int] | None = None
+        """(after, epoch, living): through iteration `after` the epoch before the newest still trains."""
         self.committed = 0
 
     # -- what happens -------------------------------------------------------------------------
 
-    def epoch_opened(self, epoch: int, living: Iterable[Worker], at: int) -> Recorded:
-        """A new membership is in force."""
+    def epoch_opened(self, epoch: int, living: Iterable[Worker], at: int, after: int | None = None) -> Recorded:
+        """A new membership is in force. after: the iteration through which the previous one goes on
+        first, while the newcomers wait; None: it stops at once."""
         if self._epoch == 0:
             self._last_at = at
+        self._before = None if after is None else (after, self._epoch, len(self._living))
         previous, self._living = self._living, frozenset(living)
         self._epoch = epoch
+        if after is not None:
+            for worker in self._living - previous:
+                # It takes over what the others will have committed, and holds up nothing until then.
+                self._workers[worker] = _Progress(committed=after + 1)
         # Held for dead while its process still is: the launcher ends it, and `died` follows.
         self._evicted |= {w: epoch for w in previous - self._living if w in self._workers}
         for failure in self._failures:
@@ -82,6 +90,16 @@ class RunRecord:
         for worker in self._living:
             self._workers.setdefault(worker, _Progress())
         return self._settle()
+
+    @property
+    def newest(self) -> int:
+        """The iteration that the foremost worker is in, as far as is known."""
+        return max((self._of(w).committed for w in self._living), default=0)
+
+    @property
+    def formed_by_all(self) -> bool:
+        """Is every member in the groups of the newest epoch?"""
+        return all(self._of(w).formed_epoch == self._epoch for w in self._living)
 
     def dying(self, worker: Worker, at: int) -> None:
         """The moment of a death that is about to be seen."""
@@ -157,14 +175,17 @@ class RunRecord:
             i = self.committed
             at = max(self._of(w).committed_at.get(i, self._last_at) for w in self._living)
             loss = self._losses.pop(i)
+            epoch, living = self._epoch, len(self._living)
+            if self._before is not None and i <= self._before[0]:
+                _, epoch, living = self._before
             iterations.append(
                 Iteration(
                     iteration=i,
                     loss=float.fromhex(loss),
                     loss_hex=loss,
                     seconds=max(0.0, (at - self._last_at) / 1e9),
-                    epoch=self._epoch,
-                    living=len(self._living),
+                    epoch=epoch,
+                    living=living,
                 )
             )
             self._last_at = at
@@ -173,9 +194,9 @@ class RunRecord:
 
     def _survived(self) -> tuple[Recovery, ...]:
         """Failures after which a whole iteration has been committed, by all, in a later epoch."""
-        members = [self._of(w) for w in self._living]
-        if any(p.formed_epoch != self._epoch for p in members):
+        if not self.formed_by_all:
             return ()
+        members = [self._of(w) for w in self._living]
         done = [f for f in self._failures if 0 < f.epoch <= self._epoch]
         self._failures = [f for f in self._failures if f not in done]
         left, formed = max(p.left_at for p in members), max(p.formed_at for p in members)

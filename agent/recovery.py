@@ -9,6 +9,7 @@ committed counts differ by at most one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,8 +33,11 @@ class Agreement:
     reason: str
 
 
-def agree(committed: Mapping[Worker, int | None]) -> Agreement:
+def agree(committed: Mapping[Worker, int | None], attempt: int = 0) -> Agreement:
     """committed: for each living worker the number of iterations it has committed, None if it joins.
+
+    attempt: rises from one agreement to the next (an epoch's number does), so that a newcomer whose
+    transfer failed asks another peer.
 
     Raises NoAgreementError when a joining worker's stage has no peer with state, or when counts
     differ by more than one.
@@ -55,10 +59,42 @@ def agree(committed: Mapping[Worker, int | None]) -> Agreement:
         if not peers:
             raise NoAgreementError(f"{worker} joins, and no living peer of stage {worker.stage} holds its state")
         # Spread several newcomers of one stage over its peers.
-        state_from[worker] = peers[sum(w.stage == worker.stage for w in state_from) % len(peers)]
+        turn = attempt + sum(w.stage == worker.stage for w in state_from)
+        state_from[worker] = peers[turn % len(peers)]
     reason = (
         f"iteration {iteration} is redone by all"
         if not ahead
         else (f"iteration {iteration} is redone: {len(ahead)} of {len(counts)} workers had stepped and roll back")
     )
     return Agreement(iteration, frozenset(ahead), state_from, reason)
+
+
+@dataclass(frozen=True)
+class Makeup:
+    """What must be equal on all workers for their numbers to be. threads: of torch, per worker."""
+
+    torch_version: str
+    threads: int
+
+    def numbers(self) -> tuple[int, ...]:
+        """(threads, major, minor, patch): how it travels. What follows the version's third number
+        names a build (2.13.0+cpu) and shows less."""
+        found = [int(n) for n in re.findall(r"\d+", self.torch_version.partition("+")[0])[:3]]
+        return (self.threads, *found, *(0,) * (3 - len(found)))
+
+
+def check_alike(rows: Mapping[Worker, tuple[int, ...]]) -> None:
+    """rows: everybody's `Makeup.numbers`. Raises NoAgreementError naming two that differ."""
+    first = min(rows)
+    for worker in sorted(rows):
+        mine, other = rows[worker], rows[first]
+        if mine[0] != other[0]:
+            raise NoAgreementError(
+                f"{worker} computes with {mine[0]} threads and {first} with {other[0]}: the number shows in the "
+                "bits of sums, so it must be the same on all workers (OMP_NUM_THREADS)"
+            )
+        if mine != other:
+            version, expected = (".".join(map(str, row[1:])) for row in (mine, other))
+            raise NoAgreementError(
+                f"{worker} has torch {version} and {first} has {expected}: all workers need the same version"
+            )

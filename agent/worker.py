@@ -45,7 +45,6 @@ class WorkerSpec:
     incarnation: str
     options: LoopOptions
     workload: WorkloadSource
-    store: tuple[str, int]
     console: ConsoleLink | None
     threads: int = 1
 
@@ -57,9 +56,8 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The same everywhere: the number of threads shows in the bits of some kernels.
     torch.set_num_threads(spec.threads)
-    host, port = spec.store
-    communicator = Communicator(host, port, spec.worker)
-    channel = WorkerChannel(pipe, communicator.cancel)
+    communicator = Communicator()
+    channel = WorkerChannel(pipe, communicator.cancel, lambda: os._exit(FENCED))
     status = Status()
     heartbeat = _heartbeat(spec, status)
     threading.Thread(target=_say_alive, args=(channel, status), name="alive", daemon=True).start()

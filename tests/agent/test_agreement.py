@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.recovery import NoAgreementError, agree
+from agent.recovery import Makeup, NoAgreementError, agree, check_alike
 from planner.job import Worker
 
 
@@ -49,3 +49,17 @@ def test_everybody_ends_on_the_same_iteration(base: int, ahead: dict[Worker, boo
     agreement = agree(counts)
     assert {counts[w] - (w in agreement.roll_back) for w in counts} == {agreement.iteration}
     assert agreement.iteration == min(counts.values())
+
+
+def test_the_next_attempt_asks_another_peer() -> None:
+    counts = {Worker(0, 0): 5, Worker(1, 0): 5, Worker(2, 0): None}
+    assert {agree(counts, attempt=n).state_from[Worker(2, 0)] for n in (7, 8)} == {Worker(0, 0), Worker(1, 0)}
+
+
+def test_workers_that_compute_differently_are_told_so() -> None:
+    one, other = Makeup("2.13.0+cpu", 1).numbers(), Makeup("2.13.0", 1).numbers()
+    check_alike({Worker(0, 0): one, Worker(0, 1): other})
+    with pytest.raises(NoAgreementError, match="W0_1 computes with 4 threads and W0_0 with 1"):
+        check_alike({Worker(0, 0): one, Worker(0, 1): Makeup("2.13.0", 4).numbers()})
+    with pytest.raises(NoAgreementError, match=r"W0_1 has torch 2\.12\.1 and W0_0 has 2\.13\.0"):
+        check_alike({Worker(0, 0): one, Worker(0, 1): Makeup("2.12.1", 1).numbers()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent.coordination import Deploy, Halt, LocalCoordination
+from agent.protocol import Deployment
 from planner.catalog import Catalog
 from planner.check import check
 from planner.job import Job, MemoryLimit, Technique, Worker
@@ -25,6 +26,11 @@ def _only(events: list[object]) -> Deploy:
     return event
 
 
+def _all_form(coordination: LocalCoordination, deployment: Deployment) -> None:
+    for name in deployment.living:
+        coordination.formed(Worker.parse(name), deployment.epoch)
+
+
 def test_the_first_epoch_opens_when_all_are_ready() -> None:
     deployment = _only(_started().poll(0.0)).deployment
     assert deployment.epoch == 1 and len(deployment.living) == 4 and deployment.failed == ()
@@ -40,8 +46,32 @@ def test_a_death_opens_an_epoch_without_the_dead_and_a_return_one_with_it() -> N
     coordination.exited(Worker(1, 0), "a", "again")
     assert coordination.poll(1.0) == []
     coordination.ready(Worker(1, 0), "b")
+    assert coordination.poll(1.5) == [], "a newcomer waits until the others are through with epoch 2"
+    _all_form(coordination, deploy.deployment)
     deployment = _only(coordination.poll(2.0)).deployment
     assert deployment.epoch == 3 and deployment.joining == ("W1_0",) and deployment.failed == ()
+
+
+def test_a_newcomer_that_waits_enters_with_the_next_death() -> None:
+    coordination = _started(3)
+    _only(coordination.poll(0.0))
+    coordination.exited(Worker(1, 0), "a", "died")
+    _only(coordination.poll(1.0))
+    coordination.ready(Worker(1, 0), "b")
+    coordination.exited(Worker(2, 1), "a", "died")
+    deployment = _only(coordination.poll(2.0)).deployment
+    assert deployment.joining == ("W1_0",) and deployment.failed == ("W2_1",)
+
+
+def test_a_newcomer_that_dies_while_it_waits_changes_nothing() -> None:
+    coordination = _started()
+    coordination.poll(0.0)
+    coordination.exited(Worker(1, 0), "a", "died")
+    deploy = _only(coordination.poll(1.0))
+    coordination.ready(Worker(1, 0), "b")
+    coordination.exited(Worker(1, 0), "b", "died")
+    _all_form(coordination, deploy.deployment)
+    assert coordination.poll(2.0) == []
 
 
 def test_a_stage_without_a_living_peer_halts_the_job() -> None:

@@ -118,3 +118,25 @@ def test_the_failure_of_a_hung_worker_is_recorded_once() -> None:
     (recovery,) = recoveries
     assert (recovery.worker, recovery.epoch, recovery.death_known) == (str(D), 2, False)
     assert recovery.resumed_ms == 29.0
+
+
+def test_iterations_before_a_boundary_belong_to_the_old_epoch_and_wait_for_no_newcomer() -> None:
+    record = _running()
+    record.died(D, detected_at=2 * MS)
+    record.epoch_opened(2, [A, B, C], at=3 * MS)
+    for worker in (A, B, C):
+        record.formed(worker, 2, 0, at=4 * MS)
+    assert record.formed_by_all and record.newest == 0
+    # D is back, and enters after iteration 1.
+    assert not record.epoch_opened(3, [A, B, C, D], at=5 * MS, after=1).iterations
+    assert not record.formed_by_all
+    for i in range(2):
+        for worker in (A, B, C):
+            lines = record.committed_by(worker, i, (1.5).hex(), at=(10 + i) * MS).iterations
+        assert [(line.iteration, line.epoch, line.living) for line in lines] == [(i, 2, 3)]
+    for worker in (A, B, C, D):
+        record.formed(worker, 3, 2, at=20 * MS)
+    for worker in (A, B, C):
+        assert not record.committed_by(worker, 2, (1.5).hex(), at=30 * MS).iterations
+    (line,) = record.committed_by(D, 2, (1.5).hex(), at=31 * MS).iterations
+    assert (line.iteration, line.epoch, line.living) == (2, 3, 4)

@@ -1,0 +1,108 @@
+"""The store through which the groups of an epoch find each other: a process of its own that may die.
+
+Groups need it only while they form. So its death at any moment costs running iterations nothing,
+and the next epoch forms over a new one, whose address travels with the epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch.distributed
+
+dist: Any = torch.distributed
+
+START_SECONDS = 30.0
+
+
+class StoreError(RuntimeError):
+    """No store could be started; the sentence says why."""
+
+
+class RendezvousStore:
+    """A running store. host: the address it listens on, which workers must be able to reach."""
+
+    def __init__(self, context: BaseContext, host: str = "127.0.0.1") -> None:
+        """Raises StoreError when it does not come up."""
+        ours, theirs = context.Pipe(duplex=True)
+        # BaseContext has no type for Process: each start method brings its own.
+        self.process = context.Process(target=serve, args=(host, theirs), name="store", daemon=True)  # type: ignore[attr-defined]
+        self.process.start()
+        theirs.close()
+        self._pipe = ours
+        try:
+            if not ours.poll(START_SECONDS):
+                raise StoreError(f"the store on {host} did not come up in {START_SECONDS:.0f} s")
+            self.address: tuple[str, int] = (host, int(ours.recv_bytes()))
+        except (EOFError, OSError, ValueError):
+            raise StoreError(f"the store could not listen on {host}") from None
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid or 0, signal.SIGKILL)
+        self.process.join(5.0)
+        self._pipe.close()
+
+
+def serve(host: str, pipe: Connection) -> None:
+    """The process: serves until the launcher is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Bound here, because torch's own listener binds every interface of the machine.
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+        )
+        pipe.send_bytes(str(port).encode())
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv_bytes()
+        del store
+    # Not sys.exit: the server's thread may sit in a request of a worker that was killed.
+    os._exit(0)
+
+
+class StoreClient:
+    """A worker's connections to whichever store the epoch names: one per thread that uses it.
+
+    A TCPStore client serialises its calls, and the thread that cancels must not wait for the one
+    that waits.
+    """
+
+    def __init__(self) -> None:
+        self._address: tuple[str, int] | None = None
+        self._waiting: Any = None
+        self._cancelling: Any = None
+        self._lock = threading.Lock()
+
+    def connect(self, address: tuple[str, int], timeout: float) -> Any:
+        """The store for the thread that forms groups. Raises RuntimeError (torch's own kinds) or OSError."""
+        if address != self._address:
+            # First with a plain socket: torch's client prints pages about a store that is gone.
+            socket.create_connection(address, timeout).close()
+            waiting = _client(address, timeout)
+            cancelling = _client(address, timeout)
+            with self._lock:
+                self._address, self._waiting, self._cancelling = address, waiting, cancelling
+        return self._waiting
+
+    def set_from_another_thread(self, key: str, value: bytes) -> None:
+        """Sets `key`; a store that is gone does not matter: whoever waits on it has noticed."""
+        with self._lock:
+            if self._cancelling is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._cancelling.set(key, value)
+
+
+def _client(address: tuple[str, int], timeout: float) -> Any:
+    host, port = address
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
