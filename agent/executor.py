@@ -11,10 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from agent.boundaries import Boundaries, Boundary, Gradients, check_output
 from agent.communicator import Groups, Pending
 from agent.faults import FaultInjector
 from agent.optimizer import StageOptimizer
@@ -107,6 +108,7 @@ class Executor:
         pace: Mapping[str, float],
         interrupted: Callable[[], bool],
         committed: Callable[[int, float], None],
+        boundaries: Boundaries,
     ) -> None:
         self.times = OpTimes()
         self._me, self._job, self._seed = me, job, seed
@@ -114,6 +116,9 @@ class Executor:
         self._faults, self._device, self._interrupted = faults, PacedDevice(pace), interrupted
         self._committed = committed
         self._last = me.stage == job.stages - 1
+        self._incoming: Boundary = boundaries[me.stage - 1] if me.stage else ()
+        self._outgoing: Boundary = () if self._last else boundaries[me.stage]
+        self._widest = max(map(len, boundaries), default=1)
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
         self._sent: deque[tuple[int, Pending]] = deque()
         self._iteration = 0
@@ -131,7 +136,7 @@ class Executor:
             self._device.waited()
         self._iteration, self._groups, self._script = iteration, groups, script
         self._expected = iter(script.receives())
-        self._receiving: dict[tuple[str, MicroBatch], Pending] = {}
+        self._receiving: dict[tuple[str, MicroBatch], dict[int, Pending]] = {}
         self._post_receives()
         for op in script.ops:
             if self._interrupted():
@@ -176,9 +181,9 @@ class Executor:
             self._stage.forward(key, x, seed=seed, loss=lambda y: self._workload.loss(y, targets) * share)
             self._finish("F", started)
             return
-        y = self._stage.forward(key, x, seed=seed)
+        y = check_output(self._me.stage, self._outgoing, self._stage.forward(key, x, seed=seed))
         self._finish("F", started)
-        self._send(self._script.after[key], y, "F", key)
+        self._send(self._script.after[key], dict(enumerate(y)), "F", key)
 
     def _input_backward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "I", *key)
@@ -186,9 +191,7 @@ class Executor:
         started = time.monotonic()
         dx = self._stage.input_backward(key, dy)
         self._finish("I", started)
-        if key in self._script.before:
-            assert dx is not None
-            self._send(self._script.before[key], dx, "I", key)
+        self._send_gradients(key, dx)
 
     def _weight_backward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "W", *key)
@@ -205,9 +208,7 @@ class Executor:
         self._faults.before(self._iteration, "W", *key)
         self._stage.weight_backward(key)
         self._finish("B", started)
-        if key in self._script.before:
-            assert dx is not None
-            self._send(self._script.before[key], dx, "I", key)
+        self._send_gradients(key, dx)
 
     def _step(self) -> None:
         assert self._groups is not None
@@ -229,25 +230,42 @@ class Executor:
 
     # -- transfers ----------------------------------------------------------------------------
 
-    def _tag(self, kind: str, key: MicroBatch) -> int:
+    def _tag(self, kind: str, key: MicroBatch, index: int) -> int:
+        """Of tensor `index` of a boundary."""
         iteration, direction = self._iteration % _TAG_ITERATIONS, "FI".index(kind)
         slots = self._job.pipelines * self._job.micro_batches
-        return (2 * iteration + direction) * slots + key[0] * self._job.micro_batches + key[1]
+        slot = (2 * iteration + direction) * slots + key[0] * self._job.micro_batches + key[1]
+        return slot * self._widest + index
 
-    def _send(self, to: Worker, tensor: Tensor, kind: str, key: MicroBatch) -> None:
+    def _send(self, to: Worker, tensors: Mapping[int, Tensor], kind: str, key: MicroBatch) -> None:
+        """tensors: by their place in the boundary."""
         assert self._groups is not None
-        self._sent.append((self._iteration, self._groups.send(to, tensor.contiguous(), self._tag(kind, key))))
+        for i, tensor in tensors.items():
+            self._sent.append((self._iteration, self._groups.send(to, tensor.contiguous(), self._tag(kind, key, i))))
+
+    def _send_gradients(self, key: MicroBatch, dx: Gradients) -> None:
+        """To whoever ran the forward of the stage before, if there is one."""
+        if key in self._script.before:
+            gradients = dx if isinstance(dx, tuple) else (dx,)
+            wanted = {i: g for i, g in enumerate(gradients) if g is not None and self._incoming[i].gradient}
+            self._send(self._script.before[key], wanted, "I", key)
 
     def _post_receives(self) -> None:
         assert self._groups is not None
         while len(self._receiving) < PREFETCH and (wanted := next(self._expected, None)) is not None:
             kind, key = wanted
-            source = (self._script.before if kind == "F" else self._script.after)[key]
-            buffer = torch.empty(self._workload.boundary_shape, dtype=self._workload.boundary_dtype)
-            self._receiving[wanted] = self._groups.receive(source, buffer, self._tag(kind, key))
+            forward = kind == "F"
+            source = (self._script.before if forward else self._script.after)[key]
+            self._receiving[wanted] = {
+                i: self._groups.receive(source, spec.empty(), self._tag(kind, key, i))
+                for i, spec in enumerate(self._incoming if forward else self._outgoing)
+                if forward or spec.gradient
+            }
 
-    def _received(self, kind: str, key: MicroBatch) -> Tensor:
-        tensor = self._receiving.pop((kind, key)).wait()
+    def _received(self, kind: str, key: MicroBatch) -> Any:
+        """The boundary's tensor, or all of them as a tuple; None for a gradient that does not travel."""
+        arrived = {i: pending.wait() for i, pending in self._receiving.pop((kind, key)).items()}
         self._device.waited()
         self._post_receives()
-        return tensor
+        width = len(self._incoming if kind == "F" else self._outgoing)
+        return arrived.get(0) if width == 1 else tuple(map(arrived.get, range(width)))

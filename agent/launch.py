@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from agent import channel, worker
+from agent.boundaries import Boundaries
 from agent.coordination import Coordination, Deploy, Halt
 from agent.faults import Kill, Rejoin
 from agent.loop import LoopOptions
@@ -55,6 +56,7 @@ class LaunchOptions:
     rejoins: tuple[Rejoin, ...] = ()
     console: worker.ConsoleLink | None = None
     recipe: Recipe = field(default_factory=Recipe)
+    boundaries: Boundaries | None = None
     hang_seconds: float = 20.0
 
 
@@ -263,7 +265,13 @@ class Launcher:
     def _start(self, cell: Worker, *, joins: bool) -> None:
         options = self._options
         loop = LoopOptions(
-            options.job, options.iterations, options.seed, options.pace, options.kills, recipe=options.recipe
+            options.job,
+            options.iterations,
+            options.seed,
+            options.pace,
+            options.kills,
+            recipe=options.recipe,
+            boundaries=options.boundaries,
         )
         if joins:
             # A worker that comes back is not killed a second time by the same wish.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from agent.boundaries import Boundaries, boundaries_of
 from agent.channel import Orders, WorkerChannel
 from agent.communicator import Communicator, Groups, TransferError
 from agent.executor import Executor, Interrupted, Script
@@ -35,6 +36,7 @@ class LoopOptions:
     """iterations: how many to commit in all. pace: seconds per op kind, {} for as fast as it goes.
 
     joins: this process replaces a dead one and takes its state from a peer of its stage.
+    boundaries: what passes between stages; None: each worker finds out.
     """
 
     job: Job
@@ -44,6 +46,7 @@ class LoopOptions:
     kills: tuple[Kill, ...] = ()
     joins: bool = False
     recipe: Recipe = field(default_factory=Recipe)
+    boundaries: Boundaries | None = None
 
 
 class WorkerLoop:
@@ -81,6 +84,9 @@ class WorkerLoop:
             options.pace,
             self._superseded,
             self._say_committed,
+            boundaries_of(workload, job.stages, options.seed, options.recipe.autocast)
+            if options.boundaries is None
+            else options.boundaries,
         )
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads())
         self._has_state = not options.joins

@@ -88,18 +88,20 @@ def make_launcher(
     Raises InputError, ConsoleUnavailable or ConsoleRefused.
     """
     from agent import launch
+    from agent.boundaries import boundaries_of
     from agent.console_link import ConsoleCoordination, create_job
     from agent.coordination import Coordination, LocalCoordination
     from agent.worker import ConsoleLink
 
-    samples = options.workload.load().samples_per_micro_batch
+    workload = options.workload.load()
+    boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
     link: ConsoleLink | None = None
     coordination: Coordination
     if options.console is None:
         coordination = LocalCoordination(_catalog(options))
     else:
         url, token = options.console, options.token
-        created = create_job(ConsoleClient(url, token=token), _job_spec(options, samples))
+        created = create_job(ConsoleClient(url, token=token), _job_spec(options, workload.samples_per_micro_batch))
         link = ConsoleLink(url, created.job_id, token, created.heartbeat_seconds)
         coordination = ConsoleCoordination(lambda: ConsoleClient(url, token=token), created.job_id, say)
         say(f"job {created.job_id} at {url}")
@@ -114,6 +116,7 @@ def make_launcher(
             rejoins=options.rejoins,
             console=link,
             recipe=options.recipe,
+            boundaries=boundaries,
         ),
         coordination,
         listener,

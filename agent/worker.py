@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from agent.boundaries import BoundaryError
 from agent.channel import WorkerChannel
 from agent.client import ConsoleClient
 from agent.communicator import Communicator
@@ -67,7 +68,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
         if heartbeat is not None:
             heartbeat.start()
         loop.run()
-    except (NonFiniteError, NoAgreementError) as error:
+    except (NonFiniteError, NoAgreementError, BoundaryError) as error:
         # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
         channel.say("fatal", text=str(error))
         channel.wait_for_epoch(WorkerChannel.OVER - 1)
