@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from agent import commands_launch
+from agent import commands_launch, commands_profile
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -17,6 +17,7 @@ def callback() -> None:
 
 
 app.command()(commands_launch.launch)
+app.command("profile")(commands_profile.profile_command)
 
 
 def main() -> None:

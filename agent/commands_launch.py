@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from agent.cli_shared import check_writable, json_object, read_token, sentences
+from agent.commands_node import serve_node
 from agent.faults import Kill, Rejoin
+from agent.node_role import check_token, role_of
 from agent.protocol import Recovery
 from agent.recipe import Recipe
 from agent.start import StartOptions, make_launcher, parse_pace
@@ -42,11 +45,23 @@ def launch(
     keep_finished: Annotated[
         bool, typer.Option(help="After a death, don't run again what survivors have finished.")
     ] = False,
+    nodes: Annotated[int | None, typer.Option(help="Launchers of this job, one per node.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="This one's number; 0 leads.")] = None,
+    lead: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, as every node reaches it.")] = None,
+    node_address: Annotated[
+        str | None, typer.Option(help="Of this node's workers, if not what leads to node 0.")
+    ] = None,
     workload: Annotated[str, typer.Option(help="module:factory of what is trained.")] = "agent.examples.gpt:Gpt",
     workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
 ) -> None:
-    """Starts a job of PIPELINES x STAGES worker processes on this machine and trains through failures."""
+    """Starts a job of PIPELINES x STAGES worker processes, here or on several nodes, and trains through failures."""
     with sentences():
+        token = read_token(token_file)
+        role = role_of(os.environ, nodes, node_rank, lead)
+        if role is not None:
+            check_token(role, token)
+            if not role.leads:
+                return serve_node(role, token, node_address)
         paced = parse_pace(pace)
         job = Job.uniform(pipelines, stages, micro_batches, durations=paced, time_unit="ms" if pace else "slot")
         options = StartOptions(
@@ -61,9 +76,10 @@ def launch(
             rejoins=tuple(Rejoin.parse(text, job) for text in rejoin or ()),
             recipe=Recipe(mode, autocast, clip_norm, non_finite, not synchronous, keep_finished),  # type: ignore[arg-type]
             console=console,
-            token=read_token(token_file),
+            token=token,
             name=name,
             demo=demo,
+            role=role,
         )
         if record is not None:
             check_writable(record, field="--record")
@@ -94,7 +110,11 @@ class _Record:
         if self._file:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        if "failure" in line:
+        if "verdict" in line:
+            typer.echo(_verdict_sentence(**line["verdict"]), err=True)
+        elif "checkpoint" in line:
+            typer.echo(_checkpoint_sentence(**line["checkpoint"]), err=True)
+        elif "failure" in line:
             typer.echo(_recovery_sentence(Recovery(**line["failure"])), err=True)
         elif "final" in line:
             typer.echo(f"parameters {line['final']['parameters_sha256']}")
@@ -104,6 +124,20 @@ class _Record:
                 f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
                 f"epoch {line['epoch']}  {line['living']} workers"
             )
+
+
+def _verdict_sentence(iteration: int, coefficient: float | None, redone: bool) -> str:
+    if coefficient is None:
+        what = "a gradient was NaN, infinite or out of range; its update is skipped"
+    else:
+        what = f"the gradients are clipped to {coefficient:.3g} of their size"
+    return f"iteration {iteration}: {what}" + ("; what followed begins anew" if redone else "")
+
+
+def _checkpoint_sentence(iteration: int, problem: str | None) -> str:
+    if problem is None:
+        return f"checkpoint of iteration {iteration} is written"
+    return f"warning: no checkpoint of iteration {iteration}: {problem}; training goes on"
 
 
 def _recovery_sentence(recovery: Recovery) -> str:

@@ -29,6 +29,7 @@ from planner.job import Worker
 # torch ships no types for what is used here.
 dist: Any = torch.distributed
 
+LOOPBACK = "127.0.0.1"
 _NOBODY_SENDS = 2**31 - 1
 _GO = b"go"
 _SUPERSEDED = b"superseded"
@@ -73,6 +74,7 @@ class Groups:
         me: Worker,
         living: Sequence[Worker],
         timeouts: Timeouts,
+        address: str = LOOPBACK,
     ) -> None:
         self.epoch = epoch
         self._rank = {w: i for i, w in enumerate(living)}
@@ -81,7 +83,7 @@ class Groups:
         peers = [w for w in living if w.stage == me.stage]
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeouts.form)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         try:
             self._world = dist.ProcessGroupGloo(
                 dist.PrefixStore(f"epoch{epoch}/world", store), self._rank[me], len(living), options
@@ -150,8 +152,9 @@ class Groups:
 class Communicator:
     """Forms the groups of one epoch after the other. `cancel` may be called from any thread."""
 
-    def __init__(self, timeouts: Timeouts | None = None) -> None:
-        self._timeouts = timeouts or Timeouts()
+    def __init__(self, timeouts: Timeouts | None = None, *, address: str = LOOPBACK) -> None:
+        """address: of this host, as its peers reach it."""
+        self._timeouts, self._address = timeouts or Timeouts(), address
         self._stores = StoreClient()
         self._lock = threading.Lock()
         self._live: Groups | None = None
@@ -180,7 +183,7 @@ class Communicator:
             if meeting.get(go) != _GO:
                 raise TransferError(f"epoch {epoch} is superseded")
             self.abandon()
-            groups = Groups(meeting, epoch, me, living, self._timeouts)
+            groups = Groups(meeting, epoch, me, living, self._timeouts, self._address)
         except (RuntimeError, OSError) as error:
             if isinstance(error, TransferError):
                 raise

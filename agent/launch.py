@@ -61,24 +61,38 @@ class LaunchOptions:
 
 
 class Launcher:
-    """Runs one job. listener: called with every line of the record as a dict, in order."""
+    """Runs one job. listener: called with every line of the record as a dict, in order.
+
+    pool: where worker processes are started; on this node only, unless given (see agent.nodes).
+    """
 
     def __init__(
-        self, options: LaunchOptions, coordination: Coordination, listener: Callable[[dict[str, Any]], None]
+        self,
+        options: LaunchOptions,
+        coordination: Coordination,
+        listener: Callable[[dict[str, Any]], None],
+        pool: ProcessPool | None = None,
     ) -> None:
         self._options, self._coordination, self._listener = options, coordination, listener
-        self._pool = ProcessPool(worker.main, ["agent.worker", *options.workload.modules])
-        self._store = RendezvousStore(self._pool.context)
+        self._pool = pool or ProcessPool(worker.main, worker.preload(options.workload))
+        self._store = RendezvousStore(self._pool.context, self._pool.host)
         self._record = RunRecord(options.job.stages, time.monotonic_ns())
         self._deployed: tuple[Deployment, Plan] | None = None
         self._after: int | None = None
         self._rejoins = list(options.rejoins)
         self._plans_sent: set[tuple[str, str]] = set()
+        self._verdicts: set[int] = set()
         self._stop = 0
 
     def stop(self, number: int) -> None:
         """Ends the run soon; from the handler of signal `number`."""
         self._stop = self._stop or number
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the store (`store`) and of every worker process that counts, by its name."""
+        processes = {"store": self._store.process} | {str(w): e.process for w, e in self._pool.running.items()}
+        return {name: process.pid for name, process in processes.items() if process.pid}
 
     def run(self) -> None:
         """Returns when all iterations are committed. Raises JobFailed or Stopped; no process is
@@ -118,7 +132,7 @@ class Launcher:
         if store in ready:
             # Who is forming groups right now fails and says so; who trains does not notice.
             self._store.kill()
-            self._store = RendezvousStore(self._pool.context)
+            self._store = RendezvousStore(self._pool.context, self._pool.host)
         for item in ready:
             if item in pipes:
                 self._read(pipes[item])  # type: ignore[index]
@@ -165,6 +179,12 @@ class Launcher:
                 self._coordination.broken(cell, message["epoch"], time.monotonic())
                 if self._after is not None and self._deployed and message["epoch"] < self._deployed[0].epoch:
                     self._send_deployments(after=None)  # the boundary is out of reach: all leave now
+            case "verdict":
+                if message["iteration"] not in self._verdicts:
+                    self._verdicts.add(message["iteration"])
+                    self._listener({"verdict": {k: message[k] for k in ("iteration", "coefficient", "redone")}})
+            case "checkpoint":
+                self._listener({"checkpoint": {"iteration": message["at_iteration"], "problem": message["problem"]}})
             case "error":
                 entry.error = message["text"]
             case "fatal":

@@ -62,7 +62,9 @@ class WorkerProcess:
 
 
 class ProcessPool:
-    """Starts and keeps the processes. threads: of each worker's torch."""
+    """Starts and keeps the processes. host: address of this node, as all workers of the job reach it."""
+
+    host = "127.0.0.1"
 
     def __init__(self, target: Callable[..., None], preload: list[str]) -> None:
         # Before the server starts: its libraries size their thread pools from the environment.

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from agent.client import ConsoleClient, check_url
 from agent.faults import Kill, Rejoin
+from agent.node_role import NodeRole
 from agent.protocol import JobSpec
 from agent.recipe import Recipe
 from planner.catalog import Catalog
@@ -35,7 +36,8 @@ class StartOptions:
     """A job as its owner describes it. Errors name the options of the command line.
 
     pace: milliseconds by op kind, {} for as fast as it goes. console: address, or None for a job
-    that decides alone. demo: the console may kill and restart these processes.
+    that decides alone. demo: the console may kill and restart these processes. role: where this
+    launcher leads a job of several nodes.
     """
 
     job: Job
@@ -52,6 +54,7 @@ class StartOptions:
     token: str | None = None
     name: str = "job"
     demo: bool = False
+    role: NodeRole | None = None
 
     def __post_init__(self) -> None:
         """Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
@@ -91,10 +94,12 @@ def make_launcher(
     from agent.boundaries import boundaries_of
     from agent.console_link import ConsoleCoordination, create_job
     from agent.coordination import Coordination, LocalCoordination
+    from agent.nodes import open_pool
     from agent.worker import ConsoleLink
 
     workload = options.workload.load()
     boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
+    pool = open_pool(options.role, options.job, options.workload, options.token, say) if options.role else None
     link: ConsoleLink | None = None
     coordination: Coordination
     if options.console is None:
@@ -120,6 +125,7 @@ def make_launcher(
         ),
         coordination,
         listener,
+        pool,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from agent.boundaries import BoundaryError
 from agent.channel import WorkerChannel
 from agent.client import ConsoleClient
-from agent.communicator import Communicator
+from agent.communicator import LOOPBACK, Communicator
 from agent.heartbeat import HeartbeatThread, Status
 from agent.loop import LoopOptions, WorkerLoop
 from agent.optimizer import NonFiniteError
@@ -40,7 +40,7 @@ class ConsoleLink:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker process needs to know; plain data."""
+    """Everything a worker process needs to know; plain data. address: of its host, as its peers reach it."""
 
     worker: Worker
     incarnation: str
@@ -48,6 +48,12 @@ class WorkerSpec:
     workload: WorkloadSource
     console: ConsoleLink | None
     threads: int = 1
+    address: str = LOOPBACK
+
+
+def preload(workload: WorkloadSource) -> list[str]:
+    """Modules that the server of worker processes imports once, for all of them."""
+    return ["agent.worker", *workload.modules]
 
 
 def main(spec: WorkerSpec, pipe: Connection) -> None:
@@ -57,7 +63,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The same everywhere: the number of threads shows in the bits of some kernels.
     torch.set_num_threads(spec.threads)
-    communicator = Communicator()
+    communicator = Communicator(address=spec.address)
     channel = WorkerChannel(pipe, communicator.cancel, lambda: os._exit(FENCED))
     status = Status()
     heartbeat = _heartbeat(spec, status)

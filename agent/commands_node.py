@@ -1,0 +1,39 @@
+"""`python -m agent launch` on a node that does not lead: it works for the one that does."""
+
+from __future__ import annotations
+
+import signal
+
+import typer
+
+from agent.node_role import NodeRole
+from planner.errors import InputError
+
+PATIENCE_SECONDS = 600.0
+
+
+def serve_node(role: NodeRole, token: str | None, address: str | None) -> None:
+    """Until the job is over; ends the program with its exit status: 0, or 1 when the lead is lost."""
+    from agent.node_server import LeadLost, NodeServer
+    from agent.node_wire import find_lead
+
+    lead = (role.host, role.port)
+    if role.store is not None:
+        try:
+            lead = find_lead(role.store)
+        except RuntimeError:
+            raise InputError("--lead", None, f"HOST:PORT, since torchrun's store at {role.host} names none") from None
+    server = NodeServer(role.rank, lead, token, address, lambda text: typer.echo(text, err=True))
+    stopped: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        stopped.append(number)
+        server.stop(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    try:
+        typer.echo(server.run(PATIENCE_SECONDS))
+    except LeadLost as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(128 + stopped[0] if stopped else 1) from None

@@ -1,0 +1,132 @@
+"""One TCP connection between two launchers of a job: JSON messages that only the other could have sent.
+
+Both sides prove that they know the job's token, without sending it; after that every message
+carries an HMAC over its direction, its number and its text. Nothing is encrypted, and nothing is
+unpickled. Without a token (on loopback) the same happens with an empty one, which proves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+from typing import Any, Literal
+
+MAX_MESSAGE_BYTES = 1 << 26
+_MAGIC = b"openrecycle node 1\n"
+_NONCE = _MAC = 32
+_HEADER = struct.Struct(">I")
+_HANDSHAKE_SECONDS = 10.0
+
+Side = Literal["lead", "node"]
+_OTHER: dict[Side, Side] = {"lead": "node", "node": "lead"}
+
+
+class NotTrusted(Exception):
+    """The other side could not show that it knows the token, or a message was not its own."""
+
+
+class Frames:
+    """`send` from any thread, `receive` from one. Both raise OSError when the connection is gone."""
+
+    def __init__(self, connection: socket.socket, key: bytes, side: Side) -> None:
+        self._socket, self._key, self._side = connection, key, side
+        self._sending = threading.Lock()
+        self._sent = self._received = 0
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        text = json.dumps(message).encode()
+        if len(text) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(text):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent")
+        with self._sending:
+            mac = self._mac(self._side, self._sent, text)
+            self._sent += 1
+            self._socket.sendall(_HEADER.pack(len(text)) + mac + text)
+
+    def receive(self) -> dict[str, Any]:
+        """Raises NotTrusted for a message that is too long, is no JSON object or has a wrong HMAC."""
+        (size,) = _HEADER.unpack(_exactly(self._socket, _HEADER.size))
+        if size > MAX_MESSAGE_BYTES:
+            raise NotTrusted(f"a message of {size:,} bytes was announced, at most {MAX_MESSAGE_BYTES:,} are taken")
+        mac = _exactly(self._socket, _MAC)
+        text = _exactly(self._socket, size)
+        if not hmac.compare_digest(mac, self._mac(_OTHER[self._side], self._received, text)):
+            raise NotTrusted("a message has a wrong HMAC")
+        self._received += 1
+        try:
+            message = json.loads(text)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise NotTrusted("a message is not a JSON object")
+        return message
+
+    def close(self) -> None:
+        """Also wakes a thread that waits in `receive`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _mac(self, side: Side, number: int, text: bytes) -> bytes:
+        return _hmac(self._key, side.encode(), number.to_bytes(8, "big"), text)
+
+
+def greet(connection: socket.socket, token: str, side: Side) -> Frames:
+    """The handshake. Raises NotTrusted, or OSError when the other side leaves or says nothing."""
+    secret = token.encode()
+    connection.settimeout(_HANDSHAKE_SECONDS)
+    if side == "lead":
+        ours = secrets.token_bytes(_NONCE)
+        connection.sendall(_MAGIC + ours)
+        theirs = _exactly(connection, _NONCE)
+        nonces = ours + theirs
+        if not hmac.compare_digest(_exactly(connection, _MAC), _hmac(secret, b"node", nonces)):
+            raise NotTrusted("a node does not know the token of this job")
+        connection.sendall(_hmac(secret, b"lead", nonces))
+    else:
+        if _exactly(connection, len(_MAGIC)) != _MAGIC:
+            raise NotTrusted("what answers is no lead of a job, or one of another version")
+        theirs = _exactly(connection, _NONCE)
+        ours = secrets.token_bytes(_NONCE)
+        nonces = theirs + ours
+        connection.sendall(ours + _hmac(secret, b"node", nonces))
+        try:
+            proof = _exactly(connection, _MAC)
+        except OSError:
+            raise NotTrusted("the lead has another token than this node") from None
+        if not hmac.compare_digest(proof, _hmac(secret, b"lead", nonces)):
+            raise NotTrusted("what answers does not know the token of this job")
+    connection.settimeout(None)
+    _notice_loss(connection)
+    return Frames(connection, _hmac(secret, b"session", nonces), side)
+
+
+def _notice_loss(connection: socket.socket) -> None:
+    """A host that is gone without a word breaks the connection after about ten seconds."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _hmac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the other side has closed the connection")
+        data += part
+    return bytes(data)

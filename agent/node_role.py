@@ -1,0 +1,120 @@
+"""Which of a job's nodes this launcher is: by its options, or by what torchrun, srun or Kubernetes say."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.errors import InputError
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29431
+MAX_NODES = 4096
+
+
+@dataclass(frozen=True)
+class NodeRole:
+    """rank 0 leads. host, port: where the lead listens; port 0: a free one, which nodes learn from
+    torchrun's own store at `store`."""
+
+    nodes: int
+    rank: int
+    host: str
+    port: int
+    store: tuple[str, int] | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+
+def role_of(env: Mapping[str, str], nodes: int | None, rank: int | None, lead: str | None) -> NodeRole | None:
+    """None for a job of one node. Options win over the environment. Raises InputError."""
+    if nodes is not None:
+        rank = _rank_of(env) if rank is None else rank
+        if nodes == 1:
+            return None
+        if not 2 <= nodes <= MAX_NODES:
+            raise InputError("--nodes", nodes, f"a whole number from 1 to {MAX_NODES}")
+        if rank is None or not 0 <= rank < nodes:
+            raise InputError("--node-rank", rank, f"a whole number from 0 to {nodes - 1}")
+        if lead is None:
+            raise InputError("--lead", lead, "HOST:PORT of node 0, as every node can reach it")
+        return NodeRole(nodes, rank, *_address(lead))
+    for option, value in (("--node-rank", rank), ("--lead", lead)):
+        if value is not None and not (option == "--lead" and "SLURM_STEP_ID" in env):
+            raise InputError(option, value, "--nodes beside it")
+    return _torchrun(env) or _slurm(env, lead)
+
+
+def check_token(role: NodeRole, token: str | None) -> None:
+    """Raises InputError when the nodes would talk over a network without one."""
+    if not token and not is_loopback(role.host):
+        raise InputError(
+            "OPENRECYCLE_TOKEN", None, f"a shared secret, the same on every node, since {role.host} is not loopback"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _torchrun(env: Mapping[str, str]) -> NodeRole | None:
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return None
+    nodes, rank = _number(env, "GROUP_WORLD_SIZE"), _number(env, "GROUP_RANK")
+    if _number(env, "LOCAL_WORLD_SIZE") != 1:
+        raise InputError("--nproc-per-node", env.get("LOCAL_WORLD_SIZE"), "1: the launcher starts the workers itself")
+    if nodes == 1:
+        return None
+    host = env.get("MASTER_ADDR", "")
+    return NodeRole(nodes, rank, host, 0, (host, _number(env, "MASTER_PORT")))
+
+
+def _slurm(env: Mapping[str, str], lead: str | None) -> NodeRole | None:
+    """Inside srun. The lead is the first host of the step, at DEFAULT_PORT unless `lead` says more."""
+    if "SLURM_STEP_ID" not in env or "SLURM_NODEID" not in env:
+        return None
+    nodes = _number(env, "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES")
+    if nodes == 1:
+        return None
+    if env.get("SLURM_STEP_NUM_TASKS", str(nodes)) != str(nodes):
+        raise InputError(
+            "--ntasks-per-node", env["SLURM_STEP_NUM_TASKS"], f"1, {nodes} tasks in all: the launcher starts workers"
+        )
+    if lead is None:
+        hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+        lead = f"{first_host(hosts)}:{DEFAULT_PORT}"
+    return NodeRole(nodes, _number(env, "SLURM_NODEID"), *_address(lead))
+
+
+def first_host(hosts: str) -> str:
+    """Of a Slurm list: `gpu[007-009,12],login` gives gpu007. Raises InputError."""
+    match = re.match(r"^([\w.-]+)(?:\[(\d+)[^\]]*\])?([\w.-]*)", hosts.strip())
+    if not match:
+        raise InputError("SLURM_JOB_NODELIST", hosts, "a list of hosts such as gpu[001-004]")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _rank_of(env: Mapping[str, str]) -> int | None:
+    """A Kubernetes Indexed Job numbers its pods."""
+    return _number(env, "JOB_COMPLETION_INDEX") if "JOB_COMPLETION_INDEX" in env else None
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    value = env.get(name, "")
+    if not re.fullmatch(r"\d{1,7}", value):
+        raise InputError(name, value or None, "a whole number in the environment")
+    return int(value)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not re.fullmatch(r"[\w.-]{1,253}", host) or not re.fullmatch(r"\d{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise InputError("--lead", text, "HOST:PORT such as 10.0.0.5:29431")
+    return host, int(port)

@@ -1,0 +1,84 @@
+"""What a node is told of a worker to start: plain JSON, so nothing has to be unpickled."""
+
+from __future__ import annotations
+
+import platform
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from pydantic import TypeAdapter, ValidationError
+
+from agent.loop import LoopOptions
+from agent.worker import ConsoleLink, WorkerSpec
+from agent.workload import NamedWorkload, WorkloadSource
+from planner.errors import InputError
+from planner.job import Worker
+
+dist: Any = torch.distributed
+
+# What must be the same on all nodes, since it shows in the bits.
+MACHINE = {
+    "torch": torch.__version__,
+    "python": platform.python_version(),
+    "instruction set": torch.backends.cpu.get_cpu_capability(),
+}
+
+_OPTIONS = TypeAdapter(LoopOptions)
+_LEAD_KEY = "openrecycle/lead-port"
+_STORE_SECONDS = 600.0
+
+
+def publish_lead(store: tuple[str, int], port: int) -> None:
+    """store: torchrun's own, on its node 0, through which all its nodes can be told."""
+    _store(store).set(_LEAD_KEY, str(port).encode())
+
+
+def find_lead(store: tuple[str, int]) -> tuple[str, int]:
+    """Waits for `publish_lead`. Raises RuntimeError (torch's) when it does not come."""
+    return store[0], int(_store(store).get(_LEAD_KEY))
+
+
+def _store(address: tuple[str, int]) -> Any:
+    host, port = address
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS))
+
+
+def by_name(workload: WorkloadSource) -> NamedWorkload:
+    """`workload`; raises InputError when it has no name by which another host could find it."""
+    if not isinstance(workload, NamedWorkload):
+        raise InputError("--workload", type(workload).__name__, "module:factory in a job on several nodes")
+    return workload
+
+
+def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
+    """Without the console's token: each node has its own. Raises InputError as `by_name` does."""
+    workload, console = by_name(spec.workload), spec.console
+    return {
+        "worker": str(spec.worker),
+        "incarnation": spec.incarnation,
+        "options": _OPTIONS.dump_python(spec.options, mode="json"),
+        "workload": workload.path,
+        "workload_options": dict(workload.options),
+        "console": [console.url, console.job_id, console.heartbeat_seconds] if console else None,
+        "threads": spec.threads,
+        "address": spec.address,
+    }
+
+
+def decode_spec(document: dict[str, Any], token: str | None) -> WorkerSpec:
+    """token: of this node, for the console. Raises ValueError when it is no such document."""
+    try:
+        console = document["console"]
+        return WorkerSpec(
+            worker=Worker.parse(document["worker"]),
+            incarnation=str(document["incarnation"]),
+            options=_OPTIONS.validate_python(document["options"]),
+            workload=NamedWorkload(str(document["workload"]), document["workload_options"]),
+            console=ConsoleLink(console[0], console[1], token, console[2]) if console else None,
+            threads=int(document["threads"]),
+            address=str(document["address"]),
+        )
+    except (KeyError, TypeError, IndexError, ValidationError) as error:
+        raise ValueError(f"no worker can be started from this: {error}") from None
