@@ -18,10 +18,10 @@ from torch import Tensor
 from agent.boundaries import Boundaries, Boundary, Gradients, check_output
 from agent.communicator import Groups, Pending
 from agent.faults import FaultInjector
-from agent.optimizer import StageOptimizer
 from agent.pacing import PacedDevice
 from agent.randomness import seed_for
 from agent.stage import MicroBatch, Stage
+from agent.verdicts import Steps
 from agent.workload import Workload
 from planner.job import Job, Worker
 from planner.schedule import Op, Schedule
@@ -103,7 +103,7 @@ class Executor:
         seed: int,
         workload: Workload,
         stage: Stage,
-        optimizer: StageOptimizer,
+        steps: Steps,
         faults: FaultInjector,
         pace: Mapping[str, float],
         interrupted: Callable[[], bool],
@@ -112,7 +112,7 @@ class Executor:
     ) -> None:
         self.times = OpTimes()
         self._me, self._job, self._seed = me, job, seed
-        self._workload, self._stage, self._optimizer = workload, stage, optimizer
+        self._workload, self._stage, self._steps = workload, stage, steps
         self._faults, self._device, self._interrupted = faults, PacedDevice(pace), interrupted
         self._committed = committed
         self._last = me.stage == job.stages - 1
@@ -126,7 +126,11 @@ class Executor:
         self._reduction = float("inf")
 
     def run(self, iteration: int, script: Script, groups: Groups) -> None:
-        """One iteration, its step included.
+        """One iteration, its step included; or none, where the step before turns out to be wrong.
+
+        Then every worker gets to know it before its own step of this iteration, the step before has
+        been put right when this returns, and the iteration is to be run again. Until then messages
+        already under way, and those that others still wait for, are passed on without computing.
 
         Raises Interrupted or TransferError; `abandon` must follow then. The step may have been
         taken nevertheless.
@@ -137,30 +141,38 @@ class Executor:
         self._iteration, self._groups, self._script = iteration, groups, script
         self._expected = iter(script.receives())
         self._receiving: dict[tuple[str, MicroBatch], dict[int, Pending]] = {}
+        self._void = False
         self._post_receives()
         for op in script.ops:
             if self._interrupted():
                 raise Interrupted
-            if op.kind == "O":
+            self._void = self._void or self._steps.overturned() or (op.kind == "O" and self._steps.settle())
+            if self._void:
+                self._pass_on(op.kind, (op.pipeline, op.micro_batch))
+            elif op.kind == "O":
                 self._step()
             else:
                 self._run[op.kind]((op.pipeline, op.micro_batch))
+        if self._void:
+            self._stage.abandon()
         # What went out an iteration ago has been received by now: its receiver has answered since.
         while self._sent and self._sent[0][0] < iteration:
             self._sent.popleft()[1].wait()
 
     def settle(self) -> None:
-        """Waits until peers have received all that was sent. Raises TransferError.
+        """Waits until the last step is settled and peers have received all that was sent.
 
         Between two iterations only: afterwards this worker may leave the groups without anybody
-        missing anything.
+        missing anything. Raises TransferError, or NonFiniteError.
         """
+        self._steps.drain()
         while self._sent:
             self._sent.popleft()[1].wait()
 
     def abandon(self) -> None:
         """Drops the iteration in flight and every transfer."""
         self._stage.abandon()
+        self._steps.abandon()
         self._sent.clear()
         self._receiving = {}
 
@@ -222,8 +234,21 @@ class Executor:
         self._faults.before(self._iteration, "O")
         if self._interrupted():
             raise Interrupted
-        self._committed(self._iteration, self._optimizer.step())
+        self._committed(self._iteration, self._steps.take())
+        self._faults.before(self._iteration, "V")
         self._finish("O", reduced - self._reduction)
+
+    def _pass_on(self, kind: str, key: MicroBatch) -> None:
+        """The transfers of an op of an iteration that counts no more; what they carry does not matter."""
+        if kind == "F":
+            if key in self._script.before:
+                self._received("F", key)
+            if not self._last:
+                self._send(self._script.after[key], {i: t.empty() for i, t in enumerate(self._outgoing)}, "F", key)
+        elif kind in ("I", "B"):
+            if key in self._script.after:
+                self._received("I", key)
+            self._send_gradients(key, tuple(t.empty() for t in self._incoming))
 
     def _finish(self, kind: str, started: float) -> None:
         self.times.add(kind, self._device.finish(kind, started))

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from planner.errors import InputError
 from planner.job import Job, Worker
 
-_KILL = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+):(?P<op>R|O|[FIW](?:\d+\.)?\d+)")
+_KILL = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+):(?P<op>R|O|V|[FIW](?:\d+\.)?\d+)")
 _REJOIN = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+)")
 
 
 @dataclass(frozen=True)
 class Kill:
-    """kind: F, I, W, R (the reduction) or O (the step). pipeline, micro_batch: -1 for R and O."""
+    """kind: F, I, W, R (the reduction), O (the step) or V (after the step, which may not be validated
+    yet). pipeline, micro_batch: -1 for R, O and V."""
 
     worker: Worker
     iteration: int
@@ -33,10 +34,10 @@ class Kill:
         """
         match = _KILL.fullmatch(text.strip())
         if not match:
-            raise InputError(field, text, "WORKER@ITERATION:OP such as W1_2@10:F3, with OP F3, I3, W3, F1.3, R or O")
+            raise InputError(field, text, "WORKER@ITERATION:OP such as W1_2@10:F3, with OP F3, I3, W3, F1.3, R, O or V")
         worker = job.check_worker(Worker.parse(match["worker"], field=field), field=field)
         op, iteration = match["op"], int(match["iteration"])
-        if op in ("R", "O"):
+        if op in ("R", "O", "V"):
             return cls(worker, iteration, op)
         head, _, tail = op[1:].rpartition(".")
         pipeline, micro_batch = int(head) if head else worker.pipeline, int(tail)

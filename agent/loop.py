@@ -20,11 +20,14 @@ from agent.executor import Executor, Interrupted, Script
 from agent.faults import FaultInjector, Kill
 from agent.gradients import GradientSum
 from agent.heartbeat import HeartbeatThread, Status
-from agent.optimizer import StageOptimizer
+from agent.optimizer import stage_optimizer
 from agent.recipe import Recipe
 from agent.recovery import Agreement, Makeup, agree, check_alike
 from agent.stage import Stage
 from agent.state_transfer import receive_state, send_state
+from agent.validation import Verdict
+from agent.verdicts import Steps
+from agent.weights import save_weights
 from agent.workload import Workload
 from planner.job import Job, Worker
 
@@ -36,7 +39,8 @@ class LoopOptions:
     """iterations: how many to commit in all. pace: seconds per op kind, {} for as fast as it goes.
 
     joins: this process replaces a dead one and takes its state from a peer of its stage.
-    boundaries: what passes between stages; None: each worker finds out.
+    boundaries: what passes between stages; None: each worker finds out. weights: folder that the
+    trained weights are written to, by one worker of each stage.
     """
 
     job: Job
@@ -47,6 +51,7 @@ class LoopOptions:
     joins: bool = False
     recipe: Recipe = field(default_factory=Recipe)
     boundaries: Boundaries | None = None
+    weights: str | None = None
 
 
 class WorkerLoop:
@@ -72,14 +77,15 @@ class WorkerLoop:
         job = options.job
         module = workload.build_stage(me.stage, job.stages, options.seed)
         gradients = GradientSum(module.parameters(), terms=job.pipelines * job.micro_batches)
-        self._optimizer = StageOptimizer(module, workload.optimizer(module.parameters()), gradients)
+        self._optimizer = stage_optimizer(workload, module, gradients, options.recipe)
+        self._steps = Steps(me, options.recipe, self._optimizer, self._say_verdict)
         self._executor = Executor(
             me,
             job,
             options.seed,
             workload,
             Stage(module, gradients),
-            self._optimizer,
+            self._steps,
             FaultInjector(me, list(options.kills), lambda: channel.say("dying")),
             options.pace,
             self._superseded,
@@ -100,6 +106,7 @@ class WorkerLoop:
             orders = self._channel.wait_for_epoch(self._epoch)
             if orders is None:
                 return
+            whole = True
             try:
                 self._live_through(orders)
             except (Interrupted, TransferError) as end:
@@ -107,7 +114,8 @@ class WorkerLoop:
                     self._say_broken(str(end))
                 self._executor.abandon()
                 self._communicator.abandon()
-            self._channel.say("left", epoch=self._epoch)
+                whole = False
+            self._channel.say("left", epoch=self._epoch, whole=whole)
 
     def _live_through(self, orders: Orders) -> None:
         """One epoch, until it is superseded, broken or over; returns when it was left at a boundary,
@@ -117,8 +125,7 @@ class WorkerLoop:
         self._status.phase = "forming"
         living = [Worker.parse(name) for name in orders.deployment.living]
         groups = self._communicator.form(orders.epoch, self._me, living, orders.store)
-        agreement = self._agree(groups)
-        self._take_up(agreement, groups)
+        agreement = self._agree(groups, living)
         self._channel.say("formed", epoch=orders.epoch, iteration=agreement.iteration)
         self._acknowledge("formed", agreement.iteration)
         script = Script.of(orders.plan.schedule(), self._me)
@@ -131,35 +138,44 @@ class WorkerLoop:
             self._executor.run(iteration, script, groups)
             if iteration == agreement.iteration:
                 self._acknowledge("resumed", iteration)
+        self._steps.settle()
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
+        if self._options.weights is not None and self._me == min(w for w in living if w.stage == self._me.stage):
+            save_weights(self._options.weights, self._me.stage, self._optimizer.module)
         self._channel.say("done", epoch=orders.epoch, sha256=self._optimizer.parameters_sha256())
         self._channel.wait_for_epoch(orders.epoch)
         if self._superseded():
             raise Interrupted
 
-    def _agree(self, groups: Groups) -> Agreement:
-        """Raises NoAgreementError."""
-        rows = groups.gather_rows((self._optimizer.committed if self._has_state else _JOINING, *self._makeup.numbers()))
-        check_alike({w: row[1:] for w, row in rows.items()})
-        return agree({w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}, attempt=self._epoch)
-
-    def _take_up(self, agreement: Agreement, groups: Groups) -> None:
-        """Rolls back, sends or receives state, as agreed."""
+    def _agree(self, groups: Groups, living: list[Worker]) -> Agreement:
+        """Compares what everybody has, and takes up what follows: rolls back, settles the last step
+        where it is in doubt, sends or receives state. Raises NoAgreementError."""
+        committed = self._optimizer.committed if self._has_state else _JOINING
+        alike = self._makeup.numbers()
+        rows = groups.gather_rows((committed, *alike, *self._steps.numbers()))
+        check_alike({w: row[1 : 1 + len(alike)] for w, row in rows.items()})
+        agreement = agree({w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}, attempt=self._epoch)
         if self._me in agreement.roll_back:
             self._optimizer.roll_back()
+        holders = {w: (row[0], *row[1 + len(alike) :]) for w, row in rows.items() if row[0] != _JOINING}
+        self._steps.begin(groups, living, agreement.iteration, holders)
         for newcomer, source in sorted(agreement.state_from.items()):
             if source == self._me:
                 send_state(groups, self._optimizer, newcomer)
             elif newcomer == self._me:
                 receive_state(groups, self._optimizer, source)
                 self._has_state = True
+        return agreement
 
     def _superseded(self) -> bool:
         return self._channel.superseded(self._epoch)
 
     def _say_committed(self, iteration: int, loss: float) -> None:
         self._channel.say("committed", epoch=self._epoch, iteration=iteration, loss=loss.hex())
+
+    def _say_verdict(self, iteration: int, verdict: Verdict, redone: bool) -> None:
+        self._channel.say("verdict", iteration=iteration, coefficient=verdict.coefficient, redone=redone)
 
     def _acknowledge(self, state: str, iteration: int) -> None:
         if self._heartbeat is not None:

@@ -1,172 +1,353 @@
-"""The stage's own step, its snapshot and its roll-back; and the stage's state as bytes.
+"""The stage's own step, what undoes it, and the stage's state.
 
-A stage steps when *its* gradients are reduced, without waiting for the other stages. When a death
-interrupts the iteration elsewhere, some stages have stepped and others have not; the ones that have
-go back. One snapshot is enough: see agent.recovery.
+A stage steps when *its* gradients are reduced, without waiting for the other stages. Two things may
+undo that step: a death that interrupts the iteration elsewhere (some stages have stepped and others
+have not; the ones that have go back), and a verdict on the whole gradient that comes later (see
+agent.validation). One snapshot is enough for both: see agent.recovery.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import json
+import copy
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from agent.gradients import GradientSum
-
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16,
-                                                     torch.int64, torch.int32, torch.uint8, torch.bool)}  # fmt: skip
+from agent.recipe import Recipe
+from agent.state import StageState, StateError, decode, encode, pack, sha256, unpack
+from agent.validation import CLEAN, SKIP, Outlook, Slot, Verdict
+from agent.workload import Workload
+from planner.errors import InputError
 
 
 class NonFiniteError(RuntimeError):
     """A gradient of the iteration was NaN, infinite or out of range."""
 
 
-class StateError(RuntimeError):
-    """A state received from a peer is damaged or does not belong to this stage."""
-
-
 class StageOptimizer:
-    """Module and optimizer of one stage on one worker, and how many steps they have taken.
+    """Module, optimizer and scheduler of one stage on one worker, and how many steps they have taken.
 
-    committed: number of iterations whose step has been taken (so also the next iteration).
+    committed: number of iterations whose step has been taken (so also the next iteration). settled:
+    is the verdict on the last one known? slot: this stage's share of it. outlook: what the verdicts
+    so far make of the next one. clips: will anybody ask for the gradients' norm?
+
+    The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or
+    scheduler that can't be driven that way.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, gradients: GradientSum) -> None:
-        self.module = module
-        self.optimizer = optimizer
-        self.gradients = gradients
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        gradients: GradientSum,
+        scheduler: LRScheduler | None = None,
+        *,
+        clips: bool = False,
+    ) -> None:
+        if _required(type(optimizer).step):
+            raise InputError("optimizer", type(optimizer).__name__, "one whose step() needs no closure")
+        if scheduler is not None and (_required(type(scheduler).step) or scheduler.optimizer is not optimizer):
+            raise InputError(
+                "scheduler", type(scheduler).__name__, "one of this optimizer whose step() needs no metric"
+            )
+        self.module, self.optimizer, self.gradients, self.scheduler = module, optimizer, gradients, scheduler
         self.committed = 0
-        self._snapshot: list[tuple[nn.Parameter, Tensor, dict[str, Any]]] | None = None
+        self.settled = True
+        self.slot = Slot()
+        self.outlook = Outlook()
+        self._clips = clips
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._snapshot = _Snapshot(self)
+        self._kept: list[Tensor | None] | None = None
 
-    def step(self) -> float:
+    @property
+    def slot_before(self) -> Slot:
+        """The slot of the step that came before the last one."""
+        return self._snapshot.before[1]
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def measure(self) -> Slot:
+        """This stage's share of the verdict on the gradients that have just been reduced."""
+        rejected = self.gradients.rejected
+        return Slot(self.gradients.squared_norm() if self._clips and not rejected else 0.0, rejected)
+
+    def step(self, verdict: Verdict | None = CLEAN, slot: Slot | None = None) -> float:
         """Takes the step on the reduced gradients; returns the (scaled) loss that came with them.
 
-        Raises NonFiniteError, with nothing changed, when a term had to be rejected.
+        verdict: what all stages' gradients make of it; None when that is not known yet: then the
+        step is taken as if it were clean, and `settle` must follow before the next one.
         """
-        if self.gradients.rejected:
-            raise NonFiniteError(
-                f"iteration {self.committed}: {self.gradients.rejected} gradients were NaN, infinite or "
-                f"out of range; lower the learning rate or check the data"
-            )
-        loss = self.gradients.loss
-        self._snapshot = [
-            (p, p.detach().clone(), {k: _copy(v) for k, v in self.optimizer.state.get(p, {}).items()})
-            for p in self._parameters()
-        ]
-        self.gradients.write_gradients()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        assert self.settled, "the verdict on the step before is not known"
+        loss, slot = self.gradients.loss, slot if slot is not None else self.measure()
+        self._snapshot.take()
+        self.slot = slot
+        self._kept = None
+        # A stage that knows its own gradients to be useless needs no verdict to leave them alone.
+        applied = (SKIP if slot.rejected else CLEAN) if verdict is None else verdict
+        if applied.coefficient is not None:
+            self.gradients.write_gradients()
+            if verdict is None and self._clips:
+                self._kept = [p.grad for p in self._trained]
+            self._update(applied.coefficient)
+            self.gradients.write_buffers()
         self.gradients.clear()
         self.committed += 1
+        self.settled = verdict is not None
+        if verdict is not None:
+            self.outlook = self.outlook.after(verdict)
         return loss
+
+    def settle(self, verdict: Verdict) -> bool:
+        """Takes note of the verdict on the last step, and puts the step right where it differs.
+
+        Returns whether it does: the same answer on every worker.
+        """
+        assert not self.settled
+        self.settled, kept = True, self._kept
+        self._kept = None
+        self.outlook = self.outlook.after(verdict)
+        if verdict.clean:
+            return False
+        if verdict.coefficient is None:
+            self._snapshot.restore(buffers=True)
+        elif kept is not None:
+            # The moving buffers are those of the step as it was: they don't depend on the norm.
+            self._snapshot.restore(buffers=False)
+            for parameter, gradient in zip(self._trained, kept, strict=True):
+                parameter.grad = gradient
+            self._update(verdict.coefficient)
+        return True
+
+    def _update(self, coefficient: float) -> None:
+        if coefficient != 1.0:
+            gradients = [p.grad for p in self._trained if p.grad is not None]
+            torch._foreach_mul_(gradients, coefficient)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def roll_back(self) -> None:
         """Undoes the last step. Raises StateError when there is none to undo."""
-        if self._snapshot is None:
-            raise StateError(f"no snapshot to roll back from {self.committed} committed iterations")
-        with torch.no_grad():
-            for parameter, value, state in self._snapshot:
-                parameter.copy_(value)
-                if state:
-                    self.optimizer.state[parameter] = state
-                else:
-                    self.optimizer.state.pop(parameter, None)
-        self._snapshot = None
-        self.committed -= 1
+        self._snapshot.undo()
+        self._kept = None
 
-    # -- state as bytes: for a peer that re-joins, and for the fingerprint --------------------
+    # -- the state: for a peer that re-joins, for checkpoints, and for the fingerprint --------
 
     def parameters_sha256(self) -> str:
         """Of all parameters' bytes, in the module's order."""
-        digest = hashlib.sha256()
-        for parameter in self._parameters():
-            digest.update(_bytes(parameter.detach()))
-        return digest.hexdigest()
+        return sha256(self.module.parameters())
+
+    def state(self) -> StageState:
+        """Everything that the next steps depend on. The tensors are the live ones: copy or send them
+        before the next step. A step that is not settled counts as clean: should it be overturned,
+        the state was of no use anyway.
+
+        Raises StateError naming what an optimizer or scheduler keeps that can't be sent.
+        """
+        tensors: dict[str, Tensor] = {}
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        model = {
+            n: encode(t, f"model.{n}", tensors)
+            for n, t in [*self.module.named_parameters(), *self.module.named_buffers()]
+        }
+        states = {}
+        for parameter, state in self.optimizer.state.items():
+            if (name := names.get(id(parameter))) is None:
+                raise StateError(f"{type(self.optimizer).__name__} keeps state that belongs to no parameter")
+            states[name] = encode(state, f"optimizer.{name}", tensors)
+        document = {
+            "committed": self.committed,
+            "outlook": (self.outlook if self.settled else self.outlook.after(CLEAN)).to_json(),
+            "model": model,
+            "optimizer": type(self.optimizer).__name__,
+            "state": states,
+            "groups": [
+                {
+                    "parameters": [names[id(p)] for p in group["params"]],
+                    "options": encode({k: v for k, v in group.items() if k != "params"}, f"groups.{i}", tensors),
+                }
+                for i, group in enumerate(self.optimizer.param_groups)
+            ],
+            "scheduler": None
+            if self.scheduler is None
+            else [type(self.scheduler).__name__, encode(self.scheduler.state_dict(), "scheduler", tensors)],
+        }
+        return StageState(document, tensors)
+
+    def load_state(self, state: StageState) -> None:
+        """Takes over a state, wholly or not at all. Raises StateError when it is of another stage."""
+        own, doc = self.state().document, state.document
+        parameters = dict(self.module.named_parameters())
+        targets = {**parameters, **dict(self.module.named_buffers())}
+        try:
+            for what, mine, theirs in (
+                ("model", sorted(own["model"]), sorted(doc["model"])),
+                ("optimizer", own["optimizer"], doc["optimizer"]),
+                ("scheduler", (own["scheduler"] or [None])[0], (doc["scheduler"] or [None])[0]),
+                *(
+                    (f"parameter group {i}", mine["parameters"], theirs["parameters"])
+                    for i, (mine, theirs) in enumerate(zip(own["groups"], doc["groups"], strict=True))
+                ),
+            ):
+                if mine != theirs:
+                    raise StateError(f"{what}: got {theirs}, expected {mine}")
+            values = {n: decode(v, state.tensors, targets[n].device) for n, v in doc["model"].items()}
+            for name, value in values.items():
+                want = targets[name]
+                if value.shape != want.shape or value.dtype != want.dtype:
+                    got = f"shape {tuple(value.shape)} of {value.dtype}"
+                    raise StateError(f"{name}: {got} is of another model, expected {tuple(want.shape)} of {want.dtype}")
+            states = {n: decode(v, state.tensors, parameters[n].device) for n, v in doc["state"].items()}
+            device = next((p.device for p in parameters.values()), None)
+            groups = [decode(g["options"], state.tensors, device) for g in doc["groups"]]
+            scheduler = decode((doc["scheduler"] or [None, None])[1], state.tensors, device)
+            committed, outlook = int(doc["committed"]), Outlook.from_json(doc["outlook"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(f"unreadable state: {type(error).__name__} {error}") from None
+        with torch.no_grad():
+            for name, value in values.items():
+                targets[name].copy_(value)
+        self.optimizer.state.clear()
+        for name, value in states.items():
+            self.optimizer.state[parameters[name]] = value
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            _put_options(group, options)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(scheduler)
+        self.committed, self.outlook, self.settled, self.slot = committed, outlook, True, Slot()
+        self._snapshot.forget()
+        self._kept = None
 
     def dump(self) -> tuple[bytes, Tensor]:
-        """(header, body): a JSON header and one uint8 tensor with parameters, buffers and optimizer state."""
-        entries: list[dict[str, Any]] = []
-        parts: list[Tensor] = []
-
-        def put(kind: str, index: int, key: str, value: Any) -> None:
-            entry: dict[str, Any] = {"kind": kind, "index": index, "key": key}
-            if isinstance(value, Tensor):
-                entry |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-                parts.append(_raw(value.detach()))
-            else:
-                entry["value"] = value
-            entries.append(entry)
-
-        for i, parameter in enumerate(self._parameters()):
-            put("parameter", i, "", parameter)
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                put("state", i, key, value)
-        for i, buffer in enumerate(self.module.buffers()):
-            put("buffer", i, "", buffer)
-        body = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
-        header = {"committed": self.committed, "sha256": hashlib.sha256(_bytes(body)).hexdigest(), "entries": entries}
-        return json.dumps(header).encode(), body
+        """The state as (header, body): bytes of JSON and one uint8 tensor."""
+        return pack(self.state())
 
     def load(self, header: bytes, body: Tensor) -> None:
         """Takes over what a peer dumped. Raises StateError when it is damaged or of another stage."""
-        try:
-            doc = json.loads(header)
-            entries, committed = doc["entries"], int(doc["committed"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise StateError(f"unreadable header: {error}") from None
-        if hashlib.sha256(_bytes(body)).hexdigest() != doc["sha256"]:
-            raise StateError("the checksum does not match")
-        parameters, buffers = self._parameters(), list(self.module.buffers())
-        offset = 0
-        self.optimizer.state.clear()
+        self.load_state(unpack(header, body))
+
+
+def stage_optimizer(workload: Workload, module: nn.Module, gradients: GradientSum, recipe: Recipe) -> StageOptimizer:
+    """As the workload wants it; a workload may have a `scheduler(optimizer)` beside its `optimizer`.
+
+    Raises InputError.
+    """
+    optimizer = workload.optimizer(module.parameters())
+    scheduler = getattr(workload, "scheduler", None)
+    return StageOptimizer(
+        module,
+        optimizer,
+        gradients,
+        scheduler(optimizer) if scheduler is not None else None,
+        clips=recipe.clip_norm is not None,
+    )
+
+
+class _Snapshot:
+    """What one step changes, as it was before it. The copies' memory is used again for the next one."""
+
+    def __init__(self, stage: StageOptimizer) -> None:
+        self._stage = stage
+        self._valid = False
+        self._copies: list[Tensor] = []
+        self.before = Outlook(), Slot()
+
+    def _live(self) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, dict[str, Any], list[str]]]]:
+        """(parameters, moving buffers, per parameter its optimizer state and which of it are tensors)."""
+        state = self._stage.optimizer.state
+        return (
+            [p.detach() for p in self._stage._trained],
+            list(self._stage.gradients.moving),
+            [(p, s, [k for k, v in s.items() if isinstance(v, Tensor)]) for p, s in state.items()],
+        )
+
+    def take(self) -> None:
+        stage = self._stage
+        parameters, buffers, states = self._live()
+        live = [*parameters, *buffers, *(s[k] for _, s, keys in states for k in keys)]
+        like = [(t.shape, t.dtype, t.device) for t in live]
+        if like == [(t.shape, t.dtype, t.device) for t in self._copies]:
+            # By type and device: mixed lists would go the slow way, one by one.
+            for mine, theirs in _alike(self._copies, live):
+                torch._foreach_copy_(mine, theirs)
+        else:
+            self._copies = [t.detach().clone() for t in live]
+        self._states = [
+            (p, keys, copy.deepcopy({k: v for k, v in s.items() if k not in keys})) for p, s, keys in states
+        ]
+        self._groups = [
+            copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in stage.optimizer.param_groups
+        ]
+        self._scheduler = copy.deepcopy(stage.scheduler.state_dict()) if stage.scheduler is not None else {}
+        self.before = stage.outlook, stage.slot
+        self._valid = True
+
+    def restore(self, *, buffers: bool) -> None:
+        """Puts everything back but the counts. buffers: the moving ones too?"""
+        stage = self._stage
+        parameters, moving, _ = self._live()
+        copies = iter(self._copies)
         with torch.no_grad():
-            for entry in entries:
-                value: Any = entry.get("value")
-                if "dtype" in entry:
-                    dtype = _DTYPES[entry["dtype"]]
-                    size = dtype.itemsize * _numel(entry["shape"])
-                    value = body[offset : offset + size].clone().view(dtype).view(entry["shape"])
-                    offset += size
-                if entry["kind"] == "state":
-                    self.optimizer.state[parameters[entry["index"]]][entry["key"]] = value
-                    continue
-                target = (parameters if entry["kind"] == "parameter" else buffers)[entry["index"]]
-                if target.shape != value.shape or target.dtype != value.dtype:
-                    raise StateError(
-                        f"{entry['kind']} {entry['index']}: shape {tuple(value.shape)} is of another model"
-                    )
-                target.copy_(value)
-        self.committed = committed
-        self._snapshot = None
+            for target in parameters:
+                target.copy_(next(copies))
+            for target in moving:
+                value = next(copies)
+                if buffers:
+                    target.copy_(value)
+        stage.optimizer.state.clear()
+        for parameter, keys, plain in self._states:
+            tensors = {k: next(copies).clone() for k in keys}
+            stage.optimizer.state[parameter] = tensors | copy.deepcopy(plain)
+        for group, options in zip(stage.optimizer.param_groups, self._groups, strict=True):
+            _put_options(group, copy.deepcopy(options))
+        if stage.scheduler is not None:
+            stage.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
+    def undo(self) -> None:
+        """Puts everything back, the counts too."""
+        stage = self._stage
+        if not self._valid:
+            raise StateError(f"no snapshot to roll back from {stage.committed} committed iterations")
+        self.restore(buffers=True)
+        stage.outlook, stage.slot = self.before
+        stage.settled = True
+        stage.committed -= 1
+        self._valid = False
 
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The tensor's own memory, without a copy and without numpy (which the agent does not need)."""
-    raw = _raw(tensor)
-    if not raw.numel():
-        return memoryview(b"")
-    view = (ctypes.c_ubyte * raw.numel()).from_address(raw.data_ptr())
-    view._keep = raw  # type: ignore[attr-defined]  # the memory lives as long as the view
-    return memoryview(view).cast("B")
+    def forget(self) -> None:
+        self._valid = False
 
 
-def _numel(shape: list[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
+def _put_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    """Sets a parameter group's options; a tensor (a capturable learning rate) stays the same object."""
+    for key, value in options.items():
+        current = group.get(key)
+        if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+            current.copy_(value)
+        else:
+            group[key] = value
+
+
+def _alike(a: list[Tensor], b: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """The two lists, cut into pairs of lists of one type and device each."""
+    out: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for x, y in zip(a, b, strict=True):
+        mine, theirs = out.setdefault((x.dtype, x.device), ([], []))
+        mine.append(x)
+        theirs.append(y)
+    return list(out.values())
+
+
+def _required(step: Any) -> bool:
+    """Does this `step` method need an argument?"""
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        for p in parameters
+    )

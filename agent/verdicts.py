@@ -73,11 +73,14 @@ class Steps:
     """Takes the steps of one worker's stage, each as the verdicts so far advise, and puts right what
     a later verdict overturns.
 
-    skipped: called with a sentence when an iteration's update was left out.
+    notable: called with (iteration, verdict, redone) for a verdict that left an update out or came
+    too late (redone: the step had been taken otherwise); all workers say the same.
     """
 
-    def __init__(self, me: Worker, recipe: Recipe, optimizer: StageOptimizer, skipped: Callable[[str], None]) -> None:
-        self._me, self._recipe, self._optimizer, self._skipped = me, recipe, optimizer, skipped
+    def __init__(
+        self, me: Worker, recipe: Recipe, optimizer: StageOptimizer, notable: Callable[[int, Verdict, bool], None]
+    ) -> None:
+        self._me, self._recipe, self._optimizer, self._notable = me, recipe, optimizer, notable
         self._groups: Groups | None = None
         self._living: Sequence[Worker] = ()
         self._exchange: _Exchange | None = None
@@ -98,7 +101,7 @@ class Steps:
             return optimizer.step(None, slot)
         verdict = judge(exchange.wait(), self._recipe.clip_norm)
         loss = optimizer.step(verdict, slot)
-        self._heed(verdict)
+        self._heed(verdict, redone=False)
         return loss
 
     def overturned(self) -> bool:
@@ -168,22 +171,24 @@ class Steps:
     def _settle_with(self, slots: Sequence[Slot]) -> bool:
         verdict = judge(slots, self._recipe.clip_norm)
         changed = self._optimizer.settle(verdict)
-        self._heed(verdict)
+        self._heed(verdict, redone=changed)
         return changed
 
-    def _heed(self, verdict: Verdict) -> None:
-        """What follows from an update that was left out."""
-        if verdict.coefficient is not None:
-            return
+    def _heed(self, verdict: Verdict, *, redone: bool) -> None:
+        """What follows from an update that was left out, or changed."""
         iteration = self._optimizer.committed - 1
-        what = f"iteration {iteration}: a gradient was NaN, infinite or out of range"
-        if self._recipe.non_finite == "stop":
-            self._optimizer.roll_back()
-            raise NonFiniteError(f"{what}; lower the learning rate or check the data (--non-finite skip goes on)")
-        if (times := self._optimizer.outlook.skipped) > MAX_SKIPPED:
-            self._optimizer.roll_back()
-            raise NonFiniteError(f"{what}, {times} times in a row; lower the learning rate or check the data")
-        self._skipped(f"{what}; its update is skipped")
+        if verdict.coefficient is None:
+            what = f"iteration {iteration}: a gradient was NaN, infinite or out of range"
+            if self._recipe.non_finite == "stop":
+                self._optimizer.roll_back()
+                raise NonFiniteError(f"{what}; lower the learning rate or check the data (--non-finite skip goes on)")
+            if (times := self._optimizer.outlook.skipped) > MAX_SKIPPED:
+                self._optimizer.roll_back()
+                raise NonFiniteError(
+                    f"{what}, for the {times}th time in a row; lower the learning rate or check the data"
+                )
+        if redone or verdict.coefficient is None:
+            self._notable(iteration, verdict, redone)
 
 
 def _bits(value: float) -> int:

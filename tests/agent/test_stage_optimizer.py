@@ -1,40 +1,96 @@
-"""Step, roll-back and transfer of a stage's state, exact to the bit."""
+"""Step, settlement, roll-back and transfer of a stage's state, exact to the bit."""
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from agent.gradients import GradientSum
-from agent.optimizer import NonFiniteError, StageOptimizer, StateError
+from agent.optimizer import StageOptimizer
+from agent.state import StateError
+from agent.validation import CLEAN, SKIP, Slot, Verdict
+from planner.errors import InputError
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD, momentum, foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True),
+    "SGD, nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "Adam, maximize": lambda p: torch.optim.Adam(p, lr=0.01, maximize=True, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW, lr as a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3, 3]),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda i: 0.9**i),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.PolynomialLR(o, 8)], optimizer=o
+    ),
+}
 
 
-def _stage(seed: int = 0) -> StageOptimizer:
+def _stage(
+    seed: int = 0, optimizer: str = "AdamW", scheduler: str | None = None, *, clips: bool = True
+) -> StageOptimizer:
     torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-    gradients = GradientSum(module.parameters(), terms=1)
-    return StageOptimizer(module, torch.optim.AdamW(module.parameters(), lr=0.01), gradients)
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    gradients = GradientSum(
+        module.parameters(), terms=1, buffers=[b for b in module.buffers() if b.is_floating_point()]
+    )
+    built = OPTIMIZERS[optimizer](module.parameters())
+    return StageOptimizer(module, built, gradients, SCHEDULERS[scheduler](built) if scheduler else None, clips=clips)
 
 
-def _train(stage: StageOptimizer, iteration: int) -> None:
+def _sum(stage: StageOptimizer, iteration: int) -> None:
     generator = torch.Generator().manual_seed(iteration)
-    for parameter in stage.module.parameters():
-        stage.gradients.add(parameter, torch.randn(parameter.shape, generator=generator))
+    for tensor in (*stage.gradients.parameters, *stage.gradients.moving):
+        stage.gradients.add(tensor, torch.randn(tensor.shape, generator=generator))
     stage.gradients.add_loss(torch.tensor(float(iteration)))
-    assert stage.step() == iteration
 
 
-def _everything(stage: StageOptimizer) -> tuple[dict, dict]:  # type: ignore[type-arg]
-    return copy.deepcopy(stage.module.state_dict()), copy.deepcopy(stage.optimizer.state_dict())
+def _train(stage: StageOptimizer, iteration: int, verdict: Verdict | None = CLEAN) -> None:
+    _sum(stage, iteration)
+    assert stage.step(verdict) == iteration
+
+
+def _everything(stage: StageOptimizer) -> tuple[Any, ...]:
+    return copy.deepcopy(
+        (
+            stage.module.state_dict(),
+            stage.optimizer.state_dict(),
+            stage.scheduler.state_dict() if stage.scheduler else None,
+            stage.outlook,
+        )
+    )
 
 
 def _equal(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
+        return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
@@ -42,19 +98,54 @@ def _equal(a: object, b: object) -> bool:
     return a == b
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_roll_back_is_exact_also_of_the_first_step(steps: int) -> None:
-    stage = _stage()
-    for i in range(steps):
-        _train(stage, i)
-    before = _everything(stage)
-    _train(stage, steps)
-    assert not _equal(_everything(stage), before)
-    stage.roll_back()
-    assert stage.committed == steps
-    assert _equal(_everything(stage), before)
-    with pytest.raises(StateError, match="no snapshot"):
+EVERY = [*((o, None) for o in OPTIMIZERS), *(("SGD, nesterov", s) for s in SCHEDULERS)]
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler"), EVERY)
+def test_roll_back_is_exact_also_of_the_first_step(optimizer: str, scheduler: str | None) -> None:
+    stage = _stage(optimizer=optimizer, scheduler=scheduler)
+    for i in range(5):
+        before = _everything(stage)
+        _train(stage, i, None)
+        assert not _equal(_everything(stage), before)
         stage.roll_back()
+        assert stage.committed == i and stage.settled
+        assert _equal(_everything(stage), before)
+        with pytest.raises(StateError, match="no snapshot"):
+            stage.roll_back()
+        _train(stage, i)
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler"), EVERY)
+def test_a_late_verdict_leaves_what_an_early_one_would_have(optimizer: str, scheduler: str | None) -> None:
+    """Clean, clipped and skipped steps, staggered against synchronous: every bit, and the roll-back after it."""
+    late, early = (_stage(optimizer=optimizer, scheduler=scheduler) for _ in range(2))
+    for i, verdict in enumerate([SKIP, CLEAN, Verdict(0.25), CLEAN, SKIP, Verdict(0.1), Verdict(0.5), CLEAN]):
+        before = _everything(late)
+        _train(late, i, None)
+        assert late.settle(verdict) == (not verdict.clean)
+        _train(early, i, verdict)
+        assert _equal(_everything(late), _everything(early))
+        if i % 2:
+            late.roll_back()
+            assert _equal(_everything(late), before)
+            _train(late, i, verdict)
+            assert _equal(_everything(late), _everything(early))
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler"), EVERY)
+def test_a_newcomer_takes_over_everything(optimizer: str, scheduler: str | None) -> None:
+    donor, newcomer = _stage(0, optimizer, scheduler), _stage(99, optimizer, scheduler)
+    for i in range(3):
+        _train(donor, i, CLEAN if i else SKIP)
+    newcomer.load(*donor.dump())
+    assert newcomer.committed == 3
+    assert _equal(_everything(newcomer), _everything(donor))
+    for i in range(3, 6):
+        _train(donor, i)
+        _train(newcomer, i)
+    assert _equal(_everything(newcomer), _everything(donor))
+    assert newcomer.parameters_sha256() == donor.parameters_sha256()
 
 
 def test_a_rolled_back_stage_redoes_the_step_to_the_same_bits() -> None:
@@ -65,43 +156,79 @@ def test_a_rolled_back_stage_redoes_the_step_to_the_same_bits() -> None:
         if i in (0, 2):
             stage.roll_back()
             _train(stage, i)
-    assert stage.parameters_sha256() == reference.parameters_sha256()
     assert _equal(_everything(stage), _everything(reference))
 
 
-def test_a_newcomer_takes_over_everything() -> None:
-    donor, newcomer = _stage(), _stage(seed=99)
-    for i in range(3):
-        _train(donor, i)
-    newcomer.load(*donor.dump())
-    assert newcomer.committed == 3
-    assert _equal(_everything(newcomer), _everything(donor))
-    _train(donor, 3)
-    _train(newcomer, 3)
-    assert newcomer.parameters_sha256() == donor.parameters_sha256()
-
-
-def test_a_damaged_state_is_refused() -> None:
-    donor = _stage()
+def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
+    donor, taker = _stage(), _stage(1)
     _train(donor, 0)
     header, body = donor.dump()
+    before = _everything(taker)
     damaged = body.clone()
     damaged[5] ^= 1
-    with pytest.raises(StateError, match="checksum"):
-        _stage().load(header, damaged)
-    with pytest.raises(StateError, match="header"):
-        _stage().load(b"{", body)
-    other = json.loads(header)
-    other["entries"][0]["shape"] = [3, 12]
-    with pytest.raises(StateError, match="another model"):
-        _stage().load(json.dumps(other).encode(), body)
+    lie = json.loads(header) | {"document": json.loads(header)["document"].replace('"committed": 1', '"committed": 2')}
+    for bad_header, bad_body in (
+        (header, damaged),
+        (header, body[:-1]),
+        (json.dumps(lie).encode(), body),
+    ):
+        with pytest.raises(StateError, match="checksum"):
+            taker.load(bad_header, bad_body)
+    for unreadable in (b"{", b"[]", b"{}", b'{"document": 3, "tensors": [[1]], "sha256": ""}'):
+        with pytest.raises(StateError, match="unreadable header"):
+            taker.load(unreadable, body)
+    assert _equal(_everything(taker), before)
 
 
-def test_non_finite_gradients_change_nothing() -> None:
+def test_a_state_of_another_stage_is_refused_and_changes_nothing() -> None:
+    taker = _stage(1, "SGD")
+    before = _everything(taker)
+    wide = nn.Linear(6, 7)
+    narrow = nn.Linear(6, 6)
+    for donor, complaint in (
+        (_stage(), "optimizer: got AdamW, expected SGD"),
+        (_stage(0, "SGD", "StepLR"), "scheduler: got StepLR, expected None"),
+        (StageOptimizer(wide, OPTIMIZERS["SGD"](wide.parameters()), GradientSum(wide.parameters(), terms=1)), "model"),
+    ):
+        with pytest.raises(StateError, match=complaint):
+            taker.load(*donor.dump())
+    assert _equal(_everything(taker), before)
+    other = StageOptimizer(narrow, OPTIMIZERS["SGD"](narrow.parameters()), GradientSum(narrow.parameters(), terms=1))
+    wide_state = StageOptimizer(wide, OPTIMIZERS["SGD"](wide.parameters()), GradientSum(wide.parameters(), terms=1))
+    with pytest.raises(StateError, match=r"weight: shape \(7, 6\) of torch.float32 is of another model"):
+        other.load(*wide_state.dump())
+
+
+def test_only_what_needs_nothing_but_gradients_is_driven() -> None:
+    module = nn.Linear(2, 2)
+    gradients = GradientSum(module.parameters(), terms=1)
+    with pytest.raises(InputError, match=r"LBFGS.*no closure"):
+        StageOptimizer(module, torch.optim.LBFGS(module.parameters()), gradients)
+    sgd = torch.optim.SGD(module.parameters())
+    with pytest.raises(InputError, match=r"ReduceLROnPlateau.*no metric"):
+        StageOptimizer(module, sgd, gradients, lr_scheduler.ReduceLROnPlateau(sgd))
+
+
+def test_a_stage_that_knows_its_gradients_to_be_useless_leaves_its_parameters_alone() -> None:
     stage = _stage()
-    before = _everything(stage)
+    before = stage.parameters_sha256()
     parameter = next(iter(stage.module.parameters()))
     stage.gradients.add(parameter, torch.full(parameter.shape, float("nan")))
-    with pytest.raises(NonFiniteError, match="iteration 0"):
-        stage.step()
-    assert stage.committed == 0 and _equal(_everything(stage), before)
+    assert stage.measure().rejected
+    stage.step(None)
+    assert stage.slot.rejected and not stage.settled
+    assert stage.parameters_sha256() == before and stage.committed == 1
+    assert stage.settle(SKIP)
+    assert stage.parameters_sha256() == before and stage.outlook.skipped == 1
+    stage.roll_back()
+    assert stage.committed == 0 and stage.slot == Slot() and stage.outlook.skipped == 0
+
+
+def test_the_norm_is_that_of_torch() -> None:
+    stage = _stage()
+    _sum(stage, 7)
+    norm = stage.measure().squared_norm ** 0.5
+    stage.gradients.write_gradients()
+    torch_norm = nn.utils.get_total_norm([p.grad for p in stage.module.parameters() if p.grad is not None])
+    assert norm == pytest.approx(float(torch_norm), rel=1e-6)
+    assert _stage(clips=False).measure() == Slot()

@@ -1,0 +1,171 @@
+"""Clipping and NaN checks after the step, on real processes: the bits of checks before the step.
+
+One job holds every case: iteration 1 is clipped, iteration 20 has a NaN in one micro-batch of the
+first stage alone, the last one is clipped again; in between the stages have regained confidence.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from agent.gradients import GradientSum
+from agent.optimizer import StageOptimizer
+from agent.recipe import Recipe
+from agent.validation import Slot, Verdict
+from agent.verdicts import Steps
+from planner.job import Worker
+from tests.agent.runs import Run, launch
+from tests.agent.unruly import Unruly
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("unruly")]
+
+ITERATIONS, CLIP = 56, 2.0
+UNRULY = {"loud": [1, 55], "poisoned": [20]}
+
+
+def _run(record: Path, *arguments: str, iterations: int = ITERATIONS, **options: list[int]) -> Run:
+    grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(iterations))
+    task = ("--workload", "tests.agent.unruly:Unruly", "--workload-options", json.dumps(options))
+    return launch(record, *grid, *task, *arguments)
+
+
+def _verdicts(run: Run) -> list[tuple[int, bool]]:
+    return [(line["verdict"]["iteration"], line["verdict"]["redone"]) for line in run.lines if "verdict" in line]
+
+
+def _same_bits(run: Run, reference: Run) -> None:
+    assert run.status == 0, run.errors
+    assert run.losses == reference.losses and run.final == reference.final
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("synchronous")
+    run = _run(folder / "run.jsonl", "--clip-norm", str(CLIP), "--synchronous", **UNRULY)
+    assert run.status == 0, run.errors
+    assert len(run.losses) == ITERATIONS and _verdicts(run) == [(20, False)]
+    return run
+
+
+def test_the_synchronous_order_is_plain_training(synchronous: Run) -> None:
+    """Against one process, one module and torch's own clipping, to the rounding of float32."""
+    task = Unruly(**UNRULY)
+    module = nn.Sequential(*(task.build_stage(s, 2, 0) for s in range(2)))
+    optimizer = task.optimizer(module.parameters())
+    scheduler = task.scheduler(optimizer)
+    for i in range(ITERATIONS):
+        cells = [(0, i, p, m) for p in range(2) for m in range(2)]
+        loss = sum((task.loss(module(task.inputs(*c)), task.targets(*c)) / 4 for c in cells), torch.zeros(()))
+        assert float.fromhex(synchronous.losses[i]) == pytest.approx(loss.item(), rel=1e-4)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+        assert (norm.item() > CLIP) == (i in UNRULY["loud"])
+        assert norm.isnan().item() == (i in UNRULY["poisoned"])
+        if not norm.isnan():
+            optimizer.step()
+            scheduler.step()
+
+
+def test_steps_taken_before_their_verdict_end_in_the_same_bits(synchronous: Run, tmp_path: Path) -> None:
+    run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), **UNRULY)
+    _same_bits(run, synchronous)
+    assert _verdicts(run) == [(1, True), (20, True), (55, True)]
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ("W0_1@1:V",),  # between the step and its verdict, which is to clip it
+        ("W1_0@20:V", "W0_1@40:I1"),  # which is to skip it; and one more while the stages wait for verdicts
+        ("W1_1@55:V",),  # after the last step
+        ("W0_0@1:O",),  # some have stepped, and the verdict on what they did is never heard
+    ],
+)
+def test_a_death_between_step_and_verdict(kills: tuple[str, ...], synchronous: Run, tmp_path: Path) -> None:
+    wishes = [text for kill in kills for text in ("--kill", kill)]
+    run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), *wishes, **UNRULY)
+    _same_bits(run, synchronous)
+    # A death after the last step may leave nothing to redo.
+    assert len(run.failures) == len(kills) or kills == ("W1_1@55:V",)
+
+
+def test_a_newcomer_knows_what_the_others_expect(synchronous: Run, tmp_path: Path) -> None:
+    """It returns while the stages wait for verdicts, and all of them stop waiting at the same step."""
+    # Paced, so that there is a job left to come back to.
+    wishes = ("--kill", "W1_0@2:F1", "--rejoin", "W1_0@2", "--pace", "F=4ms,I=4ms,W=4ms")
+    run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), *wishes, **UNRULY)
+    _same_bits(run, synchronous)
+    assert run.iterations[-1]["living"] == 4
+
+
+def test_stop_ends_the_job_with_a_sentence(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run.jsonl", "--non-finite", "stop", iterations=8, poisoned_all=[3])
+    assert run.status == 1
+    assert "iteration 3: a gradient was NaN, infinite or out of range; lower the learning rate" in run.errors
+    assert len(run.losses) <= 4
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_job(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run.jsonl", iterations=30, poisoned_all=[2, *range(4, 30)])
+    assert run.status == 1
+    assert "iteration 14: a gradient was NaN, infinite or out of range, for the 11th time in a row" in run.errors
+    assert [i for i, _ in _verdicts(run)] == [2, *range(4, 14)]
+
+
+# -- what a death leaves in doubt is settled by those who are left ---------------------------------
+
+
+class _Unused:
+    """Groups of an epoch in which nothing has been sent yet."""
+
+
+def _steps(worker: Worker, gradient: float) -> tuple[Steps, StageOptimizer, list[tuple[int, Verdict, bool]]]:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, 1.0)
+    sums = GradientSum(module.parameters(), terms=1)
+    stage = StageOptimizer(module, torch.optim.SGD(module.parameters(), lr=1.0), sums, clips=True)
+    said: list[tuple[int, Verdict, bool]] = []
+    sums.add(module.weight, torch.tensor([[gradient]]))
+    return Steps(worker, Recipe(clip_norm=1.0), stage, lambda *what: said.append(what)), stage, said
+
+
+def test_what_is_in_doubt_after_a_death_is_settled_by_the_survivors() -> None:
+    """Norms 3 and 4 in two stages: 5 together, clipped to 1. One worker knew it, the other did not."""
+    workers = Worker(0, 0), Worker(0, 1)
+    (informed, knows, _), (uninformed, doubts, said) = _steps(workers[0], 3.0), _steps(workers[1], 4.0)
+    knows.step(None)
+    doubts.step(None)
+    assert doubts.module.weight.item() == 1.0 - 4.0
+    knows.settle(Verdict(1.0 / (5.0 + 1e-6)))
+    holders = {w: (1, *s.numbers()) for w, s in zip(workers, (informed, uninformed), strict=True)}
+    for steps in (informed, uninformed):
+        steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]
+    assert knows.module.weight.item() == pytest.approx(1.0 - 3.0 / 5.0)
+    assert doubts.module.weight.item() == pytest.approx(1.0 - 4.0 / 5.0)
+    assert said == [(0, Verdict(1.0 / (5.0 + 1e-6)), True)]
+    assert knows.outlook == doubts.outlook and doubts.settled
+
+
+def test_who_has_gone_further_still_tells_of_the_step_in_doubt() -> None:
+    """One has settled step 0 and taken step 1; it goes back, and tells the other of step 0."""
+    workers = Worker(0, 0), Worker(0, 1)
+    (further, ahead, _), (uninformed, doubts, _) = _steps(workers[0], 3.0), _steps(workers[1], 4.0)
+    ahead.step(None)
+    doubts.step(None)
+    ahead.settle(Verdict(1.0 / (5.0 + 1e-6)))
+    ahead.gradients.add(ahead.gradients.parameters[0], torch.tensor([[100.0]]))
+    ahead.step(None)
+    assert ahead.slot == Slot(10000.0) and ahead.slot_before == Slot(9.0)
+    holders = {workers[0]: (2, *further.numbers()), workers[1]: (1, *uninformed.numbers())}
+    ahead.roll_back()
+    for steps in (further, uninformed):
+        steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]
+    assert doubts.module.weight.item() == pytest.approx(1.0 - 4.0 / 5.0)
+    assert ahead.module.weight.item() == pytest.approx(1.0 - 3.0 / 5.0)
+    assert ahead.slot == Slot(9.0) and ahead.outlook == doubts.outlook
