@@ -1,79 +1,226 @@
-"""Split backward: a Linear that computes the gradient of its input now and that of its weights later.
+"""Split backward that keeps memory flat: layers that compute the gradient of their input now and those
+of their weights later.
 
-torch's own split (`torch.distributed.pipelining._backward`) keeps the whole graph alive between I
-and W. A deferred Linear keeps two tensors per layer instead, the input and the gradient of the
-output, so what a micro-batch holds between I and W is what it held after F. Both are bitwise equal
-to the fused backward.
+torch's own split (`torch.distributed.pipelining._backward`) keeps the graph alive between I and W.
+A deferred layer keeps two tensors instead, its input and the gradient of its output, so what a
+micro-batch holds between I and W is about what it held after F. (Under activation checkpointing F
+holds less: there the inputs that I recomputed stay until W.)
+
+Deferred are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms; every other
+parameter gets its gradient with I. Whether that equals the fused backward to the bit for a given module
+is not taken on trust: see agent.probe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WeightGradient = Callable[[], None]
 Sink = Callable[[Tensor, Tensor], None]
+"""Called with (parameter, gradient)."""
+Gradients = Callable[[], Sequence[Tensor | None]]
+"""Computes the gradients of a layer's parameters, in their order; None where none is wanted."""
 
 
 class Tape:
     """The weight gradients that one micro-batch still owes, in the order I met them."""
 
     def __init__(self) -> None:
-        self._owed: list[tuple[nn.Linear, Tensor, Tensor]] = []
+        self._owed: list[tuple[Sequence[nn.Parameter], Gradients]] = []
 
-    def owe(self, layer: nn.Linear, x: Tensor, dy: Tensor) -> None:
-        self._owed.append((layer, x, dy))
+    def __len__(self) -> int:
+        return len(self._owed)
 
-    def pay(self, sink: Sink) -> None:
-        """Computes every owed gradient, hands each to `sink(parameter, gradient)`, and forgets it."""
+    def owe(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+        self._owed.append((parameters, gradients))
+
+    def pay(self, sink: Sink, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Computes every owed gradient, hands each parameter's to `sink` once, and forgets it.
+
+        known: gradients that I has already produced. A parameter used more than once gets the sum of its
+        gradients first, in the order of the uses' backwards, as autograd sums them.
+        """
+        uses = Counter(id(p) for parameters, _ in self._owed for p in parameters)
+        uses.update(id(p) for p, _ in known)
+        partial: dict[int, Tensor] = {}
+
+        def put(parameter: Tensor, gradient: Tensor | None) -> None:
+            uses[id(parameter)] -= 1
+            earlier = partial.pop(id(parameter), None)
+            terms = [t for t in (earlier, gradient) if t is not None]
+            if not terms:
+                return
+            total = terms[0] if len(terms) == 1 else terms[0] + terms[1]
+            if uses[id(parameter)]:
+                partial[id(parameter)] = total
+            else:
+                sink(parameter, total)
+
+        for parameter, gradient in known:
+            put(parameter, gradient)
+        self._owed.reverse()
         while self._owed:
-            layer, x, dy = self._owed.pop()
-            flat = dy.reshape(-1, dy.shape[-1])
-            if layer.weight.requires_grad:
-                sink(layer.weight, flat.t() @ x.reshape(-1, x.shape[-1]))
-            if layer.bias is not None and layer.bias.requires_grad:
-                sink(layer.bias, flat.sum(0))
+            parameters, gradients = self._owed.pop()
+            for owed, term in zip(parameters, gradients(), strict=True):
+                put(owed, term)
 
 
-class _DeferredLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Linear, tape: Tape) -> Tensor:
-        # weight and bias are inputs so that the output requires a gradient even where x does not.
-        ctx.save_for_backward(weight)
-        ctx.x, ctx.layer, ctx.tape = x.detach(), layer, tape
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tape: Tape) -> Tensor:
+        # weight and bias are inputs so that the output requires a gradient even where x does not; they
+        # are kept as they are, since checkpointing gives back what it saves as another tensor.
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.tape = weight, bias, tape
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
-        (weight,) = ctx.saved_tensors
-        ctx.tape.owe(ctx.layer, ctx.x, dy.detach())
-        ctx.x = None
-        return (dy @ weight if ctx.needs_input_grad[0] else None), None, None, None, None
+        (x,) = ctx.saved_tensors
+        x, weight, (of_x, of_weight, of_bias) = x.detach(), ctx.weight, ctx.needs_input_grad[:3]
+        parameters = _where((of_weight, of_bias), (weight, ctx.bias))
+
+        def gradients() -> list[Tensor]:
+            flat = dy.reshape(-1, dy.shape[-1])
+            out = [flat.t() @ x.reshape(-1, x.shape[-1])] if of_weight else []
+            return _in_types_of(parameters, out + ([flat.sum(0)] if of_bias else []))
+
+        ctx.tape.owe(parameters, gradients)
+        return (dy @ weight.to(dy.dtype) if of_x else None), None, None, None
 
 
-class DeferredLinears:
-    """Makes every `nn.Linear` inside `module` deferred while a tape is set; without one they are as before.
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int, tape: Tape) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.weight, ctx.padding, ctx.tape = weight, padding, tape
+        return torch.embedding(weight, indices, padding)
 
-    Subclasses of nn.Linear are left alone: what their forward does is not known.
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        (indices,) = ctx.saved_tensors
+        rows, padding = ctx.weight.shape[0], ctx.padding
+        ctx.tape.owe([ctx.weight], lambda: [torch.ops.aten.embedding_dense_backward(dy, indices, rows, padding, False)])
+        return None, None, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Conv2d, tape: Tape) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.layer, ctx.tape = weight, bias, layer, tape
+        # The layer's own arithmetic (any number of dimensions); here no gradient is recorded.
+        y: Tensor = layer._conv_forward(x, weight, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        (x,) = ctx.saved_tensors
+        x, weight, layer, (of_x, of_weight, of_bias) = x.detach(), ctx.weight, ctx.layer, ctx.needs_input_grad[:3]
+        parameters = _where((of_weight, of_bias), (weight, ctx.bias))
+
+        def part(*mask: bool) -> list[Tensor]:
+            out = torch.ops.aten.convolution_backward(
+                dy, x, weight.to(dy.dtype), [weight.shape[0]], layer.stride, layer.padding, layer.dilation,
+                False, [0] * len(layer.stride), layer.groups, mask,
+            )  # fmt: skip
+            return [g for g, wanted in zip(out, mask, strict=True) if wanted]
+
+        ctx.tape.owe(parameters, lambda: _in_types_of(parameters, part(False, of_weight, of_bias)))
+        return (part(True, False, False)[0] if of_x else None), None, None, None, None
+
+
+def _where(wanted: Sequence[bool], parameters: Sequence[Any]) -> list[nn.Parameter]:
+    return [p for p, w in zip(parameters, wanted, strict=True) if w]
+
+
+def _in_types_of(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Under autocast a gradient is computed in the lower type."""
+    return [g.to(p.dtype) for p, g in zip(parameters, gradients, strict=True)]
+
+
+class DeferredLayers:
+    """Makes layers inside `module` deferred while a tape is set; without one they are as before.
+
+    Left alone are subclasses (what their forward does is not known), layers whose weight is
+    computed (weight norm), and options that change the gradient's form (sparse embeddings and such).
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.tape: Tape | None = None
-        self.layers = [m for m in module.modules() if type(m) is nn.Linear]
-        for layer in self.layers:
-            layer.forward = self._forward_of(layer)  # type: ignore[method-assign, assignment]
+        self.parameters: list[nn.Parameter] = []
+        self._layers: list[nn.Module] = []
+        for layer in module.modules():
+            apply = _deferred_forward(layer)
+            if apply is not None:
+                layer.forward = self._forward_of(layer, apply)  # type: ignore[assignment]
+                self.parameters += [p for p in layer.parameters(recurse=False) if p.requires_grad]
+                self._layers.append(layer)
 
-    def _forward_of(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def undo(self) -> None:
+        """Gives the layers their own forward back."""
+        for layer in self._layers:
+            del layer.forward
+        self._layers.clear()
+
+    @contextlib.contextmanager
+    def on(self, tape: Tape) -> Iterator[None]:
+        """Within, the layers owe to `tape`."""
+        self.tape = tape
+        try:
+            yield
+        finally:
+            self.tape = None
+
+    def _forward_of(self, layer: nn.Module, apply: Callable[[Tensor, Tape], Tensor]) -> Callable[[Tensor], Tensor]:
+        plain: Callable[[Tensor], Tensor] = layer.forward
+
         def forward(x: Tensor) -> Tensor:
             if self.tape is None or not torch.is_grad_enabled():
-                return functional.linear(x, layer.weight, layer.bias)
-            out = _DeferredLinear.apply(x, layer.weight, layer.bias, layer, self.tape)  # type: ignore[no-untyped-call]
-            assert isinstance(out, Tensor)
-            return out
+                return plain(x)
+            return apply(_as_autocast(x), self.tape)
 
         return forward
+
+
+def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, Tape], Tensor] | None:
+    """(input, tape) → output; None for a layer that can't be deferred."""
+    own = layer._parameters
+    computed = own.get("weight") is None or (hasattr(layer, "bias") and "bias" not in own)
+    if computed or not any(p is not None and p.requires_grad for p in own.values()):
+        return None
+    if type(layer) is nn.Linear:
+        return lambda x, tape: _apply(_Linear, x, layer.weight, layer.bias, tape)
+    if type(layer) is nn.Embedding:
+        if layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq:
+            return None
+        padding = -1 if layer.padding_idx is None else layer.padding_idx
+        return lambda x, tape: _apply(_Embedding, x, layer.weight, padding, tape)
+    if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+            return None
+        return lambda x, tape: _apply(_Convolution, x, layer.weight, layer.bias, layer, tape)
+    return None
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    out = function.apply(*args)  # type: ignore[no-untyped-call]
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """x as autocast would hand it to a matrix product or convolution."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x

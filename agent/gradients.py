@@ -1,75 +1,185 @@
-"""Sums of gradients whose result does not depend on the order of the terms.
+"""Sums of gradients over the micro-batches of an iteration, and over the workers of a stage.
 
 Floating-point addition is not associative: the same micro-batches summed in another order (which
-is what re-routing does) change about half of all gradient elements in the last bit. Here every
-term is rounded once to a fixed grid of 2**-50 and added as a 64-bit integer; integer addition is
-associative, so any order, any split over workers and any all-reduce algorithm give the same bits.
-The sum is rounded once to the parameter's own type.
+is what re-routing does) change about half of all gradient elements in the last bit. `GradientSum`
+rounds every term once to a fixed grid of 2**-50 and adds it as a 64-bit integer; integer addition
+is associative, so any order, any split over workers and any all-reduce algorithm give the same
+bits. `FastSum` adds floats as they come: cheaper, and another order shows in the last bits.
 
-Range: a term must stay below 2**62 / terms on that grid (4096 / terms); one that does not (or is
-NaN or infinite) is counted instead of added, and the count travels with the sum.
+Why integers: of the forms measured (tests/benchmarks/bench_sums.py, one thread, 5 M fp32 elements;
+a plain fp32 addition is 1), int64 on the grid costs about 8, fp64 accumulators 16 and fp64 rounded
+to a grid 6. fp64 as such is not order-proof when terms differ by more than 2**29 / terms; fp64 on
+a grid has 10 bits less range. An all-reduce moves twice the bytes of fp32 either way.
+
+Range: a term must stay below 2**62 / terms on the grid, that is 4096 / terms (the loss of each
+micro-batch, and with it every gradient, is already divided by the number of micro-batches, so this
+is a gradient element of about 4096 in the usual scale). A larger one counts as non-finite: an
+iteration with a spike of that size is not stepped, just as one with a NaN. A scale per parameter
+would widen this only for jobs whose training is lost anyway, so there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
+from agent.recipe import Mode
+
 GRID_BITS = 50
 _SCALE = 2.0**GRID_BITS
+# Elements handled at a time: large enough to amortise the calls, small enough to stay in a core's cache.
+_CHUNK = 1 << 17
+# Below torch's grain of intra-op parallelism, so that a norm does not depend on the thread count.
+_NORM_CHUNK = 1 << 15
+_LOSS, _REJECTED = -2, -1
+
+MicroBatch = tuple[int, int]
+"""(home pipeline, micro-batch index inside it)."""
 
 
 class GradientSum:
-    """Accumulates the gradients, and the loss, of one stage over an iteration's micro-batches.
+    """Accumulates the gradients, and the loss, of one stage over an iteration's micro-batches; bitwise
+    the same in any order.
 
-    buffer: int64, one element per parameter element, then the loss, then the count of rejected
-    terms. It is what the peers of a stage all-reduce. terms: how many terms are added at most per
-    iteration, over all workers of the stage.
+    buffer: what the peers of a stage all-reduce: one element per parameter element, one per element
+    of a moving buffer (see agent.buffers), one count per tensor of the terms added to it, the
+    loss, and the count of rejected terms. terms: how many terms are added to a tensor at most
+    per iteration, over all workers of the stage. settled: the micro-batches whose whole
+    contribution is in this worker's sum.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, terms: int) -> None:
-        self.parameters = list(parameters)
-        sizes = [p.numel() for p in self.parameters]
-        self.buffer = torch.zeros(sum(sizes) + 2, dtype=torch.int64)
-        self._views: dict[int, Tensor] = {}
-        offset = 0
-        for parameter, size in zip(self.parameters, sizes, strict=True):
-            self._views[id(parameter)] = self.buffer[offset : offset + size].view(parameter.shape)
-            offset += size
+    def __init__(self, parameters: Iterable[nn.Parameter], *, terms: int, buffers: Iterable[Tensor] = ()) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.moving = list(buffers)
+        tensors: list[Tensor] = [*self.parameters, *self.moving]
+        bounds = list(pairwise(accumulate((t.numel() for t in tensors), initial=0)))
+        size = bounds[-1][1] if bounds else 0
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self.buffer = torch.zeros(size + len(tensors) + 2, dtype=self._dtype_for(tensors), device=device)
+        self._sums = {id(t): self.buffer[a:b] for t, (a, b) in zip(tensors, bounds, strict=True)}
+        self._counts = self.buffer[size : size + len(tensors)]
+        self._count_of = {id(t): i for i, t in enumerate(tensors)}
+        self._gradients = self.buffer[: sum(p.numel() for p in self.parameters)]
         self._limit = 2.0**62 / max(1, terms)
+        self._chunk = _CHUNK if device.type == "cpu" else max(1, size)
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self.settled: set[MicroBatch] = set()
 
-    def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Adds one micro-batch's gradient of `parameter` (same shape)."""
-        self._add(self._views[id(parameter)], gradient)
+    def add(self, tensor: Tensor, term: Tensor) -> None:
+        """Adds one micro-batch's gradient of a parameter, or change of a moving buffer (same shape)."""
+        self._add(self._sums[id(tensor)], term.detach().reshape(-1))
+        self._counts[self._count_of[id(tensor)]] += 1
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds one micro-batch's (already scaled) loss, a scalar."""
-        self._add(self.buffer[-2], loss)
-
-    def _add(self, target: Tensor, term: Tensor) -> None:
-        scaled = term.detach().to(torch.float64).mul_(_SCALE)
-        # Written so that NaN fails it too.
-        if not bool(scaled.abs().amax() < self._limit):
-            self.buffer[-1] += 1
-            return
-        target.add_(scaled.round_().to(torch.int64))
+        self._add(self.buffer[_LOSS:_REJECTED], loss.detach().reshape(-1))
 
     @property
     def rejected(self) -> int:
-        """Terms that were NaN, infinite or too large for the grid."""
-        return int(self.buffer[-1])
+        """Terms that were NaN, infinite or too large; where it is not 0 the sums mean nothing."""
+        return int(self.buffer[_REJECTED])
 
     @property
     def loss(self) -> float:
-        return int(self.buffer[-2]) / _SCALE
+        return int(self.buffer[_LOSS]) / _SCALE
+
+    def squared_norm(self) -> float:
+        """Squared L2 norm of the summed gradients of this stage, in fp64; equal on all its workers.
+
+        Means nothing where terms were rejected.
+        """
+        parts = [self._float64(chunk).square_().sum() for chunk in _chunks(self._gradients, _NORM_CHUNK)]
+        return math.fsum(torch.stack(parts).tolist()) if parts else 0.0
 
     def write_gradients(self) -> None:
-        """Sets `.grad` of every parameter to the sum, rounded once."""
-        for parameter in self.parameters:
-            total = self._views[id(parameter)].to(torch.float64).mul_(1 / _SCALE)
-            parameter.grad = total.to(parameter.dtype)
+        """Sets `.grad` of every parameter to the sum, rounded to its type; None where no micro-batch used it."""
+        for parameter, count in zip(self.parameters, self._counts.tolist(), strict=False):
+            total = self._float64(self._sums[id(parameter)]).to(parameter.dtype).view(parameter.shape)
+            parameter.grad = total if count else None
+
+    def write_buffers(self) -> None:
+        """Moves every moving buffer by the mean change over the micro-batches."""
+        for tensor, count in zip(self.moving, self._counts[len(self.parameters) :].tolist(), strict=True):
+            if count:
+                mean = (self._float64(self._sums[id(tensor)]) / count).view(tensor.shape)
+                moved = tensor.to(torch.float64) + mean
+                tensor.copy_(moved if tensor.is_floating_point() else moved.round_())
 
     def clear(self) -> None:
         self.buffer.zero_()
+        self.settled.clear()
+
+    # -- what depends on the form of the sum --------------------------------------------------
+
+    def _dtype_for(self, tensors: list[Tensor]) -> torch.dtype:
+        return torch.int64
+
+    def _add(self, target: Tensor, term: Tensor) -> None:
+        # Scaling by a power of two is exact in fp32 and bf16 (fp16 lacks the range).
+        wide = torch.float32 if term.dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float64
+        for into, part in zip(_chunks(target, self._chunk), _chunks(term, self._chunk), strict=True):
+            scaled = self._temporary(wide, part.numel())
+            if part.dtype == wide:
+                torch.mul(part, _SCALE, out=scaled)
+            else:
+                scaled.copy_(part).mul_(_SCALE)
+            low, high = torch.aminmax(scaled)
+            # Written so that NaN fails it too.
+            if not (-self._limit < low.item() and high.item() < self._limit):
+                self.buffer[_REJECTED] += 1
+                return
+            into.add_(self._temporary(torch.int64, part.numel()).copy_(scaled.round_()))
+
+    def _float64(self, part: Tensor) -> Tensor:
+        """A part of the buffer as numbers, in a tensor of its own."""
+        return part.to(torch.float64).mul_(1 / _SCALE)
+
+    def _temporary(self, dtype: torch.dtype, size: int) -> Tensor:
+        """Scratch memory that the next call gives out again."""
+        scratch = self._scratch.get(dtype)
+        if scratch is None or scratch.numel() < size:
+            scratch = self._scratch[dtype] = torch.empty(size, dtype=dtype, device=self.buffer.device)
+        return scratch[:size]
+
+
+def _chunks(flat: Tensor, size: int) -> Iterator[Tensor]:
+    for start in range(0, flat.numel(), size):
+        yield flat[start : start + size]
+
+
+class FastSum(GradientSum):
+    """Float sums, in fp32 (fp64 for parameters of that type), in the order in which terms come.
+
+    Two runs that differ in routing differ in the last bits. NaN and infinities are found once per
+    iteration, in the reduced sum.
+    """
+
+    @property
+    def rejected(self) -> int:
+        """1 where any sum is NaN or infinite, else 0."""
+        return int(not math.isfinite(float(self.buffer.sum(dtype=torch.float64))))
+
+    @property
+    def loss(self) -> float:
+        return float(self.buffer[_LOSS])
+
+    def _dtype_for(self, tensors: list[Tensor]) -> torch.dtype:
+        return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+    def _add(self, target: Tensor, term: Tensor) -> None:
+        target.add_(term)
+
+    def _float64(self, part: Tensor) -> Tensor:
+        return part.to(torch.float64, copy=True)
+
+
+def gradient_sum(
+    mode: Mode, parameters: Iterable[nn.Parameter], *, terms: int, buffers: Iterable[Tensor] = ()
+) -> GradientSum:
+    """The sum that a recipe's mode asks for; arguments as of GradientSum."""
+    kind = FastSum if mode == "fast" else GradientSum
+    return kind(parameters, terms=terms, buffers=buffers)

@@ -2,93 +2,134 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from agent.deferred import DeferredLinears, Tape
-from agent.gradients import GradientSum
+from agent.boundaries import Gradients, Tensors, tensors_of
+from agent.buffers import MovingBuffers
+from agent.gradients import GradientSum, MicroBatch
+from agent.recipe import Autocast
+from agent.split import Deferred, Flight, Strategy
 
-MicroBatch = tuple[int, int]
-"""(home pipeline, micro-batch index inside it)."""
-
-
-@dataclass
-class _Held:
-    """Of one micro-batch, from F to the end of W."""
-
-    tape: Tape
-    x: Tensor | None
-    y: Tensor | None
+__all__ = ["MicroBatch", "Stage"]
 
 
 class Stage:
     """Runs F, I and W of micro-batches on one stage's module; gradients go into `gradients`.
 
     Ops of different micro-batches may be interleaved in any order that keeps F before I before W.
+    A micro-batch's gradients, loss and buffer changes enter the sum together, in one op (W, or I
+    where the split has everything then), and once: a micro-batch in `gradients.settled` may run
+    again for its neighbours' sake without being counted again.
+
+    split: how the backward is split (see agent.probe). autocast: forward and loss run under
+    torch.autocast of this type.
     """
 
-    def __init__(self, module: nn.Module, gradients: GradientSum) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        gradients: GradientSum,
+        *,
+        split: Strategy | None = None,
+        autocast: Autocast | None = None,
+    ) -> None:
         self.module = module
         self.gradients = gradients
-        self._deferred = DeferredLinears(module)
-        late = {id(p) for layer in self._deferred.layers for p in layer.parameters()}
-        self._early = [p for p in module.parameters() if p.requires_grad and id(p) not in late]
-        self._held: dict[MicroBatch, _Held] = {}
+        self.split = split or Deferred(module)
+        self._buffers = MovingBuffers(module, gradients.moving)
+        self._autocast = autocast
+        self._flights: dict[MicroBatch, Flight] = {}
 
     @property
     def held(self) -> int:
         """Micro-batches whose activations are held."""
-        return len(self._held)
+        return len(self._flights)
 
     def forward(
-        self, key: MicroBatch, x: Tensor, *, seed: int, loss: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+        self, key: MicroBatch, x: Tensors, *, seed: int, loss: Callable[[Any], Tensor] | None = None
+    ) -> Tensors:
         """F. Returns the output, detached; on the last stage `loss` maps it to the scaled scalar loss.
 
-        seed: of this micro-batch's randomness on this stage (dropout), whichever worker runs it.
+        The tensors of `x` are the module's positional arguments. seed: of this micro-batch's
+        randomness on this stage (dropout), whichever worker runs it.
         """
-        torch.manual_seed(seed)
-        tape = Tape()
-        if x.is_floating_point():
-            x = x.detach().requires_grad_()
-        self._deferred.tape = tape
-        try:
-            y: Tensor = self.module(x)
+        inputs = tuple(_leaf(t) for t in (x if isinstance(x, tuple) else (x,)))
+        _seed(seed, inputs[0].device)
+        flight = Flight(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
+        with self._buffers.kept(flight.moves), self.split.recording(flight), self._precision(inputs[0]):
+            y = self.module(*inputs)
             if loss is not None:
                 y = loss(y)
-                self.gradients.add_loss(y)
-        finally:
-            self._deferred.tape = None
-        self._held[key] = _Held(tape, x if x.requires_grad else None, y)
-        return y.detach()
+                flight.loss = y.detach()
+        flight.outputs = tensors_of(y, "output of the stage")
+        self._flights[key] = flight
+        return y.detach() if isinstance(y, Tensor) else tuple(t.detach() for t in flight.outputs)
 
-    def input_backward(self, key: MicroBatch, dy: Tensor | None) -> Tensor | None:
-        """I. dy: gradient of the output (None on the last stage, whose output is the loss).
+    def input_backward(self, key: MicroBatch, dy: Gradients) -> Gradients:
+        """I. dy: gradient of the output, in its form (None on the last stage, whose output is the loss).
 
-        Returns the gradient of the input, None where the input has none (integer tokens). Also
-        yields the gradients of parameters that are not deferred (norms, embeddings).
+        Returns the gradient of the input, in its form: None for integers, zeros where the output does
+        not depend on an input.
         """
-        held = self._held[key]
-        assert held.y is not None
-        for parameter in self._early:
-            parameter.grad = None
-        held.y.backward(dy)  # type: ignore[no-untyped-call]
-        dx = held.x.grad if held.x is not None else None
-        held.x = held.y = None
-        for parameter in self._early:
-            if parameter.grad is not None:
-                self.gradients.add(parameter, parameter.grad)
-                parameter.grad = None
-        return dx
+        flight = self._flights[key]
+        inputs = flight.inputs
+        wanted = [t.requires_grad for t in inputs]
+        dys = dy if isinstance(dy, tuple) else (dy,)
+        pairs = [(y, g) for y, g in zip(flight.outputs, dys, strict=True) if y.requires_grad]
+        flight.outputs, flight.dys = tuple(y for y, _ in pairs), tuple(g for _, g in pairs)
+        with self._buffers.kept():
+            self.split.input_backward(flight)
+        flight.inputs = ()
+        if self.split.whole and not flight.late:
+            self._settle(key, flight)
+        dxs = tuple(
+            (torch.zeros_like(t) if t.grad is None else t.grad) if want else None
+            for t, want in zip(inputs, wanted, strict=True)
+        )
+        return dxs if flight.several else dxs[0]
 
     def weight_backward(self, key: MicroBatch) -> None:
         """W. Adds the gradients that I left owing."""
-        self._held.pop(key).tape.pay(self.gradients.add)
+        self._settle(key, self._flights.pop(key))
 
-    def abandon(self) -> None:
-        """Forgets every micro-batch and every gradient of the iteration in flight."""
-        self._held.clear()
-        self.gradients.clear()
+    def abandon(self, *, keep_settled: bool = False) -> None:
+        """Forgets every micro-batch in flight; and, unless `keep_settled`, what is in the sum."""
+        self._flights.clear()
+        if not keep_settled:
+            self.gradients.clear()
+
+    def _settle(self, key: MicroBatch, flight: Flight) -> None:
+        """Brings everything of a micro-batch into the sum, at one stroke, unless it is in it."""
+        if key in self.gradients.settled:
+            return
+        with self._buffers.kept():
+            self.split.weight_backward(flight, self.gradients.add)
+        for buffer, change in flight.moves:
+            self.gradients.add(buffer, change)
+        if flight.loss is not None:
+            self.gradients.add_loss(flight.loss)
+        self.gradients.settled.add(key)
+
+    def _precision(self, like: Tensor) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        # No cache of cast weights: a weight used twice gets two gradients in its own type, as without autocast.
+        return torch.autocast(like.device.type, torch.bfloat16, cache_enabled=False)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """As torch.manual_seed, which takes 0.1 ms to visit every kind of accelerator."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

@@ -109,5 +109,5 @@ def test_weight_backward_holds_no_more_than_forward_did() -> None:
     stage = Stage(module, GradientSum(module.parameters(), terms=1))
     stage.forward((0, 0), torch.randn(shape), seed=1)
     stage.input_backward((0, 0), torch.ones(shape))
-    held = stage._held[0, 0]
-    assert held.x is None and held.y is None and len(held.tape._owed) == 4
+    flight = stage._flights[0, 0]
+    assert not flight.inputs and not flight.outputs and len(flight.tape) == 4

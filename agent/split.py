@@ -1,0 +1,190 @@
+"""How a stage's backward is split into I and W: three ways, each exact for the modules it passes for.
+
+`deferred`: layers of our own that compute weight gradients late; keeps memory flat. `torch`:
+the two functions of torch.distributed.pipelining, for any graph; keeps the graph from F to W.
+`fused`: nothing is split. Which one serves a module is found by trying: see agent.probe.
+
+Where no input of a stage has a gradient (integer tokens), nobody waits for I: `torch` and `fused`
+then run the whole backward in W.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from agent.buffers import Move
+from agent.deferred import DeferredLayers, Sink, Tape
+
+StrategyName = Literal["deferred", "torch", "fused"]
+
+
+@dataclass
+class Flight:
+    """What one micro-batch holds from F to the end of W.
+
+    inputs: leaves; those that require a gradient have it in `.grad` after I. late: none requires
+    one. several: the input came as a tuple. outputs: in I, those that require a gradient; dys:
+    theirs ((None,) where the output is the loss). moves: what F changed in buffers. known:
+    (parameter, gradient) that I has produced already.
+    """
+
+    inputs: tuple[Tensor, ...]
+    late: bool
+    several: bool = False
+    outputs: tuple[Tensor, ...] = ()
+    dys: tuple[Tensor | None, ...] = ()
+    loss: Tensor | None = None
+    moves: list[Move] = field(default_factory=list)
+    known: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    tape: Tape = field(default_factory=Tape)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Lets go of the graph."""
+        self.outputs = self.dys = ()
+
+
+class Strategy(Protocol):
+    """Fills and empties a Flight. whole: I leaves nothing to W, unless the flight is late."""
+
+    name: StrategyName
+    whole: bool
+
+    def recording(self, flight: Flight) -> AbstractContextManager[None]:
+        """Around the module's forward."""
+
+    def input_backward(self, flight: Flight) -> None:
+        """I: the gradients of the inputs, and whatever comes with them."""
+
+    def weight_backward(self, flight: Flight, sink: Sink) -> None:
+        """W: every parameter's gradient to `sink`, at most once each."""
+
+    def close(self) -> None:
+        """Leaves the module as it was before."""
+
+
+class Fused:
+    """One backward for both."""
+
+    name: StrategyName = "fused"
+    whole = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = _trainable(module)
+
+    def recording(self, flight: Flight) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def input_backward(self, flight: Flight) -> None:
+        if not flight.late:
+            flight.known = _backward(flight, self._parameters)
+
+    def weight_backward(self, flight: Flight, sink: Sink) -> None:
+        if flight.late:
+            flight.known = _backward(flight, self._parameters)
+        for parameter, gradient in flight.known:
+            sink(parameter, gradient)
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+
+class Deferred:
+    """Own layers pay their weight gradients in W; the other parameters get theirs in I."""
+
+    name: StrategyName = "deferred"
+    whole = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self.layers = DeferredLayers(module)
+        self.parameters = _trainable(module)
+
+    def recording(self, flight: Flight) -> AbstractContextManager[None]:
+        return self.layers.on(flight.tape)
+
+    def input_backward(self, flight: Flight) -> None:
+        # Activation checkpointing runs forwards inside the backward; those owe to the same tape.
+        with self.layers.on(flight.tape):
+            flight.known = _backward(flight, self.parameters)
+
+    def weight_backward(self, flight: Flight, sink: Sink) -> None:
+        flight.tape.pay(sink, flight.known)
+
+    def close(self) -> None:
+        self.layers.undo()
+
+
+class TorchSplit:
+    """stage_backward_input and stage_backward_weight of torch.distributed.pipelining."""
+
+    name: StrategyName = "torch"
+    whole = False
+
+    def __init__(self, module: nn.Module) -> None:
+        # Not at the top: it takes a second, and most stages do without.
+        from torch.distributed.pipelining import _backward
+
+        self._torch: Any = _backward
+        self._parameters = _trainable(module)
+
+    def recording(self, flight: Flight) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def input_backward(self, flight: Flight) -> None:
+        if flight.late:
+            return
+        # A view can't be detached in place, which is how torch's function frees the upper graph.
+        outputs = [y.clone() if y._is_view() else y for y in flight.outputs]
+        inputs = [x for x in flight.inputs if x.requires_grad]
+        dys = None if flight.dys == (None,) else list(flight.dys)
+        _, flight.groups = self._torch.stage_backward_input(outputs, dys, inputs, self._parameters)
+        flight.release()
+
+    def weight_backward(self, flight: Flight, sink: Sink) -> None:
+        if flight.late:
+            gradients = _backward(flight, self._parameters)
+        else:
+            with _own_gradients(self._parameters) as gradients:
+                # The graph is kept, since two groups of parameters may share a part of it.
+                self._torch.stage_backward_weight(self._parameters, flight.groups, retain_graph=True)
+        flight.groups = []
+        for parameter, gradient in gradients:
+            sink(parameter, gradient)
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _backward(flight: Flight, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
+    """The whole graph's backward; returns the gradients of the parameters that autograd knows of."""
+    with _own_gradients(parameters) as gradients:
+        if flight.outputs:
+            torch.autograd.backward(flight.outputs, flight.dys)
+    flight.release()
+    return gradients
+
+
+@contextlib.contextmanager
+def _own_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Collects what a backward within adds to `.grad`, which is None before and after."""
+    gradients: list[tuple[Tensor, Tensor]] = []
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield gradients
+    finally:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients.append((parameter, parameter.grad))
+                parameter.grad = None
