@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from agent.communicator import Groups, TransferError
-from agent.optimizer import StageOptimizer, StateError
+from agent.optimizer import StageOptimizer
+from agent.state import StateError
 from planner.job import Worker
 
 _TAG = 2**30
