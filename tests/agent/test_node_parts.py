@@ -1,0 +1,261 @@
+"""Several nodes: who runs where, who is who, and what a connection between them refuses. No processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.faults import Kill
+from agent.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
+from agent.loop import LoopOptions
+from agent.node_role import NodeRole, check_token, first_host, role_of
+from agent.node_wire import MACHINE, by_name, decode_spec, encode_spec
+from agent.nodes import NodeHub
+from agent.placement import place, stand_in
+from agent.recipe import Recipe
+from agent.worker import ConsoleLink, WorkerSpec
+from agent.workload import NamedWorkload
+from planner.errors import InputError
+from planner.job import Job, StageProfile, Worker
+
+# -- placement ------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 70))
+def test_a_lost_node_takes_no_stage_with_it(pipelines: int, stages: int, nodes: int) -> None:
+    job = Job.uniform(pipelines, stages, 1)
+    if nodes > pipelines * stages:
+        with pytest.raises(InputError, match="--nodes"):
+            place(job, nodes)
+        return
+    homes = place(job, nodes)
+    assert set(homes) == set(job.workers()) and set(homes.values()) == set(range(nodes))
+    for stage in range(stages):
+        replicas = Counter(node for cell, node in homes.items() if cell.stage == stage)
+        # As spread as can be: the least that any placement has on its fullest node.
+        assert max(replicas.values()) == -(-pipelines // min(nodes, pipelines))
+        assert len(replicas) == min(nodes, pipelines)
+
+
+def test_whole_pipelines_share_a_node_where_they_can() -> None:
+    homes = place(Job.uniform(4, 3, 1), 2)
+    assert all(len({homes[Worker(p, s)] for s in range(3)}) == 1 for p in range(4))
+
+
+def test_a_worker_of_a_lost_node_starts_where_its_stage_is_thinnest() -> None:
+    homes = place(Job.uniform(3, 2, 1), 3)
+    running = {cell: node for cell, node in homes.items() if node != 2}
+    assert stand_in(Worker(2, 0), 2, {0, 1}, running) == 0
+    running[Worker(2, 0)] = 0
+    assert stand_in(Worker(2, 1), 2, {0, 1}, running) == 1
+    assert stand_in(Worker(2, 1), 2, {0, 1, 2}, running) == 2, "its own node is back"
+
+
+# -- who is who -----------------------------------------------------------------------------------
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "2", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NODELIST": "gpu[07-09]"}
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "role"),
+    [
+        ({}, (None, None, None), None),
+        ({}, (1, None, None), None),
+        ({}, (3, 2, "10.0.0.1:1234"), NodeRole(3, 2, "10.0.0.1", 1234)),
+        ({"JOB_COMPLETION_INDEX": "1"}, (2, None, "lead.svc:1234"), NodeRole(2, 1, "lead.svc", 1234)),
+        (TORCHRUN, (None, None, None), NodeRole(4, 1, "10.0.0.1", 0, ("10.0.0.1", 29500))),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, (None, None, None), None),
+        (SLURM, (None, None, None), NodeRole(3, 2, "gpu07", 29431)),
+        (SLURM, (None, None, "ib0-gpu07:5000"), NodeRole(3, 2, "ib0-gpu07", 5000)),
+        # A shell inside an allocation, not a step: one node.
+        ({"SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "gpu[07-09]"}, (None, None, None), None),
+    ],
+)
+def test_the_role_comes_from_options_or_environment(
+    env: dict[str, str], options: tuple[int | None, int | None, str | None], role: NodeRole | None
+) -> None:
+    assert role_of(env, *options) == role
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "field"),
+    [
+        ({}, (0, 0, "h:1"), "--nodes"),
+        ({}, (2, 2, "h:1"), "--node-rank"),
+        ({}, (2, None, "h:1"), "--node-rank"),
+        ({}, (2, 0, None), "--lead"),
+        ({}, (2, 0, "nowhere"), "--lead"),
+        ({}, (2, 0, "h:99999"), "--lead"),
+        ({}, (None, 1, None), "--nodes beside"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, (None, None, None), "--nproc-per-node"),
+        (TORCHRUN | {"GROUP_RANK": "x"}, (None, None, None), "GROUP_RANK"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "24"}, (None, None, None), "--ntasks-per-node"),
+    ],
+)
+def test_what_makes_no_role_is_named(
+    env: dict[str, str], options: tuple[int | None, int | None, str | None], field: str
+) -> None:
+    with pytest.raises(InputError, match=field):
+        role_of(env, *options)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("gpu1", "gpu1"), ("gpu[007-009,12],login", "gpu007"), ("a-1.site,b", "a-1.site"), ("r[3]n,x", "r3n")],
+)
+def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_off_loopback_a_token_is_needed() -> None:
+    with pytest.raises(InputError, match="OPENRECYCLE_TOKEN"):
+        check_token(NodeRole(2, 0, "10.0.0.1", 1), None)
+    check_token(NodeRole(2, 0, "10.0.0.1", 1), "secret")
+    check_token(NodeRole(2, 0, "127.0.0.1", 1), None)
+
+
+# -- the connection -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wire() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+Wire = tuple[socket.socket, socket.socket]
+
+
+def both(wire: Wire, lead_token: str, node_token: str) -> tuple[Any, Any]:
+    """What the handshake gives on either side: Frames, or the exception."""
+    out: dict[str, Any] = {}
+
+    def run(side: Any, connection: socket.socket, token: str) -> None:
+        try:
+            out[side] = greet(connection, token, side)
+        except (OSError, NotTrusted) as error:
+            out[side] = error
+            connection.close()
+
+    node = threading.Thread(target=run, args=("node", wire[1], node_token))
+    node.start()
+    run("lead", wire[0], lead_token)
+    node.join()
+    return out["lead"], out["node"]
+
+
+def test_messages_go_both_ways(wire: Wire) -> None:
+    lead, node = both(wire, "secret", "secret")
+    lead.send({"kind": "a", "text": "ä" * 1000})
+    node.send({"kind": "b"})
+    lead.send({"kind": "c"})
+    assert [node.receive()["kind"], node.receive()["kind"], lead.receive()["kind"]] == ["a", "c", "b"]
+
+
+def test_another_token_is_refused_by_both(wire: Wire) -> None:
+    lead, node = both(wire, "secret", "guess")
+    assert isinstance(lead, NotTrusted) and isinstance(node, NotTrusted)
+
+
+@pytest.mark.parametrize("attack", ["altered", "replayed", "reflected", "oversized"])
+def test_only_the_other_sides_next_message_is_taken(attack: str, wire: Wire) -> None:
+    lead, node = both(wire, "secret", "secret")
+    lead.send({"kind": "start"})
+    size = len(json.dumps({"kind": "start"})) + 36
+    frame = node._socket.recv(size, socket.MSG_WAITALL)
+    if attack == "altered":
+        wire[0].sendall(frame[:-3] + b'x"}')
+    elif attack == "replayed":
+        wire[0].sendall(frame + frame)
+        assert node.receive() == {"kind": "start"}
+    elif attack == "reflected":
+        wire[1].sendall(frame)
+        node = lead
+    else:
+        wire[0].sendall((MAX_MESSAGE_BYTES + 1).to_bytes(4, "big") + frame[4:])
+    with pytest.raises(NotTrusted):
+        node.receive()
+
+
+def test_a_connection_that_ends_says_so(wire: Wire) -> None:
+    lead, node = both(wire, "", "")
+    lead.close()
+    with pytest.raises(OSError, match="closed"):
+        node.receive()
+    assert isinstance(node, Frames)
+
+
+# -- what is said over it -------------------------------------------------------------------------
+
+
+def spec_of(workload: Any) -> WorkerSpec:
+    job = dataclasses.replace(
+        Job.uniform(2, 3, 4, durations={"F": 0.1, "I": 1 / 8}, time_unit="ms"),
+        profiles=(StageProfile(0.123, reductions=(0.0, 1.5)),) * 3,
+        speeds=((Worker(1, 2), 0.5),),
+    )
+    kill = Kill(Worker(1, 2), 3, "F", 0, 1)
+    loop = LoopOptions(job, 9, 2**52 + 1, {"F": 0.1}, (kill,), True, Recipe("fast", "bf16", 1 / 3, "stop", False, True))
+    console = ConsoleLink("http://127.0.0.1:1", "job", "secret", 0.5)
+    return WorkerSpec(Worker(1, 2), "abc", loop, workload, console, threads=2, address="10.0.0.7")
+
+
+def test_a_worker_is_described_in_json_and_the_token_stays_here() -> None:
+    spec = spec_of(NamedWorkload("agent.examples.gpt:Gpt", {"width": 32}))
+    document = encode_spec(spec)
+    text = json.dumps(document)
+    assert "secret" not in text
+    assert set(document) - {"workload_options"} == {field.name for field in dataclasses.fields(WorkerSpec)}
+    assert decode_spec(json.loads(text), "secret") == spec
+
+
+@pytest.mark.parametrize("change", [{"worker": "X"}, {"options": {}}, {"console": [1]}, {"threads": "many"}])
+def test_what_describes_no_worker_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_spec(encode_spec(spec_of(NamedWorkload("a:b"))) | change, None)
+
+
+def test_a_workload_without_a_name_stays_on_one_node() -> None:
+    with pytest.raises(InputError, match="several nodes"):
+        by_name(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        ({"rank": 0}, "--node-rank"),
+        ({"rank": 3}, "--node-rank"),
+        ({"rank": "1"}, "--node-rank"),
+        ({"torch": "1.0"}, "torch 1.0"),
+        ({"instruction set": "none"}, "instruction set"),
+    ],
+)
+def test_the_lead_says_why_a_node_is_turned_away(hello: dict[str, Any], reason: str) -> None:
+    said: list[str] = []
+    hub = NodeHub("127.0.0.1", 0, 3, "", said.append)
+    try:
+        with socket.create_connection((hub.host, hub.port)) as connection:
+            frames = greet(connection, "", "node")
+            frames.send({"rank": 1, "address": "127.0.0.1"} | MACHINE | hello)
+            answer = frames.receive()
+        assert answer["kind"] == "refused" and reason in answer["reason"]
+        with pytest.raises(InputError, match="missing: node 1, 2"):
+            hub.wait_for_all(0.01)
+    finally:
+        hub.close("test")
