@@ -15,9 +15,10 @@ from agent.commands_node import serve_node
 from agent.faults import Kill, Rejoin
 from agent.node_role import check_token, role_of
 from agent.protocol import Recovery
-from agent.recipe import Recipe
+from agent.recipe import CheckpointWish, Recipe
 from agent.start import StartOptions, make_launcher, parse_pace
 from agent.workload import NamedWorkload
+from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
 
 
@@ -45,6 +46,12 @@ def launch(
     keep_finished: Annotated[
         bool, typer.Option(help="After a death, don't run again what survivors have finished.")
     ] = False,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints, which all workers reach.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Iterations from one checkpoint to the next.")] = 100,
+    checkpoint_keep: Annotated[int, typer.Option(help="Newest checkpoints that stay.")] = 3,
+    resume: Annotated[
+        str | None, typer.Option(help="Of --checkpoint: newest, newest-intact (passes over damaged) or an iteration.")
+    ] = None,
     nodes: Annotated[int | None, typer.Option(help="Launchers of this job, one per node.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="This one's number; 0 leads.")] = None,
     lead: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, as every node reaches it.")] = None,
@@ -62,6 +69,8 @@ def launch(
             check_token(role, token)
             if not role.leads:
                 return serve_node(role, token, node_address)
+        if resume is not None and checkpoint is None:
+            raise InputError("--resume", resume, "--checkpoint too, with the folder to resume from")
         paced = parse_pace(pace)
         job = Job.uniform(pipelines, stages, micro_batches, durations=paced, time_unit="ms" if pace else "slot")
         options = StartOptions(
@@ -78,6 +87,9 @@ def launch(
             console=console,
             token=token,
             name=name,
+            checkpoints=CheckpointWish(str(checkpoint), checkpoint_every, checkpoint_keep, resume)
+            if checkpoint is not None
+            else None,
             demo=demo,
             role=role,
         )
@@ -112,6 +124,8 @@ class _Record:
             self._file.flush()
         if "verdict" in line:
             typer.echo(_verdict_sentence(**line["verdict"]), err=True)
+        elif "warning" in line:
+            typer.echo(line["warning"], err=True)
         elif "checkpoint" in line:
             typer.echo(_checkpoint_sentence(**line["checkpoint"]), err=True)
         elif "failure" in line:

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from agent.assembly import assemble
 from agent.boundaries import Boundaries, boundaries_of
+from agent.checkpoint import load_stage
+from agent.checkpointing import Checkpointer, CheckpointOptions
 from agent.channel import Orders, WorkerChannel
 from agent.communicator import Communicator, Groups, TransferError
 from agent.executor import Executor, Interrupted, Script
 from agent.faults import FaultInjector, Kill
-from agent.gradients import GradientSum
 from agent.heartbeat import HeartbeatThread, Status
 from agent.optimizer import stage_optimizer
 from agent.recipe import Recipe
 from agent.recovery import Agreement, Makeup, agree, check_alike
-from agent.stage import Stage
 from agent.state_transfer import receive_state, send_state
 from agent.validation import Verdict
 from agent.verdicts import Steps
@@ -52,6 +54,7 @@ class LoopOptions:
     recipe: Recipe = field(default_factory=Recipe)
     boundaries: Boundaries | None = None
     weights: str | None = None
+    checkpoints: CheckpointOptions | None = None
 
 
 class WorkerLoop:
@@ -75,27 +78,34 @@ class WorkerLoop:
         self._communicator, self._channel = communicator, channel
         self._status, self._heartbeat = status, heartbeat
         job = options.job
-        module = workload.build_stage(me.stage, job.stages, options.seed)
-        gradients = GradientSum(module.parameters(), terms=job.pipelines * job.micro_batches)
-        self._optimizer = stage_optimizer(workload, module, gradients, options.recipe)
+        boundaries = options.boundaries
+        if boundaries is None:
+            boundaries = boundaries_of(workload, job.stages, options.seed, options.recipe.autocast)
+        stage, split = assemble(workload, job, me.stage, options.seed, options.recipe, boundaries)
+        if split.warning and me.pipeline == 0:  # its peers find the same
+            channel.say("warning", text=f"stage {me.stage}: {split.text}")
+        self._optimizer = stage_optimizer(workload, stage.module, stage.gradients, options.recipe)
         self._steps = Steps(me, options.recipe, self._optimizer, self._say_verdict)
         self._executor = Executor(
             me,
             job,
             options.seed,
             workload,
-            Stage(module, gradients),
+            stage,
             self._steps,
             FaultInjector(me, list(options.kills), lambda: channel.say("dying")),
             options.pace,
             self._superseded,
             self._say_committed,
-            boundaries_of(workload, job.stages, options.seed, options.recipe.autocast)
-            if options.boundaries is None
-            else options.boundaries,
+            boundaries,
         )
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads())
         self._has_state = not options.joins
+        self._checkpointer: Checkpointer | None = None
+        if options.checkpoints is not None:
+            self._checkpointer = Checkpointer(options.checkpoints, me.stage, options.iterations, self._say_checkpoint)
+            if options.checkpoints.resumed is not None and not options.joins:
+                self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
         status.take_op_milliseconds = self._executor.times.take
         self._epoch = 0
 
@@ -132,6 +142,7 @@ class WorkerLoop:
         self._status.phase = "training"
         while (iteration := self._optimizer.committed) < self._options.iterations:
             self._status.iteration = iteration
+            self._checkpoint(living)
             if not self._channel.may_begin(orders.epoch, iteration):
                 self._executor.settle()
                 return
@@ -139,6 +150,7 @@ class WorkerLoop:
             if iteration == agreement.iteration:
                 self._acknowledge("resumed", iteration)
         self._steps.settle()
+        self._checkpoint(living)
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
         if self._options.weights is not None and self._me == min(w for w in living if w.stage == self._me.stage):
@@ -173,6 +185,17 @@ class WorkerLoop:
 
     def _say_committed(self, iteration: int, loss: float) -> None:
         self._channel.say("committed", epoch=self._epoch, iteration=iteration, loss=loss.hex())
+
+    def _checkpoint(self, living: list[Worker]) -> None:
+        """At an iteration's boundary; after the last one, waits until everything is written."""
+        if self._checkpointer is not None:
+            writes = self._me == min(w for w in living if w.stage == self._me.stage)
+            self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes)
+            if self._optimizer.committed == self._options.iterations:
+                self._checkpointer.finish()
+
+    def _say_checkpoint(self, iteration: int, problem: str | None) -> None:
+        self._channel.say("checkpoint", at_iteration=iteration, problem=problem)
 
     def _say_verdict(self, iteration: int, verdict: Verdict, redone: bool) -> None:
         self._channel.say("verdict", iteration=iteration, coefficient=verdict.coefficient, redone=redone)
