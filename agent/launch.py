@@ -183,6 +183,8 @@ class Launcher:
                 if message["iteration"] not in self._verdicts:
                     self._verdicts.add(message["iteration"])
                     self._listener({"verdict": {k: message[k] for k in ("iteration", "coefficient", "redone")}})
+            case "warning":
+                self._listener({"warning": message["text"]})
             case "checkpoint":
                 self._listener({"checkpoint": {"iteration": message["at_iteration"], "problem": message["problem"]}})
             case "error":
