@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 import typer
 
 from agent.cli_shared import check_writable, json_object, refuse, sentences
+from agent.recipe import Recipe
 from planner.errors import InputError
 from planner.job import Job
 from planner.profiles import Clock, Profile
@@ -29,6 +30,8 @@ def profile_command(
     repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
     warm_up: Annotated[int, typer.Option(help="Rounds before them that don't count.")] = 2,
     threads: Annotated[int, typer.Option(help="Of torch; workers train with 1.")] = 1,
+    mode: Annotated[str, typer.Option(help="How gradients are summed: deterministic or fast.")] = "deterministic",
+    autocast: Annotated[str | None, typer.Option(help="bf16: run forwards under torch.autocast.")] = None,
     clock: Annotated[
         str, typer.Option(help="wall, or cpu: processor time, where other programs disturb the machine.")
     ] = "wall",
@@ -55,6 +58,7 @@ def profile_command(
         if not spread_limit >= 0:
             raise InputError("--spread-limit", spread_limit, "a number of at least 0")
         options = json_object(workload_options)
+        recipe = Recipe(mode, autocast)  # type: ignore[arg-type]
 
         # Only now: importing torch takes seconds, and bad input should not have to wait for it.
         import torch
@@ -63,16 +67,15 @@ def profile_command(
 
         torch.set_num_threads(threads)
         effort = profiler.Effort(repeats, warm_up, clock)  # type: ignore[arg-type]
+        grid = (pipelines, stages, micro_batches)
         try:
             if model is not None:
-                measured = profile_job.measure_model(model, batch, stages, pipelines, effort, _say)
+                measured = profile_job.measure_model(model, batch, grid, recipe, effort, _say)
             else:
-                measured = profile_job.measure_workload(
-                    workload or "", options, stages, pipelines, micro_batches, effort, _say
-                )
+                measured = profile_job.measure_workload(workload or "", options, grid, recipe, effort, _say)
         except profile_job.TrafficError as error:
             refuse(str(error))
-        made = measured.profile(pipelines, stages, micro_batches)
+        made = measured.profile(*grid)
         if made.spread > spread_limit and not allow_spread:
             worst = max(made.parts, key=lambda part: part.spread)
             raise InputError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agent.examples.gpt import Block
+from agent.gradients import gradient_sum
+from agent.optimizer import StageOptimizer
 from agent.profiler import PartSpec
+from agent.recipe import Recipe
+from agent.stage import Stage
 from planner.errors import InputError
 
 
@@ -33,6 +37,8 @@ class Shape:
         return self.layers * layer + ends
 
 
+TERMS = 64
+"""Micro-batches per iteration that the sums are made for; the times do not depend on it."""
 _PUBLISHED = "the GPT-3 paper's table of sizes"
 SHAPES = {
     "gpt3-medium": Shape(24, 1024, 16, _PUBLISHED),
@@ -63,8 +69,8 @@ class TokenEmbedding(nn.Module):
         return x
 
 
-def parts_of(shape: Shape, batch: int) -> list[PartSpec]:
-    """Embedding, one layer, head with its loss; `batch` samples of full length each. fp32, AdamW."""
+def parts_of(shape: Shape, batch: int, recipe: Recipe) -> list[PartSpec]:
+    """Embedding, one layer, head with its loss; `batch` samples of full length each. AdamW."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape.vocabulary, (batch, shape.sequence), generator=generator)
     x = torch.randn(batch, shape.sequence, shape.width, generator=generator)
@@ -73,13 +79,21 @@ def parts_of(shape: Shape, batch: int) -> list[PartSpec]:
         return nn.Sequential(nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.vocabulary))
 
     def loss(output: Tensor) -> Tensor:
-        return functional.cross_entropy(output.reshape(-1, shape.vocabulary), tokens.reshape(-1))
+        return functional.cross_entropy(output.reshape(-1, shape.vocabulary), tokens.reshape(-1)) / TERMS
 
-    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters)
+    def trained(build: Callable[[], nn.Module]) -> Callable[[], tuple[Stage, StageOptimizer]]:
+        def made() -> tuple[Stage, StageOptimizer]:
+            module = build()
+            gradients = gradient_sum(recipe.mode, module.parameters(), terms=TERMS)
+            optimizer = StageOptimizer(
+                module, torch.optim.AdamW(module.parameters()), gradients, clips=recipe.clip_norm is not None
+            )
+            return Stage(module, gradients, autocast=recipe.autocast), optimizer
+
+        return made
 
     return [
-        PartSpec("embedding", lambda: TokenEmbedding(shape), tokens, None, optimizer),
-        PartSpec("layer", lambda: Block(shape.width, shape.heads, 0.0), x, None, optimizer),
-        PartSpec("head", head, x, loss, optimizer),
+        PartSpec("embedding", trained(lambda: TokenEmbedding(shape)), tokens, None),
+        PartSpec("layer", trained(lambda: Block(shape.width, shape.heads, 0.0)), x, None),
+        PartSpec("head", trained(head), x, loss),
     ]

@@ -6,33 +6,44 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from agent.assembly import assemble
+from agent.boundaries import Tensors, boundaries_of, tensors_of
 from agent.model_shapes import parts_of, shape_of
+from agent.optimizer import StageOptimizer, stage_optimizer
 from agent.profile_traffic import TrafficError, measure_traffic
-from agent.profiler import Effort, PartSpec, measure_part
+from agent.profiler import Effort, PartSpec, measure_part, size_of
+from agent.recipe import Recipe
+from agent.stage import Stage
 from agent.workload import load_workload
 from planner.errors import InputError
+from planner.job import Job
 from planner.profiles import Hardware, Measurements, Part, Reductions, Timing
 
 __all__ = ["TrafficError", "measure_model", "measure_workload"]
 
 Say = Callable[[str], None]
+Grid = tuple[int, int, int]
+"""Pipelines, stages, micro-batches."""
 
 
-def measure_model(name: str, batch: int, stages: int, pipelines: int, effort: Effort, say: Say) -> Measurements:
-    """Of a built-in shape: embedding, one layer and head. say: gets sentences about the progress.
+def measure_model(name: str, batch: int, grid: Grid, recipe: Recipe, effort: Effort, say: Say) -> Measurements:
+    """Of a built-in shape: embedding, one layer and head, split as the deferred Linear does it.
 
-    Raises InputError or TrafficError.
+    grid: pipelines, stages, micro-batches. say: gets sentences about the progress. Raises InputError
+    or TrafficError.
     """
-    shape = shape_of(name)
+    shape, (pipelines, stages, _) = shape_of(name), grid
     if stages > shape.layers:
         raise InputError("--stages", stages, f"at most {shape.layers}, the layers of {name}")
     parts = []
-    for spec in parts_of(shape, batch):
+    for spec in parts_of(shape, batch, recipe):
         say(f"measuring {spec.name} of {name}")
         parts.append(measure_part(spec, effort)[0])
     boundary = torch.float32.itemsize * batch * shape.sequence * shape.width
@@ -45,7 +56,8 @@ def measure_model(name: str, batch: int, stages: int, pipelines: int, effort: Ef
         model=name,
         about=about,
         samples_per_micro_batch=batch,
-        hardware=_hardware(effort),
+        mode=recipe.mode,
+        hardware=_hardware(effort, recipe),
         cut="layers",
         layers=shape.layers,
         parts=tuple(parts),
@@ -56,45 +68,46 @@ def measure_model(name: str, batch: int, stages: int, pipelines: int, effort: Ef
 
 
 def measure_workload(
-    path: str,
-    options: Mapping[str, Any],
-    stages: int,
-    pipelines: int,
-    micro_batches: int,
-    effort: Effort,
-    say: Say,
+    path: str, options: Mapping[str, Any], grid: Grid, recipe: Recipe, effort: Effort, say: Say
 ) -> Measurements:
-    """Of any workload: each of its stages, fed with what the one before puts out.
+    """Of any workload: each of its stages as a worker puts it together, fed with what the one before
+    puts out.
 
-    Raises InputError or TrafficError.
+    grid: pipelines, stages, micro-batches. Raises InputError or TrafficError.
     """
-    workload = load_workload(path, dict(options))
-    x, targets = workload.inputs(0, 0, 0, 0), workload.targets(0, 0, 0, 0)
-    parts, boundaries = [], []
+    pipelines, stages, micro_batches = grid
+    workload, job = load_workload(path, dict(options)), Job.uniform(*grid)
+    between = boundaries_of(workload, stages, 0, recipe.autocast)
+    inputs = tensors_of(workload.inputs(0, 0, 0, 0), "data")
+    x: Tensors = inputs if len(inputs) > 1 else inputs[0]
+    targets = workload.targets(0, 0, 0, 0)
+
+    def scaled_loss(output: Any) -> Tensor:
+        return workload.loss(output, targets) / (pipelines * micro_batches)
+
+    def trained(stage: int) -> tuple[Stage, StageOptimizer]:
+        made, _ = assemble(workload, job, stage, 0, recipe, between)
+        return made, stage_optimizer(workload, made.module, made.gradients, recipe)
+
+    parts, sizes = [], []
     for stage in range(stages):
         say(f"measuring stage {stage} of {path}")
         last = stage == stages - 1
-        spec = PartSpec(
-            f"stage {stage}",
-            lambda stage=stage: workload.build_stage(stage, stages, 0),  # type: ignore[misc]
-            x,
-            (lambda y: workload.loss(y, targets)) if last else None,
-            workload.optimizer,
-            terms=pipelines * micro_batches,
-        )
+        spec = PartSpec(f"stage {stage}", partial(trained, stage), x, scaled_loss if last else None)
         part, x = measure_part(spec, effort)
         parts.append(part)
         if not last:
-            boundaries.append(x.numel() * x.element_size())
-    transfers, reductions = _traffic(tuple(boundaries), parts, pipelines, effort, say)
+            sizes.append(size_of(x))
+    transfers, reductions = _traffic(tuple(sizes), parts, pipelines, effort, say)
     return Measurements(
         model=path,
         about=f"{stages} stages of {path} with options {dict(options)}"[:300],
         samples_per_micro_batch=workload.samples_per_micro_batch,
-        hardware=_hardware(effort),
+        mode=recipe.mode,
+        hardware=_hardware(effort, recipe),
         cut="stages",
         parts=tuple(parts),
-        boundary_bytes=max(boundaries, default=0),
+        boundary_bytes=max(sizes, default=0),
         transfers=transfers,
         reductions=reductions,
     )
@@ -108,14 +121,14 @@ def _traffic(
     return measure_traffic(sizes, largest, pipelines, repeats=max(5, effort.repeats), warm_up=effort.warm_up)
 
 
-def _hardware(effort: Effort) -> Hardware:
+def _hardware(effort: Effort, recipe: Recipe) -> Hardware:
     return Hardware(
         processor=_processor(),
         cores=os.cpu_count() or 1,
         system=f"{platform.system()} {platform.machine()}",
         torch=torch.__version__,
         threads=torch.get_num_threads(),
-        dtype="float32",
+        dtype="bfloat16 by autocast, float32 sums" if recipe.autocast else "float32",
         clock=effort.clock,
         load=round(os.getloadavg()[0], 2),
         measured_on=datetime.now(UTC).date().isoformat(),

@@ -11,16 +11,16 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from agent.gradients import GradientSum
+from agent.boundaries import Gradients, Tensors
 from agent.optimizer import StageOptimizer
 from agent.stage import Stage
 from planner.profiles import Clock, Part, Timing
@@ -69,50 +69,40 @@ def timing_of(seconds: list[float]) -> Timing:
 
 @dataclass(frozen=True)
 class PartSpec:
-    """build: makes the module. x: what enters it. loss: of its output, where it is the last.
-
-    optimizer: of its parameters. terms: micro-batches per iteration, of all pipelines.
-    """
+    """build: makes what trains. x: what enters it. loss: of its output, scaled, where it is the last."""
 
     name: str
-    build: Callable[[], nn.Module]
-    x: Tensor
-    loss: Callable[[Tensor], Tensor] | None
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    terms: int = 16
+    build: Callable[[], tuple[Stage, StageOptimizer]]
+    x: Tensors
+    loss: Callable[[Any], Tensor] | None
 
 
-def measure_part(spec: PartSpec, effort: Effort) -> tuple[Part, Tensor]:
+def measure_part(spec: PartSpec, effort: Effort) -> tuple[Part, Tensors]:
     """The part, and its output (its scaled loss, where it is the last)."""
-    parts, weight_bytes = kept_bytes(lambda: _set_up(spec))
-    stage, optimizer, gradients = parts
-    loss = spec.loss
-    scaled = None if loss is None else (lambda y: loss(y) / spec.terms)
+    (stage, optimizer), weight_bytes = kept_bytes(spec.build)
     watch = Stopwatch(_CLOCKS[effort.clock])
-    dy: Tensor | None = None
+    dy: Gradients = None
 
-    def forward() -> Tensor:
-        # A copy that nobody else holds, as one that was received.
-        y = stage.forward(_KEY, spec.x.clone(), seed=0, loss=scaled)
-        return y.clone()
+    def forward() -> Tensors:
+        # A copy that nobody else holds, as one that was received; and the output, sent and forgotten.
+        return _each(Tensor.clone, stage.forward(_KEY, _each(Tensor.clone, spec.x), seed=0, loss=spec.loss))
 
     def input_backward() -> None:
-        stage.input_backward(_KEY, None if dy is None else dy.clone())
+        stage.input_backward(_KEY, dy if dy is None else _each(Tensor.clone, dy))  # type: ignore[arg-type]
 
     y, activation_bytes = kept_bytes(forward)
-    if loss is None:
-        # Small, as a mean over the batch makes them.
-        dy = torch.randn_like(y) / y.numel()
+    activation_bytes -= size_of(y)
+    if spec.loss is None:
+        dy = _each(_gradient, y)
     _, change = kept_bytes(input_backward)
     stage.weight_backward(_KEY)
-    activation_bytes -= _bytes(y)
     _, state_bytes = kept_bytes(lambda: [optimizer.step() for _ in range(2)])
 
     for number in range(effort.warm_up + effort.repeats):
         if number == effort.warm_up:
             watch.seconds.clear()
         with watch("F"):
-            stage.forward(_KEY, spec.x, seed=number, loss=scaled)
+            stage.forward(_KEY, spec.x, seed=number, loss=spec.loss)
         with watch("I"):
             stage.input_backward(_KEY, dy)
         with watch("W"):
@@ -129,7 +119,7 @@ def measure_part(spec: PartSpec, effort: Effort) -> tuple[Part, Tensor]:
         weight_backward_bytes=max(0, activation_bytes + change),
         weight_bytes=max(0, weight_bytes),
         optimizer_bytes=max(0, state_bytes),
-        reduced_bytes=_bytes(gradients.buffer),
+        reduced_bytes=size_of(stage.gradients.buffer),
     )
     return part, y
 
@@ -143,14 +133,18 @@ def kept_bytes(work: Callable[[], T]) -> tuple[T, int]:
     return result, sum(e.nbytes() for e in events if e.name() == "[memory]")
 
 
-def _set_up(spec: PartSpec) -> tuple[Stage, StageOptimizer, GradientSum]:
-    module = spec.build()
-    gradients = GradientSum(module.parameters(), terms=spec.terms)
-    return Stage(module, gradients), StageOptimizer(module, spec.optimizer(module.parameters()), gradients), gradients
+def size_of(tensors: Tensors) -> int:
+    """Bytes."""
+    return sum(t.numel() * t.element_size() for t in (tensors if isinstance(tensors, tuple) else (tensors,)))
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _each(change: Callable[[Tensor], Tensor], tensors: Tensors) -> Tensors:
+    return tuple(map(change, tensors)) if isinstance(tensors, tuple) else change(tensors)
+
+
+def _gradient(y: Tensor) -> Tensor:
+    """Small, as a mean over the batch makes it; of integers it is not looked at."""
+    return torch.randn_like(y) / y.numel() if y.is_floating_point() else y
 
 
 @contextmanager

@@ -111,13 +111,15 @@ class Measurements(_Model):
     """What was measured of a model, whatever grid it will train on.
 
     cut: `stages` (each part is one) or `layers` (parts: first, layer, last; `layers` of the middle
-    one). transfers: of the tensor between stages, one per boundary; one for all where cut is `layers`.
+    one). mode: how gradients were summed. transfers: of the tensor between stages, one per
+    boundary; one for all where cut is `layers`.
     """
 
     profile_version: Literal[1] = 1
     model: Text
     about: Text
     samples_per_micro_batch: Samples
+    mode: Literal["deterministic", "fast"]
     hardware: Hardware
     cut: Literal["stages", "layers"]
     layers: Annotated[StrictInt, Field(ge=0)] = 0

@@ -38,7 +38,8 @@ def part(name: str, f: float, i: float, w: float, step: float = 1.0, size: int =
 
 def layered(layers: int = 6) -> Measurements:
     return Measurements(
-        model="toy", about="a toy", samples_per_micro_batch=1, hardware=HARDWARE, cut="layers", layers=layers,
+        model="toy", about="a toy", samples_per_micro_batch=1, mode="fast", hardware=HARDWARE,
+        cut="layers", layers=layers,
         parts=(part("embedding", 1, 0, 1), part("layer", 10, 10, 10), part("head", 5, 5, 5)),
         boundary_bytes=64, transfers=(timing(2.0),),
         reductions=Reductions(bytes=1000, by_peers=(timing(4.0), timing(6.0))),
