@@ -53,7 +53,8 @@ class WorkerSpec:
 
 def preload(workload: WorkloadSource) -> list[str]:
     """Modules that the server of worker processes imports once, for all of them."""
-    return ["agent.worker", *workload.modules]
+    # The last one torch imports by itself in the first backward, half a second in every worker.
+    return ["agent.worker", *workload.modules, "torch.fx.experimental.symbolic_shapes"]
 
 
 def main(spec: WorkerSpec, pipe: Connection) -> None:
