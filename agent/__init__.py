@@ -1,0 +1,40 @@
+"""Training that survives failures. Names are loaded when they are used: torch takes seconds to import."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent.boundaries import TensorSpec
+    from agent.data import MicroBatchSampler
+    from agent.launch import JobFailed
+    from agent.trainer import ResilientTrainer, TrainingResult
+    from planner.errors import InputError
+    from planner.job import Job
+
+_HOMES = {
+    "InputError": "planner.errors",
+    "Job": "planner.job",
+    "JobFailed": "agent.launch",
+    "MicroBatchSampler": "agent.data",
+    "ResilientTrainer": "agent.trainer",
+    "TensorSpec": "agent.boundaries",
+    "TrainingResult": "agent.trainer",
+}
+
+__all__ = [
+    "InputError",
+    "Job",
+    "JobFailed",
+    "MicroBatchSampler",
+    "ResilientTrainer",
+    "TensorSpec",
+    "TrainingResult",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -57,6 +57,7 @@ class LaunchOptions:
     console: worker.ConsoleLink | None = None
     recipe: Recipe = field(default_factory=Recipe)
     boundaries: Boundaries | None = None
+    weights: str | None = None
     hang_seconds: float = 20.0
 
 
@@ -294,6 +295,7 @@ class Launcher:
             options.kills,
             recipe=options.recipe,
             boundaries=options.boundaries,
+            weights=options.weights,
         )
         if joins:
             # A worker that comes back is not killed a second time by the same wish.

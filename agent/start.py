@@ -36,8 +36,8 @@ class StartOptions:
     """A job as its owner describes it. Errors name the options of the command line.
 
     pace: milliseconds by op kind, {} for as fast as it goes. console: address, or None for a job
-    that decides alone. demo: the console may kill and restart these processes. role: where this
-    launcher leads a job of several nodes.
+    that decides alone. demo: the console may kill and restart these processes. weights: folder for
+    the trained weights. role: where this launcher leads a job of several nodes.
     """
 
     job: Job
@@ -53,6 +53,7 @@ class StartOptions:
     console: str | None = None
     token: str | None = None
     name: str = "job"
+    weights: str | None = None
     demo: bool = False
     role: NodeRole | None = None
 
@@ -122,6 +123,7 @@ def make_launcher(
             console=link,
             recipe=options.recipe,
             boundaries=boundaries,
+            weights=options.weights,
         ),
         coordination,
         listener,

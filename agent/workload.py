@@ -18,25 +18,27 @@ if TYPE_CHECKING:  # a launcher refuses bad input before it imports torch, which
 class Workload(Protocol):
     """A training task cut into stages.
 
-    boundary_shape, boundary_dtype: of the tensor that passes from a stage to the next (and of its
-    gradient). `inputs` and `targets` depend on (seed, iteration, pipeline, micro_batch) only, so
-    that whichever worker runs a micro-batch sees the same data.
+    `inputs` and `targets` depend on (seed, iteration, pipeline, micro_batch) only, so that whichever
+    worker runs a micro-batch sees the same data.
+    A workload may have more: `scheduler(optimizer)`, an LRScheduler that is stepped once per
+    iteration; and, where agent.boundaries should not find out what passes from stage to stage,
+    `boundaries` (TensorSpecs per pair of neighbours) or `boundary_shape` and `boundary_dtype` (of
+    one tensor that is the same between all stages).
     """
 
-    boundary_shape: tuple[int, ...]
-    boundary_dtype: torch.dtype
-    samples_per_micro_batch: int
+    @property
+    def samples_per_micro_batch(self) -> int: ...
 
     def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
         """The module of one stage; equal arguments give equal initial parameters."""
 
-    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
-        """What enters the first stage."""
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
+        """What enters the first stage: a tensor, or a tuple of tensors, its positional arguments."""
 
-    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
         """What the last stage's output is compared with."""
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, output: Any, targets: Any) -> Tensor:
         """Scalar mean loss of one micro-batch."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer: ...

@@ -1,0 +1,40 @@
+"""Your own model, trained through a failure: `python -m agent.examples.own_job`."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from agent import Job, ResilientTrainer
+
+
+def build_stage(stage: int, stages: int) -> nn.Module:
+    first, last = stage == 0, stage == stages - 1
+    return nn.Sequential(nn.Linear(8 if first else 64, 64), nn.GELU(), nn.Linear(64, 2 if last else 64))
+
+
+def points() -> TensorDataset:
+    x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x[:, 0] * x[:, 1] > 0).long())
+
+
+if __name__ == "__main__":
+    trainer = ResilientTrainer(
+        stages=build_stage,
+        loss=functional.cross_entropy,
+        data=points(),
+        batch_size=16,
+        optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        job=Job.uniform(pipelines=2, stages=3, micro_batches=4),
+        kill=["W1_1@20:F2"],  # W1_1 is SIGKILLed in iteration 20; leave it out, and nothing printed last changes
+        on_iteration=lambda iteration, loss: print(f"iteration {iteration}  loss {loss:.4f}"),
+        on_recovery=lambda recovery: print(f"{recovery.worker} died; resumed after {recovery.resumed_ms:.0f} ms"),
+    )
+    result = trainer.fit(iterations=60)
+    model = nn.Sequential(*(build_stage(s, 3) for s in range(3)))
+    for s, part in enumerate(model):
+        part.load_state_dict(result.state_dict(s))
+    x, y = points().tensors
+    print(f"accuracy {(model(x).argmax(1) == y).float().mean():.3f}  parameters {result.parameters_sha256}")

@@ -1,0 +1,300 @@
+"""ResilientTrainer: pipeline-parallel training of your own model, through failures, on this machine.
+
+trainer = ResilientTrainer(
+    stages=build_stage, loss=functional.cross_entropy, data=dataset, batch_size=8,
+    optimizer=partial(torch.optim.AdamW, lr=1e-3), job=Job.uniform(2, 3, 4),
+)
+result = trainer.fit(iterations=1000)      # under `if __name__ == "__main__":`
+result.state_dict(0)                       # the trained weights of stage 0
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from agent.boundaries import Boundaries
+from agent.callables import (
+    CallableWorkload,
+    Data,
+    Loss,
+    OptimizerFactory,
+    SchedulerFactory,
+    SentWorkload,
+    Stages,
+)
+from agent.data import DatasetBatches, MicroBatchSampler, Sampler
+from agent.faults import Kill, Rejoin
+from agent.processes import ProcessPool
+from agent.protocol import Recovery
+from agent.recipe import Autocast, Mode, NonFinite, Recipe
+from agent.start import StartOptions, make_launcher, parse_pace
+from agent.weights import load_weights
+from planner.errors import InputError
+from planner.job import Job, MemoryLimit, Technique
+
+log = logging.getLogger("openrecycle")
+
+_UNGUARDED = 77
+_IMPORT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a job left behind.
+
+    losses: mean over the micro-batches, one per iteration of this run, exact. recoveries: the
+    failures that were survived. parameters_sha256: of all stages' parameters; equal for equal runs.
+    """
+
+    losses: tuple[float, ...]
+    recoveries: tuple[Recovery, ...]
+    parameters_sha256: str
+    _weights: Callable[[int], dict[str, Any]] = field(repr=False)
+
+    def state_dict(self, stage: int) -> dict[str, Any]:
+        """The trained weights of a stage, for `load_state_dict` of the module that its builder makes."""
+        return self._weights(stage)
+
+
+class ResilientTrainer:
+    """One job: a grid of worker processes on this machine that trains on while some of them die.
+
+    Worker processes import what they are given, so stages, loss, data, optimizer, scheduler and
+    collate are functions or classes at the top level of a file, and the script starts training
+    under `if __name__ == "__main__":`.
+
+    stages: (stage, stages) to a torch.nn.Module; or a sequence, one module or one builder without
+        arguments per stage. A module takes what the one before returns: a tensor, or several as
+        positional arguments. The random numbers of a builder are seeded per stage.
+    loss: (output of the last stage, targets) to the mean loss of a micro-batch.
+    data: (iteration, pipeline, micro_batch) to (inputs, targets), the same for equal arguments in
+        whichever process (torch's generator is seeded accordingly); or a map-style data set of
+        (input, target) samples, with batch_size (samples per micro-batch), shuffle, collate, and a
+        sampler where MicroBatchSampler is not wanted.
+    optimizer: a stage's parameters to a torch.optim.Optimizer. scheduler: that optimizer to an
+        LRScheduler, stepped once per iteration.
+    job: the grid, and the op times that plans are made from.
+    boundaries: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
+    seed: of parameters, data order and dropout. technique, memory, mode, autocast, clip_norm,
+        non_finite, staggered, keep_finished, pace: as `python -m agent launch --help` says.
+    console: address of a console that watches and decides; token: its token. name: there.
+        demo: the console may kill and restart these processes.
+    weights: folder that the trained weights are written to, a file per stage; kept in memory if not given.
+    kill, rejoin: faults to train through, such as "W1_2@10:F3" and "W1_2@15".
+    on_iteration: called with (iteration, loss) of each that is committed. on_recovery: with each
+        failure that was survived. Both in the process that called `fit`.
+
+    Raises InputError naming the argument.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Stages,
+        loss: Loss,
+        data: Data | Any,
+        optimizer: OptimizerFactory,
+        job: Job,
+        scheduler: SchedulerFactory | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        sampler: Sampler | None = None,
+        boundaries: Boundaries | None = None,
+        seed: int = 0,
+        technique: str = "staggered",
+        memory: str | int = "uniform",
+        mode: Mode = "deterministic",
+        autocast: Autocast | None = None,
+        clip_norm: float | None = None,
+        non_finite: NonFinite = "skip",
+        staggered: bool = True,
+        keep_finished: bool = False,
+        pace: str | None = None,
+        console: str | None = None,
+        token: str | None = None,
+        name: str = "job",
+        demo: bool = False,
+        weights: str | Path | None = None,
+        kill: Sequence[str] = (),
+        rejoin: Sequence[str] = (),
+        on_iteration: Callable[[int, float], None] | None = None,
+        on_recovery: Callable[[Recovery], None] | None = None,
+    ) -> None:
+        with _argument_names():
+            if not isinstance(job, Job):
+                raise InputError(
+                    "job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)"
+                )
+            if isinstance(stages, Sequence) and len(stages) != job.stages:
+                raise InputError("stages", len(stages), f"one per stage of the job, {job.stages} in all")
+            for argument, value in (("loss", loss), ("optimizer", optimizer)):
+                if not callable(value):
+                    raise InputError(argument, value, "something that can be called")
+            paced = parse_pace(pace)
+            if paced:
+                sizes = job.pipelines, job.stages, job.micro_batches
+                job = Job.uniform(*sizes, durations=paced, time_unit="ms")
+            workload = CallableWorkload(
+                make_stages=stages,
+                make_batch=_batches(data, job, seed, batch_size, shuffle, collate, sampler),
+                make_loss=loss,
+                make_optimizer=optimizer,
+                scheduler=scheduler,
+                boundaries=boundaries,
+                seed=seed,
+            )
+            self._weights = None if weights is None else str(weights)
+            self._on_iteration, self._on_recovery = on_iteration, on_recovery
+            sent = SentWorkload.of(workload)
+            self._modules = sent.modules
+            self._options = partial(
+                StartOptions,
+                job=job,
+                workload=sent,
+                seed=seed,
+                technique=Technique.of(technique),
+                memory=MemoryLimit.parse(str(memory)),
+                pace=paced,
+                kills=tuple(Kill.parse(text, job) for text in kill),
+                rejoins=tuple(Rejoin.parse(text, job) for text in rejoin),
+                recipe=Recipe(mode, autocast, clip_norm, non_finite, staggered, keep_finished),
+                console=console,
+                token=token,
+                name=name,
+                demo=demo,
+            )
+            self._options(iterations=1)  # what is wrong is said here, not when training begins
+
+    def fit(self, *, iterations: int) -> TrainingResult:
+        """Trains from the initial parameters until so many iterations are committed.
+
+        Raises InputError, JobFailed where the job can't go on (no process is left behind), and
+        ConsoleUnavailable or ConsoleRefused where a console was asked for and does not take it.
+        """
+        _check_script(self._modules)
+        folder = self._weights or tempfile.mkdtemp(prefix="openrecycle-")
+        try:
+            # The caller's own random numbers must not depend on what is tried out first.
+            with _argument_names(), torch.random.fork_rng(devices=[]):
+                options = self._options(iterations=iterations, weights=folder)
+                lines = _Lines(self._on_iteration, self._on_recovery)
+                launcher = make_launcher(options, lines, log.info)
+            launcher.run()
+            if self._weights is not None:
+                return lines.result(partial(load_weights, folder))
+            kept = [load_weights(folder, stage) for stage in range(options.job.stages)]
+            return lines.result(kept.__getitem__)
+        finally:
+            if self._weights is None:
+                _remove(Path(folder))
+
+
+class _Lines:
+    """Takes the record's lines."""
+
+    def __init__(
+        self,
+        on_iteration: Callable[[int, float], None] | None,
+        on_recovery: Callable[[Recovery], None] | None,
+    ) -> None:
+        self._on_iteration, self._on_recovery = on_iteration, on_recovery
+        self._losses: list[float] = []
+        self._recoveries: list[Recovery] = []
+        self._sha256 = ""
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        if "loss" in line:
+            self._losses.append(float.fromhex(line["loss"]))
+            if self._on_iteration is not None:
+                self._on_iteration(line["iteration"], self._losses[-1])
+        elif "failure" in line:
+            self._recoveries.append(Recovery(**line["failure"]))
+            if self._on_recovery is not None:
+                self._on_recovery(self._recoveries[-1])
+        elif "final" in line:
+            self._sha256 = line["final"]["parameters_sha256"]
+
+    def result(self, weights: Callable[[int], dict[str, Any]]) -> TrainingResult:
+        return TrainingResult(tuple(self._losses), tuple(self._recoveries), self._sha256, weights)
+
+
+def _batches(
+    data: Any,
+    job: Job,
+    seed: int,
+    batch_size: int | None,
+    shuffle: bool,
+    collate: Callable[[list[Any]], Any],
+    sampler: Sampler | None,
+) -> Data:
+    """The data function; a data set becomes one. Raises InputError."""
+    if not hasattr(data, "__getitem__") and callable(data):
+        for argument, value in (("batch_size", batch_size), ("sampler", sampler)):
+            if value is not None:
+                raise InputError(argument, value, "nothing where data is a function: it makes whole micro-batches")
+        function: Data = data
+        return function
+    if sampler is None:
+        if not hasattr(data, "__len__"):
+            raise InputError("data", type(data).__name__, "a data set with a length, or a sampler beside it")
+        if batch_size is None:
+            raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a data set")
+        sampler = MicroBatchSampler(len(data), batch_size, job, seed=seed, shuffle=shuffle)
+    return DatasetBatches(data, sampler, collate)
+
+
+@contextmanager
+def _argument_names() -> Iterator[None]:
+    """Errors that name an option of the command line name the argument instead."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(error.field.removeprefix("--").replace("-", "_"), error.value, error.expected) from None
+
+
+def _check_script(modules: tuple[str, ...]) -> None:
+    """Tries with one process what every worker will do: import the script that is running.
+
+    Raises InputError when that starts training (again), or fails.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(_UNGUARDED)  # this is that process
+    probe = ProcessPool(_nothing, ["agent.worker", *modules]).context.Process(target=_nothing, daemon=True)
+    probe.start()
+    probe.join(_IMPORT_SECONDS)
+    if probe.exitcode == _UNGUARDED:
+        raise InputError(
+            "fit",
+            "a call at the top level of the script",
+            'a call under `if __name__ == "__main__":`, because every worker process imports the script',
+        )
+    if probe.exitcode != 0:
+        probe.kill()
+        raise InputError(
+            "fit",
+            "a script that ends with an error, or hangs, when a worker process imports it",
+            'one that only defines things outside `if __name__ == "__main__":`',
+        )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _remove(folder: Path) -> None:
+    for file in folder.glob("*"):
+        file.unlink(missing_ok=True)
+    folder.rmdir()

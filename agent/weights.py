@@ -1,0 +1,38 @@
+"""The trained weights, one file per stage: what is left when a job is done."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class WeightsError(RuntimeError):
+    """The weights could not be written; the sentence says where and why."""
+
+
+def save_weights(folder: str, stage: int, module: nn.Module) -> None:
+    """Writes the module's state dict, wholly or not at all. Raises WeightsError."""
+    file = weights_file(folder, stage)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(module.state_dict(), partial)
+        partial.replace(file)
+    # torch reports a full disk as a RuntimeError of its own.
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        raise WeightsError(f"the weights of stage {stage} could not be written to {file}: {error}") from None
+
+
+def load_weights(folder: str, stage: int) -> dict[str, Any]:
+    """The state dict of a stage. Raises OSError where there is none."""
+    state: dict[str, Any] = torch.load(weights_file(folder, stage), weights_only=True)
+    return state
+
+
+def weights_file(folder: str, stage: int) -> Path:
+    return Path(folder) / f"stage{stage}.pt"

@@ -1,0 +1,86 @@
+"""Which samples a micro-batch holds: a function of its place, each sample at most once an epoch."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.data import DatasetBatches, MicroBatchSampler
+from planner.errors import InputError
+from planner.job import Job
+from tests.agent.own_jobs import Endless, Squares
+
+grids = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
+
+
+def epoch_of(sampler: MicroBatchSampler, job: Job, epoch: int) -> list[int]:
+    first = epoch * sampler.iterations_per_epoch
+    return [
+        index
+        for iteration in range(first, first + sampler.iterations_per_epoch)
+        for pipeline in range(job.pipelines)
+        for micro_batch in range(job.micro_batches)
+        for index in sampler(iteration, pipeline, micro_batch)
+    ]
+
+
+@given(grids, st.integers(0, 60), st.integers(0, 2**40), st.booleans())
+def test_an_epoch_is_a_permutation_cut_to_whole_iterations(
+    grid: tuple[int, int, int], more: int, seed: int, shuffle: bool
+) -> None:
+    pipelines, micro_batches, batch = grid
+    job, need = Job.uniform(pipelines, 1, micro_batches), pipelines * micro_batches * batch
+    samples = need + more
+    sampler = MicroBatchSampler(samples, batch, job, seed=seed, shuffle=shuffle)
+    for epoch in (0, 1):
+        seen = epoch_of(sampler, job, epoch)
+        assert len(set(seen)) == len(seen) == samples // need * need
+        assert set(seen) <= set(range(samples))
+        assert shuffle or seen == list(range(len(seen)))
+
+
+@given(st.integers(0, 200), st.integers(0, 1), st.integers(0, 2), st.integers(0, 99))
+def test_it_is_a_function(iteration: int, pipeline: int, micro_batch: int, other: int) -> None:
+    """Whatever was asked for in between, and by whichever sampler."""
+    job = Job.uniform(2, 1, 3)
+    sampler = MicroBatchSampler(100, 4, job, seed=7)
+    once = sampler(iteration, pipeline, micro_batch)
+    sampler(other, 0, 0)
+    assert sampler(iteration, pipeline, micro_batch) == once
+    assert MicroBatchSampler(100, 4, job, seed=7)(iteration, pipeline, micro_batch) == once
+
+
+def test_epochs_and_seeds_differ() -> None:
+    job = Job.uniform(2, 1, 3)
+    sampler = MicroBatchSampler(96, 4, job)
+    orders = {tuple(epoch_of(sampler, job, epoch)) for epoch in range(3)}
+    orders.add(tuple(epoch_of(MicroBatchSampler(96, 4, job, seed=1), job, 0)))
+    assert len(orders) == 4
+
+
+def test_grids_of_one_size_see_the_same_iterations() -> None:
+    """So a job may go on with another number of pipelines."""
+    wide, narrow = Job.uniform(4, 1, 3), Job.uniform(2, 1, 6)
+    first, second = MicroBatchSampler(500, 2, wide), MicroBatchSampler(500, 2, narrow)
+    for iteration in (0, 7, 30):
+        one = [i for p in range(4) for m in range(3) for i in first(iteration, p, m)]
+        other = [i for p in range(2) for m in range(6) for i in second(iteration, p, m)]
+        assert one == other
+
+
+def test_too_few_samples_for_one_iteration() -> None:
+    with pytest.raises(InputError, match=r"data: got 23, expected at least 24 samples: 2 pipelines x 3"):
+        MicroBatchSampler(23, 4, Job.uniform(2, 5, 3))
+
+
+def test_a_data_set_as_micro_batches() -> None:
+    batches = DatasetBatches(Squares(50), lambda i, p, m: [i, 10])
+    inputs, targets = batches(4, 0, 0)
+    assert inputs[:, 0].tolist() == pytest.approx([0.08, 0.2]) and targets[:, 0].tolist() == pytest.approx(
+        [0.0064, 0.04]
+    )
+    with pytest.raises(InputError, match=r"data: got 'Endless'.*map-style"):
+        DatasetBatches(Endless(), lambda i, p, m: [0])
+    with pytest.raises(InputError, match=r"data: got 'Tensor', expected samples that collate to"):
+        DatasetBatches(Squares(50), lambda i, p, m: [0], lambda samples: samples[0][0])(0, 0, 0)

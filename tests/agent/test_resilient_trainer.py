@@ -1,0 +1,203 @@
+"""ResilientTrainer as people use it: bad arguments, real processes, deaths, and what is left afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from agent.trainer import ResilientTrainer, TrainingResult
+from planner.errors import InfeasibleError, InputError
+from tests.agent import own_jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def nested(stage: int, stages: int) -> nn.Module:
+    return nn.Linear(1, 1)
+
+
+class Local:
+    def method(self) -> Callable[[int, int], nn.Module]:
+        def build(stage: int, stages: int) -> nn.Module:
+            return nn.Linear(1, 1)
+
+        return build
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stages": lambda stage, stages: nn.Linear(1, 1)}, ["stages: got '<lambda>'", "top level of a file"]),
+        ({"stages": Local().method()}, ["stages: got 'Local.method.<locals>.build'", "inside a function"]),
+        ({"loss": lambda output, targets: output}, ["loss: got '<lambda>'"]),
+        ({"optimizer": lambda parameters: None}, ["optimizer: got '<lambda>'"]),
+        ({"optimizer": 0.1}, ["optimizer: got 0.1"]),
+        ({"data": lambda i, p, m: None}, ["data: got '<lambda>'"]),
+        ({"stages": [nested]}, ["stages: got 1, expected one per stage of the job, 2 in all"]),
+        ({"data": own_jobs.Endless(), "batch_size": 2}, ["data: got 'Endless'"]),
+        ({"data": own_jobs.Squares(100)}, ["batch_size: got None"]),
+        ({"data": own_jobs.Squares(100), "batch_size": 0}, ["batch_size: got 0"]),
+        ({"data": own_jobs.Squares(10), "batch_size": 2}, ["data: got 10", "at least 12 samples"]),
+        ({"batch_size": 4}, ["batch_size: got 4, expected nothing where data is a function"]),
+        ({"job": "2x2"}, ["job: got 'str'", "Job.uniform"]),
+        ({"mode": "quick"}, ["mode: got 'quick', expected deterministic or fast"]),
+        ({"clip_norm": -1.0}, ["clip_norm: got -1.0"]),
+        ({"seed": -1}, ["seed: got -1"]),
+        ({"technique": "magic"}, ["technique: got 'magic'"]),
+        ({"memory": 0}, ["memory: got '0'"]),
+        ({"pace": "F=1ms"}, ["pace: got 'F=1ms', expected a time above 0 for I, W too"]),
+        ({"kill": ["W7_0@1:F0"]}, ["kill: got 'W7_0'", "W0_0 to W1_1"]),
+        ({"console": "nowhere"}, ["console: got 'nowhere'"]),
+    ],
+)
+def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        own_jobs.trainer(**changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_deaths_that_no_plan_survives_are_refused() -> None:
+    with pytest.raises(InfeasibleError, match="stage 1 has no living peer"):
+        own_jobs.trainer(kill=["W0_1@1:F0", "W1_1@2:F0"])
+
+
+@pytest.mark.parametrize("iterations", [0, True, 1.5])
+def test_iterations_are_counted_in_whole_numbers(iterations: Any) -> None:
+    with pytest.raises(InputError, match="iterations: got"):
+        own_jobs.trainer().fit(iterations=iterations)
+
+
+@cache
+def undisturbed() -> TrainingResult:
+    return own_jobs.trainer(scheduler=own_jobs.halving).fit(iterations=4)
+
+
+@pytest.mark.processes
+def test_the_result_of_a_job_that_lost_a_worker_is_that_of_one_that_did_not(tmp_path: Path) -> None:
+    """Losses, hash and the weights themselves, which are written to a folder here."""
+    seen: list[tuple[int, float]] = []
+    lost: list[str] = []
+    disturbed = own_jobs.trainer(
+        scheduler=own_jobs.halving,
+        kill=["W0_1@2:I1"],
+        weights=tmp_path / "trained",
+        on_iteration=lambda iteration, loss: seen.append((iteration, loss)),
+        on_recovery=lambda recovery: lost.append(recovery.worker),
+    ).fit(iterations=4)
+    assert disturbed.losses == undisturbed().losses and len(disturbed.losses) == 4
+    assert seen == list(enumerate(disturbed.losses))
+    assert disturbed.parameters_sha256 == undisturbed().parameters_sha256
+    assert lost == ["W0_1"] == [recovery.worker for recovery in disturbed.recoveries]
+    assert sorted(file.name for file in (tmp_path / "trained").iterdir()) == ["stage0.pt", "stage1.pt"]
+    for stage in range(2):
+        module = own_jobs.build_stage(stage, 2)
+        module.load_state_dict(disturbed.state_dict(stage))
+        fresh = undisturbed().state_dict(stage)
+        assert all(torch.equal(value, fresh[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.processes
+def test_the_loss_is_that_of_the_plain_loop() -> None:
+    """The first iteration against a few lines of plain torch, dropout off."""
+    parts = [nn.Linear(own_jobs.WIDTH, own_jobs.WIDTH), nn.Linear(own_jobs.WIDTH, own_jobs.WIDTH)]
+    whole = nn.Sequential(*parts)
+    points = own_jobs.Squares(24)
+    result = own_jobs.trainer(stages=parts, data=points, batch_size=4, shuffle=False, optimizer=own_jobs.sgd).fit(
+        iterations=2
+    )
+    optimizer = own_jobs.sgd(whole.parameters())
+    x, y = torch.stack([points[i][0] for i in range(24)]), torch.stack([points[i][1] for i in range(24)])
+    for loss in result.losses:
+        optimizer.zero_grad()
+        mine = functional.mse_loss(whole(x), y)
+        mine.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert loss == pytest.approx(mine.item(), rel=1e-5)
+    for stage, part in enumerate(parts):
+        for name, value in result.state_dict(stage).items():
+            torch.testing.assert_close(value, part.state_dict()[name])
+
+
+@pytest.mark.processes
+def test_several_tensors_pass_between_stages_and_survive_a_death() -> None:
+    """A float with a gradient, integers and a mask without one."""
+    parts: dict[str, Any] = {
+        "stages": [own_jobs.Embedded, own_jobs.Scored],
+        "data": own_jobs.ids_data,
+        "loss": own_jobs.own_loss,
+    }
+    calm = own_jobs.trainer(**parts).fit(iterations=3)
+    hurt = own_jobs.trainer(**parts, kill=["W1_0@1:I0"]).fit(iterations=3)
+    assert hurt.losses == calm.losses and hurt.losses[-1] < hurt.losses[0]
+    assert hurt.parameters_sha256 == calm.parameters_sha256
+    assert [recovery.worker for recovery in hurt.recoveries] == ["W1_0"]
+
+
+@pytest.mark.processes
+def test_micro_batches_that_vary_end_the_job_with_a_sentence() -> None:
+    from agent import JobFailed
+
+    with pytest.raises(JobFailed, match=r"output of stage 0: got float32\[5, 6\], expected float32\[4, 6\]"):
+        own_jobs.trainer(data=own_jobs.ragged_data).fit(iterations=3)
+
+
+def run_script(path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    path.write_text("\n".join(["from tests.agent import own_jobs", *lines]) + "\n")
+    return subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )
+
+
+@pytest.mark.processes
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    done = run_script(tmp_path / "unguarded.py", "own_jobs.trainer().fit(iterations=1)")
+    assert done.returncode == 1
+    assert 'a call under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+    assert done.stderr.count("Traceback") == 1, "the script's own, no worker's"
+
+
+@pytest.mark.processes
+def test_the_example_survives_its_kill() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "agent.examples.own_job"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("iteration ") for line in lines) == 60
+    assert sum("W1_1 died; resumed after" in line for line in lines) == 1
+    assert float(lines[-1].split()[1]) > 0.85
+
+
+def test_the_reader_of_the_readme_gets_the_example_that_is_tested() -> None:
+    example = (ROOT / "agent/examples/own_job.py").read_text().partition('"""\n\n')[2]
+    assert f"```python\n{example}```" in (ROOT / "README.md").read_text()
+
+
+def test_public_names() -> None:
+    import agent
+
+    for name in agent.__all__:
+        assert getattr(agent, name).__name__ == name
+    assert agent.ResilientTrainer is ResilientTrainer
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        agent.Trainer  # noqa: B018
