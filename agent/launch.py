@@ -15,6 +15,7 @@ from typing import Any
 
 from agent import channel, worker
 from agent.boundaries import Boundaries
+from agent.checkpointing import CheckpointOptions
 from agent.coordination import Coordination, Deploy, Halt
 from agent.faults import Kill, Rejoin
 from agent.loop import LoopOptions
@@ -58,6 +59,7 @@ class LaunchOptions:
     recipe: Recipe = field(default_factory=Recipe)
     boundaries: Boundaries | None = None
     weights: str | None = None
+    checkpoints: CheckpointOptions | None = None
     hang_seconds: float = 20.0
 
 
@@ -77,7 +79,8 @@ class Launcher:
         self._options, self._coordination, self._listener = options, coordination, listener
         self._pool = pool or ProcessPool(worker.main, worker.preload(options.workload))
         self._store = RendezvousStore(self._pool.context, self._pool.host)
-        self._record = RunRecord(options.job.stages, time.monotonic_ns())
+        begin = options.checkpoints.resumed_at if options.checkpoints else 0
+        self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)
         self._deployed: tuple[Deployment, Plan] | None = None
         self._after: int | None = None
         self._rejoins = list(options.rejoins)
@@ -296,6 +299,7 @@ class Launcher:
             recipe=options.recipe,
             boundaries=options.boundaries,
             weights=options.weights,
+            checkpoints=options.checkpoints,
         )
         if joins:
             # A worker that comes back is not killed a second time by the same wish.

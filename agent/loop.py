@@ -16,9 +16,9 @@ import torch
 
 from agent.assembly import assemble
 from agent.boundaries import Boundaries, boundaries_of
+from agent.channel import Orders, WorkerChannel
 from agent.checkpoint import load_stage
 from agent.checkpointing import Checkpointer, CheckpointOptions
-from agent.channel import Orders, WorkerChannel
 from agent.communicator import Communicator, Groups, TransferError
 from agent.executor import Executor, Interrupted, Script
 from agent.faults import FaultInjector, Kill

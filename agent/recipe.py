@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from planner.errors import InputError
@@ -45,3 +46,25 @@ class Recipe:
         # Written so that NaN fails it too.
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
             raise InputError("--clip-norm", self.clip_norm, "a finite number above 0")
+
+
+@dataclass(frozen=True)
+class CheckpointWish:
+    """directory: of all checkpoints, on a disk that all workers share. every: iterations from one to
+    the next; the last iteration always gets one. keep: how many stay. resume: `newest`,
+    `newest-intact` (passes over damaged ones), or an iteration; None begins at iteration 0.
+    """
+
+    directory: str
+    every: int = 100
+    keep: int = 3
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InputError naming the field."""
+        path = Path(self.directory)
+        if not path.parent.is_dir() or (path.exists() and not path.is_dir()):
+            raise InputError("--checkpoint", self.directory, "a folder, or a name for one in a folder that exists")
+        for field, value in (("--checkpoint-every", self.every), ("--checkpoint-keep", self.keep)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(field, value, "a whole number of at least 1")

@@ -52,9 +52,10 @@ class Recorded:
 
 
 class RunRecord:
-    """Times are monotonic nanoseconds on this machine's one clock."""
+    """Times are monotonic nanoseconds on this machine's one clock. committed: iterations that are in
+    the checkpoint which the run begins with."""
 
-    def __init__(self, stages: int, started_at: int) -> None:
+    def __init__(self, stages: int, started_at: int, *, committed: int = 0) -> None:
         self._stages = stages
         self._workers: dict[Worker, _Progress] = {}
         self._living: frozenset[Worker] = frozenset()
@@ -66,7 +67,7 @@ class RunRecord:
         self._last_at = started_at
         self._before: tuple[int, int, int] | None = None
         """(after, epoch, living): through iteration `after` the epoch before the newest still trains."""
-        self.committed = 0
+        self.committed = committed
 
     # -- what happens -------------------------------------------------------------------------
 

@@ -17,12 +17,13 @@ from agent.client import ConsoleClient, check_url
 from agent.faults import Kill, Rejoin
 from agent.node_role import NodeRole
 from agent.protocol import JobSpec
-from agent.recipe import Recipe
+from agent.recipe import CheckpointWish, Recipe
 from planner.catalog import Catalog
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Problem, Technique
 
 if TYPE_CHECKING:
+    from agent.checkpointing import CheckpointOptions
     from agent.launch import Launcher
     from agent.workload import WorkloadSource
 
@@ -54,6 +55,7 @@ class StartOptions:
     token: str | None = None
     name: str = "job"
     weights: str | None = None
+    checkpoints: CheckpointWish | None = None
     demo: bool = False
     role: NodeRole | None = None
 
@@ -100,6 +102,7 @@ def make_launcher(
 
     workload = options.workload.load()
     boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
+    checkpoints = _checkpoints(options, say)
     pool = open_pool(options.role, options.job, options.workload, options.token, say) if options.role else None
     link: ConsoleLink | None = None
     coordination: Coordination
@@ -124,6 +127,7 @@ def make_launcher(
             recipe=options.recipe,
             boundaries=boundaries,
             weights=options.weights,
+            checkpoints=checkpoints,
         ),
         coordination,
         listener,
@@ -144,6 +148,18 @@ def parse_pace(text: str | None) -> dict[str, float]:
         if missing:
             raise InputError("--pace", text, f"a time above 0 for {', '.join(missing)} too")
     return out
+
+
+def _checkpoints(options: StartOptions, say: Callable[[str], None]) -> CheckpointOptions | None:
+    if options.checkpoints is None:
+        return None
+    from agent.checkpoint import Identity
+    from agent.checkpointing import prepare
+
+    job = options.job
+    name = getattr(options.workload, "path", type(options.workload).__name__)
+    identity = Identity(name, job.stages, job.pipelines, job.micro_batches, options.seed, vars(options.recipe))
+    return prepare(options.checkpoints, identity, options.iterations, say)
 
 
 def _catalog(options: StartOptions) -> Catalog:

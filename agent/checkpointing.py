@@ -1,0 +1,132 @@
+"""Checkpoints beside the training: a copy at an iteration's boundary, written by a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.checkpoint import CheckpointError, Identity, find, set_aside_later, whole_checkpoints, write_part
+from agent.optimizer import StageOptimizer
+from agent.recipe import CheckpointWish
+from agent.state import StageState
+from planner.errors import InputError
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """wish: what was asked for. identity: of the job. resumed: the checkpoint it begins with, if any,
+    and how many iterations are in it."""
+
+    wish: CheckpointWish
+    identity: Identity
+    resumed: str | None = None
+    resumed_at: int = 0
+
+
+def prepare(wish: CheckpointWish, identity: Identity, iterations: int, say: Callable[[str], None]) -> CheckpointOptions:
+    """Finds and verifies what the job begins with. say: gets what the person should know of it.
+
+    Raises InputError, also for a folder with checkpoints that nobody asked to resume from: they
+    would be mixed with those of another run.
+    """
+    directory = Path(wish.directory)
+    if wish.resume is None:
+        there = whole_checkpoints(directory)
+        if there:
+            raise InputError(
+                "--checkpoint",
+                wish.directory,
+                f"a folder without checkpoints, or --resume newest to go on from iteration {there[0].iteration}",
+            )
+        return CheckpointOptions(wish, identity)
+    try:
+        found = find(directory, wish.resume)
+    except CheckpointError as error:
+        raise InputError("--resume", wish.resume, f"a whole checkpoint ({error})") from None
+    was = found.identity
+    for field, mine, theirs in (("--stages", identity.stages, was.stages), ("--seed", identity.seed, was.seed)):
+        if mine != theirs:
+            raise InputError(field, mine, f"{theirs}, as in the checkpoint {found.path}")
+    if found.iteration >= iterations:
+        raise InputError("--iterations", iterations, f"more than the {found.iteration} that {found.path} holds")
+    say(f"resumes after iteration {found.iteration - 1} from {found.path}")
+    for name in set_aside_later(directory, found.iteration):
+        say(f"note: a later checkpoint is now called {name}")
+    if (identity.pipelines, identity.micro_batches) != (was.pipelines, was.micro_batches):
+        say(
+            f"note: {was.pipelines} x {was.micro_batches} micro-batches an iteration until now, {identity.pipelines} x "
+            f"{identity.micro_batches} from here: the numbers differ from those of an unbroken run"
+        )
+    for name, value in identity.recipe.items():
+        if name in was.recipe and was.recipe[name] != value:
+            say(f"note: {name} was {was.recipe[name]} and is {value} from here")
+    return CheckpointOptions(wish, identity, str(found.path), found.iteration)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    iteration: int
+    attempt: int
+    state: StageState
+
+
+class Checkpointer:
+    """One worker's share. Nothing that goes wrong with the disk ends or delays the training.
+
+    said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
+    whole by this worker's part, and with (iteration, sentence) when it has not been written.
+    """
+
+    def __init__(
+        self, options: CheckpointOptions, stage: int, iterations: int, said: Callable[[int, str | None], None]
+    ) -> None:
+        self._options, self._stage, self._iterations, self._said = options, stage, iterations, said
+        self._copy: _Copy | None = None
+        self._thread: threading.Thread | None = None
+
+    def boundary(self, optimizer: StageOptimizer, attempt: int, *, writes: bool) -> None:
+        """Between two iterations. writes: does this worker write for its stage? attempt: the epoch.
+
+        The copy taken here is written only once the next step has been taken: until then the last
+        one may be overturned, or undone by a death elsewhere.
+        """
+        committed = optimizer.committed
+        self._write_if_final(committed)
+        self._copy = None
+        due = committed % self._options.wish.every == 0 or committed == self._iterations
+        if writes and due and committed > self._options.resumed_at:
+            state = optimizer.state()
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
+            self._copy = _Copy(committed, attempt, StageState(state.document, tensors))
+
+    def finish(self) -> None:
+        """Of a job without further iterations, its last step settled: writes what there is, and waits."""
+        self._write_if_final(self._iterations + 1)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write_if_final(self, committed: int) -> None:
+        ready, self._copy = self._copy, None
+        if ready is None or ready.iteration >= committed:
+            return
+        if self._thread is not None and self._thread.is_alive() and ready.iteration < self._iterations:
+            self._said(ready.iteration, "the one before is still being written; a larger --checkpoint-every would help")
+            return
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = threading.Thread(target=self._write, args=(ready,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, copy: _Copy) -> None:
+        options = self._options
+        try:
+            directory = Path(options.wish.directory)
+            whole = write_part(directory, copy.state, self._stage, options.identity, copy.attempt, options.wish.keep)
+        # Whatever it is (a full disk comes as half a dozen types out of torch), training goes on.
+        except Exception as error:
+            self._said(copy.iteration, f"stage {self._stage}: {type(error).__name__}: {error}".splitlines()[0])
+        else:
+            if whole:
+                self._said(copy.iteration, None)
