@@ -1,0 +1,142 @@
+"""The profiler: bytes counted exactly, times with their spread, and the document that it writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from agent.cli import app
+from agent.gradients import gradient_sum
+from agent.model_shapes import SHAPES, shape_of
+from agent.optimizer import StageOptimizer
+from agent.profile_traffic import measure_traffic
+from agent.profiler import Effort, PartSpec, kept_bytes, measure_part, timing_of
+from agent.stage import Stage
+from planner.errors import InputError
+from planner.job import Problem
+from planner.profiles import load_profile
+from planner.solvers.portfolio import make_plan
+
+BATCH, WIDTH = 32, 128
+FLOATS = 4 * BATCH * WIDTH
+"""Bytes of one activation."""
+
+
+def stack(layers: int) -> PartSpec:
+    def build() -> tuple[Stage, StageOptimizer]:
+        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        gradients = gradient_sum("deterministic", module.parameters(), terms=4)
+        return Stage(module, gradients), StageOptimizer(module, torch.optim.SGD(module.parameters(), 0.1), gradients)
+
+    return PartSpec("stack", build, torch.randn(BATCH, WIDTH), None)
+
+
+def test_bytes_are_those_that_stay() -> None:
+    tensor, taken = kept_bytes(lambda: torch.zeros(1000) + torch.ones(1000))
+    assert taken == 4000 and tensor.numel() == 1000
+    box = [tensor]
+    del tensor
+    assert kept_bytes(box.clear)[1] == -4000
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_stack_of_linears_holds_what_it_must(layers: int) -> None:
+    """Its input and every output until I; for W the input and the output's gradient of every layer."""
+    part, y = measure_part(stack(layers), Effort(repeats=2, warm_up=0))
+    assert isinstance(y, torch.Tensor) and y.shape == (BATCH, WIDTH)
+    assert part.activation_bytes == (layers + 1) * FLOATS
+    assert part.weight_backward_bytes == 2 * layers * FLOATS
+    parameters = layers * (WIDTH**2 + WIDTH)
+    # fp32 weights, and a sum of 8 bytes per element with a few counts.
+    assert part.weight_bytes == 4 * parameters + part.reduced_bytes
+    assert 8 * parameters < part.reduced_bytes < 8 * parameters + 8 * 2 * layers + 64
+    assert part.forward.repeats == 2 and part.forward.median > 0
+
+
+def test_deciles() -> None:
+    timing = timing_of([n / 1000 for n in range(1, 12)])
+    assert (timing.median, timing.p10, timing.p90, timing.repeats) == (6, 2, 10, 11)
+    assert timing.spread == pytest.approx(8 / 6)
+    assert timing_of([0.5]).spread == 0
+
+
+def test_shapes_have_the_size_of_their_names() -> None:
+    assert {name: round(shape.parameters / 1e9, 1) for name, shape in SHAPES.items()} == {
+        "gpt3-medium": 0.4,
+        "gpt3-3.35b": 3.5,
+        "gpt3-6.7b": 6.9,
+    }
+    with pytest.raises(InputError, match="gpt3-medium"):
+        shape_of("gpt5")
+
+
+@pytest.mark.processes
+def test_traffic_between_real_processes() -> None:
+    transfers, reductions = measure_traffic((64, 4096), 4096, 3, repeats=3, warm_up=1)
+    assert len(transfers) == 2 and all(t.repeats == 3 and t.median > 0 for t in transfers)
+    assert reductions is not None and reductions.bytes == 4096
+    assert len(reductions.by_peers) == 2 and all(t.median > 0 for t in reductions.by_peers)
+    assert measure_traffic((), 4096, 1, repeats=1, warm_up=0) == ((), None)
+
+
+@pytest.mark.processes
+def test_a_plan_is_made_from_what_was_measured(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    command = ["-m", "agent", "profile", "--workload", "agent.examples.gpt:Gpt", "--workload-options"]
+    options = ['{"width": 32, "heads": 2, "sequence": 16, "batch": 2}', "--stages", "2", "--micro-batches", "3"]
+    done = subprocess.run(
+        [sys.executable, *command, *options, "--repeats", "3", "--allow-spread", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    made = load_profile(out)
+    assert made.cut == "stages" and len(made.parts) == 2 and made.samples_per_micro_batch == 2
+    assert made.boundary_bytes == 4 * 2 * 16 * 32 and made.reductions is not None
+    job = made.job.job()
+    assert (job.pipelines, job.stages, job.micro_batches, job.time_unit) == (2, 2, 3, "ms")
+    assert all(p.activation_bytes > p.weight_backward_bytes // 2 > 0 for p in job.profiles)
+    assert make_plan(Problem(job), solver="list", time_limit=5).metrics.period > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ([], "--model"),
+        (["--model", "gpt3-medium", "--workload", "a:b"], "--model"),
+        (["--model", "gpt5"], "gpt3-medium"),
+        (["--model", "gpt3-medium", "--stages", "25"], "at most 24"),
+        (["--workload", "no.such:thing"], "--workload"),
+        (["--workload", "agent.examples.gpt:Gpt", "--workload-options", "[]"], "--workload-options"),
+        (["--model", "gpt3-medium", "--repeats", "0"], "--repeats"),
+        (["--model", "gpt3-medium", "--warm-up", "-1"], "--warm-up"),
+        (["--model", "gpt3-medium", "--threads", "1000"], "--threads"),
+        (["--model", "gpt3-medium", "--clock", "sun"], "--clock"),
+        (["--model", "gpt3-medium", "--mode", "slow"], "--mode"),
+        (["--model", "gpt3-medium", "--spread-limit", "nan"], "--spread-limit"),
+        (["--model", "gpt3-medium", "--pipelines", "0"], "pipelines"),
+        (["--model", "gpt3-medium", "--out", "/no/such/folder/x.json"], "--out"),
+    ],
+)
+def test_what_can_not_be_measured_is_said(arguments: list[str], field: str, tmp_path: Path) -> None:
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "profile.json")]
+    done = CliRunner().invoke(app, ["profile", *arguments, *out], catch_exceptions=False)
+    assert done.exit_code == 2 and field in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_times_that_vary_too_much_are_not_written(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    command = ["profile", "--workload", "agent.examples.gpt:Gpt", "--workload-options", '{"width": 32, "sequence": 16}']
+    # No clock gives the same microseconds five times over.
+    sizes = ["--stages", "1", "--pipelines", "1", "--repeats", "5", "--spread-limit", "0", "--out", str(out)]
+    done = CliRunner().invoke(app, [*command, *sizes], catch_exceptions=False)
+    assert done.exit_code == 2 and "stage 0 vary by" in done.stderr and not out.exists()
