@@ -1,0 +1,112 @@
+"""What a simulated run came to, and the one definition of each of its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from planner.simulation.policy_base import SECOND
+
+HOUR = 3600 * SECOND
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Totals of one policy on one trace. Times in microseconds.
+
+    begin: the first iteration's start. last: the last completed iteration's end. end: of the trace.
+    samples, iterations, productive: of the iterations whose work counts, and the time that they took.
+    lost: iterations begun whose work was lost. stalled: without an iteration in flight, from the
+    trace's start on. worker_time: living workers x time. failures: workers lost.
+    rates: (time, samples per second from then on), 0 while nothing trains.
+    """
+
+    policy: str
+    trace: str
+    begin: int | None
+    last: int
+    end: int
+    samples: float
+    iterations: int
+    productive: int
+    lost: int
+    stalled: int
+    worker_time: int
+    failures: int
+    fault_free: float
+    workers: int
+    rates: tuple[tuple[int, float], ...]
+
+    @property
+    def hours(self) -> float:
+        """Of the trace, from its start to its end."""
+        return self.end / HOUR
+
+    @property
+    def window(self) -> int:
+        """From the first iteration's start to the last one's end: what the published averages are over."""
+        return 0 if self.begin is None else max(0, self.last - self.begin)
+
+    @property
+    def average_samples_per_second(self) -> float:
+        """Samples that count, over `window`."""
+        return self.samples * SECOND / self.window if self.window else 0.0
+
+    @property
+    def trace_samples_per_second(self) -> float:
+        """The same over the whole trace, waiting before the start and after the last iteration included."""
+        return self.samples * SECOND / self.end
+
+    @property
+    def ettr(self) -> float:
+        """Time of the iterations that count / wall time from the first start to the end of the trace."""
+        return 0.0 if self.begin is None else self.productive / (self.end - self.begin)
+
+    @property
+    def goodput(self) -> float:
+        """The same, weighted with throughput / fault-free throughput."""
+        if self.begin is None or not self.fault_free:
+            return 0.0
+        return self.samples * SECOND / (self.end - self.begin) / self.fault_free
+
+    @property
+    def worker_hours(self) -> float:
+        """Hours of living workers: what is paid for."""
+        return self.worker_time / HOUR
+
+    @property
+    def worker_hours_wasted(self) -> float:
+        """Those beyond what the samples take on the fault-free job."""
+        if not self.fault_free:
+            return self.worker_hours
+        return self.worker_hours - self.samples / self.fault_free * self.workers / 3600
+
+    def dollars(self, per_worker_hour: float) -> float:
+        return self.worker_hours * per_worker_hour
+
+    def dollars_per_million_samples(self, per_worker_hour: float) -> float | None:
+        """None where nothing was trained."""
+        return self.dollars(per_worker_hour) / self.samples * 1e6 if self.samples else None
+
+    def document(self, model: str, *, price: float | None = None) -> dict[str, Any]:
+        """The JSON object that `python -m planner simulate --json` prints. price: dollars per worker and hour."""
+        out: dict[str, Any] = {
+            "policy": self.policy,
+            "model": model,
+            "trace": self.trace,
+            "average_samples_per_second": self.average_samples_per_second,
+            "goodput": self.goodput,
+            "ettr": self.ettr,
+            "iterations_lost": self.lost,
+            "failures": self.failures,
+            "hours": self.hours,
+            "iterations": self.iterations,
+            "trace_samples_per_second": self.trace_samples_per_second,
+            "fault_free_samples_per_second": self.fault_free,
+            "worker_hours": self.worker_hours,
+            "worker_hours_wasted": self.worker_hours_wasted,
+        }
+        if price is not None:
+            out["dollars"] = self.dollars(price)
+            out["dollars_per_million_samples"] = self.dollars_per_million_samples(price)
+        return out

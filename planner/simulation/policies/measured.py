@@ -1,0 +1,54 @@
+"""What the policies that play measured tables share: the pace by node count, and when they start."""
+
+from __future__ import annotations
+
+from planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop, cut_to_milliseconds
+from planner.simulation.tables import Costs, NodeTable
+
+# Nodes that make no pipeline any more, in the seeds' simulations: they take 12 stages throughout.
+STAGES = 12
+# From a node's arrival until it can train.
+READY_AFTER = 45 * SECOND
+
+
+class Measured:
+    """A policy over samples per second by node count.
+
+    A node that comes while the job trains takes part from the next reconfiguration on.
+    """
+
+    name = ""
+
+    def __init__(self, throughput: NodeTable, costs: Costs) -> None:
+        self.throughput = throughput
+        self.costs = costs
+        self.fault_free = throughput.best
+        self.workers = max(throughput.by_nodes)
+
+    def pause(self, nodes: int) -> int:
+        """Microseconds from a loss that leaves so many nodes until training goes on."""
+        return 0 if self.costs.pause is None else round(self.costs.pause.at(nodes) * SECOND)
+
+    def start(self, nodes: int) -> Reaction:
+        """The first start, and every one after a standstill."""
+        return Stop(self.pause(nodes))
+
+    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+        if not training and not paused:
+            return self.start(cluster.usable) if change.ready else Keep()
+        if not change.lost:
+            return Keep()
+        return self.loss(cluster.usable)
+
+    def loss(self, left: int) -> Reaction:
+        """Nodes were lost; so many are left."""
+        return Stop(self.pause(left))
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        return Keep()
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        rate = self.throughput.at(cluster.usable)
+        if cluster.usable < STAGES or not rate:
+            return None
+        return Pace(cut_to_milliseconds(self.costs.samples / rate), self.costs.samples)
