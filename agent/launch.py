@@ -19,7 +19,7 @@ from agent.checkpointing import CheckpointOptions
 from agent.coordination import Coordination, Deploy, Halt
 from agent.faults import Kill, Rejoin
 from agent.loop import LoopOptions
-from agent.processes import ProcessPool, WorkerProcess
+from agent.processes import ProcessPool, WorkerProcess, preload
 from agent.protocol import Command, Deployment, Iteration
 from agent.recipe import Recipe
 from agent.record import DivergedError, Recorded, RunRecord
@@ -77,7 +77,7 @@ class Launcher:
         pool: ProcessPool | None = None,
     ) -> None:
         self._options, self._coordination, self._listener = options, coordination, listener
-        self._pool = pool or ProcessPool(worker.main, worker.preload(options.workload))
+        self._pool = pool or ProcessPool(worker.main, preload(options.workload))
         self._store = RendezvousStore(self._pool.context, self._pool.host)
         begin = options.checkpoints.resumed_at if options.checkpoints else 0
         self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)

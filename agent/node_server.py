@@ -16,7 +16,7 @@ from agent import channel, worker
 from agent.client import Backoff
 from agent.frames import Frames, NotTrusted, greet
 from agent.node_wire import MACHINE, decode_spec
-from agent.processes import ProcessPool, WorkerProcess
+from agent.processes import ProcessPool, WorkerProcess, preload
 from planner.job import Worker
 
 Say = Callable[[str], None]
@@ -141,7 +141,7 @@ class NodeServer:
     def _start(self, document: dict[str, Any]) -> None:
         spec = decode_spec(document, self._token)
         if self._pool is None:
-            self._pool = ProcessPool(worker.main, worker.preload(spec.workload))
+            self._pool = ProcessPool(worker.main, preload(spec.workload))
         # The pool files processes by cell; here one cell may have several, as workers migrate.
         self._started += 1
         entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic())

@@ -25,8 +25,8 @@ from agent.frames import Frames, NotTrusted, greet
 from agent.node_role import NodeRole
 from agent.node_wire import MACHINE, by_name, encode_spec, publish_lead
 from agent.placement import place, stand_in
-from agent.processes import ProcessPool, WorkerProcess
-from agent.worker import WorkerSpec, main, preload
+from agent.processes import ProcessPool, WorkerProcess, preload
+from agent.worker import WorkerSpec, main
 from agent.workload import WorkloadSource
 from planner.errors import InputError
 from planner.job import Job, Worker

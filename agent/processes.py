@@ -16,11 +16,13 @@ import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from agent import channel
+from agent.workload import WorkloadSource
 from planner.job import Worker
 
 
@@ -61,18 +63,30 @@ class WorkerProcess:
         return f"ended with exit code {code}" + (f" ({self.error})" if self.error else "")
 
 
+def preload(workload: WorkloadSource) -> list[str]:
+    """Modules that the server imports once, for all workers. Of torch, those that it imports by itself
+    with the first optimizer and the first backward: more than a second, in every worker anew."""
+    return ["agent.worker", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", *workload.modules]
+
+
+def start_server(preload: list[str]) -> None:
+    """Starts the server that forks workers, unless it runs; it imports `preload` while the caller goes on."""
+    # Before the server starts: its libraries size their thread pools from the environment.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Broken connections are this program's daily bread; c10d would print a stack for each.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    forkserver.ensure_running()
+
+
 class ProcessPool:
     """Starts and keeps the processes. host: address of this node, as all workers of the job reach it."""
 
     host = "127.0.0.1"
 
     def __init__(self, target: Callable[..., None], preload: list[str]) -> None:
-        # Before the server starts: its libraries size their thread pools from the environment.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        # Broken connections are this program's daily bread; c10d would print a stack for each.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        start_server(preload)
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(preload)
         self._target = target
         self.running: dict[Worker, WorkerProcess] = {}
         self._aside: list[WorkerProcess] = []

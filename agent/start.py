@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from agent.client import ConsoleClient, check_url
 from agent.faults import Kill, Rejoin
 from agent.node_role import NodeRole
+from agent.processes import preload, start_server
 from agent.protocol import JobSpec
 from agent.recipe import CheckpointWish, Recipe
 from planner.catalog import Catalog
@@ -93,6 +94,8 @@ def make_launcher(
 
     Raises InputError, ConsoleUnavailable or ConsoleRefused.
     """
+    # It takes as long to import torch as this process does, so both do it at the same time.
+    start_server(preload(options.workload))
     from agent import launch
     from agent.boundaries import boundaries_of
     from agent.console_link import ConsoleCoordination, create_job

@@ -52,12 +52,6 @@ class WorkerSpec:
     address: str = LOOPBACK
 
 
-def preload(workload: WorkloadSource) -> list[str]:
-    """Modules that the server of worker processes imports once, for all of them."""
-    # The last one torch imports by itself in the first backward, half a second in every worker.
-    return ["agent.worker", *workload.modules, "torch.fx.experimental.symbolic_shapes"]
-
-
 def main(spec: WorkerSpec, pipe: Connection) -> None:
     """Runs until the job is over, then returns; exits otherwise with one of the codes above."""
     # Ctrl-C reaches the whole terminal group; the launcher decides what it means.

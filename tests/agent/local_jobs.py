@@ -1,0 +1,124 @@
+"""Real jobs without a console, run inside the test process: tests see and disturb them as they go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from agent.coordination import LocalCoordination
+from agent.faults import Kill
+from agent.launch import Launcher, LaunchOptions, Stopped
+from agent.recipe import Recipe
+from agent.workload import NamedWorkload
+from planner.catalog import Catalog
+from planner.job import Job, MemoryLimit, Technique, Worker
+
+Message = dict[str, Any]
+TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
+ENDLESS = 100_000
+
+
+class LocalJob:
+    """One job. on_line: called with the job and each line of the record. on_message: with the job, the
+    worker's name and each message that counts, before the launcher acts on it. on_epoch: with the job
+    and each deployment, when it has been sent."""
+
+    def __init__(
+        self,
+        *,
+        pipelines: int = 2,
+        stages: int = 3,
+        micro_batches: int = 4,
+        iterations: int = ENDLESS,
+        kills: tuple[str, ...] = (),
+        pace: float = 0.0,
+        hang_seconds: float = 60.0,
+        grace: float = 0.3,
+        recipe: Recipe | None = None,
+        on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
+        on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
+        on_epoch: Callable[[LocalJob, Any], None] = lambda job, deployment: None,
+        **coordination: Any,
+    ) -> None:
+        job = Job(pipelines, stages, micro_batches)
+        self.lines: list[Message] = []
+        self.messages: list[tuple[str, Message]] = []
+        self.void: list[Message] = []
+        self._on_line, self._on_message, self._on_epoch = on_line, on_message, on_epoch
+        catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+        self.launcher = _WatchedLauncher(
+            LaunchOptions(
+                job=job,
+                iterations=iterations,
+                seed=0,
+                workload=NamedWorkload("agent.examples.gpt:Gpt", TINY),
+                pace=dict.fromkeys("FIW", pace) if pace else {},
+                kills=tuple(Kill.parse(text, job) for text in kills),
+                recipe=recipe or Recipe(),
+                hang_seconds=hang_seconds,
+            ),
+            LocalCoordination(catalog, grace=grace, **coordination),
+            self._hear_line,
+        )
+        self.launcher.job = self
+
+    def run(self) -> LocalJob:
+        """To its end, or until `stop`."""
+        with contextlib.suppress(Stopped):
+            self.launcher.run()
+        return self
+
+    def stop(self) -> None:
+        self.launcher.stop(signal.SIGTERM)
+
+    def signal(self, name: str, number: int) -> None:
+        os.kill(self.launcher.pids[name], number)
+
+    def start(self, name: str) -> None:
+        """A new process for a cell whose process is gone."""
+        self.launcher._start(Worker.parse(name), joins=True)
+
+    @property
+    def iterations(self) -> list[Message]:
+        return [line for line in self.lines if "iteration" in line]
+
+    @property
+    def losses(self) -> list[str]:
+        return [line["loss"] for line in self.iterations]
+
+    @property
+    def dead(self) -> list[str]:
+        return sorted(line["failure"]["worker"] for line in self.lines if "failure" in line)
+
+    def said(self, kind: str, **fields: Any) -> list[str]:
+        """Who said so, in order."""
+        return [w for w, m in self.messages if m["kind"] == kind and fields.items() <= m.items()]
+
+    def _hear_line(self, line: Message) -> None:
+        self.lines.append(line)
+        self._on_line(self, line)
+
+
+class _WatchedLauncher(Launcher):
+    job: LocalJob
+
+    def _hear(self, entry: Any, message: Message) -> None:
+        if entry.put_out:
+            self.job.void.append(message)
+        else:
+            self.job.messages.append((str(entry.worker), message))
+            self.job._on_message(self.job, str(entry.worker), message)
+        super()._hear(entry, message)
+
+    def _send_deployments(self, after: int | None) -> None:
+        super()._send_deployments(after)
+        assert self._deployed is not None
+        self.job._on_epoch(self.job, self._deployed[0])
+
+
+def fault_free_losses(iterations: int, **grid: Any) -> list[str]:
+    """What a job of that many iterations computes when nothing happens to it."""
+    return LocalJob(iterations=iterations, **grid).run().losses

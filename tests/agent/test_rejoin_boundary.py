@@ -1,0 +1,62 @@
+"""A worker that returns: the others finish what they are at, let it in at a boundary, and go on."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from tests.agent.local_jobs import LocalJob, fault_free_losses
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+
+GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
+
+
+def _return_after_death(job: LocalJob, line: dict[str, Any]) -> None:
+    """W1_1 is dead from iteration 1 on; it is started anew, and the job ends when it has trained a while."""
+    if "failure" in line:
+        job.start("W1_1")
+    full = [i for i in job.iterations if i["living"] == 4 and i["epoch"] > 1]
+    if len(full) >= 4:
+        job.stop()
+
+
+def test_nothing_is_redone_and_the_bits_stay() -> None:
+    job = LocalJob(**GRID, kills=("W1_1@1:I1",), on_line=_return_after_death).run()
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
+    assert job.dead == ["W1_1"]
+    # Three members left epoch 2, each between two iterations and with nothing in flight...
+    assert sorted(job.said("left", epoch=2, whole=True)) == ["W0_0", "W0_1", "W1_0"]
+    assert not job.said("left", epoch=2, whole=False) and not job.said("broken", epoch=2)
+    # ... all four entered epoch 3 with the same iteration, the first that the record counts to it.
+    (entered,) = {m["iteration"] for _, m in job.messages if m["kind"] == "formed" and m["epoch"] == 3}
+    assert len(job.said("formed", epoch=3)) == 4
+    assert next(i["iteration"] for i in job.iterations if i["epoch"] == 3) == entered
+    assert [i["iteration"] for i in job.iterations] == list(range(len(job.iterations)))
+
+
+@pytest.mark.parametrize("victim", ["W1_1", "W0_1", "W0_0"])
+def test_a_death_while_a_newcomer_enters(victim: str) -> None:
+    """Of the newcomer itself, of the peer that hands it the state (with which the stage would be gone, so
+    here there are three), or of somebody else."""
+    grid = GRID | {"pipelines": 3}
+    struck = []
+
+    def strike(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
+        # The first to be in epoch 3 has no state to hand over or to take: the others are at it now.
+        if message["kind"] == "formed" and message["epoch"] == 3 and not struck:
+            struck.append(victim)
+            job.signal(victim, signal.SIGKILL)
+
+    def until_it_trains(job: LocalJob, line: dict[str, Any]) -> None:
+        if "failure" in line and not struck:
+            job.start("W1_1")
+        if struck and len([i for i in job.iterations if i["epoch"] > 3]) >= 3:
+            job.stop()
+
+    job = LocalJob(**grid, kills=("W1_1@1:I1",), on_message=strike, on_line=until_it_trains).run()
+    assert job.losses == fault_free_losses(len(job.losses), **grid)
+    assert job.dead == sorted(["W1_1", victim])
+    assert job.iterations[-1]["living"] == 5

@@ -1,0 +1,49 @@
+"""The store through which groups form is killed: trainers don't notice, and the next epoch forms anew."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from tests.agent.local_jobs import LocalJob, fault_free_losses
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+
+GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
+ITERATIONS = 8
+
+
+@pytest.fixture(scope="module")
+def losses() -> list[str]:
+    return fault_free_losses(ITERATIONS, **GRID)
+
+
+def test_while_all_train_and_a_worker_dies_afterwards(losses: list[str]) -> None:
+    def strike(job: LocalJob, line: dict[str, Any]) -> None:
+        if line.get("iteration") == 1:
+            job.signal("store", signal.SIGKILL)
+
+    job = LocalJob(**GRID, iterations=ITERATIONS, kills=("W0_1@5:F1",), on_line=strike).run()
+    assert job.losses == losses and job.dead == ["W0_1"]
+    assert [line["epoch"] for line in job.iterations] == [1] * 5 + [2] * 3, "the store's death opened no epoch"
+
+
+def test_while_an_epoch_forms(losses: list[str]) -> None:
+    def strike(job: LocalJob, deployment: Any) -> None:
+        if deployment.epoch == 2:
+            job.signal("store", signal.SIGKILL)
+
+    job = LocalJob(**GRID, iterations=ITERATIONS, kills=("W0_1@2:F1",), on_epoch=strike).run()
+    assert job.losses == losses and job.dead == ["W0_1"]
+    assert job.iterations[-1]["living"] == 3
+
+
+def test_before_anybody_has_met(losses: list[str]) -> None:
+    def strike(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
+        if message["kind"] == "ready" and worker == "W0_0":
+            job.signal("store", signal.SIGKILL)
+
+    job = LocalJob(**GRID, iterations=ITERATIONS, on_message=strike).run()
+    assert job.losses == losses and not job.dead
