@@ -20,6 +20,7 @@ from agent.start import StartOptions, make_launcher, parse_pace
 from agent.workload import NamedWorkload
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
+from planner.profiles import load_profile
 
 
 def launch(
@@ -35,6 +36,9 @@ def launch(
     technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
     memory: Annotated[str, typer.Option(help="1f1b, uniform, none or a number of micro-batches.")] = "uniform",
     pace: Annotated[str | None, typer.Option(help="F=40ms,I=40ms,W=40ms: stretch each op to this.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured op times to plan with: a file of `profile`, or a shipped one's name.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of parameters, data and dropout.")] = 0,
     name: Annotated[str, typer.Option(help="What the console calls the job.")] = "gpt",
     demo: Annotated[bool, typer.Option(help="Let the console kill and restart these processes.")] = False,
@@ -72,7 +76,12 @@ def launch(
         if resume is not None and checkpoint is None:
             raise InputError("--resume", resume, "--checkpoint too, with the folder to resume from")
         paced = parse_pace(pace)
-        job = Job.uniform(pipelines, stages, micro_batches, durations=paced, time_unit="ms" if pace else "slot")
+        if profile is None:
+            job = Job.uniform(pipelines, stages, micro_batches, durations=paced, time_unit="ms" if pace else "slot")
+        elif pace is not None:
+            raise InputError("--pace", pace, "nothing beside --profile, which says how long the ops take")
+        else:
+            job = load_profile(profile).job_for(pipelines, stages, micro_batches)
         options = StartOptions(
             job=job,
             iterations=iterations,
