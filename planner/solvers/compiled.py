@@ -1,4 +1,4 @@
-"""The event loop of `dispatch`, compiled where numba is installed and the problem is large.
+"""The loops of `dispatch` and `windows`, compiled where numba is installed and the problem is large.
 
 Same source, same results. Without numba it runs as plain Python on lists, more than 20 times slower.
 """
@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from planner.solvers import dispatch as source
+from planner.solvers import dispatch, windows
 
 # Below this many ops plain Python is done before numba has been imported.
 WORTH_COMPILING = 15_000
@@ -30,19 +30,28 @@ def compiled_functions() -> tuple[Callable[..., int], Callable[..., None]]:
 
     Raises ImportError without numba.
     """
+    return _build(dispatch, dispatch.dispatch, **_heap()), _build(dispatch, dispatch.retime)
+
+
+@lru_cache(maxsize=1)
+def compiled_windows() -> dict[str, Callable[..., Any]]:
+    """The functions of `windows` in the same way, by name."""
+    loops = {f.__name__: _build(windows, f) for f in (windows.mirror, windows.earliest, windows.weight_starts)}
+    return {**loops, "redispatch": _build(windows, windows.redispatch, **_heap())}
+
+
+@lru_cache(maxsize=1)
+def _heap() -> dict[str, Any]:
+    """The loops must call the compiled heap functions, which they find among their globals."""
+    return {"push": _build(dispatch, dispatch.push), "pop": _build(dispatch, dispatch.pop)}
+
+
+def _build(module: types.ModuleType, function: Callable[..., Any], **names: Any) -> Any:
     import numba
 
-    def build(function: Callable[..., Any], **names: Any) -> Any:
-        # The loop must call the compiled heap functions, which it finds among its globals.
-        twin = types.FunctionType(
-            function.__code__, {**vars(source), **names}, function.__name__, function.__defaults__
-        )
-        twin.__module__, twin.__qualname__ = source.__name__, function.__qualname__
-        try:
-            return numba.njit(cache=True)(twin)
-        except RuntimeError:  # no folder to cache in
-            return numba.njit(twin)
-
-    loop: Callable[..., int] = build(source.dispatch, push=build(source.push), pop=build(source.pop))
-    again: Callable[..., None] = build(source.retime)
-    return loop, again
+    twin = types.FunctionType(function.__code__, {**vars(module), **names}, function.__name__, function.__defaults__)
+    twin.__module__, twin.__qualname__ = module.__name__, function.__qualname__
+    try:
+        return numba.njit(cache=True)(twin)
+    except RuntimeError:  # no folder to cache in
+        return numba.njit(twin)

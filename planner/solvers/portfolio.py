@@ -14,6 +14,7 @@ from planner.plan import MetricsDoc, Plan, SolverDoc
 from planner.schedule import Schedule
 from planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
 from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.rearranger import Rearranger, rearrangeable
 from planner.solvers.tuning import Tuner
 
 SOLVERS = ("auto", "list", "cp-sat", "milp")
@@ -51,7 +52,7 @@ def best_solution(
 
     solver: `list` only the list scheduler; `cp-sat`, `milp` the list scheduler's schedule
     improved by that solver; `auto` the list scheduler and, while the gap is open, local search
-    over its settings, then CP-SAT.
+    over its settings and over windows of the order, then CP-SAT.
     time_limit: seconds. Raises InputError and InfeasibleError.
     """
     if solver not in SOLVERS:
@@ -139,11 +140,14 @@ def _exact(name: str) -> Solver | None:
         raise InputError("--solver", name, f"list, as OR-Tools can't be loaded here ({error})") from None
 
 
-def _steps(solver: str, problem: Problem) -> list[tuple[Callable[[], Solver | None], float]]:
+Step = tuple[Callable[[], Solver | None], float]
+
+
+def _steps(solver: str, problem: Problem) -> list[Step]:
     """What follows the list scheduler, each with its share of the time left.
 
-    The larger the grid, the less CP-SAT can do for it and the more the local search does. Without
-    failures CP-SAT solves for one pipeline of a grid of any size.
+    The larger the grid, the less CP-SAT can do for it and the more the searches over settings and over
+    windows do. Without failures CP-SAT solves for one pipeline of a grid of any size.
     """
     if solver == "list":
         return []
@@ -151,10 +155,15 @@ def _steps(solver: str, problem: Problem) -> list[tuple[Callable[[], Solver | No
         return [(lambda: _exact(solver), 1.0)]
     job = problem.job
     ops = 3 * job.pipelines * job.stages * job.micro_batches
-    if problem.failed and ops > HUGE:
-        return [(Tuner, 1.0)]
-    share = 0.05 if ops <= SMALL else 0.5 if ops <= LARGE else 0.8
-    return [(Tuner, share), (lambda: _exact(solver), 1.0)]
+    exact: Step = (lambda: _exact(solver), 1.0)
+    huge = bool(problem.failed) and ops > HUGE
+    if ops <= SMALL:
+        return [(Tuner, 0.05), exact]
+    if not rearrangeable(problem):
+        return [(Tuner, 1.0)] if huge else [(Tuner, 0.5 if ops <= LARGE else 0.8), exact]
+    if huge:
+        return [(Tuner, 0.1), (Rearranger, 1.0)]
+    return [(Tuner, 0.1), (Rearranger, 0.5 if ops <= LARGE else 0.85), exact]
 
 
 def _better(first: Solution, second: Solution) -> Solution:

@@ -138,7 +138,7 @@ class Table:
         if settings.alike:
             free = self._zeros(self.workers)
             again(self.n, self.route, *self.times, *self.transfers, split, sequence, started, *starts, free)
-        return self._result(starts, settings.split)
+        return self.result(starts, settings.split)
 
     def schedule(self, result: Result) -> Schedule:
         return ArraySchedule(self, result)
@@ -164,8 +164,8 @@ class Table:
             rows[w].append(item)
         return rows
 
-    def _result(self, starts: tuple[Any, Any, Any], split: str) -> Result:
-        """first, last and period, by the definitions of planner.schedule."""
+    def result(self, starts: tuple[Any, Any, Any], split: str = "all") -> Result:
+        """first, last and period of such starts, by the definitions of planner.schedule."""
         job, n = self.problem.job, self.n
         forward, backward, weight = starts
         flags = self.split(split)

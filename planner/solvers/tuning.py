@@ -57,7 +57,7 @@ class Tuner:
         def over() -> bool:
             return time.perf_counter() - begin > time_limit or bool(cancelled and cancelled())
 
-        table = _table(_searched(problem), time_limit)
+        table = _table(searched(problem), time_limit)
         pool = self._pool(table, bound, over)
         best, chosen = pool[0]
         noise = random.Random(self._seed)
@@ -95,7 +95,7 @@ class Tuner:
         return tried
 
 
-def _searched(problem: Problem) -> Problem:
+def searched(problem: Problem) -> Problem:
     """What to search on: one pipeline where all are alike, else the problem itself."""
     job = problem.job
     if problem.failed or job.pipelines == 1 or job.speeds:

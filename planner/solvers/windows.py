@@ -1,0 +1,414 @@
+"""The loops of the window search: times of a given order of ops, and a part of it dispatched anew.
+
+An *order* lists all compute ops so that none comes before one that it waits for. It fixes the
+schedule: each op starts as early (or as late) as the ops of its own worker and its micro-batch allow.
+Code of an op: F is its item, I is items + item, W is 2 items + worker. W's are nameless: a worker's
+k-th W is that of its k-th I, which is no loss, since they last equally long and nothing but memory, a
+count, follows them. Memory needs no look at the times: how much a worker holds depends on the order.
+
+Read backwards an iteration is one as well. Micro-batches come down the stages as I's and go up again
+as F's; each W comes some time before its I instead of after it, and a worker holds a micro-batch from
+its W's start to its F's end. So *down* is F forwards and I backwards, *up* is I and F, and the same
+loops serve both directions. What a dispatcher sees ahead of it, it packs well; towards the end it
+must live with what is left. Going forwards it packs the warm-up, going backwards the cool-down.
+
+Indices as in dispatch: worker = stage * pipelines + pipeline; item = stage * n + micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence, Sequence
+from heapq import heappop, heappush
+
+from planner.solvers.dispatch import pop, push
+
+WINDOW_STATE = 14  # numbers that `redispatch` keeps per worker
+
+Ints = Sequence[int]
+Buffer = MutableSequence[int]
+
+
+def mirror(order: Ints, items: int, out: Buffer) -> None:
+    """Writes `order` read backwards to `out`: its last op first, F's and I's exchanged."""
+    last = len(order) - 1
+    for k in range(len(order)):
+        code = order[k]
+        if code < items:
+            code += items
+        elif code < 2 * items:
+            code -= items
+        out[last - k] = code
+
+
+def earliest(
+    n: int,
+    route: Ints,
+    down: Ints,
+    up: Ints,
+    weight: Ints,
+    transfer_down: Ints,
+    transfer_up: Ints,
+    release: Ints,
+    order: Ints,
+    count: int,
+    start_down: Buffer,
+    start_up: Buffer,
+    free: Buffer,
+    first: Buffer,
+    last: Buffer,
+) -> None:
+    """Starts the first `count` ops of `order` as early as the order and the stages' `release` allow.
+
+    Fills start_down and start_up by item, free by worker (when its last op has ended), first and last
+    by stage (its first start and its last end; release for both where it has no op).
+    down, up, weight: ticks by worker.
+    """
+    items = len(route)
+    stages = items // n
+    pipelines = len(down) // stages
+    for w in range(len(down)):
+        free[w] = release[w // pipelines]
+    for s in range(stages):
+        first[s] = -1
+        last[s] = release[s]
+    for k in range(count):
+        code = order[k]
+        if code >= 2 * items:
+            w = code - 2 * items
+            s = w // pipelines
+            start = free[w]
+            end = start + weight[w]
+        elif code >= items:
+            item = code - items
+            s = item // n
+            w = route[item]
+            start = free[w]
+            if s < stages - 1:
+                start = max(start, start_up[item + n] + up[route[item + n]] + transfer_up[s])
+            start_up[item] = start
+            end = start + up[w]
+        else:
+            s = code // n
+            w = route[code]
+            start = free[w]
+            if s > 0:
+                start = max(start, start_down[code - n] + down[route[code - n]] + transfer_down[s - 1])
+            start_down[code] = start
+            end = start + down[w]
+        free[w] = end
+        if first[s] < 0 or start < first[s]:
+            first[s] = start
+        last[s] = max(last[s], end)
+    for s in range(stages):
+        if first[s] < 0:
+            first[s] = release[s]
+
+
+def weight_starts(
+    route: Ints,
+    down: Ints,
+    up: Ints,
+    weight: Ints,
+    order: Ints,
+    start_down: Ints,
+    start_up: Ints,
+    base: Ints,
+    free: Buffer,
+    started: Buffer,
+    start_weight: Buffer,
+) -> None:
+    """Fills start_weight: worker w's k-th W at base[w] + k, when the op before it on w ends. free, started:
+    zeros by worker."""
+    items = len(route)
+    for k in range(len(order)):
+        code = order[k]
+        if code >= 2 * items:
+            w = code - 2 * items
+            start_weight[base[w] + started[w]] = free[w]
+            started[w] += 1
+            free[w] += weight[w]
+        elif code >= items:
+            w = route[code - items]
+            free[w] = start_up[code - items] + up[w]
+        else:
+            w = route[code]
+            free[w] = start_down[code] + down[w]
+
+
+def redispatch(
+    pipelines: int,
+    n: int,
+    route: Ints,
+    down: Ints,
+    up: Ints,
+    weight: Ints,
+    transfer_down: Ints,
+    transfer_up: Ints,
+    backwards: int,
+    capacity: Ints,
+    key_down: Ints,
+    key_up: Ints,
+    depth: Ints,
+    final: Ints,
+    open_limit: Ints,
+    patience: Ints,
+    patience_w: Ints,
+    slack: Buffer,
+    base: Ints,
+    begin: int,
+    end: int,
+    start_down: Ints,
+    start_up: Ints,
+    free: Ints,
+    ready_down: Buffer,
+    ready_up: Buffer,
+    part: Buffer,
+    state: Buffer,
+    dirty: Buffer,
+    order: Buffer,
+) -> int:
+    """Puts order[begin:end] in the order in which this event loop starts the ops; returns how many it
+    started. When that is fewer than end - begin, memory locked it, and `order` is what it was.
+
+    The rules are those of `dispatch`, with down for F and up for I. Backwards, a W is there for the
+    taking, but takes memory; a micro-batch can come down only when a W has been run for it; and
+    open_limit does not count.
+
+    start_down, start_up, free: of the ops before the window, as `earliest` gives them. slack: the latest
+    tick at which each worker may begin all its work. part: 5 items zeros; state: WINDOW_STATE zeros per
+    worker.
+    """
+    items = len(route)
+    stages = items // n
+    workers = len(down)
+    never = -(1 << 40)
+    # One event is time * codes + code: below `workers` a worker is free, above an arrival.
+    codes = workers + 2 * items
+    size_down = 0
+    size_up = workers
+    stock = 2 * workers  # W's that may run (forwards), micro-batches that may come down (backwards)
+    held = 3 * workers  # activations
+    ahead = 4 * workers  # micro-batches that came down and go up in this window, or are yet to
+    kind = 5 * workers  # of the running op: 1 down, 2 up, 3 W; 9 in the part before the window
+    current = 6 * workers
+    marked = 7 * workers
+    due_down = 8 * workers
+    due_up = 9 * workers
+    left_down = 10 * workers
+    left_w = 11 * workers
+    for w in range(workers):
+        state[due_down + w] = never
+        state[due_up + w] = never
+        state[kind + w] = 9
+    # part: of each down (item) and up (items + item): 0 after the window, 1 inside, 2 before.
+    for k in range(begin):
+        code = order[k]
+        if code >= 2 * items:
+            w = code - 2 * items
+            slack[w] += weight[w]
+            if backwards:
+                state[held + w] += 1
+                state[stock + w] += 1
+            else:
+                state[held + w] -= 1
+                state[stock + w] -= 1
+            continue
+        part[code] = 2
+        w = route[code % items]
+        if code < items:
+            slack[w] += down[w]
+            state[ahead + w] += 1
+            if backwards:
+                state[stock + w] -= 1
+            else:
+                state[held + w] += 1
+        else:
+            slack[w] += up[w]
+            state[ahead + w] -= 1
+            if backwards:
+                state[held + w] -= 1
+            else:
+                state[stock + w] += 1
+    for k in range(begin, end):
+        code = order[k]
+        if code >= 2 * items:
+            state[left_w + code - 2 * items] += 1
+        else:
+            part[code] = 1
+            if code < items:
+                state[left_down + route[code]] += 1
+    events = [0]
+    heappop(events)
+    for w in range(workers):
+        heappush(events, free[w] * codes + w)
+    for item in range(items):
+        s = item // n
+        w = route[item]
+        if part[item] == 2 and part[items + item] == 0:
+            state[ahead + w] -= 1  # it stays down for good
+        if part[item] == 1 and (s == 0 or part[item - n] == 2):
+            at = free[w]
+            if s > 0:
+                at = start_down[item - n] + down[route[item - n]] + transfer_down[s - 1]
+            heappush(events, at * codes + workers + item)
+        if part[items + item] == 1:
+            if s == stages - 1:
+                if part[item] == 2:
+                    at = start_down[item] + down[w]
+                    heappush(events, at * codes + workers + items + item)
+            elif part[items + item + n] == 2:
+                at = start_up[item + n] + up[route[item + n]] + transfer_up[s]
+                heappush(events, at * codes + workers + items + item)
+    started = 0
+    n_dirty = 0
+    while len(events) > 0:
+        now = events[0] // codes
+        while len(events) > 0 and events[0] // codes == now:
+            code = heappop(events) - now * codes
+            if code < workers:
+                w = code
+                s = w // pipelines
+                done = state[kind + w]
+                item = s * n + state[current + w]
+                state[kind + w] = 0
+                if state[marked + w] == 0:
+                    state[marked + w] = 1
+                    dirty[n_dirty] = w
+                    n_dirty += 1
+                if done == 3 and not backwards:
+                    state[held + w] -= 1
+                if done == 1:
+                    if s == stages - 1:
+                        if part[items + item] != 1:
+                            continue
+                        code = workers + items + item
+                    else:
+                        if part[item + n] != 1:
+                            continue
+                        code = workers + item + n
+                        if transfer_down[s] > 0:
+                            heappush(events, (now + transfer_down[s]) * codes + code)
+                            continue
+                elif done == 2:
+                    if backwards:
+                        state[held + w] -= 1
+                    else:
+                        state[stock + w] += 1
+                    if s == 0 or part[items + item - n] != 1:
+                        continue
+                    code = workers + items + item - n
+                    if transfer_up[s - 1] > 0:
+                        heappush(events, (now + transfer_up[s - 1]) * codes + code)
+                        continue
+                else:
+                    continue
+            item = code - workers
+            if item < items:
+                w = route[item]
+                push(ready_down, base[w], state[size_down + w], key_down[item] * n + item % n)
+                state[size_down + w] += 1
+            else:
+                item -= items
+                w = route[item]
+                push(ready_up, base[w], state[size_up + w], key_up[item] * n + item % n)
+                state[size_up + w] += 1
+            if state[marked + w] == 0:
+                state[marked + w] = 1
+                dirty[n_dirty] = w
+                n_dirty += 1
+        for k in range(n_dirty):
+            w = dirty[k]
+            state[marked + w] = 0
+            if state[kind + w] != 0:
+                continue
+            s = w // pipelines
+            full = state[held + w] >= capacity[s]
+            if backwards:
+                may_w = state[left_w + w] > 0 and not full
+                may_down = state[size_down + w] > 0 and (state[stock + w] > 0 or may_w)
+                forced = False
+            else:
+                may_w = state[left_w + w] > 0 and state[stock + w] > 0
+                may_down = state[size_down + w] > 0 and not full
+                forced = may_w and state[left_down + w] > 0 and state[stock + w] >= open_limit[s]
+            waits = True
+            if forced:
+                choice = 3
+            elif may_down and (state[ahead + w] < depth[s] or state[left_down + w] <= final[s]):
+                choice = 1
+                waits = False
+            elif state[size_up + w] > 0:
+                choice = 2
+            elif may_down:
+                choice = 1
+            elif may_w:
+                choice = 3
+            else:
+                continue
+            if choice == 1 and backwards and state[stock + w] == 0:
+                choice = 3
+            if waits and choice != 2:
+                length = down[w] if choice == 1 else weight[w]
+                wait = state[due_up + w] - now
+                if 0 < wait < length and wait * 100 < patience[s] * (length - wait) and now + wait <= slack[w]:
+                    continue
+                wait = state[due_down + w] - now
+                if (
+                    choice == 3
+                    and 0 < wait < length
+                    and wait * 100 < patience_w[s] * (length - wait)
+                    and now + wait <= slack[w]
+                    and not (backwards and state[stock + w] == 0)
+                ):
+                    continue
+            if choice == 1:
+                m = pop(ready_down, base[w], state[size_down + w]) % n
+                state[size_down + w] -= 1
+                state[left_down + w] -= 1
+                item = s * n + m
+                if part[items + item] == 1:
+                    state[ahead + w] += 1
+                if backwards:
+                    state[stock + w] -= 1
+                else:
+                    state[held + w] += 1
+                length = down[w]
+                code = item
+                if s < stages - 1 and part[item + n] == 1:
+                    other = route[item + n]
+                    arrival = now + length + transfer_down[s]
+                    if state[due_down + other] <= now or arrival < state[due_down + other]:
+                        state[due_down + other] = arrival
+            elif choice == 2:
+                m = pop(ready_up, base[w], state[size_up + w]) % n
+                state[size_up + w] -= 1
+                state[ahead + w] -= 1
+                item = s * n + m
+                length = up[w]
+                code = items + item
+                if s > 0 and part[code - n] == 1:
+                    other = route[item - n]
+                    arrival = now + length + transfer_up[s - 1]
+                    if state[due_up + other] <= now or arrival < state[due_up + other]:
+                        state[due_up + other] = arrival
+            else:
+                m = 0
+                state[left_w + w] -= 1
+                if backwards:
+                    state[stock + w] += 1
+                    state[held + w] += 1
+                else:
+                    state[stock + w] -= 1
+                length = weight[w]
+                code = 2 * items + w
+            slack[w] += length
+            state[kind + w] = choice
+            state[current + w] = m
+            part[2 * items + started] = code
+            started += 1
+            heappush(events, (now + length) * codes + w)
+        n_dirty = 0
+    if started == end - begin:
+        for k in range(started):
+            order[begin + k] = part[2 * items + k]
+    return started
