@@ -29,7 +29,8 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,13 +193,19 @@ def write_part(directory: Path, state: StageState, stage: int, identity: Identit
     partial = directory / f".partial-{iteration:010d}-{attempt}"
     part = _part(partial, stage)
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
     text = json.dumps(state.document).encode()
     tensors = {**state.tensors, _DOCUMENT: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-    save(tensors, storage_writer=FileSystemWriter(part, sync_files=True), no_dist=True)
-    files = {file.name: _sha256(file) for file in sorted(part.iterdir())}
-    _write(part / "part.json", {"files": files})
-    _sync(partial)
+    try:
+        part.mkdir(parents=True)
+        save(tensors, storage_writer=FileSystemWriter(part, sync_files=True), no_dist=True)
+        files = {file.name: _sha256(file) for file in sorted(part.iterdir())}
+        _sync(partial)
+        # From here on another writer may make the checkpoint whole, and this directory be renamed.
+        _write(part / "part.json", {"files": files})
+    except Exception:
+        # A full disk gets its space back.
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     return _make_whole(directory, partial, iteration, identity, keep)
 
 
@@ -258,14 +265,22 @@ def _write(file: Path, document: Any) -> None:
         json.dump(document, out)
         out.flush()
         os.fsync(out.fileno())
-    temporary.replace(file)
-    _sync(file.parent)
+    with _open(file.parent) as directory:
+        temporary.replace(file)
+        os.fsync(directory)
 
 
 def _sync(directory: Path) -> None:
+    with _open(directory) as handle:
+        os.fsync(handle)
+
+
+@contextmanager
+def _open(directory: Path) -> Iterator[int]:
+    """A handle, which stays good when the directory gets another name."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        yield handle
     finally:
         os.close(handle)
 

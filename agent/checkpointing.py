@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from agent.optimizer import StageOptimizer
 from agent.recipe import CheckpointWish
 from agent.state import StageState
 from planner.errors import InputError
+
+PATIENCE_SECONDS = 30.0
+"""How long training waits for the checkpoint before to be written, when the next is to begin."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,24 @@ class _Copy:
 
 
 class Checkpointer:
-    """One worker's share. Nothing that goes wrong with the disk ends or delays the training.
+    """One worker's share. Nothing that goes wrong with the disk ends the training; one that is slower
+    than checkpoints are wanted holds it up, for PATIENCE_SECONDS at most.
 
     said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
     whole by this worker's part, and with (iteration, sentence) when it has not been written.
+    interrupted: asked while waiting; training has something more urgent to do then.
     """
 
     def __init__(
-        self, options: CheckpointOptions, stage: int, iterations: int, said: Callable[[int, str | None], None]
+        self,
+        options: CheckpointOptions,
+        stage: int,
+        iterations: int,
+        said: Callable[[int, str | None], None],
+        interrupted: Callable[[], bool],
     ) -> None:
-        self._options, self._stage, self._iterations, self._said = options, stage, iterations, said
+        self._options, self._stage, self._iterations = options, stage, iterations
+        self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
         self._thread: threading.Thread | None = None
 
@@ -104,20 +116,31 @@ class Checkpointer:
     def finish(self) -> None:
         """Of a job without further iterations, its last step settled: writes what there is, and waits."""
         self._write_if_final(self._iterations + 1)
-        if self._thread is not None:
-            self._thread.join()
+        self._wait(float("inf"))
 
     def _write_if_final(self, committed: int) -> None:
         ready, self._copy = self._copy, None
         if ready is None or ready.iteration >= committed:
             return
-        if self._thread is not None and self._thread.is_alive() and ready.iteration < self._iterations:
-            self._said(ready.iteration, "the one before is still being written; a larger --checkpoint-every would help")
+        # All stages wait alike: were one to leave out this checkpoint and the next stage the next
+        # one, none would ever be whole.
+        if not self._wait(PATIENCE_SECONDS):
+            if not self._interrupted():
+                self._said(
+                    ready.iteration, "the one before is still being written; a larger --checkpoint-every would help"
+                )
             return
-        if self._thread is not None:
-            self._thread.join()
         self._thread = threading.Thread(target=self._write, args=(ready,), name="checkpoint", daemon=True)
         self._thread.start()
+
+    def _wait(self, seconds: float) -> bool:
+        """For the writing thread; returns whether it is done."""
+        until = time.monotonic() + seconds
+        while self._thread is not None and self._thread.is_alive():
+            if self._interrupted() or time.monotonic() > until:
+                return False
+            self._thread.join(0.02)
+        return True
 
     def _write(self, copy: _Copy) -> None:
         options = self._options

@@ -103,7 +103,9 @@ class WorkerLoop:
         self._has_state = not options.joins
         self._checkpointer: Checkpointer | None = None
         if options.checkpoints is not None:
-            self._checkpointer = Checkpointer(options.checkpoints, me.stage, options.iterations, self._say_checkpoint)
+            self._checkpointer = Checkpointer(
+                options.checkpoints, me.stage, options.iterations, self._say_checkpoint, self._superseded
+            )
             if options.checkpoints.resumed is not None and not options.joins:
                 self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
         status.take_op_milliseconds = self._executor.times.take

@@ -20,6 +20,7 @@ from agent.heartbeat import HeartbeatThread, Status
 from agent.loop import LoopOptions, WorkerLoop
 from agent.optimizer import NonFiniteError
 from agent.recovery import NoAgreementError
+from agent.state import StateError
 from agent.weights import WeightsError
 from agent.workload import WorkloadSource
 from planner.job import Worker
@@ -70,7 +71,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
         if heartbeat is not None:
             heartbeat.start()
         loop.run()
-    except (NonFiniteError, NoAgreementError, BoundaryError, WeightsError) as error:
+    except (NonFiniteError, NoAgreementError, BoundaryError, WeightsError, StateError) as error:
         # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
         channel.say("fatal", text=str(error))
         channel.wait_for_epoch(WorkerChannel.OVER - 1)

@@ -1,0 +1,232 @@
+"""A checkpoint exists wholly or not at all, and what is read is what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from agent.checkpoint import (
+    CheckpointError,
+    Identity,
+    find,
+    load_stage,
+    set_aside_later,
+    whole_checkpoints,
+    write_part,
+)
+from agent.checkpointing import Checkpointer, CheckpointOptions, prepare
+from agent.gradients import GradientSum
+from agent.optimizer import StageOptimizer
+from agent.recipe import CheckpointWish
+from planner.errors import InputError
+
+# pytest brings its own filters; the product has one for this.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+JOB = Identity("tests:job", stages=2, pipelines=2, micro_batches=3, seed=7, recipe={"clip_norm": 1.0})
+
+
+def _stage(seed: int, steps: int = 0) -> StageOptimizer:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1).to(torch.bfloat16))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.01), foreach=False)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+    stage = StageOptimizer(module, optimizer, GradientSum(module.parameters(), terms=1), scheduler)
+    for _ in range(steps):
+        for parameter in module.parameters():
+            stage.gradients.add(parameter, torch.randn(parameter.shape))
+        stage.step()
+    return stage
+
+
+def _write(folder: Path, iteration: int, *, keep: int = 9, attempt: int = 1) -> list[StageOptimizer]:
+    stages = [_stage(10 * iteration + s, iteration) for s in range(2)]
+    whole = [write_part(folder, s.state(), i, JOB, attempt, keep) for i, s in enumerate(stages)]
+    assert whole == [False, True]
+    return stages
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    written = _write(tmp_path, 3)
+    checkpoint = find(tmp_path)
+    assert (checkpoint.iteration, checkpoint.identity) == (3, JOB)
+    for directory in (tmp_path, checkpoint.path):
+        for i, stage in enumerate(written):
+            taken = _stage(99)
+            taken.load_state(load_stage(directory, i))
+            header, body = taken.dump()
+            expected_header, expected_body = stage.dump()
+            assert header == expected_header and torch.equal(body, expected_body)
+            assert taken.committed == 3
+
+
+def test_a_checkpoint_is_not_there_before_its_last_part(tmp_path: Path) -> None:
+    _write(tmp_path, 1)
+    write_part(tmp_path, _stage(1, 2).state(), 0, JOB, 1, 9)
+    assert [c.iteration for c in whole_checkpoints(tmp_path)] == [1]
+    # Parts of different attempts don't add up.
+    write_part(tmp_path, _stage(2, 2).state(), 1, JOB, 2, 9)
+    assert find(tmp_path).iteration == 1
+    _write(tmp_path, 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration-0000000001", "iteration-0000000003"]
+
+
+def test_all_writers_at_once_make_one_checkpoint(tmp_path: Path) -> None:
+    identity = Identity("tests:job", 8, 1, 1, 0, {})
+    states = [_stage(s, 2).state() for s in range(8)]
+    whole: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda i=i: whole.append(write_part(tmp_path, states[i], i, identity, 1, 3)))
+        for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(whole) == [False] * 7 + [True]
+    assert len(find(tmp_path).files) == 8
+
+
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3, 4):
+        _write(tmp_path, iteration, keep=2)
+    assert [c.iteration for c in whole_checkpoints(tmp_path)] == [4, 3]
+    # Written again, as after a death that undid the step after it.
+    _write(tmp_path, 4, keep=2, attempt=2)
+    assert [c.iteration for c in whole_checkpoints(tmp_path)] == [4, 3]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (f for f in sorted((folder / "iteration-0000000002").rglob("*")) if f.is_file() and f.name != "part.json")
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("damage", ["bit", "cut", "gone"])
+def test_a_damaged_file_is_refused_by_name(which: int, damage: str, tmp_path: Path) -> None:
+    _write(tmp_path, 1)
+    _write(tmp_path, 2)
+    files = [f for f in _files(tmp_path) if f.parent.name.startswith("stage")]
+    assert len(files) == 4
+    file = files[which]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data if damage == "bit" else data[:-1])
+    if damage == "gone":
+        file.unlink()
+    with pytest.raises(CheckpointError, match=file.name + ".*newest-intact"):
+        find(tmp_path)
+    assert find(tmp_path, "newest-intact").iteration == 1
+    assert find(tmp_path, "1").iteration == 1
+    with pytest.raises(CheckpointError, match=file.name):
+        find(tmp_path, "iteration-0000000002")
+    with pytest.raises(CheckpointError, match=file.name):
+        load_stage(tmp_path, int(file.parent.name[-1]))
+
+
+def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        find(tmp_path / "nowhere")
+    _write(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 5; there are 1"):
+        find(tmp_path, "5")
+    with pytest.raises(CheckpointError, match="has stages 0 to 1, not 2"):
+        load_stage(tmp_path, 2)
+    manifest = tmp_path / "iteration-0000000001" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 2}))
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        find(tmp_path)
+
+
+class _Harm:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("harm",)
+
+
+def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with checksums that fit, torch's description of the tensors is unpickled with its own classes alone."""
+    monkeypatch.chdir(tmp_path)
+    _write(tmp_path / "checkpoints", 1)
+    checkpoint = find(tmp_path / "checkpoints")
+    (checkpoint.path / "stage-0" / ".metadata").write_bytes(pickle.dumps(_Harm()))
+    without_checksum = type(checkpoint)(checkpoint.path, 1, JOB, ({}, {}))
+    with pytest.raises(CheckpointError, match="mkdir does not belong into a checkpoint"):
+        without_checksum.load(0)
+    assert not (tmp_path / "harm").exists()
+
+
+# -- beside the training ---------------------------------------------------------------------------
+
+
+def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> None:
+    said: list[tuple[int, str | None]] = []
+    identity = Identity("tests:job", 1, 1, 1, 0, {})
+    wish = CheckpointWish(str(tmp_path), every=2)
+    keeper = Checkpointer(CheckpointOptions(wish, identity), 0, 5, lambda *what: said.append(what), lambda: False)
+    stage = _stage(0, 2)
+    keeper.boundary(stage, 1, writes=True)
+    # The step before the copy is overturned: the same boundary comes again, with other parameters.
+    with torch.no_grad():
+        next(stage.module.parameters()).zero_()
+    keeper.boundary(stage, 1, writes=True)
+    right = stage.parameters_sha256()
+    assert whole_checkpoints(tmp_path) == []
+    stage.step()
+    keeper.boundary(stage, 1, writes=True)
+    keeper.finish()
+    assert said == [(2, None)]
+    taken = _stage(9)
+    taken.load_state(load_stage(tmp_path, 0))
+    assert taken.parameters_sha256() == right
+    # Not due, not this worker's, and the last one, which is always due.
+    stage.step()
+    keeper.boundary(stage, 1, writes=False)
+    stage.step()
+    keeper.boundary(stage, 1, writes=True)
+    keeper.finish()
+    assert said == [(2, None), (5, None)]
+
+
+def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
+    said: list[str] = []
+    _write(tmp_path, 1)
+    _write(tmp_path, 2)
+    with pytest.raises(InputError, match=r"--checkpoint.*--resume newest to go on from iteration 2"):
+        prepare(CheckpointWish(str(tmp_path)), JOB, 10, said.append)
+    newest = CheckpointWish(str(tmp_path), resume="newest")
+    with pytest.raises(InputError, match=r"--iterations: got 2, expected more than the 2"):
+        prepare(newest, JOB, 2, said.append)
+    for other, complaint in (
+        (Identity("tests:job", 3, 2, 3, 7, {}), "--stages: got 3, expected '2"),
+        (Identity("tests:job", 2, 2, 3, 8, {}), "--seed: got 8, expected '7"),
+    ):
+        with pytest.raises(InputError, match=complaint.replace("'", "")):
+            prepare(newest, other, 10, said.append)
+    assert said == []
+    options = prepare(newest, Identity("tests:job", 2, 3, 2, 7, {"clip_norm": 2.0}), 10, said.append)
+    assert options.resumed_at == 2 and options.resumed is not None
+    assert "2 x 3 micro-batches an iteration until now, 3 x 2 from here" in said[1]
+    assert said[2] == "note: clip_norm was 1.0 and is 2.0 from here"
+    assert prepare(CheckpointWish(str(tmp_path), resume="1"), JOB, 10, said.append).resumed_at == 1
+    assert [c.iteration for c in whole_checkpoints(tmp_path)] == [1] and set_aside_later(tmp_path, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"every": 0}, "--checkpoint-every"),
+        ({"keep": 0}, "--checkpoint-keep"),
+        ({"directory": "/no/where"}, "--checkpoint"),
+    ],
+)
+def test_wishes_that_make_no_sense(arguments: dict[str, object], field: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=field):
+        CheckpointWish(**({"directory": str(tmp_path)} | arguments))  # type: ignore[arg-type]
