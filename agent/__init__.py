@@ -1,4 +1,5 @@
-"""Training that survives failures. Names are loaded when they are used: torch takes seconds to import."""
+"""Training that survives failures: `ResilientTrainer` trains, `Reporter` tells a console about a job that
+keeps its own loop. Names are loaded when they are used: torch takes seconds to import."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     from agent.boundaries import TensorSpec
     from agent.data import MicroBatchSampler
     from agent.launch import JobFailed
+    from agent.reporter import Reporter
     from agent.trainer import ResilientTrainer, TrainingResult
     from planner.errors import InputError
     from planner.job import Job
@@ -18,6 +20,7 @@ _HOMES = {
     "Job": "planner.job",
     "JobFailed": "agent.launch",
     "MicroBatchSampler": "agent.data",
+    "Reporter": "agent.reporter",
     "ResilientTrainer": "agent.trainer",
     "TensorSpec": "agent.boundaries",
     "TrainingResult": "agent.trainer",
@@ -28,6 +31,7 @@ __all__ = [
     "Job",
     "JobFailed",
     "MicroBatchSampler",
+    "Reporter",
     "ResilientTrainer",
     "TensorSpec",
     "TrainingResult",

@@ -57,6 +57,25 @@ def create_job(client: ConsoleClient, spec: JobSpec, *, patience: float = 30.0) 
             waited += wait
 
 
+def next_deployment(
+    client: ConsoleClient, job_path: str, after: int, plans: dict[str, Plan], wait: float
+) -> tuple[Deployment, Plan] | None:
+    """The newest deployment with an epoch above `after`, and its plan, as soon as there is one; None
+    when there is none in `wait` seconds. plans: those known, by fingerprint; a new one is added.
+
+    Raises ConsoleUnavailable or ConsoleRefused.
+    """
+    deployment = client.get(f"{job_path}/deployment", Deployment, wait=wait, after=after)
+    if deployment is None or deployment.epoch <= after:
+        return None
+    name = deployment.plan_fingerprint
+    if name not in plans:
+        plan = client.get(f"{job_path}/plans/{name}", Plan)
+        assert plan is not None
+        plans[name] = plan
+    return deployment, plans[name]
+
+
 class ConsoleCoordination:
     """A Coordination whose decisions are the console's.
 
@@ -155,18 +174,13 @@ class ConsoleCoordination:
         said = ""
         while not self._closing.is_set():
             try:
-                deployment = client.get(f"{self._path}/deployment", Deployment, wait=LONG_POLL_SECONDS, after=epoch)
+                found = next_deployment(client, self._path, epoch, plans, LONG_POLL_SECONDS)
                 backoff.reset()
-                if deployment is None or deployment.epoch <= epoch:
+                if found is None:
                     said = self._say_why_not(client, said)
                     continue
-                name = deployment.plan_fingerprint
-                if name not in plans:
-                    plan = client.get(f"{self._path}/plans/{name}", Plan)
-                    assert plan is not None
-                    plans[name] = plan
-                epoch = deployment.epoch
-                self._put(Deploy(deployment, plans[name]))
+                epoch = found[0].epoch
+                self._put(Deploy(*found))
             except ConsoleUnavailable:
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:

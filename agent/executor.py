@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from agent.boundaries import Boundaries, Boundary, Gradients, check_output
 from agent.communicator import Groups, Pending
 from agent.faults import FaultInjector
+from agent.op_times import OpTimes
 from agent.pacing import PacedDevice
 from agent.randomness import seed_for
 from agent.stage import MicroBatch, Stage
@@ -68,24 +69,6 @@ class Script:
             elif op.kind in ("I", "B") and key in self.after:
                 out.append(("I", key))
         return out
-
-
-@dataclass
-class OpTimes:
-    """Seconds spent per op kind since the last `take`; waiting for inputs does not count."""
-
-    total: dict[str, float] = field(default_factory=dict)
-    count: dict[str, int] = field(default_factory=dict)
-
-    def add(self, kind: str, seconds: float) -> None:
-        self.total[kind] = self.total.get(kind, 0.0) + seconds
-        self.count[kind] = self.count.get(kind, 0) + 1
-
-    def take(self) -> dict[str, float]:
-        """Mean milliseconds per kind; starts anew."""
-        total, count = self.total, self.count
-        self.total, self.count = {}, {}
-        return {kind: 1000 * total[kind] / count[kind] for kind in total if kind in count}
 
 
 class Executor:

@@ -94,6 +94,8 @@ class HeartbeatThread(threading.Thread):
                     registered = True
                 self._deliver()
                 if self._stop_asked.is_set():
+                    if self._status.phase == "draining":
+                        self._beat()  # so that what follows is not taken for a death
                     return
                 self._beat()
                 backoff.reset()
@@ -105,6 +107,8 @@ class HeartbeatThread(threading.Thread):
             except ConsoleRefused as refusal:
                 if refusal.problem.code == "fenced":
                     self._fenced()
+                    return
+                if self._stop_asked.is_set():
                     return
                 # Refused for another reason (an unknown job, say): the same again would be, too.
                 wait = backoff.seconds()

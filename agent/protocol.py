@@ -23,6 +23,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+OpKind = Literal["F", "I", "W", "B", "O"]
 
 
 class Message(BaseModel):
@@ -121,7 +122,7 @@ class Heartbeat(Message):
     epoch: Count
     iteration: Count
     phase: Literal["starting", "waiting", "forming", "training", "draining"]
-    op_milliseconds: dict[Literal["F", "I", "W", "B", "O"], Milliseconds] = Field(default_factory=dict)
+    op_milliseconds: dict[OpKind, Milliseconds] = Field(default_factory=dict)
     resident_bytes: Count = 0
 
 

@@ -7,7 +7,8 @@ torch is imported only by `make_launcher`: bad input should not have to wait for
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,20 @@ def make_launcher(
         coordination = LocalCoordination(_catalog(options))
     else:
         url, token = options.console, options.token
-        created = create_job(ConsoleClient(url, token=token), _job_spec(options, workload.samples_per_micro_batch))
+        created = create_job(
+            ConsoleClient(url, token=token),
+            job_spec(
+                options.job,
+                name=options.name,
+                iterations=options.iterations,
+                samples_per_micro_batch=workload.samples_per_micro_batch,
+                technique=options.technique,
+                memory=options.memory,
+                paced=bool(options.pace),
+                demo=options.demo,
+                seed=options.seed,
+            ),
+        )
         link = ConsoleLink(url, created.job_id, token, created.heartbeat_seconds)
         coordination = ConsoleCoordination(lambda: ConsoleClient(url, token=token), created.job_id, say)
         say(f"job {created.job_id} at {url}")
@@ -175,28 +189,47 @@ def _catalog(options: StartOptions) -> Catalog:
     return catalog
 
 
-def _job_spec(options: StartOptions, samples: int) -> JobSpec:
-    """Raises InputError naming the option that the console would not take."""
-    job = options.job
+def job_spec(
+    job: Job,
+    *,
+    name: str,
+    iterations: int,
+    samples_per_micro_batch: int,
+    technique: Technique,
+    memory: MemoryLimit,
+    paced: bool = False,
+    demo: bool = False,
+    seed: int = 0,
+) -> JobSpec:
+    """What a console is told of a job. Raises InputError naming the option that it would not take."""
     try:
         return JobSpec(
-            name=options.name,
+            name=name,
             pipelines=job.pipelines,
             stages=job.stages,
             micro_batches=job.micro_batches,
-            iterations=options.iterations,
-            samples_per_micro_batch=samples,
-            technique=options.technique.value,  # type: ignore[arg-type]
-            memory=options.memory.text,
+            iterations=iterations,
+            samples_per_micro_batch=samples_per_micro_batch,
+            technique=technique.value,  # type: ignore[arg-type]
+            memory=memory.text,
             durations=_durations(job),  # type: ignore[arg-type]
-            paced=bool(options.pace),
-            demo=options.demo,
-            seed=options.seed,
+            paced=paced,
+            demo=demo,
+            seed=seed,
         )
     except ValidationError as error:
         first = error.errors()[0]
         option = "--" + str(first["loc"][0]).replace("_", "-")
         raise InputError(option, first["input"], f"what a console accepts: {first['msg']}") from None
+
+
+@contextmanager
+def argument_names() -> Iterator[None]:
+    """Errors that name an option of the command line name the argument of a function instead."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(error.field.removeprefix("--").replace("-", "_"), error.value, error.expected) from None
 
 
 def _durations(job: Job) -> dict[str, float]:

@@ -14,8 +14,7 @@ import logging
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,7 @@ from agent.faults import Kill, Rejoin
 from agent.processes import ProcessPool
 from agent.protocol import Recovery
 from agent.recipe import Autocast, Mode, NonFinite, Recipe
-from agent.start import StartOptions, make_launcher, parse_pace
+from agent.start import StartOptions, argument_names, make_launcher, parse_pace
 from agent.weights import load_weights
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
@@ -133,7 +132,7 @@ class ResilientTrainer:
         on_iteration: Callable[[int, float], None] | None = None,
         on_recovery: Callable[[Recovery], None] | None = None,
     ) -> None:
-        with _argument_names():
+        with argument_names():
             if not isinstance(job, Job):
                 raise InputError(
                     "job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)"
@@ -188,7 +187,7 @@ class ResilientTrainer:
         folder = self._weights or tempfile.mkdtemp(prefix="openrecycle-")
         try:
             # The caller's own random numbers must not depend on what is tried out first.
-            with _argument_names(), torch.random.fork_rng(devices=[]):
+            with argument_names(), torch.random.fork_rng(devices=[]):
                 options = self._options(iterations=iterations, weights=folder)
                 lines = _Lines(self._on_iteration, self._on_recovery)
                 launcher = make_launcher(options, lines, log.info)
@@ -254,15 +253,6 @@ def _batches(
             raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a data set")
         sampler = MicroBatchSampler(len(data), batch_size, job, seed=seed, shuffle=shuffle)
     return DatasetBatches(data, sampler, collate)
-
-
-@contextmanager
-def _argument_names() -> Iterator[None]:
-    """Errors that name an option of the command line name the argument instead."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(error.field.removeprefix("--").replace("-", "_"), error.value, error.expected) from None
 
 
 def _check_script(modules: tuple[str, ...]) -> None:

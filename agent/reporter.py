@@ -1,0 +1,297 @@
+"""For trainers that keep their own loop: heartbeats, op times and losses to a console, plans from it.
+
+    reporter = Reporter(console="http://127.0.0.1:8501", run="run-42", job=job, worker="W0_1", iterations=1000)
+    with reporter.op("F"): ...                 # around each forward; likewise I, W, B and O
+    reporter.iteration(i, loss=loss)           # when iteration i is done
+
+A worker that stops reporting is taken out of the job after the console's time-out, and the others'
+`on_plan` gets the plan that goes on without it. No torch here, and nothing that can hold up or end
+the training: what can't be delivered is kept, up to a bound, and tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import get_args
+
+from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
+from agent.console_link import LONG_POLL_SECONDS, next_deployment
+from agent.heartbeat import HeartbeatThread, Status
+from agent.op_times import OpTimes
+from agent.protocol import (
+    Deployment,
+    Iteration,
+    IterationReport,
+    JobCreated,
+    JobFinished,
+    OpKind,
+)
+from agent.start import argument_names, job_spec
+from planner.errors import InputError
+from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.plan import Plan
+
+log = logging.getLogger("openrecycle")
+
+OnPlan = Callable[[Deployment, Plan], None]
+
+MAX_ITERATIONS = 1000
+"""Iterations that are kept for a console that does not answer; the oldest give way."""
+_KINDS = frozenset(get_args(OpKind))
+_RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
+_CLOSE_SECONDS = 5.0
+
+
+class Reporter:
+    """One worker's line to the console. Only the constructor raises, and only InputError.
+
+    console: its address; token: its token. run: what all processes of this run call it, and no
+    earlier run was called. job: the grid, with op times in ms where they are known. worker: this
+    process, such as W0_1. iterations: how many the job runs. technique, memory: for the plans.
+    samples_per_micro_batch: for the throughput shown.
+    on_plan: called with each new epoch and its plan, in a thread of the reporter's; what it raises is
+    logged. It should only leave the plan for the training loop, which takes it up between iterations.
+    on_fenced: called once when the console has given this process up; a new Reporter comes back in.
+
+    The loss shown is what the first living worker of the last stage reports.
+    """
+
+    def __init__(
+        self,
+        *,
+        console: str,
+        run: str,
+        job: Job,
+        worker: str,
+        iterations: int,
+        token: str | None = None,
+        technique: str = "staggered",
+        memory: str = "uniform",
+        samples_per_micro_batch: int = 1,
+        on_plan: OnPlan | None = None,
+        on_fenced: Callable[[], None] | None = None,
+    ) -> None:
+        with argument_names():
+            if not _RUN.fullmatch(run):
+                raise InputError("run", run, "1 to 80 letters, digits, spaces or . : @ / ( ) + _ -")
+            wanted = Technique.of(technique)
+            if not wanted.reroutes:
+                raise InputError("technique", technique, "adaptive, decoupled or staggered")
+            self._me = job.check_worker(Worker.parse(worker))
+            self._url, self._token = check_url(console), token
+            self._spec = job_spec(
+                job,
+                name=run,
+                iterations=iterations,
+                samples_per_micro_batch=samples_per_micro_batch,
+                technique=wanted,
+                memory=MemoryLimit.parse(memory),
+            )
+        self._run, self._last_stage = run, job.stages - 1
+        self._on_plan, self._on_fenced = on_plan, on_fenced
+        self._incarnation = uuid.uuid4().hex[:16]
+        self._times = OpTimes()
+        self._status = Status(phase="waiting", take_op_milliseconds=self._times.take)
+        self._heartbeat: HeartbeatThread | None = None
+        self._deployment: Deployment | None = None
+        self._resumed = 0
+        self._unsent: deque[tuple[int, float, float, int]] = deque(maxlen=MAX_ITERATIONS)
+        self._lock = threading.Lock()
+        self._there_is_news, self._closing = threading.Event(), threading.Event()
+        self._last_at = time.monotonic()
+        self._said: set[str] = set()
+        self._job_path, self._pause = "", 1.0
+        self.fenced = False
+        self._delivery = threading.Thread(target=self._deliver, name="iterations", daemon=True)
+        self._delivery.start()
+        threading.Thread(target=self._follow, name="epochs", daemon=True).start()
+
+    # -- what the training loop calls ---------------------------------------------------------
+
+    @contextmanager
+    def op(self, kind: str) -> Iterator[None]:
+        """Times an op: F, I, W, B (I and W in one) or O (reduction and step)."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if kind in _KINDS:
+                self._times.add(kind, time.perf_counter() - started)
+            else:
+                self._say_once(f"op: got {kind!r}, expected one of {', '.join(sorted(_KINDS))}; it is not reported")
+
+    def iteration(self, number: int, *, loss: float | None = None) -> None:
+        """Iteration `number`, from 0, is done. loss: where this worker knows it."""
+        now = time.monotonic()
+        seconds, self._last_at = now - self._last_at, now
+        self._status.iteration, self._status.phase = number + 1, "training"
+        deployment, heartbeat = self._deployment, self._heartbeat
+        if deployment is not None and heartbeat is not None and self._resumed < deployment.epoch:
+            self._resumed = deployment.epoch
+            heartbeat.acknowledge(deployment.epoch, "resumed", number)
+        if loss is None or self._me.stage != self._last_stage:
+            return
+        if not math.isfinite(loss):
+            self._say_once(f"iteration {number} has loss {loss}; iterations without a finite loss are not reported")
+            return
+        with self._lock:
+            self._unsent.append((number, float(loss), seconds, self._status.epoch))
+        self._there_is_news.set()
+
+    def close(self, *, done: bool = True) -> None:
+        """Ends the reporting, within a few seconds. done: the job has run all it should; otherwise the
+        console finds this worker missing, as after a crash."""
+        if self._closing.is_set():
+            return
+        self._status.phase = "draining" if done else self._status.phase
+        self._closing.set()
+        self._there_is_news.set()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        self._delivery.join(_CLOSE_SECONDS)
+        if done and self._speaks_for_all():
+            self._finish()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat.join(max(0.0, deadline - time.monotonic()))
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(done=kind is None)
+
+    # -- threads ------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Joins the job, then takes one epoch after the other."""
+        client, backoff = ConsoleClient(self._url, token=self._token), Backoff(0.2, 30.0)
+        epoch, plans = 0, dict[str, Plan]()
+        while not self._closing.is_set():
+            try:
+                if self._heartbeat is None:
+                    self._join(client)
+                found = next_deployment(client, self._job_path, epoch, plans, LONG_POLL_SECONDS)
+                backoff.reset()
+                if found is not None and not self._closing.is_set():
+                    epoch = found[0].epoch
+                    self._take_up(*found)
+            except ConsoleUnavailable:
+                self._closing.wait(backoff.seconds())
+            except ConsoleRefused as refusal:
+                self._say_once(f"the console refuses: {refusal}")
+                self._closing.wait(backoff.seconds())
+
+    def _join(self, client: ConsoleClient) -> None:
+        """The first process of the run makes the job; the console gives the others the same one."""
+        created = client.post("/jobs", self._spec, JobCreated, key=self._run)
+        assert created is not None
+        self._job_path, self._pause = f"/jobs/{created.job_id}", created.heartbeat_seconds
+        self._heartbeat = HeartbeatThread(
+            ConsoleClient(self._url, token=self._token),
+            created.job_id,
+            str(self._me),
+            self._incarnation,
+            self._status,
+            interval=created.heartbeat_seconds,
+            fenced=self._give_up,
+        )
+        self._heartbeat.start()
+
+    def _take_up(self, deployment: Deployment, plan: Plan) -> None:
+        if str(self._me) not in deployment.living:
+            return  # the heartbeats will be told that this process is fenced
+        assert self._heartbeat is not None
+        iteration = self._status.iteration
+        self._heartbeat.acknowledge(deployment.epoch, "adopted", iteration)
+        if self._on_plan is not None:
+            try:
+                self._on_plan(deployment, plan)
+            except Exception:
+                log.exception("on_plan failed for epoch %d", deployment.epoch)
+        self._status.epoch = deployment.epoch
+        self._deployment = deployment
+        self._heartbeat.acknowledge(deployment.epoch, "formed", iteration)
+        self._there_is_news.set()  # it may be this worker's turn to report iterations
+
+    def _deliver(self) -> None:
+        """Iterations, in batches, no more often than heartbeats."""
+        client, backoff = ConsoleClient(self._url, token=self._token), Backoff()
+        while True:
+            self._there_is_news.wait()
+            self._there_is_news.clear()
+            delivered = self._deliver_iterations(client)
+            if self._closing.is_set():
+                return
+            if delivered:
+                backoff.reset()
+            self._closing.wait(self._pause if delivered else backoff.seconds())
+            if not delivered or self._closing.is_set():
+                self._there_is_news.set()  # once more, if only once more
+
+    def _deliver_iterations(self, client: ConsoleClient) -> bool:
+        """False when they have to be tried again."""
+        with self._lock:
+            batch = list(self._unsent)
+        if not batch or not self._speaks_for_all():
+            return True
+        try:
+            client.post(f"{self._job_path}/iterations", IterationReport(iterations=self._messages(batch)))
+        except ConsoleUnavailable:
+            return False
+        except ConsoleRefused as refusal:
+            self._say_once(f"the console refuses iterations: {refusal}")
+        with self._lock:
+            while self._unsent and self._unsent[0][0] <= batch[-1][0]:
+                self._unsent.popleft()
+        return True
+
+    def _messages(self, batch: list[tuple[int, float, float, int]]) -> tuple[Iteration, ...]:
+        living = len(self._deployment.living) if self._deployment else 0
+        return tuple(
+            Iteration(iteration=number, loss=loss, loss_hex=loss.hex(), seconds=seconds, epoch=epoch, living=living)
+            for number, loss, seconds, epoch in batch
+        )
+
+    def _finish(self) -> None:
+        message = JobFinished(state="finished", reason=f"{self._me} closed its reporter: its training is done")
+        try:
+            ConsoleClient(self._url, token=self._token, timeout=2.0).post(f"{self._job_path}/finish", message)
+        except (ConsoleUnavailable, ConsoleRefused) as error:
+            self._say_once(f"the console does not know that the job is done: {error}")
+
+    # -- what they share ----------------------------------------------------------------------
+
+    def _speaks_for_all(self) -> bool:
+        """Is this the first living worker of the last stage?"""
+        deployment = self._deployment
+        if deployment is None or self.fenced:
+            return False
+        living = map(Worker.parse, deployment.living)
+        return self._me == min((w for w in living if w.stage == self._last_stage), default=None)
+
+    def _give_up(self) -> None:
+        self.fenced = True
+        self._closing.set()
+        self._there_is_news.set()
+        self._say_once(f"the console goes on without {self._me}: it was silent for too long, or another took its place")
+        if self._on_fenced is not None:
+            try:
+                self._on_fenced()
+            except Exception:
+                log.exception("on_fenced failed")
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            log.warning("%s", sentence)

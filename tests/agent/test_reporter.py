@@ -1,0 +1,183 @@
+"""The report-only agent against the real console: plans come in, losses go out, and training never notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import InputError, Job, Reporter
+from agent.reporter import MAX_ITERATIONS
+from tests.agent.consoles import JobConsole, console, until
+from tests.agent.own_loop import JOB
+
+WORKERS = [str(worker) for worker in JOB.workers()]
+
+
+class OwnLoop:
+    """A process of the test's own training loop."""
+
+    def __init__(self, server: JobConsole, worker: str, folder: Path) -> None:
+        self.said_in = folder / f"{worker}.jsonl"
+        with self.said_in.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.agent.own_loop", server.root, "run-7", worker],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+    def said(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.said_in.read_text().splitlines() if line.endswith("}")]
+
+    def epochs(self) -> dict[int, dict[str, Any]]:
+        return {line["epoch"]: line for line in self.said() if "epoch" in line}
+
+    def end(self) -> str:
+        """What it wrote to standard error."""
+        return self.process.communicate(timeout=30)[1]
+
+
+@contextmanager
+def loops(server: JobConsole, folder: Path) -> Iterator[dict[str, OwnLoop]]:
+    running = {worker: OwnLoop(server, worker, folder) for worker in WORKERS}
+    try:
+        yield running
+    finally:
+        for loop in running.values():
+            if loop.process.poll() is None:
+                loop.process.kill()
+                loop.process.communicate()
+
+
+def reported(server: JobConsole, job_id: str) -> dict[int, float]:
+    rows: dict[int, float] = {}
+    while page := server.read(f"/jobs/{job_id}/iterations?after={max(rows, default=-1)}&limit=500")["iterations"]:
+        rows |= {row["iteration"]: row["loss"] for row in page}
+    return rows
+
+
+@pytest.mark.processes
+def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: Path) -> None:
+    """W0_1 hangs, which is also the one that spoke for all; another takes over, and no iteration is missing."""
+    ladder = ("--heartbeat", "0.2", "--suspect", "1", "--dead", "4")
+    with console(tmp_path, *ladder) as server, loops(server, tmp_path) as running:
+        job_id = server.job_id()
+        until(lambda: all(1 in loop.epochs() for loop in running.values()), "the first plan everywhere")
+        until(lambda: len(reported(server, job_id)) > 3, "iterations")
+        assert server.read(f"/jobs/{job_id}")["state"] == "running", "a callback that failed held nobody up"
+        workers = server.read(f"/jobs/{job_id}/workers")["workers"]
+        assert {w["name"]: w["pid"] for w in workers} == {name: loop.process.pid for name, loop in running.items()}
+
+        silent = running["W0_1"]
+        os.kill(silent.process.pid, signal.SIGSTOP)
+        others = [loop for name, loop in running.items() if name != "W0_1"]
+        until(lambda: all(2 in loop.epochs() for loop in others), "the plan without W0_1")
+        for loop in others:
+            second = loop.epochs()[2]
+            assert second["failed"] == ["W0_1"]
+            assert second["forwards"] == {"W0_0": 3, "W1_0": 3, "W1_1": 6}
+        before = max(reported(server, job_id))
+        until(lambda: max(reported(server, job_id)) > before + 3, "iterations from W1_1")
+        until(lambda: server.read(f"/jobs/{job_id}")["state"] == "running", "the second epoch to be taken up")
+        rows = reported(server, job_id)
+        assert sorted(rows) == list(range(len(rows)))
+        assert all(loss == 1 / (1 + i) for i, loss in rows.items())
+
+        os.kill(silent.process.pid, signal.SIGCONT)
+        until(lambda: {"fenced": True} in silent.said(), "W0_1 to learn that it is out")
+        errors = {name: loop.end() for name, loop in running.items()}
+        assert all({"closed": True} in loop.said() and loop.process.returncode == 0 for loop in running.values()), (
+            errors
+        )
+        assert "on_plan failed for epoch 1" in errors["W0_0"] and "goes on without W0_1" in errors["W0_1"]
+        assert server.read(f"/jobs/{job_id}")["state"] == "finished"
+
+
+def lonely(server: JobConsole, **changes: Any) -> Reporter:
+    arguments: dict[str, Any] = {
+        "console": server.root,
+        "run": "alone",
+        "job": Job.uniform(1, 1, 2),
+        "worker": "W0_0",
+        "iterations": 10_000,
+        **changes,
+    }
+    return Reporter(**arguments)
+
+
+@pytest.mark.processes
+def test_a_dead_console_costs_nothing_and_learns_the_newest_later(tmp_path: Path) -> None:
+    with console(tmp_path) as server:
+        server.crash()
+        with lonely(server) as reporter:
+            for i in range(MAX_ITERATIONS + 200):
+                with reporter.op("F"), reporter.op("nonsense"):
+                    pass
+                reporter.iteration(i, loss=float("nan") if i == 700 else 0.5)
+            server.start(server.port)
+            job_id = server.job_id()
+            until(lambda: MAX_ITERATIONS + 199 in reported(server, job_id), "the newest iteration")
+        kept = range(199, MAX_ITERATIONS + 200)
+        assert sorted(reported(server, job_id)) == [i for i in kept if i != 700]
+        assert server.read(f"/jobs/{job_id}")["state"] == "finished"
+
+
+@pytest.mark.processes
+def test_closing_does_not_wait_for_a_dead_console(tmp_path: Path) -> None:
+    with console(tmp_path) as server:
+        server.crash()
+        reporter = lonely(server)
+        reporter.iteration(0, loss=1.0)
+        began = time.monotonic()
+        reporter.close()
+        reporter.close()
+        assert time.monotonic() - began < 30, "its bound is a few seconds; the machine may be slow"
+        reporter.iteration(1, loss=1.0)
+
+
+@pytest.mark.processes
+def test_a_loop_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
+    with console(tmp_path) as server:
+        with pytest.raises(ZeroDivisionError), lonely(server) as reporter:
+            job_id = server.job_id()
+            until(lambda: server.read(f"/jobs/{job_id}")["epoch"] == 1, "the first epoch")
+            reporter.iteration(0, loss=1 / 0)
+        assert server.read(f"/jobs/{job_id}")["state"] not in ("finished", "stopped")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"console": "nowhere"}, "console: got 'nowhere'"),
+        ({"worker": "W1_0"}, "worker: got 'W1_0', expected a worker of the grid, W0_0 to W0_0"),
+        ({"worker": "me"}, "worker: got 'me'"),
+        ({"run": "night\nrun"}, "run: got"),
+        ({"run": "Läufe"}, "run: got"),
+        ({"iterations": 0}, "iterations: got 0"),
+        ({"technique": "fault-free"}, "technique: got 'fault-free', expected adaptive"),
+        ({"memory": "lots"}, "memory: got 'lots'"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict[str, Any], words: str) -> None:
+    arguments: dict[str, Any] = {
+        "console": "http://127.0.0.1:1",
+        "run": "alone",
+        "job": Job.uniform(1, 1, 2),
+        "worker": "W0_0",
+        "iterations": 10,
+        **changes,
+    }
+    with pytest.raises(InputError) as caught:
+        Reporter(**arguments)
+    assert words in str(caught.value)
