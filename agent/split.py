@@ -91,6 +91,7 @@ class Fused:
             flight.known = _backward(flight, self._parameters)
         for parameter, gradient in flight.known:
             sink(parameter, gradient)
+        flight.known = []
 
     def close(self) -> None:
         """Nothing was changed."""
