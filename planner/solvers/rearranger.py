@@ -34,13 +34,24 @@ if TYPE_CHECKING:
 POOL = 4  # orders that are improved side by side
 # Rules of the list scheduler to start from; fewer where each takes long.
 STARTS, STARTS_LARGE, LARGE_ITEMS = 12, 4, 50_000
+# The first windows, each reaching to the end and dispatched backwards: where it begins as a part of the
+# order, then depth and final as multiples of 1F1B's, patience, patience_w. Chosen by measurement, like
+# the rules of the list scheduler, on 64 x 32 x 64 and 32 x 64 x 128.
+OPENING = (
+    (0.3, 1.25, 0.25, 300, ALWAYS),
+    (0.7, 1.0, 0.0, 300, ALWAYS),
+    (0.3, 0.75, 0.0, 0, ALWAYS),
+    (0.2, 1.0, 0.0, 30, ALWAYS),
+    (0.2, 1.0, 0.5, 100, ALWAYS),
+    (0.0, 1.0, 0.5, 100, ALWAYS),
+)
 # Orders after which the worst of the pool gives way to the best.
 RENEWAL = 200
 # Where a large window begins, and how large small ones are, as parts of the whole order.
 CUTS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 SIZES = (0.02, 0.05, 0.1, 0.2, 0.4)
 # How often the micro-batches' own order is taken, and how often a window is dispatched backwards.
-BY_INDEX, BACKWARDS = 0.67, 0.65
+BY_INDEX, BACKWARDS = 0.8, 0.65
 # Priorities are finer than places in the order, so that noise can be.
 FINE = 8
 
@@ -139,12 +150,23 @@ class _Search:
         return table.schedule(table.result((forward, backward, weight)))
 
     def start(self, over: Cancelled) -> None:
-        """What the first rules make; at least one of them."""
+        """What the first rules make, one of them at least, and the opening made of the best two."""
         count = STARTS if self.table.items < LARGE_ITEMS else STARTS_LARGE
         for _, rule in zip(range(count), rules(self.problem), strict=False):
             self._keep(self.orders.of(self.table.run(rule.settings(self.problem, self.bound))))
             if over() or self.best <= self.bound:
-                break
+                return
+        last = self._index.max() - self._index
+        heads = [order for _, order in self.pool[:2]]
+        for cut, depth, final, patience, patience_w in OPENING:
+            manner = self._manner(depth, 0, final, None, patience, patience_w, self.bound)
+            for order in heads:
+                if over() or self.best <= self.bound:
+                    return
+                begin = int(cut * len(order))
+                made = self.orders.again(order, begin, len(order), manner, (last, last), backwards=True)
+                if made is not None:
+                    self._keep(made)
 
     def _keep(self, order: Array) -> None:
         self.pool.append((self.orders.rank(order), order))
@@ -162,7 +184,7 @@ class _Search:
         large = self.noise.random() < max(0.1, 1 - 3 * progress)
         begin, end = self._window(len(order), large=large, backwards=backwards)
         keys = self._keys(order, backwards=backwards)
-        made = self.orders.again(order, begin, end, self._manner(), keys, backwards=backwards)
+        made = self.orders.again(order, begin, end, self._any_manner(), keys, backwards=backwards)
         if made is None:
             return
         after = self.orders.rank(made)
@@ -193,7 +215,7 @@ class _Search:
             if backwards:
                 places = places.max() - places
             down, up = (places[items:], places[:items]) if backwards else (places[:items], places[items:])
-        spread = self.noise.choice((0, 0, 0.5, 1, 2, 4)) * FINE * self.problem.job.pipelines
+        spread = self.noise.choice((0, 0, 0, 0.5, 1, 2, 4)) * FINE * self.problem.job.pipelines
         if spread:
             down, up = (
                 np.maximum(0, keys + (self.random.standard_normal(items) * spread).astype(np.int64))
@@ -201,23 +223,37 @@ class _Search:
             )
         return down, up
 
-    def _manner(self) -> Manner:
+    def _any_manner(self) -> Manner:
         """Rules at random, the same on all stages."""
-        choice, problem = self.noise.choice, self.problem
-        job = problem.job
-        factor, more, final = choice((0.75, 1, 1, 1.25, 2)), choice((-1, 0, 1)), choice((0, 0, 0.25, 0.5, 1))
-        spare = choice((None, 0, 1, 2))
-        below = [job.stages - s for s in range(job.stages)]
+        choice = self.noise.choice
+        return self._manner(
+            choice((0.75, 1, 1, 1, 1.25, 2)),
+            choice((-1, 0, 0, 1)),
+            choice((0, 0.25, 0.5, 0.5, 1)),
+            choice((None, None, 0, 1, 2)),
+            choice((0, 30, 100, 300)),
+            choice((100, 300, ALWAYS)),
+            choice((self.best, self.bound)),
+        )
+
+    def _manner(
+        self, depth: float, more: int, final: float, spare: int | None, patience: int, patience_w: int, target: int
+    ) -> Manner:
+        """depth: as a multiple of 1F1B's, and so much more; final: as a multiple of twice that. spare:
+        activations that pending W's leave free, beyond those of the micro-batches that turn round; None:
+        W's need not."""
+        problem = self.problem
+        stages = problem.job.stages
+        below = [stages - s for s in range(stages)]
         most = [self.table.n if limit is None else limit for limit in problem.limits]
-        open_limit = [
-            UNLIMITED if spare is None else max(1, limit - spare - 2 * b // 3)
-            for limit, b in zip(most, below, strict=True)
-        ]
         return Manner(
-            depth=tuple(max(0, int(factor * b) + more) for b in below),
+            depth=tuple(max(0, int(depth * b) + more) for b in below),
             final=tuple(int(final * 2 * b) for b in below),
-            open_limit=tuple(open_limit),
-            patience=(choice((0, 30, 100, 300)),) * job.stages,
-            patience_w=(choice((100, 300, ALWAYS)),) * job.stages,
-            target=choice((self.best, self.bound)),
+            open_limit=tuple(
+                UNLIMITED if spare is None else max(1, limit - spare - 2 * b // 3)
+                for limit, b in zip(most, below, strict=True)
+            ),
+            patience=(patience,) * stages,
+            patience_w=(patience_w,) * stages,
+            target=target,
         )
