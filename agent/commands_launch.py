@@ -72,7 +72,7 @@ def launch(
         if role is not None:
             check_token(role, token)
             if not role.leads:
-                return serve_node(role, token, node_address)
+                return serve_node(role, token, node_address, NamedWorkload(workload))
         if resume is not None and checkpoint is None:
             raise InputError("--resume", resume, "--checkpoint too, with the folder to resume from")
         paced = parse_pace(pace)

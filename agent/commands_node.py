@@ -7,13 +7,19 @@ import signal
 import typer
 
 from agent.node_role import NodeRole
+from agent.processes import preload, start_server
+from agent.workload import WorkloadSource
 from planner.errors import InputError
 
 PATIENCE_SECONDS = 600.0
 
 
-def serve_node(role: NodeRole, token: str | None, address: str | None) -> None:
-    """Until the job is over; ends the program with its exit status: 0, or 1 when the lead is lost."""
+def serve_node(role: NodeRole, token: str | None, address: str | None, workload: WorkloadSource) -> None:
+    """Until the job is over; ends the program with its exit status: 0, or 1 when the lead is lost.
+
+    workload: what the lead will most likely ask for; its modules are imported meanwhile.
+    """
+    start_server(preload(workload))
     from agent.node_server import LeadLost, NodeServer
     from agent.node_wire import find_lead
 

@@ -18,8 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import Any
 
 from agent.frames import Frames, NotTrusted, greet
 from agent.node_role import NodeRole
@@ -316,7 +315,7 @@ class SpreadPool(ProcessPool):
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=False)
         process = link.start(replace(make_spec(incarnation), address=link.address), theirs)
-        return RemoteWorker(worker, incarnation, cast(BaseProcess, process), ours, now, node=link)
+        return RemoteWorker(worker, incarnation, process, ours, now, node=link)
 
 
 def _compare_clocks(frames: Frames) -> tuple[int, float]:

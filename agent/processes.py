@@ -18,12 +18,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 from agent import channel
 from agent.workload import WorkloadSource
 from planner.job import Worker
+
+
+class Process(Protocol):
+    """What the launcher asks of a worker's process, here (multiprocessing's own) or on another node.
+
+    sentinel: becomes readable at its end. exitcode: as multiprocessing has it; None while it runs,
+    and where nobody can know it.
+    """
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    @property
+    def sentinel(self) -> int: ...
+
+    def is_alive(self) -> bool: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 @dataclass
@@ -35,7 +57,7 @@ class WorkerProcess:
 
     worker: Worker
     incarnation: str
-    process: BaseProcess
+    process: Process
     pipe: Connection
     heard_at: float
     outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
