@@ -187,7 +187,7 @@ def write_part(directory: Path, state: StageState, stage: int, identity: Identit
     """Writes one stage's part, and makes the checkpoint whole when all parts are there; returns whether.
 
     attempt: tells apart writers of one iteration that did not know of each other (an epoch's number).
-    keep: how many whole checkpoints stay. Raises OSError, or what torch makes of one.
+    keep: how many whole checkpoints stay. Raises CheckpointError, or OSError.
     """
     iteration = int(state.document["committed"])
     partial = directory / f".partial-{iteration:010d}-{attempt}"
@@ -202,10 +202,10 @@ def write_part(directory: Path, state: StageState, stage: int, identity: Identit
         _sync(partial)
         # From here on another writer may make the checkpoint whole, and this directory be renamed.
         _write(part / "part.json", {"files": files})
-    except Exception:
+    except (Exception, CheckpointException) as error:
         # A full disk gets its space back.
         shutil.rmtree(part, ignore_errors=True)
-        raise
+        raise CheckpointError(f"{part}: can't be written: {_reason(error)}") from None
     return _make_whole(directory, partial, iteration, identity, keep)
 
 
@@ -305,8 +305,18 @@ def _read_part(part: Path) -> StageState:
         load(tensors, storage_reader=_PlainReader(part), no_dist=True)
         document = json.loads(bytes(tensors.pop(_DOCUMENT).tolist()))
     except (OSError, ValueError, KeyError, pickle.UnpicklingError, CheckpointException) as error:
-        raise CheckpointError(f"{part}: can't be read: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{part}: can't be read: {_reason(error)}") from None
     return StageState(document, tensors)
+
+
+def _reason(error: BaseException) -> str:
+    """In a line. torch wraps what went wrong into an exception that is no Exception."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    # What failed first: a full disk shows again when the half-written file is closed.
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class _PlainReader(FileSystemReader):

@@ -147,9 +147,8 @@ class Checkpointer:
         try:
             directory = Path(options.wish.directory)
             whole = write_part(directory, copy.state, self._stage, options.identity, copy.attempt, options.wish.keep)
-        # Whatever it is (a full disk comes as half a dozen types out of torch), training goes on.
-        except Exception as error:
-            self._said(copy.iteration, f"stage {self._stage}: {type(error).__name__}: {error}".splitlines()[0])
+        except (CheckpointError, OSError) as error:
+            self._said(copy.iteration, str(error))
         else:
             if whole:
                 self._said(copy.iteration, None)
