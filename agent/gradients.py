@@ -7,8 +7,8 @@ is associative, so any order, any split over workers and any all-reduce algorith
 bits. `FastSum` adds floats as they come: cheaper, and another order shows in the last bits.
 
 Why integers: of the forms measured (tests/benchmarks/bench_sums.py; one thread, 5 M fp32 elements), one
-addition costs 8 to 10 times a plain fp32 one on the int64 grid, 20 to 24 times with fp64
-accumulators, and 8 to 10 times in fp64 rounded to a grid. fp64 as such is not order-proof when
+addition costs 5 to 8 times a plain fp32 one on the int64 grid, 10 to 20 times with fp64
+accumulators, and as much as int64 in fp64 rounded to a grid. fp64 as such is not order-proof when
 terms differ by more than 2**29 / terms; fp64 on a grid has 10 bits less range. An all-reduce moves
 twice the bytes of fp32 and takes 1.5 to 1.7 times as long, in all three.
 
