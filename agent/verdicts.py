@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -37,25 +38,35 @@ def tellers(living: Iterable[Worker], pipeline: int) -> dict[int, Worker]:
     }
 
 
+@dataclass(frozen=True)
+class _Paths:
+    """Of one worker in one epoch: who tells it about each other stage, and whom it tells about its own."""
+
+    stage: int
+    tellers: Mapping[int, Worker]
+    listeners: tuple[Worker, ...]
+
+    @classmethod
+    def of(cls, me: Worker, living: Sequence[Worker]) -> _Paths:
+        told_by_me = {p for p in {w.pipeline for w in living} if tellers(living, p)[me.stage] == me}
+        mine = {stage: teller for stage, teller in tellers(living, me.pipeline).items() if stage != me.stage}
+        return cls(me.stage, mine, tuple(w for w in living if w.stage != me.stage and w.pipeline in told_by_me))
+
+
 class _Exchange:
     """The slots of one iteration, under way."""
 
-    def __init__(self, groups: Groups, me: Worker, living: Sequence[Worker], iteration: int, slot: Slot) -> None:
+    def __init__(self, groups: Groups, paths: _Paths, iteration: int, slot: Slot) -> None:
         self.iteration = iteration
-        self._slots: dict[int, Slot] = {me.stage: slot}
+        self._slots: dict[int, Slot] = {paths.stage: slot}
         self._mark = float(iteration)
         tag = _TAG + iteration % _ITERATIONS
-        self._coming: dict[int, Pending] = {}
-        for stage, teller in tellers(living, me.pipeline).items():
-            if stage != me.stage:
-                buffer = torch.full((3,), -1.0, dtype=torch.float64)
-                self._coming[stage] = groups.receive(teller, buffer, tag)
+        self._coming = {
+            stage: groups.receive(teller, torch.full((3,), -1.0, dtype=torch.float64), tag)
+            for stage, teller in paths.tellers.items()
+        }
         mine = torch.tensor([slot.squared_norm, float(slot.rejected), self._mark], dtype=torch.float64)
-        self.sent = [
-            groups.send(worker, mine, tag)
-            for worker in living
-            if worker.stage != me.stage and tellers(living, worker.pipeline)[me.stage] == me
-        ]
+        self.sent = [groups.send(worker, mine, tag) for worker in paths.listeners]
 
     def arrived(self) -> bool:
         """Would `wait` return at once? Never blocks: a wait that expires would close the connection."""
@@ -82,7 +93,7 @@ class Steps:
     ) -> None:
         self._me, self._recipe, self._optimizer, self._notable = me, recipe, optimizer, notable
         self._groups: Groups | None = None
-        self._living: Sequence[Worker] = ()
+        self._paths = _Paths(me.stage, {}, ())
         self._exchange: _Exchange | None = None
         self._sent: deque[tuple[int, list[Pending]]] = deque()
 
@@ -94,7 +105,7 @@ class Steps:
         assert self._groups is not None
         optimizer, iteration = self._optimizer, self._optimizer.committed
         slot = optimizer.measure()
-        exchange = _Exchange(self._groups, self._me, self._living, iteration, slot)
+        exchange = _Exchange(self._groups, self._paths, iteration, slot)
         self._sent.append((iteration, exchange.sent))
         if self._recipe.staggered and optimizer.outlook.optimistic:
             self._exchange = exchange
@@ -155,7 +166,7 @@ class Steps:
         state, how many iterations it had committed before that, and its `numbers`. A step that some
         are in doubt of has been taken by all of them, and all have kept its slot. Raises as `take`.
         """
-        self._groups, self._living = groups, living
+        self._groups, self._paths = groups, _Paths.of(self._me, living)
         self._exchange = None
         self._sent.clear()
         if self._optimizer.settled:
