@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -89,7 +89,7 @@ class _Row:
 class _Stage:
     """One stage, in ticks. F, I, W: of its fastest peer, which any micro-batch may meet; O: the longest.
 
-    n: micro-batches of its busiest peer at least. C: the memory limit. rows: its living peers, the
+    n: micro-batches of its busiest peer at least. C: the memory limit. living: peers. rows: its living peers, the
     alike counted. Some peer has to take n of them; where peers differ in speed, the
     least that the worst-off of them needs over all ways of dividing `total` among them.
     """
@@ -101,7 +101,22 @@ class _Stage:
     n: int
     C: int | None
     total: int
+    living: int
     rows: tuple[tuple[_Row, int], ...]
+
+    @property
+    def turn(self) -> int:
+        return self.rows[0][0].turn - self.rows[0][0].F + self.F
+
+    @property
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """(peers, micro-batches that some so many peers have to run together at least).
+
+        All of them; and where `total` does not divide evenly, as many as must have n each if none has more.
+        """
+        yield self.living, self.total
+        if extra := self.total % self.living:
+            yield extra, extra * self.n
 
     @property
     def last_input_backward(self) -> int:
@@ -179,6 +194,7 @@ def _stages(problem: Problem) -> list[_Stage]:
                 n=-(-total // living),
                 C=problem.limits[s],
                 total=total,
+                living=living,
                 rows=tuple(rows.items()),
             )
         )
@@ -223,9 +239,52 @@ def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
                     f"the last backward of stage {s} must still reach the stages above",
                 )
             )
+            fewest = min(range(s), key=lambda a: stages[a].living)
+            least = max(_supplied(stages[a], x, way[s] - way[a]) for a in {0, fewest})
+            bounds.append(Bound(least, f"the last backwards of stage {s} must still be taken in by the stages above"))
         above = x.W + x.O - way[s]
         best_above = above if best_above is None else max(best_above, above)
     return bounds
+
+
+def _supplied(a: _Stage, b: _Stage, way: int) -> int:
+    """Least period, since stage a < b can take in only so many late gradients. way: F, I, transfers from
+    a to b and back, those of a and not those of b.
+
+    Let stage a end its work at e. On one of its workers the j-th last I starts no later than
+    e - j u, u = I(a) + W(a), as j I's and their own W's are still to run; so over all its peers the k-th
+    last does not start after e - ceil(k / L(a)) u. An I of stage b precedes the one of its micro-batch on
+    a by I(b) and what lies between. So y before the last moment at which an I of b could start if u were 0,
+    at t, no more than L(a) floor(y / u) of them are yet to start (and a part of L(a) more to run). While
+    y <= r(b) + u - F(b), no F is left for after t, for its I would come too late. And at most C a worker are
+    held at t, each with a W to run. All other work of stage b is done before t, by g peers: those of a
+    group that has m micro-batches to run at least,
+      g (x - idle) >= m (F + I + W) - g C W - I's after t,
+    where x is the time from the first start of b to t, and idle = max(0, r(b) - C F) that of the warm-up,
+    if it comes to more than C F. Since b starts after a by the way down, x <= period - O(a) - way down -
+    way up - y.
+    The same on one worker alone: its I's after t follow each other, so they take y - u + I(b) at most.
+    """
+    u = a.I + a.W
+    turn = b.turn
+    work = b.F + b.I + b.W
+    # The latest y, and each at which the next I's of all peers of a are about to come in.
+    latest = turn + u - b.F
+    jumps = {j * u - b.I for j in (1, latest // u if u else 1, (latest + b.I) // u if u else 1)}
+    best = 0
+    for y in {latest, *jumps}:
+        if not 0 <= y <= latest:
+            continue
+        full, rest = divmod(y, u) if u else (b.total, 0)
+        part = max(0, b.I - (u - rest))
+        for peers, count in b.groups:
+            held = count if b.C is None else min(count, b.C * peers)
+            supply = min(count * b.I, a.living * (full * b.I + part), peers * max(0, y - u + b.I))
+            needed = -(-(count * work - held * b.W - supply) // peers)
+            if b.C is not None and needed > b.C * b.F:
+                needed += max(0, turn - b.C * b.F)
+            best = max(best, a.O + way + b.I - a.I + y + max(0, needed))
+    return best
 
 
 def _barrier(problem: Problem, stages: list[_Stage]) -> list[Bound]:
