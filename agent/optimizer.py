@@ -113,6 +113,8 @@ class StageOptimizer:
         self.outlook = self.outlook.after(verdict)
         if verdict.clean:
             return False
+        # Whatever has been summed since belongs to parameters that nobody has any more.
+        self.gradients.clear()
         if verdict.coefficient is None:
             self._snapshot.restore(buffers=True)
         elif kept is not None:

@@ -123,7 +123,10 @@ def test_a_late_verdict_leaves_what_an_early_one_would_have(optimizer: str, sche
     for i, verdict in enumerate([SKIP, CLEAN, Verdict(0.25), CLEAN, SKIP, Verdict(0.1), Verdict(0.5), CLEAN]):
         before = _everything(late)
         _train(late, i, None)
+        _sum(late, 100)
         assert late.settle(verdict) == (not verdict.clean)
+        assert bool(late.gradients.buffer.any()) == verdict.clean
+        late.gradients.clear()
         _train(early, i, verdict)
         assert _equal(_everything(late), _everything(early))
         if i % 2:
