@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.agent.consoles import until
+from tests.agent.node_runs import free_port, kill_group, lines, members, start, two_nodes
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
@@ -28,68 +24,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fault_free(tmp_path_factory.getbasetemp())
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def _start(log: Path, *command: str, **env: str) -> subprocess.Popen[bytes]:
-    """In a process group of its own, which is the node."""
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            [sys.executable, *command],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **env},
-        )
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-@contextmanager
-def _two_nodes(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
-    """(lead, node). The lead's record is folder/run.jsonl."""
-    place = ("--nodes", "2", "--lead", f"127.0.0.1:{_free_port()}")
-    job = ("-m", "agent", "launch", *GRID, *TINY, "--iterations", str(ITERATIONS), *place, *options)
-    lead = _start(folder / "lead.log", *job, "--node-rank", "0", "--record", str(folder / "run.jsonl"))
-    node = _start(folder / "node.log", *job, "--node-rank", "1")
-    try:
-        yield lead, node
-    finally:
-        _kill_group(lead)
-        _kill_group(node)
-
-
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "run.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _members(group: int) -> list[int]:
-    """Processes of a group that have not ended."""
-    out = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] not in "ZX":
-            out.append(int(stat.parent.name))
-    return out
-
-
 def test_a_lost_node_costs_no_bit(reference: Run, tmp_path: Path) -> None:
     """The whole second node is killed, three workers of six and their launcher; the first goes on."""
-    with _two_nodes(tmp_path, *PACED) as (lead, node):
-        until(lambda: len(_lines(tmp_path)) >= 2, "two iterations")
-        _kill_group(node)
+    with two_nodes(tmp_path, *PACED) as (lead, node):
+        until(lambda: len(lines(tmp_path)) >= 2, "two iterations")
+        kill_group(node)
         assert lead.wait(90) == 0, (tmp_path / "lead.log").read_text()
-    run = Run(0, "", tuple(_lines(tmp_path)))
+    run = Run(0, "", tuple(lines(tmp_path)))
     assert run.losses == reference.losses and run.final == reference.final
     assert sorted(failure["worker"] for failure in run.failures) == ["W1_0", "W1_1", "W1_2"]
     assert run.iterations[0]["living"] == 6 and run.iterations[-1]["living"] == 3
@@ -97,10 +38,10 @@ def test_a_lost_node_costs_no_bit(reference: Run, tmp_path: Path) -> None:
 
 
 def test_a_worker_elsewhere_dies_and_comes_back(reference: Run, tmp_path: Path) -> None:
-    with _two_nodes(tmp_path, "--kill", "W1_1@1:I2", "--rejoin", "W1_1@2") as (lead, node):
+    with two_nodes(tmp_path, "--kill", "W1_1@1:I2", "--rejoin", "W1_1@2") as (lead, node):
         assert lead.wait(90) == 0, (tmp_path / "lead.log").read_text()
         assert node.wait(30) == 0, (tmp_path / "node.log").read_text()
-    run = Run(0, "", tuple(_lines(tmp_path)))
+    run = Run(0, "", tuple(lines(tmp_path)))
     assert run.losses == reference.losses and run.final == reference.final
     (failure,) = run.failures
     # Its clock is put on the lead's: the death was seen after it happened, and soon.
@@ -108,45 +49,45 @@ def test_a_worker_elsewhere_dies_and_comes_back(reference: Run, tmp_path: Path) 
 
 
 def test_a_node_does_not_outlive_its_lead(tmp_path: Path) -> None:
-    with _two_nodes(tmp_path, *PACED) as (lead, node):
-        until(lambda: _lines(tmp_path), "an iteration")
+    with two_nodes(tmp_path, *PACED) as (lead, node):
+        until(lambda: lines(tmp_path), "an iteration")
         os.kill(lead.pid, signal.SIGKILL)
         assert node.wait(30) == 1
         assert "the connection with the lead broke" in (tmp_path / "node.log").read_text()
-        until(lambda: not _members(node.pid), "the end of the node's workers", 30)
-        until(lambda: not _members(lead.pid), "the end of the lead's workers", 30)
+        until(lambda: not members(node.pid), "the end of the node's workers", 30)
+        until(lambda: not members(lead.pid), "the end of the lead's workers", 30)
 
 
 def test_under_torchrun(reference: Run, tmp_path: Path) -> None:
     """torchrun names the nodes, and its store says where the lead listens."""
     torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0")
-    place = ("--master-addr", "127.0.0.1", "--master-port", str(_free_port()))
+    place = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     job = ("-m", "agent", "launch", *GRID, *TINY, "--iterations", str(ITERATIONS))
     record = ("--record", str(tmp_path / "run.jsonl"))
-    lead = _start(tmp_path / "lead.log", *torchrun, *place, "--node-rank", "0", *job, *record)
-    node = _start(tmp_path / "node.log", *torchrun, *place, "--node-rank", "1", *job)
+    lead = start(tmp_path / "lead.log", *torchrun, *place, "--node-rank", "0", *job, *record)
+    node = start(tmp_path / "node.log", *torchrun, *place, "--node-rank", "1", *job)
     try:
         assert lead.wait(100) == 0, (tmp_path / "lead.log").read_text()
         assert node.wait(30) == 0, (tmp_path / "node.log").read_text()
     finally:
-        _kill_group(lead)
-        _kill_group(node)
-    run = Run(0, "", tuple(_lines(tmp_path)))
+        kill_group(lead)
+        kill_group(node)
+    run = Run(0, "", tuple(lines(tmp_path)))
     assert run.losses == reference.losses and run.final == reference.final
 
 
 def test_a_node_with_another_token_is_turned_away(tmp_path: Path) -> None:
-    place = ("-m", "agent", "launch", *GRID, *TINY, "--nodes", "2", "--lead", f"127.0.0.1:{_free_port()}")
-    lead = _start(tmp_path / "lead.log", *place, "--node-rank", "0", OPENRECYCLE_TOKEN="one")
-    node = _start(tmp_path / "node.log", *place, "--node-rank", "1", OPENRECYCLE_TOKEN="two")
+    place = ("-m", "agent", "launch", *GRID, *TINY, "--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
+    lead = start(tmp_path / "lead.log", *place, "--node-rank", "0", OPENRECYCLE_TOKEN="one")
+    node = start(tmp_path / "node.log", *place, "--node-rank", "1", OPENRECYCLE_TOKEN="two")
     try:
         assert node.wait(60) == 1
         assert "the lead has another token" in (tmp_path / "node.log").read_text()
         until(lambda: "does not know the token" in (tmp_path / "lead.log").read_text(), "the lead's word")
         assert lead.poll() is None, "it waits for the right one"
     finally:
-        _kill_group(lead)
-        _kill_group(node)
+        kill_group(lead)
+        kill_group(node)
 
 
 def test_off_loopback_without_a_token_it_refuses(tmp_path: Path) -> None:
