@@ -86,6 +86,9 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
         return Split(fused, 0.0, moving, "The stage has no trainable parameter: there is no W.")
     reference = trial.run(fused)
     work = sum(trial.work(fused))
+    if not work and not trial.late:
+        text = "The backward is not split: there is no matrix product or convolution of the stage's own in it."
+        return Split(fused, 0.0, moving, text, warning=wanted != "fused")
     faults: list[str] = []
     passed: list[tuple[float, Strategy]] = []
     for name in ("deferred", "torch"):
@@ -152,8 +155,6 @@ class _Trial:
         """(share of the work that W does, what speaks against the strategy or nothing)."""
         if isinstance(strategy, Deferred) and not strategy.layers.parameters:
             return 0.0, "no layer of a kind that can be deferred"
-        if not work and not self.late:
-            return 0.0, "no matrix product or convolution in the backward"
         try:
             outcome = self.run(strategy)
             in_i, in_w = self.work(strategy)

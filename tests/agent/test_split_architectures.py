@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -22,15 +22,6 @@ KEYS: list[MicroBatch] = [(0, 0), (0, 1), (1, 0), (2, 5)]
 Inputs = tuple[Tensor, ...]
 Outcome = tuple[dict[MicroBatch, list[Tensor | None]], Tensor]
 """Gradients of the inputs, and the buffer of the sum."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More threads than free cores would make these small modules wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Lstm(nn.Module):

@@ -1,0 +1,179 @@
+"""Both kinds of sum: what counts, what is refused, norms, buffers; and once per micro-batch."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from agent.gradients import FastSum, GradientSum, gradient_sum
+from agent.probe import Probe, choose_split
+from agent.stage import Stage
+
+KINDS = [GradientSum, FastSum]
+
+
+def test_the_recipe_s_mode_names_the_kind() -> None:
+    assert type(gradient_sum("deterministic", [], terms=1)) is GradientSum
+    assert type(gradient_sum("fast", [], terms=1)) is FastSum
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_sums_of_any_type_and_layout(kind: type[GradientSum], dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.zeros(300, 500, dtype=dtype))  # more than one chunk
+    total = kind([parameter], terms=3)
+    generator = torch.Generator().manual_seed(0)
+    terms = [(torch.randn(500, 300, generator=generator) / 8).to(dtype).t() for _ in range(3)]
+    kept = [term.clone() for term in terms]
+    for term in terms:
+        total.add(parameter, term)
+    assert all(map(torch.equal, terms, kept))
+    total.write_gradients()
+    assert parameter.grad is not None and parameter.grad.dtype == dtype
+    exact = torch.stack([t.double() for t in terms]).sum(0)
+    torch.testing.assert_close(parameter.grad, exact.to(dtype))
+    assert math.isclose(total.squared_norm(), float(exact.square().sum()), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_nobody_used_has_no_gradient(kind: type[GradientSum]) -> None:
+    used, unused, frozen = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    frozen.requires_grad_(False)
+    total = kind([used, unused, frozen], terms=1)
+    total.add(used, torch.zeros(3))
+    total.write_gradients()
+    assert used.grad is not None and unused.grad is None and frozen.grad is None
+    assert total.parameters == [used, unused]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_shows(kind: type[GradientSum], bad: float) -> None:
+    parameter = nn.Parameter(torch.zeros(200_000))
+    total = kind([parameter], terms=2)
+    total.add(parameter, torch.ones(200_000))
+    assert total.rejected == 0
+    term = torch.ones(200_000)
+    term[199_999] = bad
+    total.add(parameter, term)
+    assert total.rejected == 1
+    total.clear()
+    assert total.rejected == 0 and not total.buffer.any()
+
+
+@pytest.mark.parametrize("terms", [1, 18, 4096])
+def test_the_range_is_4096_over_the_number_of_terms(terms: int) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    total = GradientSum([parameter], terms=terms)
+    largest = math.nextafter(4096 / terms, 0.0)
+    for _ in range(min(terms, 20)):
+        total.add(parameter, torch.tensor([largest, -largest], dtype=torch.float64))
+    assert total.rejected == 0
+    total.add(parameter, torch.tensor([0.0, -4096 / terms], dtype=torch.float64))
+    assert total.rejected == 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_the_norm_is_the_same_however_the_terms_came(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (3, 40_000, 1)]
+    terms = [(p, torch.randn(p.shape, generator=generator)) for p in parameters for _ in range(4)]
+    norms = set()
+    for _ in range(2):
+        random.Random(seed).shuffle(terms)
+        total = GradientSum(parameters, terms=4)
+        for parameter, term in terms:
+            total.add(parameter, term)
+        norms.add(total.squared_norm())
+    assert len(norms) == 1
+    assert GradientSum([], terms=1).squared_norm() == 0.0
+
+
+# -- a micro-batch counts once, whole ---------------------------------------------------------
+
+
+def _ones(stage: Stage, key: tuple[int, int], *, to: str = "FIW") -> None:
+    x = torch.ones(2, 4)
+    stage.forward(key, x, seed=0, loss=lambda y: y.sum())
+    if "I" in to:
+        stage.input_backward(key, None)
+    if "W" in to:
+        stage.weight_backward(key)
+
+
+@pytest.mark.parametrize("wanted", ["deferred", "torch", "fused"])
+def test_a_settled_micro_batch_is_not_counted_again(wanted: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    probe = Probe((torch.ones(2, 4),), loss=lambda y: y.sum())
+    split = choose_split(module, probe, wanted=wanted)  # type: ignore[arg-type]
+    assert split.strategy.name == wanted
+    total = GradientSum(module.parameters(), terms=8)
+    stage = Stage(module, total, split=split.strategy)
+    _ones(stage, (0, 0))
+    once = total.buffer.clone()
+    assert once.any() and total.settled == {(0, 0)}
+    # What was on its way does not count, in no part.
+    _ones(stage, (0, 1), to="F")
+    assert torch.equal(total.buffer, once) and total.settled == {(0, 0)}
+    stage.abandon(keep_settled=True)
+    assert stage.held == 0 and torch.equal(total.buffer, once)
+    # Again, because a neighbour needs its output and its gradient.
+    _ones(stage, (0, 0))
+    assert torch.equal(total.buffer, once)
+    _ones(stage, (0, 1))
+    assert torch.equal(total.buffer, 2 * once) and total.settled == {(0, 0), (0, 1)}
+    stage.abandon()
+    assert not total.buffer.any() and not total.settled
+
+
+# -- buffers that a forward changes -----------------------------------------------------------
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU())
+
+
+@pytest.mark.parametrize("routing", [[(0, 1, 2), (3,)], [(3, 1), (0, 2)], [(2, 3, 0, 1), ()]])
+def test_running_statistics_do_not_depend_on_who_ran_what(routing: list[tuple[int, ...]]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    xs = [torch.randn(3, 2, 9, generator=generator) for _ in range(4)]
+    expected = []  # of a forward of each micro-batch by itself
+    for x in xs:
+        net = _net()
+        net(x)
+        expected.append({name: buffer.double() for name, buffer in net.named_buffers()})
+
+    stages = []
+    for mine in routing:
+        net = _net()
+        split = choose_split(net, Probe((xs[0],)))
+        assert len(split.moving) == 3 and "mean" in split.text
+        total = GradientSum(net.parameters(), terms=4, buffers=split.moving)
+        stage = Stage(net, total, split=split.strategy)
+        before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        for m in mine:
+            y = stage.forward((0, m), xs[m], seed=0)
+            assert isinstance(y, Tensor)
+            stage.input_backward((0, m), torch.ones_like(y))
+            stage.weight_backward((0, m))
+        assert all(torch.equal(buffer, before[name]) for name, buffer in net.named_buffers())
+        stages.append(stage)
+    reduced = stages[0].gradients.buffer + stages[1].gradients.buffer
+    for stage in stages:
+        stage.gradients.buffer.copy_(reduced)
+        stage.gradients.write_buffers()
+        for name, buffer in stage.module.named_buffers():
+            mean = torch.stack([e[name] for e in expected]).mean(0)
+            torch.testing.assert_close(buffer.double(), mean, rtol=1e-6, atol=1e-7)
+    ours, theirs = (dict(stage.module.named_buffers()) for stage in stages)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert int(ours["1.num_batches_tracked"]) == 1

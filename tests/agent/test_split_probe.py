@@ -1,0 +1,158 @@
+"""The probe: what it refuses, what it says, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from agent.assembly import assemble
+from agent.boundaries import TensorSpec, boundaries_of
+from agent.examples.gpt import Gpt
+from agent.gradients import FastSum, GradientSum
+from agent.probe import Probe, choose_split
+from agent.recipe import Recipe
+from planner.job import Job
+
+
+class Stateful(nn.Module):
+    """Not a function of its inputs, parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.linear(x) * self.calls
+        return y
+
+
+class SideBranch(nn.Module):
+    """The second output does not depend on the input: torch's split loses its parameter's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.aside = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.weight, self.aside @ self.aside
+
+
+class Named(nn.Module):
+    """Puts a new tensor in its buffer's place instead of writing into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        y: Tensor = self.linear(x)
+        return y
+
+
+def _x() -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("module", [Stateful(), SideBranch()])
+def test_what_does_not_give_the_same_bits_is_refused_with_the_reason(module: nn.Module) -> None:
+    split = choose_split(module, Probe((_x(),)))
+    assert split.strategy.name == "fused" and split.warning and split.share == 0
+    assert "other bits than the fused backward" in split.text
+
+
+def test_a_stage_that_is_all_in_one_kernel_says_so() -> None:
+    split = choose_split(nn.LSTM(4, 4), Probe((_x()[None],), loss=lambda y: y[0].sum()))
+    assert split.strategy.name == "fused" and split.warning
+    assert "no matrix product" in split.text
+
+
+def test_nothing_to_train_is_no_reason_to_warn() -> None:
+    split = choose_split(nn.Linear(4, 4).requires_grad_(False), Probe((_x(),)))
+    assert split.strategy.name == "fused" and not split.warning
+
+
+def test_a_module_s_own_error_is_not_swallowed() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        choose_split(nn.Linear(5, 4), Probe((_x(),)))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "deferred", "torch", "fused"])
+def test_it_leaves_nothing_behind(wanted: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4))
+    before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    split = choose_split(module, Probe((_x(),)), wanted=wanted)  # type: ignore[arg-type]
+    after = module.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in module.parameters())
+    patched = [m for m in module.modules() if "forward" in vars(m)]
+    assert bool(patched) == (split.strategy.name == "deferred")
+    split.strategy.close()
+    assert not any("forward" in vars(m) for m in module.modules())
+
+
+def test_a_buffer_that_is_replaced_counts_as_moving() -> None:
+    module = Named()
+    buffer = module.seen
+    split = choose_split(module, Probe((_x(),)))
+    assert len(split.moving) == 1 and split.moving[0] is buffer is module.seen and float(buffer) == 0
+
+
+def test_a_buffer_that_changes_its_shape_is_an_error_in_words() -> None:
+    class Growing(Named):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = torch.cat([self.seen.reshape(-1), x.detach()[0]])
+            y: Tensor = self.linear(x)
+            return y
+
+    with pytest.raises(RuntimeError, match="must keep their shape"):
+        choose_split(Growing(), Probe((_x(),)))
+
+
+def test_workers_of_a_stage_come_to_the_same_split() -> None:
+    found = [choose_split(nn.Linear(4, 4), Probe((_x(),))) for _ in range(2)]
+    assert found[0].text == found[1].text and found[0].share == found[1].share
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_demo_s_stages_are_deferred_whole(stage: int) -> None:
+    gpt, job = Gpt(width=16, heads=2, sequence=8, batch=2), Job(pipelines=2, stages=3, micro_batches=4)
+    ops, split = assemble(gpt, job, stage, 0, Recipe(), boundaries_of(gpt, 3, 0))
+    assert split.strategy.name == "deferred" and not split.warning and split.share > 0.45
+    assert type(ops.gradients) is GradientSum
+    ops, split = assemble(gpt, job, stage, 0, Recipe(mode="fast", autocast="bf16"), boundaries_of(gpt, 3, 0))
+    assert split.strategy.name == "deferred" and type(ops.gradients) is FastSum
+
+
+def test_several_tensors_between_stages() -> None:
+    class Pair(Gpt):
+        """Stages hand on their activations and the token positions."""
+
+        def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
+            inner = super().build_stage(stage, stages, seed)
+
+            class Both(nn.Module):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.inner = inner
+
+                def forward(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor] | Tensor:
+                    y: Tensor = self.inner(x)
+                    places = torch.arange(x.shape[1]) if positions is None else positions
+                    return y if stage == stages - 1 else (y, places)
+
+            return Both()
+
+    pair, job = Pair(width=16, heads=2, sequence=8, batch=2), Job(pipelines=2, stages=3, micro_batches=4)
+    boundary = (TensorSpec((2, 8, 16), "float32"), TensorSpec((8,), "int64", gradient=False))
+    for stage in range(3):
+        ops, split = assemble(pair, job, stage, 0, Recipe(), (boundary, boundary))
+        assert split.strategy.name == "deferred"
+    assert ops.held == 0
