@@ -12,15 +12,11 @@ from importlib import import_module
 from itertools import islice
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from planner.catalog_task import Blobs, Task, work
 from planner.errors import InputError, PlannerError
 from planner.solvers.base import Cancelled
-
-if TYPE_CHECKING:
-    from planner.catalog_build import Task
-
-Blobs = list[tuple[str, bytes]]
 
 # Seconds after which a wait for the next result looks whether it is to stop.
 POLL = 0.2
@@ -39,8 +35,6 @@ class InlineEngine:
     """One after the other in this process."""
 
     def run(self, tasks: Iterator[Task], cancelled: Cancelled | None) -> Iterator[Blobs]:
-        from planner.catalog_build import work
-
         for task in tasks:
             if cancelled and cancelled():
                 return
@@ -54,8 +48,6 @@ class LocalEngine:
         self._jobs = jobs
 
     def run(self, tasks: Iterator[Task], cancelled: Cancelled | None) -> Iterator[Blobs]:
-        from planner.catalog_build import work
-
         with ProcessPoolExecutor(self._jobs, mp_context=get_context("spawn"), initializer=_prepare) as pool:
             pending: set[Future[Blobs]] = {pool.submit(work, task) for task in islice(tasks, self._jobs + 1)}
             while pending:
@@ -96,8 +88,6 @@ class RayEngine:
         if begun:
             self._connect()
         try:
-            from planner.catalog_build import work
-
             remote = ray.remote(num_cpus=1)(work)
             width = max(1, int(ray.cluster_resources().get("CPU", 1)))
             pending = [remote.remote(task) for task in islice(tasks, width + 1)]

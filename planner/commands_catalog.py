@@ -20,6 +20,7 @@ from planner.failures import parse_failed
 from planner.job import MemoryLimit, Technique
 from planner.normalization import SECONDS, Normalization, normalize
 
+MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number; or the profile's bytes."
 DEFAULT_BANDWIDTH = 12.5e9  # bytes per second: a 100 Gb/s link
 
 
@@ -29,7 +30,7 @@ def normalize_command(
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
     fail: Annotated[list[str] | None, typer.Option(help="A failed worker such as W1_2; repeatable.")] = None,
     technique: Annotated[str, typer.Option(help="adaptive, decoupled or staggered.")] = "staggered",
-    memory: Annotated[str, typer.Option(help="Activations per worker: 1f1b, uniform, none or a number.")] = "uniform",
+    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "uniform",
     durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
     profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
     state_bytes: Annotated[
@@ -105,7 +106,7 @@ def catalog_command(
     stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
     technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
-    memory: Annotated[str, typer.Option(help="Activations per worker: 1f1b, uniform, none or a number.")] = "uniform",
+    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "uniform",
     durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
     profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
     solver: Annotated[str, typer.Option(help="list, auto, cp-sat or milp.")] = "list",
@@ -118,11 +119,11 @@ def catalog_command(
 ) -> None:
     """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
     # The cli registers this module; the rest needs numpy, which an agent's machine may lack.
-    from planner.catalog_engines import make_engine
     from planner.solvers.portfolio import SOLVERS
 
     try:
         from planner.catalog_build import build_catalog
+        from planner.catalog_engines import make_engine
         from planner.plan_codec import Effort, Question
     except ImportError as error:
         raise PlannerError(f"catalogs on disk need numpy, which is not installed here ({error})") from None

@@ -11,18 +11,36 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
 from enum import StrEnum
-from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
 from planner.errors import InfeasibleError, InputError
+from planner.profile import (
+    MAX_DECIMALS,
+    StageProfile,
+    StageTicks,
+    check_bytes,
+    check_duration,
+    decimals,
+    parse_durations,
+)
+
+__all__ = [
+    "MAX_DECIMALS",
+    "MAX_OPS",
+    "Job",
+    "MemoryLimit",
+    "Problem",
+    "StageProfile",
+    "StageTicks",
+    "Technique",
+    "Worker",
+    "parse_durations",
+]
 
 # Refused before memory is taken: 3 ops per micro-batch and stage, about 100 bytes each.
 MAX_OPS = 20_000_000
-MAX_DECIMALS = 6
-MAX_BYTES = 1 << 60
 SLOWEST, FASTEST = 0.01, 100.0
 
 _WORKER = re.compile(r"W(\d{1,6})_(\d{1,6})")
@@ -74,63 +92,6 @@ class Technique(StrEnum):
             return cls(text)
         except ValueError:
             raise InputError(field, text, "one of " + ", ".join(t.value for t in cls)) from None
-
-
-@dataclass(frozen=True)
-class StageProfile:
-    """Op times of one stage, in the job's time unit, and what it keeps in memory, in bytes.
-
-    forward F, input_backward I, weight_backward W, optimizer O (reduction and step).
-    reductions: what the gradients' reduction adds to O, by the number of living peers: of 1 peer
-    first, of the whole stage last. Empty: nothing.
-    activation_bytes: of one micro-batch, from F's start to I's (or B's) end. weight_backward_bytes:
-    what W needs of it, from I's end to W's end. weight_bytes, optimizer_bytes: kept throughout.
-    """
-
-    forward: float = 1.0
-    input_backward: float = 1.0
-    weight_backward: float = 1.0
-    optimizer: float = 0.0
-    reductions: tuple[float, ...] = ()
-    activation_bytes: int = 0
-    weight_backward_bytes: int = 0
-    weight_bytes: int = 0
-    optimizer_bytes: int = 0
-
-    def check(self, where: str) -> None:
-        for name in ("forward", "input_backward", "weight_backward", "optimizer"):
-            _check_duration(f"{where}.{name}", getattr(self, name))
-        if self.forward <= 0:
-            raise InputError(f"{where}.forward", self.forward, "a duration above 0")
-        if self.input_backward + self.weight_backward <= 0:
-            raise InputError(f"{where}.input_backward + weight_backward", 0, "a backward above 0")
-        for n, reduction in enumerate(self.reductions):
-            _check_duration(f"{where}.reductions[{n}]", reduction)
-        for name in ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes"):
-            _check_bytes(f"{where}.{name}", getattr(self, name))
-
-
-class StageTicks(NamedTuple):
-    """A StageProfile in ticks. `backward` is the coupled B = I + W."""
-
-    forward: int
-    input_backward: int
-    weight_backward: int
-    optimizer: int
-
-    @property
-    def backward(self) -> int:
-        return self.input_backward + self.weight_backward
-
-    @property
-    def work(self) -> int:
-        """Ticks of compute one micro-batch needs on this stage: F + I + W."""
-        return self.forward + self.input_backward + self.weight_backward
-
-    def at_speed(self, speed: float) -> StageTicks:
-        """The op times of a worker of that speed (0.5: half as fast), rounded up."""
-        exact = Fraction(Decimal(repr(speed)))
-        return StageTicks._make(math.ceil(ticks / exact) for ticks in self)
 
 
 @dataclass(frozen=True)
@@ -186,11 +147,11 @@ class Job:
                 )
         for name in ("transfers", "backward_transfers"):
             for s, transfer in enumerate(getattr(self, name)):
-                _check_duration(f"{name}[{s}]", transfer)
+                check_duration(f"{name}[{s}]", transfer)
         if len(self.capacity_bytes) not in (0, self.stages):
             raise InputError("capacity_bytes", len(self.capacity_bytes), f"one per stage, {self.stages} in all")
         for s, capacity in enumerate(self.capacity_bytes):
-            _check_bytes(f"capacity_bytes[{s}]", capacity, least=1)
+            check_bytes(f"capacity_bytes[{s}]", capacity, least=1)
         self._check_speeds()
 
     def _check_speeds(self) -> None:
@@ -231,8 +192,8 @@ class Job:
         values: list[float] = [*self.transfers, *self.backward_transfers]
         for p in set(self.profiles):
             values += [p.forward, p.input_backward, p.weight_backward, p.optimizer, *p.reductions]
-        decimals: int = max((_decimals(v) for v in set(values)), default=0)
-        return int(10**decimals)
+        places: int = max((decimals(v) for v in set(values)), default=0)
+        return int(10**places)
 
     @cached_property
     def ticks(self) -> tuple[StageTicks, ...]:
@@ -406,22 +367,6 @@ class Problem:
         return [w for w in self.job.workers() if w not in self.failed]
 
 
-def parse_durations(text: str, *, field: str = "--durations") -> dict[str, float]:
-    """Reads `F=1,I=1,W=1,O=0,transfer=0` (any subset). Raises InputError."""
-    known = ("F", "I", "W", "O", "transfer")
-    out: dict[str, float] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        key, _, raw = part.partition("=")
-        if key not in known:
-            raise InputError(field, part, "comma-separated NAME=NUMBER with NAME one of " + ", ".join(known))
-        try:
-            out[key] = float(raw)
-        except ValueError:
-            raise InputError(field, part, f"{key}=NUMBER") from None
-        _check_duration(f"{field} {key}", out[key])
-    return out
-
-
 def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
     """Refuses what is no size, and what would not fit in memory, before any is taken."""
     for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
@@ -430,20 +375,6 @@ def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
     ops = 3 * pipelines * stages * micro_batches
     if ops > MAX_OPS:
         raise InputError("pipelines x stages x micro_batches x 3 ops", ops, f"at most {MAX_OPS:,} ops")
-
-
-def _check_duration(field: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InputError(field, value, "a finite number")
-    if not 0 <= value <= 1e9:
-        raise InputError(field, value, "a duration from 0 to 1e9")
-    if _decimals(value) > MAX_DECIMALS:
-        raise InputError(field, value, f"at most {MAX_DECIMALS} decimals")
-
-
-def _check_bytes(field: str, value: int, *, least: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_BYTES:
-        raise InputError(field, value, f"a whole number of bytes from {least} to {MAX_BYTES}")
 
 
 def _bytes_limit(job: Job, stage: int, technique: Technique) -> int | None:
@@ -464,8 +395,3 @@ def _bytes_limit(job: Job, stage: int, technique: Technique) -> int | None:
         share = math.floor(100 * (capacity - fixed) / each) / 100
         raise InfeasibleError(f"memory holds {share:g} of one micro-batch on stage {stage}", remedy)
     return (capacity - fixed) // each
-
-
-def _decimals(value: float) -> int:
-    exponent = Decimal(repr(float(value))).normalize().as_tuple().exponent
-    return max(0, -int(exponent))

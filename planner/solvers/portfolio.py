@@ -162,7 +162,7 @@ def _steps(solver: str, problem: Problem) -> list[Step]:
     if not rearrangeable(problem):
         return [(Tuner, 1.0)] if huge else [(Tuner, 0.5 if ops <= LARGE else 0.8), exact]
     if huge:
-        return [(Tuner, 0.1), (Rearranger, 1.0)]
+        return [(Rearranger, 1.0)]
     return [(Tuner, 0.1), (Rearranger, 0.5 if ops <= LARGE else 0.85), exact]
 
 
