@@ -22,7 +22,7 @@ would widen this only for jobs whose training is lost anyway, so there is none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -63,17 +63,18 @@ class GradientSum:
         self.buffer = torch.zeros(size + len(tensors) + 2, dtype=self._dtype_for(tensors), device=device)
         self._sums = {id(t): self.buffer[a:b] for t, (a, b) in zip(tensors, bounds, strict=True)}
         self._counts = self.buffer[size : size + len(tensors)]
-        self._count_of = {id(t): i for i, t in enumerate(tensors)}
+        self._count_of = {id(t): self._counts[i] for i, t in enumerate(tensors)}
         self._gradients = self.buffer[: sum(p.numel() for p in self.parameters)]
         self._limit = 2.0**62 / max(1, terms)
         self._chunk = _CHUNK if device.type == "cpu" else max(1, size)
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self._temporaries: dict[tuple[torch.dtype, int], Tensor] = {}
         self.settled: set[MicroBatch] = set()
 
     def add(self, tensor: Tensor, term: Tensor) -> None:
         """Adds one micro-batch's gradient of a parameter, or change of a moving buffer (same shape)."""
         self._add(self._sums[id(tensor)], term.detach().reshape(-1))
-        self._counts[self._count_of[id(tensor)]] += 1
+        self._count_of[id(tensor)].add_(1)
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds one micro-batch's (already scaled) loss, a scalar."""
@@ -121,7 +122,7 @@ class GradientSum:
 
     def _add(self, target: Tensor, term: Tensor) -> None:
         # Scaling by a power of two is exact in fp32 and bf16 (fp16 lacks the range).
-        wide = torch.float32 if term.dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float64
+        wide = torch.float64 if term.dtype == torch.float64 else torch.float32
         for into, part in zip(_chunks(target, self._chunk), _chunks(term, self._chunk), strict=True):
             scaled = self._temporary(wide, part.numel())
             if part.dtype == wide:
@@ -145,15 +146,19 @@ class GradientSum:
 
     def _temporary(self, dtype: torch.dtype, size: int) -> Tensor:
         """Scratch memory that the next call gives out again."""
-        scratch = self._scratch.get(dtype)
-        if scratch is None or scratch.numel() < size:
-            scratch = self._scratch[dtype] = torch.empty(size, dtype=dtype, device=self.buffer.device)
-        return scratch[:size]
+        view = self._temporaries.get((dtype, size))
+        if view is None:
+            scratch = self._scratch.get(dtype)
+            if scratch is None or scratch.numel() < size:
+                self._temporaries.clear()  # they may show the smaller scratch
+                scratch = self._scratch[dtype] = torch.empty(size, dtype=dtype, device=self.buffer.device)
+            view = self._temporaries[dtype, size] = scratch[:size]
+        return view
 
 
-def _chunks(flat: Tensor, size: int) -> Iterator[Tensor]:
-    for start in range(0, flat.numel(), size):
-        yield flat[start : start + size]
+def _chunks(flat: Tensor, size: int) -> Sequence[Tensor]:
+    n = flat.numel()
+    return (flat,) if 0 < n <= size else [flat[start : start + size] for start in range(0, n, size)]
 
 
 class FastSum(GradientSum):
