@@ -97,9 +97,10 @@ _ARGUMENTS = {
 class SentWorkload:
     """A CallableWorkload as bytes, for worker processes that this process starts itself.
 
-    Never for another host: what is in there is run.
+    Never for another host: what is in there is run. path: in words, for checkpoints.
     """
 
+    path: str
     payload: bytes
     modules: tuple[str, ...]
 
@@ -108,7 +109,9 @@ class SentWorkload:
         """Raises InputError naming the argument that can't be sent."""
         for field in fields(workload):
             _check_sendable(_ARGUMENTS.get(field.name, field.name), getattr(workload, field.name))
-        return cls(pickle.dumps(workload), _modules_of_script())
+        stages = workload.make_stages
+        path = getattr(stages, "__qualname__", type(stages).__name__)
+        return cls(path, pickle.dumps(workload), _modules_of_script())
 
     def load(self) -> CallableWorkload:
         workload: CallableWorkload = pickle.loads(self.payload)

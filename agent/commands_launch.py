@@ -14,8 +14,8 @@ from agent.cli_shared import check_writable, json_object, read_token, sentences
 from agent.commands_node import serve_node
 from agent.faults import Kill, Rejoin
 from agent.node_role import check_token, role_of
-from agent.protocol import Recovery
 from agent.recipe import CheckpointWish, Recipe
+from agent.record_words import is_remark, sentence_of
 from agent.start import StartOptions, make_launcher, parse_pace
 from agent.workload import NamedWorkload
 from planner.errors import InputError
@@ -41,6 +41,7 @@ def launch(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of parameters, data and dropout.")] = 0,
     name: Annotated[str, typer.Option(help="What the console calls the job.")] = "gpt",
+    weights: Annotated[Path | None, typer.Option(help="Folder for the trained weights, one file per stage.")] = None,
     demo: Annotated[bool, typer.Option(help="Let the console kill and restart these processes.")] = False,
     mode: Annotated[str, typer.Option(help="deterministic (same bits after any failure) or fast.")] = "deterministic",
     autocast: Annotated[str | None, typer.Option(help="bf16: run forwards under torch.autocast.")] = None,
@@ -96,6 +97,7 @@ def launch(
             console=console,
             token=token,
             name=name,
+            weights=None if weights is None else str(weights),
             checkpoints=CheckpointWish(str(checkpoint), checkpoint_every, checkpoint_keep, resume)
             if checkpoint is not None
             else None,
@@ -131,41 +133,4 @@ class _Record:
         if self._file:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        if "verdict" in line:
-            typer.echo(_verdict_sentence(**line["verdict"]), err=True)
-        elif "warning" in line:
-            typer.echo(line["warning"], err=True)
-        elif "checkpoint" in line:
-            typer.echo(_checkpoint_sentence(**line["checkpoint"]), err=True)
-        elif "failure" in line:
-            typer.echo(_recovery_sentence(Recovery(**line["failure"])), err=True)
-        elif "final" in line:
-            typer.echo(f"parameters {line['final']['parameters_sha256']}")
-        else:
-            loss = float.fromhex(line["loss"])
-            typer.echo(
-                f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
-                f"epoch {line['epoch']}  {line['living']} workers"
-            )
-
-
-def _verdict_sentence(iteration: int, coefficient: float | None, redone: bool) -> str:
-    if coefficient is None:
-        what = "a gradient was NaN, infinite or out of range; its update is skipped"
-    else:
-        what = f"the gradients are clipped to {coefficient:.3g} of their size"
-    return f"iteration {iteration}: {what}" + ("; what followed begins anew" if redone else "")
-
-
-def _checkpoint_sentence(iteration: int, problem: str | None) -> str:
-    if problem is None:
-        return f"checkpoint of iteration {iteration} is written"
-    return f"warning: no checkpoint of iteration {iteration}: {problem}; training goes on"
-
-
-def _recovery_sentence(recovery: Recovery) -> str:
-    return (
-        f"{recovery.worker} died: seen after {recovery.detected_ms:.0f} ms, survivors free after "
-        f"{recovery.unblocked_ms:.0f} ms, re-formed after {recovery.reformed_ms:.0f} ms, "
-        f"the redone iteration committed after {recovery.resumed_ms:.0f} ms"
-    )
+        typer.echo(sentence_of(line), err=is_remark(line))

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -68,6 +69,10 @@ class StartOptions:
             raise InputError("--iterations", self.iterations, "a whole number of at least 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**53:
             raise InputError("--seed", self.seed, "a whole number from 0 to 2^53")
+        if self.weights is not None:
+            folder = Path(self.weights)
+            if not folder.absolute().parent.is_dir() or (folder.exists() and not folder.is_dir()):
+                raise InputError("--weights", self.weights, "a folder, or a name for one in a folder that exists")
         self._check_kills()
         if self.console is not None:
             check_url(self.console)

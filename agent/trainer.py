@@ -35,9 +35,10 @@ from agent.callables import (
 )
 from agent.data import DatasetBatches, MicroBatchSampler, Sampler
 from agent.faults import Kill, Rejoin
-from agent.processes import ProcessPool
+from agent.processes import preload, start_server
 from agent.protocol import Recovery
-from agent.recipe import Autocast, Mode, NonFinite, Recipe
+from agent.recipe import Autocast, CheckpointWish, Mode, NonFinite, Recipe
+from agent.record_words import is_remark, sentence_of
 from agent.start import StartOptions, argument_names, make_launcher, parse_pace
 from agent.weights import load_weights
 from planner.errors import InputError
@@ -53,7 +54,8 @@ _IMPORT_SECONDS = 300.0
 class TrainingResult:
     """What a job left behind.
 
-    losses: mean over the micro-batches, one per iteration of this run, exact. recoveries: the
+    losses: mean over the micro-batches, one per iteration of this run (not of those before a
+    checkpoint it began with), exact. recoveries: the
     failures that were survived. parameters_sha256: of all stages' parameters; equal for equal runs.
     """
 
@@ -91,6 +93,8 @@ class ResilientTrainer:
     console: address of a console that watches and decides; token: its token. name: there.
         demo: the console may kill and restart these processes.
     weights: folder that the trained weights are written to, a file per stage; kept in memory if not given.
+    checkpoint: folder for checkpoints, of which one is written every checkpoint_every iterations and
+        checkpoint_keep stay. resume: which one to go on from, "newest" or an iteration.
     kill, rejoin: faults to train through, such as "W1_2@10:F3" and "W1_2@15".
     on_iteration: called with (iteration, loss) of each that is committed. on_recovery: with each
         failure that was survived. Both in the process that called `fit`.
@@ -127,6 +131,10 @@ class ResilientTrainer:
         name: str = "job",
         demo: bool = False,
         weights: str | Path | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 100,
+        checkpoint_keep: int = 3,
+        resume: str | int | None = None,
         kill: Sequence[str] = (),
         rejoin: Sequence[str] = (),
         on_iteration: Callable[[int, float], None] | None = None,
@@ -155,14 +163,15 @@ class ResilientTrainer:
                 boundaries=boundaries,
                 seed=seed,
             )
+            if resume is not None and checkpoint is None:
+                raise InputError("resume", resume, "checkpoint too, the folder to resume from")
             self._weights = None if weights is None else str(weights)
             self._on_iteration, self._on_recovery = on_iteration, on_recovery
-            sent = SentWorkload.of(workload)
-            self._modules = sent.modules
+            self._workload = SentWorkload.of(workload)
             self._options = partial(
                 StartOptions,
                 job=job,
-                workload=sent,
+                workload=self._workload,
                 seed=seed,
                 technique=Technique.of(technique),
                 memory=MemoryLimit.parse(str(memory)),
@@ -174,16 +183,23 @@ class ResilientTrainer:
                 token=token,
                 name=name,
                 demo=demo,
+                checkpoints=None
+                if checkpoint is None
+                else CheckpointWish(
+                    str(checkpoint), checkpoint_every, checkpoint_keep, None if resume is None else str(resume)
+                ),
             )
-            self._options(iterations=1)  # what is wrong is said here, not when training begins
+            self._options(iterations=1, weights=self._weights)  # what is wrong is said here, not when training begins
 
     def fit(self, *, iterations: int) -> TrainingResult:
-        """Trains from the initial parameters until so many iterations are committed.
+        """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed.
+
+        What is worth a remark on the way goes to the log `openrecycle`.
 
         Raises InputError, JobFailed where the job can't go on (no process is left behind), and
         ConsoleUnavailable or ConsoleRefused where a console was asked for and does not take it.
         """
-        _check_script(self._modules)
+        _check_script(self._workload)
         folder = self._weights or tempfile.mkdtemp(prefix="openrecycle-")
         try:
             # The caller's own random numbers must not depend on what is tried out first.
@@ -215,6 +231,8 @@ class _Lines:
         self._sha256 = ""
 
     def __call__(self, line: dict[str, Any]) -> None:
+        if is_remark(line):
+            log.info("%s", sentence_of(line))
         if "loss" in line:
             self._losses.append(float.fromhex(line["loss"]))
             if self._on_iteration is not None:
@@ -255,14 +273,15 @@ def _batches(
     return DatasetBatches(data, sampler, collate)
 
 
-def _check_script(modules: tuple[str, ...]) -> None:
+def _check_script(workload: SentWorkload) -> None:
     """Tries with one process what every worker will do: import the script that is running.
 
     Raises InputError when that starts training (again), or fails.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(_UNGUARDED)  # this is that process
-    probe = ProcessPool(_nothing, ["agent.worker", *modules]).context.Process(target=_nothing, daemon=True)
+    start_server(preload(workload))
+    probe = multiprocessing.get_context("forkserver").Process(target=_nothing, daemon=True)
     probe.start()
     probe.join(_IMPORT_SECONDS)
     if probe.exitcode == _UNGUARDED:

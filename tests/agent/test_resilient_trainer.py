@@ -57,6 +57,10 @@ class Local:
         ({"pace": "F=1ms"}, ["pace: got 'F=1ms', expected a time above 0 for I, W too"]),
         ({"kill": ["W7_0@1:F0"]}, ["kill: got 'W7_0'", "W0_0 to W1_1"]),
         ({"console": "nowhere"}, ["console: got 'nowhere'"]),
+        ({"weights": __file__}, ["weights: got", "expected a folder"]),
+        ({"checkpoint": __file__}, ["checkpoint: got", "expected a folder"]),
+        ({"checkpoint": ".", "checkpoint_every": 0}, ["checkpoint_every: got 0"]),
+        ({"resume": "newest"}, ["resume: got 'newest', expected checkpoint too"]),
     ],
 )
 def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], words: list[str]) -> None:
@@ -104,6 +108,15 @@ def test_the_result_of_a_job_that_lost_a_worker_is_that_of_one_that_did_not(tmp_
         module.load_state_dict(disturbed.state_dict(stage))
         fresh = undisturbed().state_dict(stage)
         assert all(torch.equal(value, fresh[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.processes
+def test_a_job_goes_on_from_its_checkpoint_to_the_same_numbers(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"scheduler": own_jobs.halving, "checkpoint": tmp_path / "checkpoints"}
+    first = own_jobs.trainer(**changes).fit(iterations=2)
+    second = own_jobs.trainer(**changes, resume="newest").fit(iterations=4)
+    assert first.losses + second.losses == undisturbed().losses
+    assert second.parameters_sha256 == undisturbed().parameters_sha256
 
 
 @pytest.mark.processes

@@ -1,0 +1,53 @@
+"""The lines of a run's record as sentences for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agent.protocol import Recovery
+
+
+def sentence_of(line: dict[str, Any]) -> str:
+    """What a terminal or a log shows for a line of the record."""
+    if "verdict" in line:
+        return _verdict(**line["verdict"])
+    if "warning" in line:
+        return str(line["warning"])
+    if "checkpoint" in line:
+        return _checkpoint(**line["checkpoint"])
+    if "failure" in line:
+        return _recovery(Recovery(**line["failure"]))
+    if "final" in line:
+        return f"parameters {line['final']['parameters_sha256']}"
+    loss = float.fromhex(line["loss"])
+    return (
+        f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
+        f"epoch {line['epoch']}  {line['living']} workers"
+    )
+
+
+def is_remark(line: dict[str, Any]) -> bool:
+    """Is it about something out of the ordinary?"""
+    return "iteration" not in line and "final" not in line
+
+
+def _verdict(iteration: int, coefficient: float | None, redone: bool) -> str:
+    if coefficient is None:
+        what = "a gradient was NaN, infinite or out of range; its update is skipped"
+    else:
+        what = f"the gradients are clipped to {coefficient:.3g} of their size"
+    return f"iteration {iteration}: {what}" + ("; what followed begins anew" if redone else "")
+
+
+def _checkpoint(iteration: int, problem: str | None) -> str:
+    if problem is None:
+        return f"checkpoint of iteration {iteration} is written"
+    return f"warning: no checkpoint of iteration {iteration}: {problem}; training goes on"
+
+
+def _recovery(recovery: Recovery) -> str:
+    return (
+        f"{recovery.worker} died: seen after {recovery.detected_ms:.0f} ms, survivors free after "
+        f"{recovery.unblocked_ms:.0f} ms, re-formed after {recovery.reformed_ms:.0f} ms, "
+        f"the redone iteration committed after {recovery.resumed_ms:.0f} ms"
+    )
