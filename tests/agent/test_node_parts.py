@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent import channel
 from agent.faults import Kill
 from agent.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from agent.loop import LoopOptions
 from agent.node_role import NodeRole, check_token, first_host, role_of
 from agent.node_wire import MACHINE, by_name, decode_spec, encode_spec
-from agent.nodes import NodeHub
+from agent.nodes import CLOCK_SAMPLES, NodeHub, SpreadPool
 from agent.placement import place, stand_in
 from agent.recipe import Recipe
 from agent.worker import ConsoleLink, WorkerSpec
 from agent.workload import NamedWorkload
 from planner.errors import InputError
 from planner.job import Job, StageProfile, Worker
+from tests.agent.consoles import until
 
 # -- placement ------------------------------------------------------------------------------------
 
@@ -259,3 +264,55 @@ def test_the_lead_says_why_a_node_is_turned_away(hello: dict[str, Any], reason: 
             hub.wait_for_all(0.01)
     finally:
         hub.close("test")
+
+
+def fake_node(hub: NodeHub, offset: int = 0) -> Frames:
+    """A node that comes, with a clock that is `offset` ns ahead, and then does nothing."""
+    frames = greet(socket.create_connection((hub.host, hub.port)), "", "node")
+    frames.send({"rank": 1, "address": "127.0.0.1"} | MACHINE)
+    assert frames.receive() == {"kind": "welcome"}
+    for _ in range(CLOCK_SAMPLES):
+        assert frames.receive() == {"kind": "clock"}
+        frames.send({"kind": "clock", "at": time.monotonic_ns() + offset})
+    return frames
+
+
+@pytest.fixture
+def hub() -> Iterator[NodeHub]:
+    hub = NodeHub("127.0.0.1", 0, 2, "", lambda _: None)
+    yield hub
+    hub.close("test")
+
+
+def test_what_a_node_says_arrives_on_the_leads_clock(hub: NodeHub) -> None:
+    hour = 3_600_000_000_000
+    frames = fake_node(hub, hour)
+    hub.wait_for_all(5)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = hub.links[1].start(spec_of(NamedWorkload("a:b")), theirs)
+    assert frames.receive()["kind"] == "start"
+    now = time.monotonic_ns()
+    frames.send({"kind": "from", "incarnation": "abc", "message": {"kind": "ready", "at": now + hour}})
+    assert abs(channel.receive(ours)["at"] - now) < 1_000_000_000
+    frames.send({"kind": "exited", "incarnation": "abc", "code": -9})
+    process.join(5)
+    assert process.exitcode == -9 and wait([process.sentinel], 5)
+    with pytest.raises(EOFError):
+        ours.recv_bytes()
+
+
+def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> None:
+    frames = fake_node(hub)
+    hub.wait_for_all(5)
+    pool = SpreadPool([], hub, {Worker(1, 2): 1})
+    entry = pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0)
+    assert entry.process.is_alive()
+    frames.close()
+    assert wait([entry.process.sentinel], 5) and not entry.process.is_alive()
+    assert entry.ending == "was lost with node 1"
+    pool.forget(entry)
+    until(lambda: not hub.links, "the lead to forget the node", 5)
+    again = fake_node(hub)
+    hub.wait_for_all(5)
+    assert pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0).process.is_alive()
+    assert again.receive()["spec"]["address"] == "127.0.0.1"
