@@ -20,6 +20,7 @@ from planner.cli_shared import interruptible, job_of_options
 from planner.commands_bench import bench_command
 from planner.commands_catalog import catalog_command, normalize_command
 from planner.commands_export import compare_command, export_command
+from planner.commands_simulate import simulate_command
 from planner.errors import InputError, PlannerError
 from planner.failures import parse_failed
 from planner.gantt_text import gantt_lines
@@ -44,6 +45,7 @@ app.command("catalog")(catalog_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
 app.command("bench")(bench_command)
+app.command("simulate")(simulate_command)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

@@ -82,6 +82,7 @@ class _Run:
                 training, paused = self._in_flight(), self.paused is not None
                 self._apply(self.policy.changed(self.cluster, change, training=training, paused=paused), now)
         self.worker_time += self.cluster.living * (self.end - self.seen)
+        self.worker_time += getattr(self.policy, "extra_workers", 0) * self.end
         self._save()
         return self._outcome()
 
@@ -91,7 +92,7 @@ class _Run:
     def _pop(self, now: int) -> Change:
         """Everything that happens now; at a standstill no more than one worker's getting ready."""
         self.worker_time += self.cluster.living * (now - self.seen)
-        self.seen = now
+        self.seen = self.cluster.now = now
         lost: list[str] = []
         ready: list[str] = []
         while self.heap and self.heap[0].time == now:
@@ -127,6 +128,7 @@ class _Run:
                     return
                 self._complete(1)
                 self.asked = False
+                self.cluster.now = now
                 self._apply(self.policy.boundary(self.cluster), now)
             elif not self._iterate(self.pace, until):
                 return

@@ -44,10 +44,15 @@ class Change:
 
 
 class Cluster:
-    """The workers as a policy sees them, in the order in which they came. ready: those that can train."""
+    """The workers as a policy sees them, in the order in which they came. now: microseconds.
+
+    ready: those that can train.
+    """
 
     def __init__(self) -> None:
+        self.now = 0
         self._living: dict[str, bool] = {}
+        self._usable = 0
 
     @property
     def ready(self) -> list[str]:
@@ -61,20 +66,24 @@ class Cluster:
     @property
     def usable(self) -> int:
         """How many are ready."""
-        return sum(self._living.values())
+        return self._usable
 
     def add(self, name: str) -> None:
         self._living[name] = False
 
     def remove(self, name: str) -> bool:
         """Was it ready?"""
-        return self._living.pop(name)
+        was_ready = self._living.pop(name)
+        self._usable -= was_ready
+        return was_ready
 
     def set_ready(self, name: str) -> bool:
         """Is it still there?"""
-        if name in self._living:
-            self._living[name] = True
-        return name in self._living
+        if name not in self._living:
+            return False
+        self._usable += not self._living[name]
+        self._living[name] = True
+        return True
 
 
 @dataclass(frozen=True)

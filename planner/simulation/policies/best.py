@@ -1,0 +1,111 @@
+"""Ours: at every failure and every return the way on that trains most until the next change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.errors import InputError
+from planner.policy import Option, best_option
+from planner.simulation.costs import RecoveryCosts
+from planner.simulation.planned import PlannedJob, Rate
+from planner.simulation.policies.grid import GridPolicy, seconds
+from planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
+
+REROUTE, REPARTITION = "re-route", "re-partition"
+WAIT = "wait"
+
+
+class Best(GridPolicy):
+    """Chooses between re-routing and re-partitioning, or letting a
+    worker that returned wait. It knows the past only: the next change is expected after the mean
+    time between those so far, `prior` seconds counting as the first.
+    """
+
+    name = "ours"
+
+    def __init__(self, planned: PlannedJob, costs: RecoveryCosts, *, prior: float = 600.0) -> None:
+        super().__init__(planned, costs)
+        if not 0 < prior < float("inf"):
+            raise InputError("prior", prior, "seconds above 0")
+        self.mode = self.ran = REROUTE  # for what is under way, and what trained last
+        self.fresh = True
+        self.prior = prior
+        self.changes = 0
+        self._now = 0
+
+    def rate(self, workers: int) -> Rate | None:
+        return self._rate(self.mode, workers)
+
+    def _rate(self, mode: str, workers: int) -> Rate | None:
+        if mode == REPARTITION:
+            return self.planned.repartitioned(workers)
+        return self.planned.rerouted(self.workers - workers)
+
+    def horizon(self, now: int) -> float:
+        """Seconds until the next change, as the past suggests."""
+        return (self.prior + now / SECOND) / (1 + self.changes)
+
+    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+        if self.started:
+            self.changes += 1
+        if not training and not paused:
+            self.fresh = True
+        self._now = cluster.now
+        reaction = super().changed(cluster, change, training=training, paused=paused)
+        if paused and change.ready and not self.fresh and isinstance(reaction, Keep):
+            # The pause may have been for a way that is no longer the best.
+            chosen = self.mode
+            again = self.loss(self.used(len(self.active) + len(self.standby)), len(change.ready))
+            if self.mode != chosen:
+                return again
+        return reaction
+
+    def loss(self, left: int, replaced: int) -> Stop:
+        seen = self.costs.detect + self.costs.recover
+        copied = self.costs.rejoin if replaced else 0.0
+        moved = self.costs.migrate if self.workers - left > 1 else 0.0
+        back = 0.0 if self.ran == REROUTE else self.costs.repartition
+        again = max(copied, self.costs.repartition)
+        return self._go(self._options(left, {REROUTE: seen + max(copied, moved, back), REPARTITION: seen + again}))
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        grown = self.used(len(self.active) + len(self.standby))
+        if grown <= len(self.active):
+            return Keep()
+        back = self.costs.rejoin if self.mode == REROUTE else max(self.costs.rejoin, self.costs.repartition)
+        options = self._options(grown, {REROUTE: back, REPARTITION: self.costs.repartition})
+        now = self.rate(len(self.active))
+        if now is not None:
+            options.append(Option(WAIT, 0.0, now.per_second))
+        self._now = cluster.now
+        if not options or self._best(options).name == WAIT:
+            return Keep()
+        return self._go(options)
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        if self.fresh:
+            # Nothing ran, so there is nothing to move from: whichever is quicker.
+            there = self.used(len(self.active) + len(self.standby))
+            rates = {mode: rate.per_second for mode in (REROUTE, REPARTITION) if (rate := self._rate(mode, there))}
+            self.mode = max(rates, key=lambda mode: rates[mode], default=REROUTE)
+            self.fresh = False
+        self.ran = self.mode
+        return super().pace(cluster)
+
+    def _options(self, workers: int, pauses: dict[str, float]) -> list[Option]:
+        found = [(mode, pause, self._rate(mode, workers)) for mode, pause in pauses.items()]
+        return [Option(mode, pause, rate.per_second) for mode, pause, rate in found if rate is not None]
+
+    def _go(self, options: list[Option]) -> Stop:
+        if not options:
+            return Stop(seconds(self.costs.detect))
+        chosen = self._best(options)
+        self.mode = chosen.name
+        return Stop(seconds(chosen.pause))
+
+    def _best(self, options: list[Option]) -> Option:
+        """Until the next change, and what that will cost: it finds the job as this choice leaves it."""
+        again = {REPARTITION: self.costs.repartition, REROUTE: max(self.costs.rejoin, self.costs.migrate)}
+        again[WAIT] = again[self.mode]
+        charged = {replace(option, pause=option.pause + again[option.name]): option for option in options}
+        return charged[best_option(list(charged), self.horizon(self._now), 0.0)[0]]

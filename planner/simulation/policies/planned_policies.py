@@ -1,0 +1,36 @@
+"""The policies that plan with a job's profile, by the name that `--policy` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planner.errors import InputError
+from planner.simulation.costs import RecoveryCosts
+from planner.simulation.planned import PlannedJob
+from planner.simulation.policies.best import Best
+from planner.simulation.policies.checkpoint_restart import CheckpointRestart
+from planner.simulation.policies.drop_replica import DropReplica
+from planner.simulation.policies.fault_free import FaultFree
+from planner.simulation.policies.grid import GridPolicy
+from planner.simulation.policies.recycle import ReCycle
+from planner.simulation.policies.repartition import Oobleck, Repartition
+from planner.simulation.policies.spares import Spares
+
+PLANNED: dict[str, Callable[[PlannedJob, RecoveryCosts], GridPolicy]] = {
+    "fault-free": FaultFree,
+    "recycle": ReCycle,
+    "oobleck": Oobleck,
+    "repartition": Repartition,
+    "drop-replica": DropReplica,
+    "checkpoint-restart": CheckpointRestart,
+    "ours": Best,
+}
+
+
+def planned_policy(name: str, planned: PlannedJob, costs: RecoveryCosts, *, spares: int = 1) -> GridPolicy:
+    """A fresh policy for one run. Raises InputError."""
+    if name == "spares":
+        return Spares(planned, costs, spares)
+    if name not in PLANNED:
+        raise InputError("--policy", name, "with a profile one of " + ", ".join((*PLANNED, "spares")))
+    return PLANNED[name](planned, costs)

@@ -1,0 +1,134 @@
+"""Pipeline templates, as Oobleck (SOSP'23) plans them: pipelines of unlike depth that use every worker.
+
+Layers are partitioned over the stages of each template; templates are instantiated so that their
+depths add up to the living workers; micro-batches are distributed so that the slowest is quickest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+# Up to so many workers every multiset of depths is looked at; beyond, the most even one of each size.
+ENUMERATED = 40
+
+
+@lru_cache(maxsize=1024)
+def partition(layers: tuple[float, ...], stages: int) -> tuple[int, ...] | None:
+    """Layers per stage, contiguous, so that the slowest stage is as quick as can be.
+
+    None where there are fewer layers than stages. The least time of the slowest stage is found by
+    bisection over the sums that occur, as a greedy fill says at once whether a time suffices.
+    """
+    if not 1 <= stages <= len(layers):
+        return None
+    sums = [0.0]
+    for layer in layers:
+        sums.append(sums[-1] + layer)
+    least = max(layers)
+    candidates = sorted({b - a for i, a in enumerate(sums) for b in sums[i + 1 :] if b - a >= least})
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _fill(layers, candidates[middle], stages) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return _fill(layers, candidates[low], stages)
+
+
+def _fill(layers: Sequence[float], limit: float, stages: int) -> tuple[int, ...] | None:
+    """Stages filled one after the other up to `limit`, each leaving a layer for those that follow."""
+    counts: list[int] = []
+    at = 0
+    for stage in range(stages):
+        left = stages - 1 - stage
+        taken, total = 0, 0.0
+        while at < len(layers) - left and total + layers[at] <= limit * (1 + 1e-12):
+            total += layers[at]
+            at += 1
+            taken += 1
+        if not taken:
+            return None
+        counts.append(taken)
+    return tuple(counts) if at == len(layers) else None
+
+
+def template_depths(workers: int, least: int, tolerated: int, most: int) -> range:
+    """Consecutive depths from the fewest workers that hold the model on.
+
+    With depths n0 to N - f n0 any number of workers of at least (f + 1) n0 is a sum of depths (no
+    gap between consecutive numbers: the Frobenius argument). `most`: no more stages than layers.
+    """
+    return range(least, max(least, min(most, workers - tolerated * least)) + 1)
+
+
+def instantiations(workers: int, depths: range, pipelines: int) -> Iterator[tuple[int, ...]]:
+    """Multisets of at most `pipelines` depths that add up to `workers`, each in falling order."""
+    if workers <= ENUMERATED:
+        yield from _sums(workers, depths, pipelines, depths.stop - 1)
+        return
+    for count in range(1, pipelines + 1):
+        depth, longer = divmod(workers, count)
+        if depth >= depths.start and depth + (longer > 0) < depths.stop:
+            yield (depth + 1,) * longer + (depth,) * (count - longer)
+
+
+def _sums(total: int, depths: range, parts: int, largest: int) -> Iterator[tuple[int, ...]]:
+    if total == 0:
+        yield ()
+        return
+    if parts == 0 or total < depths.start:
+        return
+    for first in range(min(total, largest), depths.start - 1, -1):
+        if first * parts < total:
+            return
+        for rest in _sums(total - first, depths, parts - 1, first):
+            yield (first, *rest)
+
+
+def distribute(total: int, depths: tuple[int, ...], time: Callable[[int, int], float]) -> tuple[float, tuple[int, ...]]:
+    """The least time within which pipelines of these depths run `total` micro-batches, and how many each has.
+
+    time(depth, micro_batches): of one pipeline; does not fall as micro-batches grow. The least time
+    is one that some pipeline has, and is found by bisection over those.
+    """
+    kinds = set(depths)
+    candidates = sorted({time(kind, n) for kind in kinds for n in _near(total, depths)})
+
+    def room(limit: float) -> dict[int, int]:
+        return {kind: _most(kind, limit, total, time) for kind in kinds}
+
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        share = room(candidates[middle])
+        if sum(share[depth] for depth in depths) >= total:
+            high = middle
+        else:
+            low = middle + 1
+    share = room(candidates[low])
+    left = total
+    out = []
+    for depth in depths:
+        out.append(min(share[depth], left))
+        left -= out[-1]
+    return candidates[low], tuple(out)
+
+
+def _near(total: int, depths: tuple[int, ...]) -> range:
+    """Micro-batches that one pipeline may get: from none to about twice its share, or all."""
+    most = -(-max(depths) * total // sum(depths))
+    return range(min(total, 2 * most + 4) + 1)
+
+
+def _most(depth: int, limit: float, total: int, time: Callable[[int, int], float]) -> int:
+    """Most micro-batches within `limit`."""
+    low, high = 0, total
+    while low < high:
+        middle = (low + high + 1) // 2
+        if time(depth, middle) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return low
