@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -204,6 +207,17 @@ def test_the_example_survives_its_kill() -> None:
 def test_the_reader_of_the_readme_gets_the_example_that_is_tested() -> None:
     example = (ROOT / "agent/examples/own_job.py").read_text().partition('"""\n\n')[2]
     assert f"```python\n{example}```" in (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_calls_fit_their_signatures() -> None:
+    import agent
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    calls = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+    named = {call.func.id: call for call in calls if isinstance(call.func, ast.Name) and call.func.id in agent.__all__}
+    assert set(named) == {"ResilientTrainer", "Reporter"}
+    for name, call in named.items():
+        inspect.signature(getattr(agent, name)).bind(**{keyword.arg or "": None for keyword in call.keywords})
 
 
 def test_public_names() -> None:
