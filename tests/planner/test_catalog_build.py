@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from planner import catalog_build, catalog_store
+from planner import catalog_build, catalog_store, catalog_task
 from planner.catalog_build import Report, build_catalog, targets
 from planner.catalog_engines import InlineEngine, make_engine
 from planner.catalog_store import CatalogInfo, FolderBlobs, StoredCatalog, create_folder, open_folder, plan_name
@@ -90,7 +90,8 @@ def test_what_is_there_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_more_effort_plans_again_what_is_not_proven(tmp_path: Path) -> None:
-    question = Question(Job.uniform(3, 4, 6), Technique.STAGGERED, MemoryLimit("uniform"))
+    job = Job.uniform(3, 4, 6, durations={"F": 1, "I": 1.1, "W": 0.9})
+    question = Question(job, Technique.STAGGERED, MemoryLimit("uniform"))
     listed = build(question, 1, tmp_path).catalog
     open_ones = [n for n in listed.blobs.names() if listed.header(n).solver.status != "optimal"]
     assert open_ones
@@ -121,7 +122,7 @@ def test_by_count_no_plan_is_beaten_by_its_neighbour(by_count: StoredCatalog) ->
 def test_quick_tries_on_large_grids_are_no_worse_than_one_distribution(
     by_count: StoredCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog_build, "LARGE", 0)
+    monkeypatch.setattr(catalog_task, "LARGE", 0)
     large = build(GRID, 8, tmp_path, per="count").catalog
     periods = []
     for name in large.blobs.names():
