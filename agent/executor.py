@@ -273,7 +273,7 @@ class Executor:
     def _received(self, kind: str, key: MicroBatch) -> Any:
         """The boundary's tensor, or all of them as a tuple; None for a gradient that does not travel."""
         arrived = {i: pending.wait() for i, pending in self._receiving.pop((kind, key)).items()}
-        self._device.waited()
+        self._device.received()
         self._post_receives()
         width = len(self._incoming if kind == "F" else self._outgoing)
         return arrived.get(0) if width == 1 else tuple(map(arrived.get, range(width)))

@@ -5,13 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+# Seconds. An op that starts so soon after this process woke up from the one before had its inputs by then.
+PROMPT = 0.00025
+# By how much a late wake-up may be made up for where an op received something; see PacedDevice.
+GRACE = 0.001
+
 
 class PacedDevice:
     """The clock of a device that runs what is queued back to back.
 
-    An op that needs nothing from another worker starts when the op before it ends, not when this
-    process is next given a processor: what a busy machine adds to a wake-up is not added to every
-    op. An op that received something starts when it has it. No op ends before its own computation.
+    An op whose inputs are there starts when the op before it ends, not when this process is next
+    given a processor: what a busy machine adds to a wake-up is not added to every op. An op that had
+    to wait starts when it has what it waited for. No op ends before its own computation.
+
+    When a received input came in is not known exactly: it may have come while this process was late
+    to wake up. So there a wake-up is made up for by GRACE at most; no op is too short by more.
 
     pace: seconds by op kind; a kind that is missing takes as long as it takes.
     """
@@ -28,10 +36,16 @@ class PacedDevice:
             self._pace["B"] = pace["I"] + pace["W"]
         self._now, self._sleep = now, sleep
         self._free: float | None = None
+        self._woke = 0.0
+        self._received = False
 
     def waited(self) -> None:
-        """The next op needed something from another worker and starts when its computation does."""
+        """The next op had to wait for peers and starts when its computation does."""
         self._free = None
+
+    def received(self) -> None:
+        """The next op has just been given something by another worker, for which it may have waited."""
+        self._received = True
 
     def finish(self, kind: str, started: float) -> float:
         """Returns when the op has ended, with the seconds that it took on the device.
@@ -40,14 +54,18 @@ class PacedDevice:
         """
         pace = self._pace.get(kind)
         if pace is None:
-            self._free = None
+            self._free, self._received = None, False
             return self._now() - started
-        begun = started if self._free is None else self._free
-        end = begun + pace
-        now = self._now()
-        if end > now:
-            self._sleep(end - now)
-        else:
-            end = now
-        self._free = end
-        return end - begun
+        begun = self._begun(started)
+        self._free = max(begun + pace, self._now())
+        if (left := self._free - self._now()) > 0:
+            self._sleep(left)
+        self._woke, self._received = self._now(), False
+        return self._free - begun
+
+    def _begun(self, started: float) -> float:
+        if self._free is None:
+            return started
+        if not self._received:
+            return self._free
+        return max(self._free, started - GRACE) if started - self._woke < PROMPT else started

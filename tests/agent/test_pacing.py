@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.pacing import PacedDevice
+from agent.pacing import GRACE, PROMPT, PacedDevice
 
 
 class Clock:
@@ -32,7 +32,7 @@ def test_late_wake_ups_do_not_add_up() -> None:
     assert clock.now == pytest.approx(100.0 + 10 * 0.04 + 0.002)
 
 
-def test_an_op_that_received_something_starts_when_it_has_it() -> None:
+def test_an_op_that_waited_starts_when_its_computation_does() -> None:
     clock = Clock(late=0.002)
     paced = device(clock, F=0.04, I=0.04, W=0.04)
     paced.finish("F", clock.now)
@@ -41,6 +41,32 @@ def test_an_op_that_received_something_starts_when_it_has_it() -> None:
     started = clock.now
     assert paced.finish("I", started) == pytest.approx(0.04)
     assert clock.now == pytest.approx(started + 0.042)
+
+
+def test_an_op_that_received_late_starts_when_it_has_its_input() -> None:
+    clock = Clock(late=0.002)
+    paced = device(clock, F=0.04, I=0.04, W=0.04)
+    paced.finish("F", clock.now)
+    clock.now += 0.01
+    paced.received()
+    started = clock.now
+    paced.finish("I", started)
+    assert clock.now == pytest.approx(started + 0.042)
+
+
+@pytest.mark.parametrize(("late", "short"), [(0.0004, 0.0004), (0.005, GRACE)])
+def test_an_op_that_received_in_time_makes_up_for_little(late: float, short: float) -> None:
+    clock = Clock(late=late)
+    paced = device(clock, F=0.04, I=0.04, W=0.04)
+    paced.finish("F", clock.now)
+    clock.now += PROMPT / 2
+    paced.received()
+    started = clock.now
+    paced.finish("I", started)
+    assert clock.now - late == pytest.approx(started + 0.04 - min(short + PROMPT / 2, GRACE))
+    # What the op received says nothing about the next one.
+    paced.finish("W", clock.now)
+    assert clock.now - late == pytest.approx(started + 0.08 - min(short + PROMPT / 2, GRACE))
 
 
 def test_a_computation_longer_than_the_pace_counts_whole() -> None:
