@@ -38,7 +38,8 @@ def receive(pipe: Connection) -> Message:
 class Orders:
     """One epoch as this worker is told of it.
 
-    cell: the place of the grid that it holds from this epoch on. store: host and port of the store
+    cell: the place of the grid that it holds from this epoch on. restore: the checkpoint that
+    everybody takes up first, if any. store: host and port of the store
     through which the epoch's groups are formed. after: the iteration through which the members of
     the epoch before go on first, when this one does nothing but add workers; None: they leave at once.
     """
@@ -48,6 +49,7 @@ class Orders:
     cell: Worker
     store: tuple[str, int]
     after: int | None = None
+    restore: str | None = None
 
     @property
     def epoch(self) -> int:
@@ -137,4 +139,5 @@ class WorkerChannel:
             Worker.parse(message["cell"]),
             (str(host), int(port)),
             message["after"],
+            message["restore"],
         )

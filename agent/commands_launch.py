@@ -57,6 +57,9 @@ def launch(
     resume: Annotated[
         str | None, typer.Option(help="Of --checkpoint: newest, newest-intact (passes over damaged) or an iteration.")
     ] = None,
+    migrate: Annotated[
+        bool, typer.Option(help="Move workers to other stages wherever that shortens the plan.")
+    ] = False,
     nodes: Annotated[int | None, typer.Option(help="Launchers of this job, one per node.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="This one's number; 0 leads.")] = None,
     lead: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, as every node reaches it.")] = None,
@@ -103,6 +106,7 @@ def launch(
             else None,
             demo=demo,
             role=role,
+            migrate=migrate,
         )
         if record is not None:
             check_writable(record, field="--record")

@@ -5,23 +5,31 @@ Both take reports without blocking and hand out what was decided as events.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from agent.protocol import Command, Deployment, Iteration, Recovery
 from planner.catalog import Catalog
 from planner.errors import PlannerError
+from planner.failures import failures_per_stage
 from planner.job import Worker
+from planner.normalization import normalize
 from planner.plan import Plan
 
 
 @dataclass(frozen=True)
 class Deploy:
-    """A new epoch: its members and the plan they run."""
+    """A new epoch: its members and the plan they run.
+
+    moves: (from, to) for each worker that takes a place on another stage; what it held is given up.
+    restore: the checkpoint that everybody takes up first; None: everybody goes on with what it has.
+    """
 
     deployment: Deployment
     plan: Plan
+    moves: tuple[tuple[Worker, Worker], ...] = ()
+    restore: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,27 +69,42 @@ class Coordination(Protocol):
 
 
 class LocalCoordination:
-    """Decides alone, for a job without a console. A pure state machine: no clock, no I/O.
+    """Decides alone, for a job without a console. A state machine without a clock.
 
     grace: seconds that a broken transfer waits for the exit that explains it, before the same
-    members form anew.
+    members form anew. migrate: move a failure to another stage whenever a shorter plan follows; in
+    any case a worker moves to a stage that nobody lives on. checkpoint: asked for the checkpoint to
+    go back to when a stage's state is lost; None: there is none.
     """
 
-    def __init__(self, catalog: Catalog, *, grace: float = 2.0) -> None:
-        self._catalog = catalog
-        self._grace = grace
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        grace: float = 2.0,
+        migrate: bool = False,
+        checkpoint: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._catalog, self._grace, self._migrate, self._checkpoint = catalog, grace, migrate, checkpoint
         self._epoch = 0
         self._waiting_for = set(catalog.job.workers())
         self._failed: set[Worker] = set()
         self._back: set[Worker] = set()
         """Newcomers that wait until all others are in the newest epoch: then nothing is interrupted."""
         self._unformed: set[Worker] = set()
+        self._holders: set[Worker] = set()
+        """Living workers that have their stage's state, as far as is known."""
+        self._cells: dict[str, Worker] = {}
+        """The place of each incarnation, which moves may have changed."""
+        self._restoring = False
         self._re_form_at: float | None = None
         self._events: list[Event] = []
 
     def ready(self, worker: Worker, incarnation: str) -> None:
+        self._cells[incarnation] = worker
         if self._epoch == 0:
             self._waiting_for.discard(worker)
+            self._holders.add(worker)  # the initial state follows from the seed
             if not self._waiting_for:
                 self._open("all workers are ready")
         elif worker in self._failed:
@@ -91,13 +114,17 @@ class LocalCoordination:
     def formed(self, worker: Worker, epoch: int) -> None:
         if epoch == self._epoch:
             self._unformed.discard(worker)
+            self._holders.add(worker)
+            self._restoring = self._restoring and bool(self._unformed)
             self._let_in()
 
     def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
+        worker = self._cells.pop(incarnation, worker)
         self._back.discard(worker)
         if worker in self._failed:
             return
         self._failed.add(worker)
+        self._holders.discard(worker)
         self._waiting_for.discard(worker)
         if self._epoch:
             self._open(f"{worker} {detail}")
@@ -134,14 +161,34 @@ class LocalCoordination:
     def _open(self, reason: str) -> None:
         """Opens the next epoch: with all who live, and all who are back."""
         self._re_form_at = None
-        joining, self._back = sorted(self._back), set()
-        self._failed.difference_update(joining)
+        joining, self._back = set(self._back), set()
+        self._failed -= joining
+        lost = self._lost_stages()
+        restore = self._checkpoint() if lost or self._restoring else None
+        if lost and restore is None:
+            self._events.append(
+                Halt(
+                    f"{reason}; stage {lost[0]} has no living worker left, and its weights went with the last one. "
+                    "With --checkpoint FOLDER a job goes on from its last checkpoint"
+                )
+            )
+            return
         try:
-            plan, source = self._catalog.plan_for(self._failed)
+            moves = self._moves(bool(restore))
+            for source, to in moves:
+                self._failed = self._failed - {to} | {source}
+                self._holders.discard(source)
+                joining = joining - {source} | {to}
+                self._cells = {i: to if cell == source else cell for i, cell in self._cells.items()}
+                reason += f"; {source} takes the place of {to}"
+            plan, origin = self._catalog.plan_for(self._failed)
         except PlannerError as error:
             self._events.append(Halt(f"{reason}; {error}"))
             return
+        if restore is not None:
+            reason += f"; all go back to {restore}"
         self._epoch += 1
+        self._restoring = restore is not None
         living = [w for w in self._catalog.job.workers() if w not in self._failed]
         self._unformed = set(living)
         deployment = Deployment(
@@ -149,7 +196,27 @@ class LocalCoordination:
             plan_fingerprint=plan.fingerprint,
             living=tuple(map(str, living)),
             failed=tuple(map(str, sorted(self._failed))),
-            joining=tuple(map(str, joining)),
-            reason=f"{reason}; {source}",
+            joining=tuple(map(str, sorted(joining))),
+            reason=f"{reason}; {origin}"[:2000],
         )
-        self._events.append(Deploy(deployment, plan))
+        self._events.append(Deploy(deployment, plan, moves, restore))
+
+    def _lost_stages(self) -> list[int]:
+        """Stages whose state no living worker has."""
+        return sorted(set(range(self._catalog.job.stages)) - {w.stage for w in self._holders})
+
+    def _moves(self, restored: bool) -> tuple[tuple[Worker, Worker], ...]:
+        """Workers that change their stage, by the planner's normalization of failures.
+
+        restored: all take their state from a checkpoint, so that anybody may go. Raises PlannerError
+        when a stage stands empty and nobody can be spared.
+        """
+        job = self._catalog.job
+        empty = max(failures_per_stage(self._failed, job)) == job.pipelines
+        if not self._failed or not (empty or self._migrate):
+            return ()
+        normal = normalize(job, self._failed, technique=self._catalog.technique, memory=self._catalog.memory)
+        left = self._holders - {m.worker for m in normal.migrations}
+        if not restored and len({w.stage for w in left}) < job.stages:
+            return ()  # a stage would be left to a newcomer that has no state yet
+        return tuple((m.worker, m.takes) for m in normal.migrations)

@@ -20,13 +20,12 @@ from agent.coordination import Coordination, Deploy, Halt
 from agent.faults import Kill, Rejoin
 from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess, preload
-from agent.protocol import Command, Deployment, Iteration
+from agent.protocol import Command, Iteration
 from agent.recipe import Recipe
 from agent.record import DivergedError, Recorded, RunRecord
 from agent.store import RendezvousStore, StoreError
 from agent.workload import WorkloadSource
 from planner.job import Job, Worker
-from planner.plan import Plan
 
 START_SECONDS = 120.0
 
@@ -81,7 +80,7 @@ class Launcher:
         self._store = RendezvousStore(self._pool.context, self._pool.host)
         begin = options.checkpoints.resumed_at if options.checkpoints else 0
         self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)
-        self._deployed: tuple[Deployment, Plan] | None = None
+        self._deployed: Deploy | None = None
         self._after: int | None = None
         self._rejoins = list(options.rejoins)
         self._plans_sent: set[tuple[str, str]] = set()
@@ -145,7 +144,7 @@ class Launcher:
                 self._ended(sentinels[item])  # type: ignore[index]
         for event in self._coordination.poll(time.monotonic()):
             if isinstance(event, Deploy):
-                self._deploy(event.deployment, event.plan)
+                self._deploy(event)
             elif isinstance(event, Halt):
                 raise JobFailed(event.reason)
             else:
@@ -164,6 +163,8 @@ class Launcher:
         if entry.put_out:
             return
         entry.heard_at = time.monotonic()
+        if message.get("epoch", entry.since) < entry.since:
+            return
         cell, at = entry.worker, message["at"]
         match message["kind"]:
             case "ready":
@@ -181,7 +182,7 @@ class Launcher:
                 self._record.done(cell, message["sha256"])
             case "broken":
                 self._coordination.broken(cell, message["epoch"], time.monotonic())
-                if self._after is not None and self._deployed and message["epoch"] < self._deployed[0].epoch:
+                if self._after is not None and self._deployed and message["epoch"] < self._deployed.deployment.epoch:
                     self._send_deployments(after=None)  # the boundary is out of reach: all leave now
             case "verdict":
                 if message["iteration"] not in self._verdicts:
@@ -219,37 +220,44 @@ class Launcher:
         if recorded.iterations:
             due = [r for r in self._rejoins if r.iteration < self._record.committed]
             for rejoin in due:
-                if rejoin.worker not in self._pool.running:
+                place = self._pool.vacancy(rejoin.worker)
+                if place is not None:
                     self._rejoins.remove(rejoin)
-                    self._start(rejoin.worker, joins=True)
+                    self._start(place, joins=True)
 
-    def _deploy(self, deployment: Deployment, plan: Plan) -> None:
+    def _deploy(self, event: Deploy) -> None:
+        deployment = event.deployment
         living = {Worker.parse(name) for name in deployment.living}
-        after = self._boundary(deployment)
-        self._deployed = deployment, plan
+        after = self._boundary(event)
+        self._deployed = event
         now = time.monotonic_ns()
-        self._certain(self._record.epoch_opened(deployment.epoch, living, now, after))
+        for source, to in event.moves:
+            self._pool.move(source, to, deployment.epoch)
+            self._record.moved(source, to)
+        joining = {Worker.parse(name) for name in deployment.joining}
+        self._certain(self._record.epoch_opened(deployment.epoch, living, now, after, joining))
         for cell, entry in list(self._pool.running.items()):
             if entry.member and cell not in living:
                 self._pool.put_out(entry, "put out of the job")
                 self._record.died(cell, now)
         self._send_deployments(after)
 
-    def _boundary(self, deployment: Deployment) -> int | None:
+    def _boundary(self, event: Deploy) -> int | None:
         """For an epoch that does nothing but add workers: the iteration that the others finish first.
 
         One more than the foremost is known to be in, so that the news is there before it ends.
         """
-        if self._deployed is None or not deployment.joining or not self._record.formed_by_all:
+        deployment = event.deployment
+        if self._deployed is None or not deployment.joining or event.restore or not self._record.formed_by_all:
             return None
-        if set(deployment.living) - set(deployment.joining) != set(self._deployed[0].living):
+        if set(deployment.living) - set(deployment.joining) != set(self._deployed.deployment.living):
             return None
         return self._record.newest + 1
 
     def _send_deployments(self, after: int | None) -> None:
         """Tells every member of the newest epoch. after: see agent.channel.Orders."""
         assert self._deployed is not None
-        deployment, plan = self._deployed
+        deployment, plan = self._deployed.deployment, self._deployed.plan
         self._after = after
         for name in deployment.living:
             entry = self._pool.running.get(Worker.parse(name))
@@ -266,6 +274,7 @@ class Launcher:
                 cell=str(entry.worker),
                 store=self._store.address,
                 after=after,
+                restore=self._deployed.restore,
             )
 
     def _obey(self, command: Command) -> None:
@@ -274,8 +283,8 @@ class Launcher:
         if command.kind == "kill" and entry is not None:
             self._record.dying(cell, time.monotonic_ns())
             entry.kill()
-        elif command.kind == "restart" and entry is None:
-            self._start(cell, joins=self._deployed is not None)
+        elif command.kind == "restart" and (place := self._pool.vacancy(cell)) is not None:
+            self._start(place, joins=self._deployed is not None)
 
     def _put_out_the_silent(self) -> None:
         now = time.monotonic()

@@ -9,7 +9,7 @@ only adds workers interrupts nothing: all leave at the same boundary, with nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from agent.assembly import assemble
 from agent.boundaries import Boundaries, boundaries_of
 from agent.channel import Orders, WorkerChannel
-from agent.checkpoint import load_stage
+from agent.checkpoint import CheckpointError, load_stage
 from agent.checkpointing import Checkpointer, CheckpointOptions
 from agent.communicator import Communicator, Groups, TransferError
 from agent.executor import Executor, Interrupted, Script
@@ -74,42 +74,71 @@ class WorkerLoop:
         status: Status,
         heartbeat: HeartbeatThread | None = None,
     ) -> None:
-        self._me, self._options = me, options
+        self._options, self._workload = options, workload
         self._communicator, self._channel = communicator, channel
         self._status, self._heartbeat = status, heartbeat
-        job = options.job
-        boundaries = options.boundaries
-        if boundaries is None:
-            boundaries = boundaries_of(workload, job.stages, options.seed, options.recipe.autocast)
-        stage, split = assemble(workload, job, me.stage, options.seed, options.recipe, boundaries)
+        self._boundaries = options.boundaries
+        if self._boundaries is None:
+            self._boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
+        self._makeup = Makeup(str(torch.__version__), torch.get_num_threads())
+        self._kills = options.kills
+        self._take_place(me, options.checkpoints)
+        self._has_state = not options.joins
+        if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
+            self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
+        self._epoch = 0
+
+    def _take_place(self, me: Worker, checkpoints: CheckpointOptions | None) -> None:
+        """Puts together what a worker of that place needs, with the stage's initial state."""
+        options, channel = self._options, self._channel
+        assert self._boundaries is not None
+        self._me = me
+        stage, split = assemble(self._workload, options.job, me.stage, options.seed, options.recipe, self._boundaries)
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
-        self._optimizer = stage_optimizer(workload, stage.module, stage.gradients, options.recipe)
+        self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.recipe)
         self._steps = Steps(me, options.recipe, self._optimizer, self._say_verdict)
         self._executor = Executor(
             me,
-            job,
+            options.job,
             options.seed,
-            workload,
+            self._workload,
             stage,
             self._steps,
-            FaultInjector(me, list(options.kills), lambda: channel.say("dying")),
+            FaultInjector(me, list(self._kills), lambda: channel.say("dying")),
             options.pace,
             self._superseded,
             self._say_committed,
-            boundaries,
+            self._boundaries,
         )
-        self._makeup = Makeup(str(torch.__version__), torch.get_num_threads())
-        self._has_state = not options.joins
         self._checkpointer: Checkpointer | None = None
-        if options.checkpoints is not None:
+        if checkpoints is not None:
             self._checkpointer = Checkpointer(
-                options.checkpoints, me.stage, options.iterations, self._say_checkpoint, self._superseded
+                checkpoints, me.stage, options.iterations, self._say_checkpoint, self._superseded
             )
-            if options.checkpoints.resumed is not None and not options.joins:
-                self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
-        status.take_op_milliseconds = self._executor.times.take
-        self._epoch = 0
+        self._status.take_op_milliseconds = self._executor.times.take
+
+    def _move(self, orders: Orders) -> None:
+        """Gives up what this worker holds: for another place, or for what a checkpoint holds.
+
+        Raises TransferError when the checkpoint can't be read.
+        """
+        if orders.cell != self._me:
+            self._kills = ()  # wishes for faults at a place were meant for the worker that began there
+        checkpoints = self._options.checkpoints
+        if orders.restore is None:
+            self._take_place(orders.cell, checkpoints)
+            self._has_state = False
+            return
+        try:
+            state = load_stage(Path(orders.restore), orders.cell.stage)
+        except CheckpointError as error:
+            raise TransferError(str(error)) from None
+        if checkpoints is not None:
+            checkpoints = replace(checkpoints, resumed=orders.restore, resumed_at=int(state.document["committed"]))
+        self._take_place(orders.cell, checkpoints)
+        self._optimizer.load_state(state)
+        self._has_state = True
 
     def run(self) -> None:
         """Returns when the launcher says that the job is over."""
@@ -135,6 +164,8 @@ class WorkerLoop:
         self._epoch = self._status.epoch = orders.epoch
         self._acknowledge("adopted", self._optimizer.committed)
         self._status.phase = "forming"
+        if orders.cell != self._me or orders.restore is not None:
+            self._move(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
         groups = self._communicator.form(orders.epoch, self._me, living, orders.store)
         agreement = self._agree(groups, living)

@@ -52,7 +52,9 @@ class Process(Protocol):
 class WorkerProcess:
     """One incarnation. heard_at: monotonic seconds of its last message. member: of an epoch.
 
-    put_out: it was held for dead while it still is a process: whatever it says is void.
+    put_out: it was held for dead while it still is a process: whatever it says is void. since: the
+    epoch with which it came to its place; what it says of earlier ones concerns its place before,
+    came_from.
     """
 
     worker: Worker
@@ -64,6 +66,8 @@ class WorkerProcess:
     error: str = ""
     member: bool = False
     put_out: bool = False
+    since: int = 0
+    came_from: Worker | None = None
 
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
@@ -131,6 +135,21 @@ class ProcessPool:
     def entries(self) -> list[WorkerProcess]:
         """Every process that has not ended, those put out of the job too."""
         return [*self.running.values(), *self._aside]
+
+    def move(self, source: Worker, to: Worker, epoch: int) -> None:
+        """From `epoch` on the process of `source`, if it lives, is that of `to`, which has none."""
+        entry = self.running.pop(source, None)
+        if entry is not None:
+            entry.worker, entry.came_from, entry.since = to, source, epoch
+            self.running[to] = entry
+
+    def vacancy(self, worker: Worker) -> Worker | None:
+        """Where a new process for `worker` finds its place: there, or, if somebody has moved in, where
+        that one came from; None: nowhere."""
+        place: Worker | None = worker
+        while place is not None and (entry := self.running.get(place)) is not None:
+            place = entry.came_from
+        return place
 
     def put_out(self, entry: WorkerProcess, reason: str) -> None:
         """Makes room for a successor: tells the process to end, and ends it. It may hang, and then

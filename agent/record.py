@@ -8,7 +8,8 @@ go behind it (see agent.recovery), so it is recorded exactly once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from agent.protocol import Iteration, Recovery
 from planner.job import Worker
 
 _MS = 1e6
+REMEMBERED = 4096
+"""Losses kept, to compare with when iterations are run again from a checkpoint."""
 
 
 class DivergedError(RuntimeError):
@@ -61,6 +64,7 @@ class RunRecord:
         self._living: frozenset[Worker] = frozenset()
         self._epoch = 0
         self._losses: dict[int, str] = {}
+        self._recorded: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._failures: list[_Failure] = []
         self._deaths: dict[Worker, int] = {}
         self._evicted: dict[Worker, int] = {}
@@ -71,9 +75,17 @@ class RunRecord:
 
     # -- what happens -------------------------------------------------------------------------
 
-    def epoch_opened(self, epoch: int, living: Iterable[Worker], at: int, after: int | None = None) -> Recorded:
+    def epoch_opened(
+        self,
+        epoch: int,
+        living: Iterable[Worker],
+        at: int,
+        after: int | None = None,
+        joining: Collection[Worker] = (),
+    ) -> Recorded:
         """A new membership is in force. after: the iteration through which the previous one goes on
-        first, while the newcomers wait; None: it stops at once."""
+        first, while the newcomers wait; None: it stops at once. joining: those of `living` whose
+        process is not the one that an earlier epoch had at that place."""
         if self._epoch == 0:
             self._last_at = at
         self._before = None if after is None else (after, self._epoch, len(self._living))
@@ -86,7 +98,7 @@ class RunRecord:
         # Held for dead while its process still is: the launcher ends it, and `died` follows.
         self._evicted |= {w: epoch for w in previous - self._living if w in self._workers}
         for failure in self._failures:
-            if not failure.epoch and failure.worker not in self._living:
+            if not failure.epoch and (failure.worker not in self._living or failure.worker in joining):
                 failure.epoch = epoch
         for worker in self._living:
             self._workers.setdefault(worker, _Progress())
@@ -115,6 +127,12 @@ class RunRecord:
             since = detected_at if died_at is None else died_at
             self._failures.append(_Failure(worker, since, detected_at, died_at is not None, epoch))
 
+    def moved(self, worker: Worker, to: Worker) -> None:
+        """The worker gives up its place and its state; what it does from now on it does as `to`."""
+        self._workers.pop(worker, None)
+        self._workers.pop(to, None)
+        self._living = self._living - {worker} | {to}
+
     def left(self, worker: Worker, at: int) -> None:
         """The worker has abandoned the iteration in flight."""
         self._of(worker).left_at = at
@@ -133,11 +151,18 @@ class RunRecord:
         """
         progress = self._of(worker)
         progress.committed, progress.committed_at[iteration] = iteration + 1, at
-        if worker.stage == self._stages - 1 and self._losses.setdefault(iteration, loss) != loss:
-            raise DivergedError(
-                f"iteration {iteration}: {worker} has loss {loss}, another worker had {self._losses[iteration]}"
-            )
+        if worker.stage == self._stages - 1:
+            expected = self._loss_of(iteration, loss)
+            if expected != loss:
+                raise DivergedError(f"iteration {iteration}: {worker} has loss {loss}, another worker had {expected}")
         return self._settle()
+
+    def _loss_of(self, iteration: int, loss: str) -> str:
+        """What it must be: that of the first who said it, also where a checkpoint has led back behind
+        what is recorded."""
+        if iteration >= self.committed:
+            return self._losses.setdefault(iteration, loss)
+        return dict(self._recorded).get(iteration, loss)
 
     def done(self, worker: Worker, sha256: str) -> None:
         """The worker has no iteration left; the hash is of its stage's parameters."""
@@ -189,6 +214,7 @@ class RunRecord:
                     living=living,
                 )
             )
+            self._recorded.append((i, loss))
             self._last_at = at
             self.committed += 1
         return Recorded(tuple(iterations), self._survived() if iterations else ())

@@ -41,7 +41,8 @@ class StartOptions:
 
     pace: milliseconds by op kind, {} for as fast as it goes. console: address, or None for a job
     that decides alone. demo: the console may kill and restart these processes. weights: folder for
-    the trained weights. role: where this launcher leads a job of several nodes.
+    the trained weights. role: where this launcher leads a job of several nodes. migrate: a worker may
+    change its stage wherever that shortens the plan (without a console).
     """
 
     job: Job
@@ -61,6 +62,7 @@ class StartOptions:
     checkpoints: CheckpointWish | None = None
     demo: bool = False
     role: NodeRole | None = None
+    migrate: bool = False
 
     def __post_init__(self) -> None:
         """Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
@@ -85,7 +87,7 @@ class StartOptions:
             raise InputError(
                 "--technique", self.technique.value, "adaptive, decoupled or staggered when a worker is to be killed"
             )
-        if not self.rejoins:
+        if not self.rejoins and self.checkpoints is None:
             Problem(self.job, frozenset(k.worker for k in self.kills), self.technique, self.memory)
         for rejoin in self.rejoins:
             if all(k.worker != rejoin.worker for k in self.kills):
@@ -116,7 +118,9 @@ def make_launcher(
     link: ConsoleLink | None = None
     coordination: Coordination
     if options.console is None:
-        coordination = LocalCoordination(_catalog(options))
+        coordination = LocalCoordination(
+            _catalog(options), migrate=options.migrate, checkpoint=_restore_point(options.checkpoints, say)
+        )
     else:
         url, token = options.console, options.token
         created = create_job(
@@ -182,6 +186,25 @@ def _checkpoints(options: StartOptions, say: Callable[[str], None]) -> Checkpoin
     name = getattr(options.workload, "path", type(options.workload).__name__)
     identity = Identity(name, job.stages, job.pipelines, job.micro_batches, options.seed, vars(options.recipe))
     return prepare(options.checkpoints, identity, options.iterations, say)
+
+
+def _restore_point(wish: CheckpointWish | None, say: Callable[[str], None]) -> Callable[[], str | None]:
+    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost."""
+
+    def newest() -> str | None:
+        if wish is None:
+            return None
+        from agent.checkpoint import CheckpointError, find, set_aside_later
+
+        try:
+            found = find(Path(wish.directory), "newest-intact")
+        except CheckpointError as error:
+            say(str(error))
+            return None
+        set_aside_later(Path(wish.directory), found.iteration)
+        return str(found.path)
+
+    return newest
 
 
 def _catalog(options: StartOptions) -> Catalog:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from agent.checkpointing import CheckpointOptions
 from agent.coordination import LocalCoordination
 from agent.faults import Kill
 from agent.launch import Launcher, LaunchOptions, Stopped
@@ -38,6 +39,7 @@ class LocalJob:
         hang_seconds: float = 60.0,
         grace: float = 0.3,
         recipe: Recipe | None = None,
+        checkpoints: CheckpointOptions | None = None,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
         on_epoch: Callable[[LocalJob, Any], None] = lambda job, deployment: None,
@@ -59,6 +61,7 @@ class LocalJob:
                 kills=tuple(Kill.parse(text, job) for text in kills),
                 recipe=recipe or Recipe(),
                 hang_seconds=hang_seconds,
+                checkpoints=checkpoints,
             ),
             LocalCoordination(catalog, grace=grace, **coordination),
             self._hear_line,
@@ -78,8 +81,10 @@ class LocalJob:
         os.kill(self.launcher.pids[name], number)
 
     def start(self, name: str) -> None:
-        """A new process for a cell whose process is gone."""
-        self.launcher._start(Worker.parse(name), joins=True)
+        """A new process for a cell whose process is gone; elsewhere, if another worker has moved in."""
+        place = self.launcher._pool.vacancy(Worker.parse(name))
+        assert place is not None
+        self.launcher._start(place, joins=True)
 
     @property
     def iterations(self) -> list[Message]:
@@ -116,7 +121,7 @@ class _WatchedLauncher(Launcher):
     def _send_deployments(self, after: int | None) -> None:
         super()._send_deployments(after)
         assert self._deployed is not None
-        self.job._on_epoch(self.job, self._deployed[0])
+        self.job._on_epoch(self.job, self._deployed.deployment)
 
 
 def fault_free_losses(iterations: int, **grid: Any) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agent.coordination import Deploy, Halt, LocalCoordination
 from agent.protocol import Deployment
 from planner.catalog import Catalog
@@ -9,12 +11,13 @@ from planner.check import check
 from planner.job import Job, MemoryLimit, Technique, Worker
 
 
-def _started(pipelines: int = 2, stages: int = 2) -> LocalCoordination:
-    coordination = LocalCoordination(Catalog(Job(pipelines, stages, 2), Technique.STAGGERED, MemoryLimit("uniform")))
+def _started(pipelines: int = 2, stages: int = 2, **options: Any) -> LocalCoordination:
+    catalog = Catalog(Job(pipelines, stages, 2), Technique.STAGGERED, MemoryLimit("uniform"))
+    coordination = LocalCoordination(catalog, **options)
     for p in range(pipelines):
         for s in range(stages):
             assert not coordination.poll(0.0)
-            coordination.ready(Worker(p, s), "a")
+            coordination.ready(Worker(p, s), str(Worker(p, s)))
     return coordination
 
 
@@ -81,7 +84,7 @@ def test_a_stage_without_a_living_peer_halts_the_job() -> None:
     coordination.exited(Worker(1, 1), "a", "died")
     first, second = coordination.poll(0.0)
     assert isinstance(first, Deploy) and isinstance(second, Halt)
-    assert "stage 1 has no living peer" in second.reason
+    assert "stage 1 has no living worker left" in second.reason and "--checkpoint" in second.reason
 
 
 def test_a_broken_transfer_waits_for_its_explanation() -> None:
@@ -99,3 +102,44 @@ def test_a_broken_transfer_waits_for_its_explanation() -> None:
     coordination.broken(Worker(0, 0), 2, now=30.0)
     deployment = _only(coordination.poll(32.0)).deployment
     assert deployment.epoch == 3 and len(deployment.living) == 3
+
+
+def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
+    coordination = _started(2, 2, checkpoint=lambda: "point-7")
+    coordination.poll(0.0)
+    coordination.exited(Worker(0, 1), "W0_1", "died")
+    _only(coordination.poll(0.0))
+    coordination.exited(Worker(1, 1), "W1_1", "died")
+    deploy = _only(coordination.poll(0.0))
+    ((source, to),) = deploy.moves
+    assert source.stage == 0 and to.stage == 1 and deploy.restore == "point-7"
+    assert set(deploy.deployment.living) == {str(to), str(Worker(1 - source.pipeline, 0))}
+    assert deploy.deployment.joining == (str(to),) and "takes the place of" in deploy.deployment.reason
+    # Superseded before all were back on the checkpoint: the next epoch goes back to it too.
+    coordination.broken(to, 3, now=1.0)
+    again = _only(coordination.poll(9.0))
+    assert again.restore == "point-7" and again.moves == ()
+    _all_form(coordination, again.deployment)
+    coordination.broken(to, 4, now=10.0)
+    assert _only(coordination.poll(19.0)).restore is None
+    # The process that moved is known by its incarnation, not by the place that it began at.
+    coordination.exited(source, str(source), "died")
+    (halt,) = coordination.poll(20.0)
+    assert isinstance(halt, Deploy | Halt) and str(to) in (
+        halt.reason if isinstance(halt, Halt) else halt.deployment.reason
+    )
+
+
+def test_a_planned_move_shortens_the_plan_and_leaves_no_stage_to_a_newcomer() -> None:
+    coordination = _started(3, 2, migrate=True)
+    coordination.poll(0.0)
+    coordination.exited(Worker(0, 0), "W0_0", "died")
+    first = _only(coordination.poll(0.0))
+    assert first.moves == (), "one failure costs as much wherever it is"
+    _all_form(coordination, first.deployment)
+    coordination.exited(Worker(1, 0), "W1_0", "died")
+    second = _only(coordination.poll(0.0))
+    ((source, to),) = second.moves
+    assert source.stage == 1 and to.stage == 0 and second.restore is None
+    stay, _ = Catalog(Job(3, 2, 2), Technique.STAGGERED, MemoryLimit("uniform")).plan_for([Worker(0, 0), Worker(1, 0)])
+    assert second.plan.metrics.period < stay.metrics.period

@@ -140,3 +140,32 @@ def test_iterations_before_a_boundary_belong_to_the_old_epoch_and_wait_for_no_ne
         assert not record.committed_by(worker, 2, (1.5).hex(), at=30 * MS).iterations
     (line,) = record.committed_by(D, 2, (1.5).hex(), at=31 * MS).iterations
     assert (line.iteration, line.epoch, line.living) == (2, 3, 4)
+
+
+def test_a_death_is_recorded_though_another_worker_takes_the_place_at_once() -> None:
+    """B and D die together; C becomes B before any epoch without B has settled."""
+    record = _running()
+    record.died(D, detected_at=2 * MS)
+    record.died(B, detected_at=2 * MS)
+    record.epoch_opened(2, [A, B, C], at=3 * MS)
+    record.moved(C, B)
+    record.epoch_opened(3, [A, B], at=3 * MS, joining=[B])
+    for worker in (A, B):
+        record.formed(worker, 3, 0, at=9 * MS)
+    record.committed_by(A, 0, (0.0).hex(), at=20 * MS)
+    recorded = record.committed_by(B, 0, (2.5).hex(), at=21 * MS)
+    assert [i.living for i in recorded.iterations] == [2]
+    assert sorted(r.worker for r in recorded.recoveries) == sorted([str(B), str(D)])
+
+
+def test_iterations_run_again_from_a_checkpoint_must_have_the_recorded_loss() -> None:
+    record = _running()
+    for i in range(2):
+        for worker in (A, B, C, D):
+            record.committed_by(worker, i, (float(i)).hex() if worker.stage else (0.0).hex(), at=5 * MS)
+    assert record.committed == 2
+    for worker in (A, B, C, D):
+        record.formed(worker, 1, 0, at=9 * MS)
+    assert not record.committed_by(B, 0, (0.0).hex(), at=10 * MS).iterations
+    with pytest.raises(DivergedError, match="iteration 1"):
+        record.committed_by(B, 1, (1.5).hex(), at=10 * MS)

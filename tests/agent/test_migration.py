@@ -1,0 +1,77 @@
+"""Workers that change their stage: to shorten the plan, and where nobody is left."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.checkpoint import Identity, whole_checkpoints
+from agent.checkpointing import CheckpointOptions
+from agent.launch import JobFailed
+from agent.recipe import CheckpointWish
+from tests.agent.local_jobs import LocalJob, fault_free_losses
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+
+GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
+
+
+def test_a_stage_that_lost_everybody_is_re_staffed_from_the_checkpoint(tmp_path: Path) -> None:
+    """Both workers of stage 1 die at once. One of stage 0 takes over there, both go back to the checkpoint, and
+    what they run again has the same bits. A worker that is started anew takes the place that was given up."""
+    struck: list[int] = []
+
+    def act(job: LocalJob, line: dict[str, Any]) -> None:
+        if "checkpoint" in line and not struck:
+            assert line["checkpoint"]["problem"] is None
+            struck.append(len(job.iterations))
+            job.signal("W0_1", signal.SIGKILL)
+            job.signal("W1_1", signal.SIGKILL)
+        if "failure" in line and len(job.dead) == 2:
+            job.start("W0_1")
+        if len([i for i in job.iterations if i["living"] == 3 and i["epoch"] > 2]) >= 4:
+            job.stop()
+
+    wish = CheckpointWish(str(tmp_path), every=2, keep=50)
+    identity = Identity("tiny", 2, 2, 2, 0, {})
+
+    def newest() -> str | None:
+        return next((str(c.path) for c in whole_checkpoints(tmp_path)), None)
+
+    job = LocalJob(**GRID, checkpoints=CheckpointOptions(wish, identity), checkpoint=newest, on_line=act).run()
+    assert struck and job.dead == ["W0_1", "W1_1"]
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
+    # It was redone, and by whom: the one that moved speaks as a worker of stage 1.
+    movers = [w for w, m in job.messages if m["kind"] == "formed" and m["epoch"] > 1 and w.endswith("_1")]
+    assert movers
+    back = min(m["iteration"] for _, m in job.messages if m["kind"] == "formed" and m["epoch"] > 1)
+    assert 0 < back <= struck[0] + 1
+
+
+def test_without_a_checkpoint_the_job_ends_with_a_sentence() -> None:
+    def act(job: LocalJob, line: dict[str, Any]) -> None:
+        if line.get("iteration") == 2:
+            job.signal("W0_1", signal.SIGKILL)
+            job.signal("W1_1", signal.SIGKILL)
+
+    with pytest.raises(JobFailed, match=r"stage 1 has no living worker left.*--checkpoint"):
+        LocalJob(**GRID, on_line=act).run()
+
+
+def test_a_planned_move_keeps_the_bits() -> None:
+    """Two of three workers of stage 0 die; one of stage 1 changes over, with the state of the peer that lives."""
+    grid = GRID | {"pipelines": 3}
+
+    def act(job: LocalJob, line: dict[str, Any]) -> None:
+        if len([i for i in job.iterations if i["living"] == 4 and i["epoch"] > 1]) >= 4:
+            job.stop()
+
+    kills = ("W0_0@1:F1", "W1_0@3:I0")
+    job = LocalJob(**grid, kills=kills, migrate=True, on_line=act).run()
+    assert job.losses == fault_free_losses(len(job.losses), **grid)
+    last = max(m["epoch"] for _, m in job.messages if m["kind"] == "formed")
+    assert [w[-2:] for w in sorted(job.said("formed", epoch=last), key=lambda w: w[-1])] == ["_0", "_0", "_1", "_1"]
+    assert job.iterations[-1]["living"] == 4
