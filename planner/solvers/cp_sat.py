@@ -151,12 +151,6 @@ class _Search:
         self.bound = max(self.bound, min(bound, self.best.period))
         self.tell(self.best.period, self.bound)
 
-    @property
-    def _sliceable(self) -> bool:
-        """One set of durations per stage and one transfer time per boundary: that is what slices know."""
-        job = self.problem.job
-        return not job.speeds and self.problem.ticks == job.ticks and job.transfers == job.backward_transfers
-
     # -- steps -----------------------------------------------------------------------------------
 
     def _run(
@@ -188,7 +182,7 @@ class _Search:
 
     def _slices(self, reduction: Reduction) -> None:
         """Slice after slice, until the time is up or the gap is closed."""
-        if not self.left or not self._sliceable:
+        if not self.left:
             return
         times = reduction.times_of(self.best)
         assert times is not None  # the routes are those of `best`
@@ -248,8 +242,6 @@ class _Search:
     def _message(self, proven: bool) -> str:
         if self.closed:
             return ""
-        if not proven and self.left and not self._sliceable:
-            return "the local search by CP-SAT takes no speeds, reductions by group size or unlike transfer times"
         if proven:
             return proven_for_routing(self.problem, self.bound)
         return "stopped before the gap was closed" if self.stopped else "time limit reached before the gap was closed"

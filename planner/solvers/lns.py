@@ -36,20 +36,16 @@ class Frame:
         self.reduction = reduction
         problem = reduction.problem
         job = problem.job
-        self.ticks = job.ticks
+        self.optimizer = [t.optimizer for t in problem.fastest]  # (the longest of the stage)
         self.staggers = problem.technique.staggers
         self.kinds = "FIW" if problem.technique.splits else "FI"
         self.stages = range(job.stages)
+        # By kind, stage and micro-batch: that of the worker on its route.
+        ticks = [[problem.worker_ticks(Worker(p, s)) for p in row] for s, row in enumerate(reduction.routes)]
         self._lengths = {
-            kind: [
-                {
-                    "F": t.forward,
-                    "I": t.input_backward if problem.technique.splits else t.backward,
-                    "W": t.weight_backward,
-                }[kind]
-                for t in job.ticks
-            ]
-            for kind in self.kinds
+            "F": [[t.forward for t in row] for row in ticks],
+            "I": [[t.input_backward if problem.technique.splits else t.backward for t in row] for row in ticks],
+            "W": [[t.weight_backward for t in row] for row in ticks],
         }
         tables = {"F": times.forward, "I": times.backward, "W": times.weight}
         keys = [(kind, i, s) for c in reduction.kept for i in c for s in self.stages for kind in self.kinds]
@@ -73,7 +69,7 @@ class Frame:
             self._after[one].append((then, lag))
 
     def length(self, key: OpKey) -> int:
-        return self._lengths[key[0]][key[2]]
+        return self._lengths[key[0]][key[2]][key[1]]
 
     def limit(self, stage: int) -> int | None:
         return self.reduction.problem.limits[stage]
@@ -86,29 +82,32 @@ class Frame:
             for s in self.stages
         ]
         if self.staggers:
-            return max(ends[s] + self.ticks[s].optimizer - self.first[s] for s in self.stages)
-        return max(ends) + max(t.optimizer for t in self.ticks)
+            return max(ends[s] + self.optimizer[s] - self.first[s] for s in self.stages)
+        return max(ends) + max(self.optimizer)
 
     def deadline(self, stage: int, target: int) -> int:
         """When the stage's last op must have ended."""
         if self.staggers:
-            return self.first[stage] + target - self.ticks[stage].optimizer
-        return target - max(t.optimizer for t in self.ticks)
+            return self.first[stage] + target - self.optimizer[stage]
+        return target - max(self.optimizer)
 
     def _chains(self) -> list[tuple[OpKey, OpKey, int]]:
         """F, I, W of a micro-batch along the stages, and the order inside a class (see reduction)."""
-        wire = self.reduction.problem.job.transfer_ticks
+        job = self.reduction.problem.job
+        wire, back = job.transfer_ticks, job.backward_transfer_ticks
         links: list[tuple[OpKey, OpKey, int]] = []
         for members in self.reduction.kept:
             for i in members:
                 for s in self.stages:
-                    for one, then in pairwise(self.kinds):
-                        links.append(((one, i, s), (then, i, s), self._lengths[one][s]))
+                    for one, then in pairwise((kind, i, s) for kind in self.kinds):
+                        links.append((one, then, self.length(one)))
                     if s:
-                        links.append((("F", i, s - 1), ("F", i, s), self._lengths["F"][s - 1] + wire[s - 1]))
-                        links.append((("I", i, s), ("I", i, s - 1), self._lengths["I"][s] + wire[s - 1]))
+                        down, up = ("F", i, s - 1), ("I", i, s)
+                        links.append((down, ("F", i, s), self.length(down) + wire[s - 1]))
+                        links.append((up, ("I", i, s - 1), self.length(up) + back[s - 1]))
             for before, after in pairwise(members):
-                links += [((k, before, s), (k, after, s), self._lengths[k][s]) for s in self.stages for k in self.kinds]
+                for s in self.stages:
+                    links += [((k, before, s), (k, after, s), self.length((k, before, s))) for k in self.kinds]
         return links
 
     def _orders(self) -> list[tuple[OpKey, OpKey, int]]:
@@ -162,7 +161,7 @@ class Frame:
         return self._times(self.starts)
 
     def _times(self, starts: Mapping[OpKey, int]) -> Times:
-        count, stages = len(self.reduction.routes[0]), len(self.ticks)
+        count, stages = len(self.reduction.routes[0]), len(self.stages)
         times = Times(*([[0] * stages for _ in range(count)] for _ in range(3)))
         for (kind, index, stage), start in starts.items():
             table = times.forward if kind == "F" else times.backward if kind == "I" else times.weight

@@ -98,7 +98,7 @@ def test_free_routes_are_no_worse_than_any_routing(problem: Problem, seed: int) 
 
 
 @quick
-@given(problems(pipelines=3, stages=4, micro_batches=6, unlike=False, speeds=False), st.integers(0, 9))
+@given(problems(pipelines=3, stages=4, micro_batches=6), st.integers(0, 9))
 def test_slices_keep_a_schedule_valid_and_meet_their_target(problem: Problem, seed: int) -> None:
     warm = ListScheduler().solve(problem).schedule
     reduction = Reduction.of(problem, routes_of(warm))

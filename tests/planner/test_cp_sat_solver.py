@@ -137,7 +137,14 @@ def test_slices_improve_a_schedule_that_is_too_large_for_one_model(monkeypatch: 
     warm = ListScheduler().solve(problem).schedule
     slow = serial(problem)
     monkeypatch.setattr(cp_sat, "SHARED_OPS", 0)
-    solution = CpSatSolver().solve(problem, time_limit=4, warm_start=slow)
+    seen: list[Progress] = []
+    solution = CpSatSolver().solve(
+        problem,
+        time_limit=120,
+        warm_start=slow,
+        on_progress=seen.append,
+        cancelled=lambda: any((p.incumbent or slow.period) < slow.period for p in seen),
+    )
     assert check(solution.schedule) == []
     assert solution.schedule.period < slow.period
     assert CpSatSolver().solve(problem, time_limit=1, warm_start=warm).schedule.period <= warm.period
