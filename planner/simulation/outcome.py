@@ -76,7 +76,7 @@ class Outcome:
 
     @property
     def worker_hours_wasted(self) -> float:
-        """Those beyond what the samples take on the fault-free job."""
+        """Those beyond what the samples take on the fault-free job: below 0 where fewer workers do more each."""
         if not self.fault_free:
             return self.worker_hours
         return self.worker_hours - self.samples / self.fault_free * self.workers / 3600

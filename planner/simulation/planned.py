@@ -84,6 +84,8 @@ class PlannedJob:
     @cached_property
     def _distributions(self) -> tuple[list[Counts], ...]:
         """By period model: the best distribution of 0, 1, 2, ... failures over the stages."""
+        if not self.technique.reroutes:
+            return ([(0,) * self.job.stages],)
         most = self.workers - self.job.stages
         kinds = [LoadModel] if self._large else [LoadModel, PeriodModel]
         return tuple(list(best_distributions(k(self.job, self.technique, self.memory), most)) for k in kinds)

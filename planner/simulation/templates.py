@@ -11,6 +11,8 @@ from functools import lru_cache
 
 # Up to so many workers every multiset of depths is looked at; beyond, the most even one of each size.
 ENUMERATED = 40
+# Micro-batches beside its share by depth that a pipeline is tried with.
+MARGIN = 3
 
 
 @lru_cache(maxsize=1024)
@@ -94,10 +96,15 @@ def distribute(total: int, depths: tuple[int, ...], time: Callable[[int, int], f
     is one that some pipeline has, and is found by bisection over those.
     """
     kinds = set(depths)
-    candidates = sorted({time(kind, n) for kind in kinds for n in _near(total, depths)})
+    workers = sum(depths)
+    # By depth each would have its share: in any best distribution somebody is close to it, and at
+    # the top of the range every pipeline can have as many as the deepest.
+    least, most = min(depths) * total // workers, -(-max(depths) * total // workers)
+    near = range(max(0, least - MARGIN), min(total, most + MARGIN) + 1)
+    candidates = sorted({time(kind, n) for kind in kinds for n in near})
 
     def room(limit: float) -> dict[int, int]:
-        return {kind: _most(kind, limit, total, time) for kind in kinds}
+        return {kind: _most(kind, limit, near.stop - 1, time) for kind in kinds}
 
     low, high = 0, len(candidates) - 1
     while low < high:
@@ -116,15 +123,9 @@ def distribute(total: int, depths: tuple[int, ...], time: Callable[[int, int], f
     return candidates[low], tuple(out)
 
 
-def _near(total: int, depths: tuple[int, ...]) -> range:
-    """Micro-batches that one pipeline may get: from none to about twice its share, or all."""
-    most = -(-max(depths) * total // sum(depths))
-    return range(min(total, 2 * most + 4) + 1)
-
-
-def _most(depth: int, limit: float, total: int, time: Callable[[int, int], float]) -> int:
-    """Most micro-batches within `limit`."""
-    low, high = 0, total
+def _most(depth: int, limit: float, high: int, time: Callable[[int, int], float]) -> int:
+    """Most micro-batches within `limit`, up to `high`."""
+    low = 0
     while low < high:
         middle = (low + high + 1) // 2
         if time(depth, middle) <= limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 
 from planner.simulation.costs import RecoveryCosts
@@ -88,10 +89,9 @@ class GridPolicy:
         wanted = self.used(len(self.active) + len(self.standby))
         while len(self.active) < wanted:
             self.active.add(self.standby.popleft())
-        if len(self.active) > wanted:
-            for name in sorted(self.active)[wanted:]:
-                self.active.remove(name)
-                self.standby.append(name)
+        for name in heapq.nlargest(len(self.active) - wanted, self.active):
+            self.active.remove(name)
+            self.standby.append(name)
 
 
 def seconds(value: float) -> int:

@@ -1,0 +1,129 @@
+"""`python -m planner simulate`: one JSON object per policy, and refusals with exit status 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner.simulation
+from planner import cli
+
+DATA = Path(planner.simulation.__file__).parent / "data"
+OOBLECK = DATA / "oobleck"
+TABLES = ["--throughput", str(OOBLECK / "throughput-by-node-count.csv"), "--costs", str(OOBLECK / "cost-constants.csv")]
+SIZES = ["--pipelines", "3", "--stages", "4", "--micro-batches", "6"]
+TRACE = ["--trace", str(DATA / "recycle" / "gcp-6h.txt")]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["planner", "simulate", *args])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+@pytest.fixture
+def simulate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    return lambda *args: run(monkeypatch, capsys, *args)
+
+
+def test_measured_tables(simulate: Any) -> None:
+    names = ["oobleck", "varuna", "bamboo", "bamboo-corrected"]
+    code, out, _ = simulate(
+        "--policy", "oobleck", "--policy", "varuna,bamboo,bamboo-corrected", "--trace", str(OOBLECK / "10m.csv"),
+        *TABLES, "--model", "gpt-2", "--json",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [row["policy"] for row in rows] == names
+    for row, average in zip(rows, (84.80, 69.67, 16.01, 16.68), strict=True):
+        assert row["average_samples_per_second"] == pytest.approx(average, rel=0.005)
+        assert row["model"] == "gpt-2" and row["trace"] == "10m.csv" and row["failures"] == 14
+        assert 0 < row["goodput"] <= row["ettr"] <= 1 and row["iterations_lost"] >= 0
+        assert row["hours"] == pytest.approx(2.505)
+
+
+def test_planned(simulate: Any) -> None:
+    code, out, _ = simulate("--policy", "fault-free,recycle,spares,ours", *TRACE, *SIZES, "--spares", "3", "--json")
+    rows = {row["policy"]: row for row in map(json.loads, out.splitlines())}
+    assert code == 0 and list(rows) == ["fault-free", "recycle", "spares-3", "ours"]
+    assert rows["fault-free"]["goodput"] > rows["ours"]["goodput"]
+    assert rows["spares-3"]["dollars"] > rows["ours"]["dollars"]
+
+
+def test_a_profile_and_sizes_beside_it(simulate: Any) -> None:
+    profile = str(DATA / "recycle" / "grid-6x4-larger.json")
+    options = ["--technique", "decoupled", "--memory", "none", "--samples", "240", "--json"]
+    options += ["--cost", "detect=0,recover=0.1,rejoin=0,migrate=0"]
+    code, out, _ = simulate("--policy", "recycle", *TRACE, "--profile", profile, *options)
+    assert code == 0 and json.loads(out)["average_samples_per_second"] == pytest.approx(10.80, rel=0.02)
+    code, out, _ = simulate(
+        "--policy", "recycle", *TRACE, "--profile", profile, "--pipelines", "3", "--stages", "4", "--json"
+    )
+    assert code == 0 and json.loads(out)["model"] == "grid-6x4-larger.json"
+    code, _, err = simulate("--policy", "recycle", *TRACE, "--profile", profile, "--stages", "3")
+    assert code == 2 and "--stages: got 3, expected 4" in err
+
+
+def test_a_table_for_people(simulate: Any) -> None:
+    code, out, _ = simulate("--policy", "recycle", *TRACE, *SIZES)
+    assert code == 0 and "recycle" in out and "27 workers lost" in out
+
+
+def test_drawn_failures_and_a_sweep(simulate: Any) -> None:
+    drawn = ["--hours", "24", "--repair", "0.5", "--seed", "7"]
+    args = ["--policy", "recycle,checkpoint-restart", "--model", "gpt-3-medium", *SIZES, *drawn, "--mtbf", "20"]
+    code, out, _ = simulate(*args, "--json")
+    assert code == 0 and len(out.splitlines()) == 2
+    assert simulate(*args, "--json")[1] == out
+    code, swept, _ = simulate(*args, "--mtbf", "200", "--json")
+    rows = [json.loads(line) for line in swept.splitlines()]
+    assert [row["mtbf_hours"] for row in rows] == [20, 20, 200, 200]
+    assert rows[0]["goodput"] < rows[2]["goodput"]
+    code, text, _ = simulate(*args, "--mtbf", "200")
+    assert code == 0 and "mean time between failures" in " ".join(text.split())
+    code, shared, _ = simulate(
+        "--policy", "recycle", *SIZES, *drawn, "--host-mtbf", "50", "--rack", "6:90", "--switch", "12:200", "--json"
+    )
+    assert code == 0 and json.loads(shared)["failures"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--policy", "oobleck", *TRACE, *TABLES], "--model"),
+        (["--policy", "oobleck", *TRACE, *TABLES[:2], "--model", "gpt-2"], "--costs"),
+        (["--policy", "oobleck", *TRACE, *TABLES, "--model", "gpt-9"], "no row for oobleck, gpt-9"),
+        (["--policy", "other", *TRACE, *TABLES, "--model", "gpt-2"], "--policy: got 'other'"),
+        (["--policy", "oobleck", *TRACE, *TABLES, "--model", "gpt-2", "--stages", "4"], "--stages"),
+        (["--policy", "oobleck", "--mtbf", "5", *TABLES, "--model", "gpt-2"], "--trace"),
+        (["--policy", "other", *TRACE, *SIZES], "--policy: got 'other'"),
+        (["--policy", ",", *TRACE, *SIZES], "--policy"),
+        (["--policy", "recycle", *SIZES], "--trace"),
+        (["--policy", "recycle", *TRACE, "--mtbf", "3", *SIZES], "--mtbf: got"),
+        (["--policy", "recycle", *TRACE, *SIZES[:4]], "--micro-batches"),
+        (["--policy", "recycle", *TRACE, *SIZES, "--cost", "speed=1"], "--cost: got 'speed=1'"),
+        (["--policy", "recycle", *TRACE, *SIZES, "--memory", "lots"], "--memory"),
+        (["--policy", "recycle", *TRACE, *SIZES, "--technique", "magic"], "--technique"),
+        (["--policy", "recycle", *SIZES, "--rack", "many"], "--rack: got 'many'"),
+        (["--policy", "recycle", *SIZES, "--mtbf", "-1"], "mtbf: got -1.0"),
+        (["--policy", "recycle", *SIZES, "--mtbf", "nan"], "mtbf: got nan"),
+        (["--policy", "recycle", *TRACE, "--model", "gpt-3-medium"], "--pipelines"),
+        (["--policy", "recycle", "--trace", "none.csv", *SIZES], "none.csv"),
+        (["--policy", "recycle", *TRACE, *SIZES, "--catalog", "none"], "none"),
+    ],
+)
+def test_refusals(simulate: Any, args: list[str], said: str) -> None:
+    code, out, err = simulate(*args)
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert said in err
+
+
+def test_a_bad_trace_is_named(simulate: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text("0,add,a\n5,drop,a\n")
+    code, _, err = simulate("--policy", "recycle", "--trace", str(path), *SIZES)
+    assert code == 2 and "bad.csv line 2: got 'drop', expected add or remove" in err

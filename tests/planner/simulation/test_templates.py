@@ -1,0 +1,73 @@
+"""Oobleck's planner: partitions, the Frobenius cover, instantiation, and the distribution of micro-batches."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.simulation.templates import distribute, instantiations, partition, template_depths
+
+LAYERS = st.lists(st.integers(1, 20), min_size=1, max_size=9).map(lambda layers: tuple(map(float, layers)))
+
+
+@given(LAYERS, st.integers(1, 6))
+def test_partition_is_the_best_of_all(layers: tuple[float, ...], stages: int) -> None:
+    counts = partition(layers, stages)
+    if stages > len(layers):
+        assert counts is None
+        return
+    assert counts is not None and sum(counts) == len(layers) and min(counts) >= 1 and len(counts) == stages
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        bounds = [0, *cuts, len(layers)]
+        return max(sum(layers[a:b]) for a, b in pairwise(bounds))
+
+    cuts = tuple(sum(counts[: i + 1]) for i in range(stages - 1))
+    assert slowest(cuts) == min(map(slowest, combinations(range(1, len(layers)), stages - 1)))
+
+
+@given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 12))
+def test_every_number_of_workers_is_a_sum_of_depths(least: int, tolerated: int, more: int) -> None:
+    """From (f + 1) n0 workers on, with the templates that Oobleck makes."""
+    workers = (tolerated + 1) * least + more
+    depths = template_depths(workers, least, tolerated, workers)
+    for living in range((tolerated + 1) * least, workers + 1):
+        assert next(instantiations(living, depths, living), None) is not None
+
+
+@given(st.integers(1, 24), st.integers(1, 5), st.integers(1, 6), st.integers(1, 6))
+def test_instantiations_use_every_worker(workers: int, least: int, more: int, pipelines: int) -> None:
+    depths = range(least, least + more)
+    found = list(instantiations(workers, depths, pipelines))
+    assert len(set(found)) == len(found)
+    for chosen in found:
+        assert sum(chosen) == workers and len(chosen) <= pipelines
+        assert all(depth in depths for depth in chosen) and list(chosen) == sorted(chosen, reverse=True)
+    every = {
+        tuple(sorted(c, reverse=True))
+        for n in range(1, pipelines + 1)
+        for c in product(depths, repeat=n)
+        if n <= 4 and sum(c) == workers
+    }
+    assert every <= set(found)
+
+
+def test_many_workers_are_spread_evenly() -> None:
+    assert list(instantiations(95, range(10, 13), 8)) == [(12,) * 7 + (11,)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(2, 5), min_size=1, max_size=3), st.integers(1, 14), st.integers(0, 30))
+def test_distribution_is_the_best_of_all(depths: list[int], total: int, ramp: int) -> None:
+    chosen = tuple(sorted(depths, reverse=True))
+
+    def time(depth: int, n: int) -> float:
+        return (60 / depth) * n + (ramp if n else 0)
+
+    best, share = distribute(total, chosen, time)
+    assert sum(share) == total
+    assert max(map(time, chosen, share)) <= best
+    ways = product(range(total + 1), repeat=len(chosen))
+    assert best == min(max(map(time, chosen, way)) for way in ways if sum(way) == total)

@@ -1,0 +1,134 @@
+"""The advisor: predicts each way on, picks the one that trains most, and says why."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.catalog import Catalog
+from planner.errors import InfeasibleError, InputError
+from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.policy import JobState, Option, advise, best_option
+from planner.simulation.costs import RecoveryCosts
+from planner.simulation.planned import PlannedJob
+from planner.solvers.portfolio import make_plan
+
+JOB = Job.uniform(3, 4, 6)
+PLANNED = PlannedJob(JOB, samples=18, memory=MemoryLimit("none"))
+COSTS = RecoveryCosts()
+ONE = frozenset({Worker(1, 2)})
+
+
+def test_the_worked_example_is_absorbed() -> None:
+    """9 micro-batches on each of two peers instead of 6: as many further as there are bubbles."""
+    advice = advise(JobState(ONE), PLANNED, COSTS, heals_in=3600)
+    assert advice.absorbed
+    assert advice.choice.name == advice.options[0].name
+    assert "the bubbles hold the 3 further micro-batches per peer" in advice.sentence
+    samples = [option.samples(3600, PLANNED.full.per_second) for option in advice.options]
+    assert samples == sorted(samples, reverse=True)
+
+
+def test_it_says_when_bubbles_run_out() -> None:
+    two = frozenset({Worker(0, 2), Worker(1, 2)})
+    advice = advise(JobState(two), PLANNED, COSTS, heals_in=3600)
+    assert not advice.absorbed
+    assert "bubbles can't absorb the load: stage 2's peers have 12 further micro-batches each" in advice.sentence
+    assert "room for 3" in advice.sentence
+
+
+def test_the_sentence_has_the_numbers() -> None:
+    advice = advise(JobState(ONE), PLANNED, COSTS, heals_in=600)
+    match = re.match(r"(.+?): ([\d.]+) samples/s \((\d+)% of fault-free\) after a pause of ([\d.]+) s", advice.sentence)
+    assert match and match[1] == advice.choice.name
+    assert float(match[2]) == pytest.approx(advice.choice.rate, rel=1e-3)
+    assert float(match[4]) == pytest.approx(advice.choice.pause)
+    assert "in the 10 min to the expected repair; next is" in advice.sentence
+
+
+def test_a_short_outage_is_not_worth_a_long_pause() -> None:
+    """A job with a slow restart but quick re-routing: what is chosen turns with the expected repair."""
+    deep = PlannedJob(Job.uniform(4, 6, 12), samples=48)
+    dead = frozenset({Worker(0, s) for s in range(6)} | {Worker(1, 0)})
+    costs = RecoveryCosts(repartition=300)
+    short = advise(JobState(dead), deep, costs, heals_in=60)
+    long = advise(JobState(dead), deep, costs, heals_in=7 * 86400)
+    assert short.choice.pause < 10
+    assert long.choice.rate >= short.choice.rate
+    assert long.choice.name == "re-partition"
+
+
+def test_spares_and_checkpoints_are_offered_where_there_are_any() -> None:
+    plain = {o.name for o in advise(JobState(ONE), PLANNED, COSTS, heals_in=60).options}
+    assert "take spares" not in plain and "restart from the checkpoint" not in plain
+    state = JobState(ONE, since_checkpoint=100, spares=1)
+    offered = {o.name: o for o in advise(state, PLANNED, COSTS, heals_in=60).options}
+    assert offered["take spares"].rate == pytest.approx(PLANNED.full.per_second)
+    assert offered["restart from the checkpoint"].redo == 100
+
+
+def test_an_unstaffed_stage_is_migrated_to() -> None:
+    column = frozenset(Worker(p, 2) for p in range(3))
+    advice = advise(JobState(column, since_checkpoint=10), PLANNED, COSTS, heals_in=86400)
+    names = {o.name for o in advice.options}
+    assert "re-route" not in names and "migrate and re-route" in names
+    assert "no worker of stage 2 lives" in advice.sentence
+
+
+def test_nobody_lives() -> None:
+    everyone = frozenset(JOB.workers())
+    with pytest.raises(InfeasibleError, match="0 living workers"):
+        advise(JobState(everyone), PLANNED, COSTS, heals_in=60)
+
+
+def test_a_catalogs_plan_is_taken() -> None:
+    """Made ahead by a better solver, it counts instead of the list scheduler's."""
+    catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("none"))
+    bare = advise(JobState(ONE), PLANNED, COSTS, heals_in=60, catalog=catalog)
+    plan = make_plan(catalog.problem(ONE), solver="list")
+    catalog.add(plan)
+    full = advise(JobState(frozenset({Worker(0, 2)})), PLANNED, COSTS, heals_in=60, catalog=catalog)
+    for advice in (bare, full):
+        (route,) = [o for o in advice.options if o.name == "re-route"]
+        assert route.rate == pytest.approx(18 / plan.metrics.period)
+
+
+@pytest.mark.parametrize(
+    ("state", "heals_in", "field"),
+    [
+        (JobState(ONE), 0, "heals_in"),
+        (JobState(ONE), float("nan"), "heals_in"),
+        (JobState(ONE, since_checkpoint=-1), 1, "since_checkpoint"),
+        (JobState(ONE, spares=-1), 1, "spares"),
+        (JobState(frozenset({Worker(9, 9)})), 1, "failed"),
+    ],
+)
+def test_bad_states(state: JobState, heals_in: float, field: str) -> None:
+    with pytest.raises(InputError) as caught:
+        advise(state, PLANNED, COSTS, heals_in=heals_in)
+    assert caught.value.field == field
+
+
+@given(
+    st.lists(
+        st.builds(Option, st.text(max_size=3), st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e3)), min_size=1
+    ),
+    st.floats(1, 1e6),
+    st.floats(0, 1e4),
+)
+def test_the_best_is_the_best(options: list[Option], horizon: float, before: float) -> None:
+    ranked = best_option(options, horizon, before)
+    assert sorted(ranked, key=id) == sorted(options, key=id)
+    assert ranked[0].samples(horizon, before) == max(o.samples(horizon, before) for o in options)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.sampled_from(list(JOB.workers())), min_size=1, max_size=6), st.floats(10, 1e5))
+def test_any_failures_get_advice(failed: set[Worker], heals_in: float) -> None:
+    """While enough live; every option's rate is that of no more than a healthy job."""
+    advice = advise(JobState(frozenset(failed)), PLANNED, COSTS, heals_in=heals_in)
+    assert advice.choice in advice.options
+    assert all(0 < o.rate <= 1.001 * PLANNED.full.per_second for o in advice.options)
