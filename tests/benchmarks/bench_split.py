@@ -11,14 +11,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from agent.examples.gpt import Block
 from agent.gradients import FastSum, GradientSum
+from agent.profiler import kept_bytes, size_of
 from agent.recipe import Autocast
 from agent.split import Deferred, Fused, Strategy, TorchSplit
 from agent.stage import Stage
@@ -70,19 +69,12 @@ def held(way: type[Strategy]) -> tuple[int, int]:
     stage = _stage(way)
     x, dy = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
     for _ in range(2):  # the first one also fills torch's caches
-        after_f, _ = _growth(lambda: stage.forward(KEY, x, seed=1))
-        after_i, dx = _growth(lambda: stage.input_backward(KEY, dy))
+        _, after_f = kept_bytes(lambda: stage.forward(KEY, x, seed=1))
+        dx, change = kept_bytes(lambda: stage.input_backward(KEY, dy))
         stage.weight_backward(KEY)
         stage.abandon()
-    return after_f, after_f + after_i - dx.numel() * dx.element_size()
-
-
-def _growth(run: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes allocated less bytes freed, as torch's own allocator reports them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        result = run()
-    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    return sum(e.nbytes() for e in events if e.name() == "[memory]"), result
+    assert isinstance(dx, torch.Tensor)
+    return after_f, after_f + change - size_of(dx)
 
 
 def exact() -> bool:
