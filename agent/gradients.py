@@ -17,6 +17,9 @@ micro-batch, and with it every gradient, is already divided by the number of mic
 is a gradient element of about 4096 in the usual scale). A larger one counts as non-finite: an
 iteration with a spike of that size is not stepped, just as one with a NaN. A scale per parameter
 would widen this only for jobs whose training is lost anyway, so there is none.
+
+Measured and tested on CPUs only: on another device each addition would wait for the device to say
+whether a term is in range.
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ Every candidate runs two interleaved micro-batches on the real module; its outpu
 inputs and parameters and its buffer changes must equal the fused backward's to the bit. How much it
 defers, and whether it does any work twice, is counted in floating-point operations, never timed: so
 all workers of a stage come to the same result. (They need not: all splits give the same bits.)
+
+What a trial can't see: a module whose graph takes another form for other data is tried on this data
+alone. The deferred split is safe there, since autograd itself runs what is not deferred; torch's
+misses a parameter that, only then, has a way to an output past every input. Sharing a parameter between
+stages is nothing that any of them knows of.
 """
 
 from __future__ import annotations
