@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.bounds import period_bound
 from planner.errors import InfeasibleError, InputError
@@ -21,10 +21,15 @@ Counts = tuple[int, ...]
 
 
 class PeriodModel:
-    """g(s, c) = proven bound of the job with c failed workers, all on stage s; computed on demand."""
+    """g(s, c) = proven bound of the job with c failed workers, all on stage s; computed on demand.
+
+    At nominal speed and without reductions: fewer peers may reduce sooner and slow ones may be among
+    the dead, but g must not fall. Callers plan what a model proposes, with both.
+    """
 
     def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
-        self.job = job
+        plain = tuple(replace(profile, reductions=()) for profile in job.profiles)
+        self.job = replace(job, profiles=plain, speeds=())
         self.technique = technique
         self.memory = memory
         self._known: dict[tuple[int, int], int | None] = {}

@@ -3,6 +3,8 @@
 Only the number of failures per stage matters for the period. A living worker that takes the
 weights of another stage moves a failure from that stage to its own; that costs the copy of weights
 and optimizer state, during which nobody trains, and pays off over the time until the job heals.
+The distributions that are compared are planned with speeds and reductions. A job's speeds belong to
+places of its grid, so a worker that migrates is counted at the speed of the place that it takes.
 Pure functions: nothing here moves anything.
 """
 
@@ -201,6 +203,8 @@ def _reason(
             what = f"no peer lives on {' and '.join(empty)}" if empty else "the present failures have no schedule"
             return f"{what}; {moves} {'restores' if one else 'restore'} the job, with a period of {after}"
         text = f"{moves} {'shortens' if one else 'shorten'} the period from {_span(job, stay.period)} to {after}"
+        if any(m.takes == w for m in best.migrations for w, _ in job.speeds):
+            text += ", if the workers that migrate are as fast as those whose places they take"
         if best.pause:
             text += f" at the price of a pause of {best.pause:.3g} s"
         if heals_in is not None and gained is not None:

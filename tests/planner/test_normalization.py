@@ -36,7 +36,7 @@ def workers(*names: str) -> list[Worker]:
 @st.composite
 def models(draw: st.DrawFn) -> PeriodModel:
     kind = draw(st.sampled_from((PeriodModel, LoadModel)))
-    job = draw(jobs(pipelines=4, stages=3, micro_batches=4, unlike=False, speeds=False))
+    job = draw(jobs(pipelines=4, stages=3, micro_batches=4))
     return kind(job, draw(st.sampled_from(REROUTING)), MemoryLimit(draw(st.sampled_from(MEMORIES))))
 
 
@@ -254,3 +254,15 @@ def test_the_command() -> None:
     done = CliRunner().invoke(app, [*ARGS, "--state-bytes", "1e9,much"])
     assert isinstance(done.exception, InputError)
     assert "--state-bytes: got 'much'" in str(done.exception)
+
+
+def test_speeds_and_reductions_count_in_what_is_compared() -> None:
+    """A stage whose step reduces slowly among many peers, and a slow worker's place that is filled."""
+    slow = Worker(0, 3)
+    profiles = tuple(StageProfile(reductions=(0, 3, 3)) if s == 1 else StageProfile() for s in range(4))
+    job = Job(3, 4, 6, profiles=profiles, speeds=((slow, 0.5),))
+    result = normalize(job, [slow, Worker(1, 3)])
+    assert result.period == ListScheduler().solve(Problem(job, result.failed)).schedule.period
+    assert slow in [m.takes for m in result.migrations]
+    assert "as fast as those whose places they take" in result.reason
+    assert result.period_now == ListScheduler().solve(Problem(job, frozenset({slow, Worker(1, 3)}))).schedule.period
