@@ -67,7 +67,11 @@ class CallableWorkload:
         return self._of(seed, iteration, pipeline, micro_batch)[1]
 
     def loss(self, output: Any, targets: Any) -> Tensor:
-        return self.make_loss(output, targets)
+        loss = self.make_loss(output, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError("loss", got, "a tensor with one number, the mean over the micro-batch")
+        return loss
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return self.make_optimizer(parameters)
