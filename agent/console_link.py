@@ -2,7 +2,8 @@
 
 Three threads, each with its own HTTP session: one delivers reports in order, one long-polls for
 epochs, one for the operator's commands. A console that is down is tried again with back-off;
-reports wait in a bounded queue, iterations and exits before anything that can be dropped.
+reports wait in bounded memory, where iterations share a report, and the oldest of those would be the
+first to go.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from agent.coordination import Deploy, Event, Halt
+from agent.outbox import Outbox
 from agent.protocol import (
     Commands,
     Deployment,
@@ -35,7 +37,13 @@ from planner.job import Worker
 from planner.plan import Plan
 
 LONG_POLL_SECONDS = 20.0
-MAX_REPORTS = 100_000
+MAX_REPORTS = 200
+"""Waiting at most; each may hold REPORTED_ITERATIONS, so that a console may be away for hours."""
+REPORTED_ITERATIONS = 1000
+LAST_TRIES_SECONDS = 0.2
+
+Report = tuple[str, Message]
+"""Path below the job's, and body."""
 
 
 def create_job(client: ConsoleClient, spec: JobSpec, *, patience: float = 30.0) -> JobCreated:
@@ -76,6 +84,20 @@ def next_deployment(
     return deployment, plans[name]
 
 
+def merge_iterations(older: Report, newer: Report) -> Report | None:
+    """Two reports of iterations as one, where it would not be too long."""
+    first, second = older[1], newer[1]
+    if not isinstance(first, IterationReport) or not isinstance(second, IterationReport):
+        return None
+    both = first.iterations + second.iterations
+    return (older[0], IterationReport.model_construct(iterations=both)) if len(both) <= REPORTED_ITERATIONS else None
+
+
+def is_history(report: Report) -> bool:
+    """May it be forgotten? Ends of processes, and of the job, may not."""
+    return isinstance(report[1], IterationReport)
+
+
 class ConsoleCoordination:
     """A Coordination whose decisions are the console's.
 
@@ -86,7 +108,7 @@ class ConsoleCoordination:
     def __init__(self, connect: Callable[[], ConsoleClient], job_id: str, say: Callable[[str], None]) -> None:
         self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._reports: deque[tuple[str, Message]] = deque(maxlen=MAX_REPORTS)
+        self._reports: Outbox[Report] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
         self._report_there, self._closing = threading.Event(), threading.Event()
         self.wake_fd, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -140,7 +162,7 @@ class ConsoleCoordination:
     # -- threads ------------------------------------------------------------------------------
 
     def _report(self, path: str, message: Message) -> None:
-        self._reports.append((path, message))
+        self._reports.put((path, message))
         self._report_there.set()
 
     def _put(self, event: Event) -> None:
@@ -151,22 +173,26 @@ class ConsoleCoordination:
     def _send_reports(self) -> None:
         client, backoff = self._connect(), Backoff()
         while True:
-            if not self._reports:
+            report = self._reports.take()
+            if report is None:
                 if self._closing.is_set():
                     return
                 self._report_there.wait()
                 self._report_there.clear()
                 continue
-            path, message = self._reports[0]
+            path, message = report
             try:
                 client.post(f"{self._path}{path}", message)
             except ConsoleUnavailable:
-                self._closing.wait(backoff.seconds())
+                if self._closing.is_set():
+                    time.sleep(LAST_TRIES_SECONDS)
+                else:
+                    self._closing.wait(backoff.seconds())
                 continue
             except ConsoleRefused:
                 pass  # the console knows better (fenced, finished): the same again would be refused
             backoff.reset()
-            self._reports.popleft()
+            self._reports.sent()
 
     def _follow_epochs(self) -> None:
         client, backoff, epoch = self._connect(), Backoff(), 0

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from agent.outbox import Outbox
 from agent.protocol import Acknowledgement, FailureReport, Heartbeat, HeartbeatReply, Registered, Registration
 
 QUEUE = 1000
@@ -51,7 +51,7 @@ class HeartbeatThread(threading.Thread):
         self._client, self._path = client, f"/jobs/{job_id}"
         self._worker, self._incarnation = worker, incarnation
         self._status, self._interval, self._fenced = status, interval, fenced
-        self._queue: deque[Acknowledgement | FailureReport] = deque(maxlen=QUEUE)
+        self._outbox: Outbox[Acknowledgement | FailureReport] = Outbox(QUEUE)
         self._wake, self._stop_asked = threading.Event(), threading.Event()
         self._seq = 0
 
@@ -116,7 +116,7 @@ class HeartbeatThread(threading.Thread):
             self._wake.clear()
 
     def _put(self, message: Acknowledgement | FailureReport) -> None:
-        self._queue.append(message)
+        self._outbox.put(message)
         self._wake.set()
 
     def _register(self) -> None:
@@ -126,8 +126,7 @@ class HeartbeatThread(threading.Thread):
         self._client.post(f"{self._path}/workers", registration, Registered)
 
     def _deliver(self) -> None:
-        while self._queue:
-            message = self._queue[0]
+        while (message := self._outbox.take()) is not None:
             route = "acknowledgements" if isinstance(message, Acknowledgement) else "failures"
             try:
                 self._client.post(f"{self._path}/{route}", message)
@@ -135,7 +134,7 @@ class HeartbeatThread(threading.Thread):
                 if refusal.problem.code == "fenced":
                     raise
                 # Out of date by now; the next message may not be.
-            self._queue.popleft()
+            self._outbox.sent()
 
     def _beat(self) -> None:
         self._seq += 1

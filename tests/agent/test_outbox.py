@@ -1,0 +1,79 @@
+"""What waits for a console: in order, bounded, and whole again when the console is back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.console_link import REPORTED_ITERATIONS, Report, is_history, merge_iterations
+from agent.outbox import Outbox
+from agent.protocol import FailureReport, Iteration, IterationReport
+
+
+@given(st.lists(st.one_of(st.integers(0, 99), st.none()), max_size=60), st.integers(1, 10))
+def test_the_newest_wait_in_order_and_what_is_sent_stays(script: list[int | None], limit: int) -> None:
+    """None: the sender takes a message, and is done with it at its next turn."""
+    outbox: Outbox[int] = Outbox(limit)
+    waiting: list[int] = []
+    in_hand: int | None = None
+    for step in script:
+        if step is None:
+            if in_hand is not None:
+                outbox.sent()
+            in_hand = outbox.take()
+            assert in_hand == (waiting.pop(0) if waiting else None)
+        else:
+            outbox.put(step)
+            waiting = [*waiting, step][-limit:]
+            if in_hand is not None:
+                assert outbox.take() == in_hand, "what is being sent is not dropped"
+    assert len(outbox) == len(waiting) + (in_hand is not None)
+
+
+def test_what_may_be_dropped_goes_first() -> None:
+    outbox: Outbox[str] = Outbox(2, droppable=str.islower)
+    for message in ("EXIT", "a", "b", "END", "LAST"):
+        outbox.put(message)
+    assert outbox.take() == "END"
+    outbox.sent()
+    assert outbox.take() == "LAST"
+
+
+def iterations(first: int, count: int = 1) -> Report:
+    made = tuple(
+        Iteration(iteration=first + n, loss=1.0, loss_hex=(1.0).hex(), seconds=0.1, epoch=1, living=4)
+        for n in range(count)
+    )
+    return "/iterations", IterationReport(iterations=made)
+
+
+def test_iterations_share_reports_that_a_console_takes() -> None:
+    outbox: Outbox[Report] = Outbox(10, merge=merge_iterations, droppable=is_history)
+    failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
+    for n in range(REPORTED_ITERATIONS + 5):
+        outbox.put(iterations(n))
+    outbox.put(("/failures", failure))
+    outbox.put(iterations(REPORTED_ITERATIONS + 5))
+    seen, paths = [], []
+    while (report := outbox.take()) is not None:
+        path, message = report
+        paths.append(path)
+        if isinstance(message, IterationReport):
+            whole = IterationReport.model_validate_json(message.model_dump_json())
+            seen += [i.iteration for i in whole.iterations]
+        outbox.sent()
+    assert paths == ["/iterations", "/iterations", "/failures", "/iterations"]
+    assert seen == list(range(REPORTED_ITERATIONS + 6))
+
+
+def test_a_full_outbox_forgets_history_and_no_exit() -> None:
+    outbox: Outbox[Report] = Outbox(3, merge=merge_iterations, droppable=is_history)
+    failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
+    for n in range(3):
+        outbox.put(("/failures", failure))
+        outbox.put(iterations(1000 * n, REPORTED_ITERATIONS))
+    kept = []
+    while (report := outbox.take()) is not None:
+        kept.append(report[0])
+        outbox.sent()
+    assert kept == ["/failures"] * 3
