@@ -39,6 +39,9 @@ _SCALE = 2.0**GRID_BITS
 _CHUNK = 1 << 17
 # Below torch's grain of intra-op parallelism, so that a norm does not depend on the thread count.
 _NORM_CHUNK = 1 << 15
+# Changes of buffers are not divided by the number of micro-batches, and statistics may be large: they give
+# up 12 bits of resolution for as many of range (2**24 / terms).
+_CHANGE_SCALE = 2.0**-12
 _LOSS, _REJECTED = -2, -1
 
 MicroBatch = tuple[int, int]
@@ -75,9 +78,13 @@ class GradientSum:
         self.settled: set[MicroBatch] = set()
 
     def add(self, tensor: Tensor, term: Tensor) -> None:
-        """Adds one micro-batch's gradient of a parameter, or change of a moving buffer (same shape)."""
+        """Adds one micro-batch's gradient of a parameter (same shape)."""
         self._add(self._sums[id(tensor)], term.detach().reshape(-1))
         self._count_of[id(tensor)].add_(1)
+
+    def add_change(self, buffer: Tensor, change: Tensor) -> None:
+        """Adds what one micro-batch's forward added to a moving buffer (same shape, fp64)."""
+        self.add(buffer, change * _CHANGE_SCALE)
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds one micro-batch's (already scaled) loss, a scalar."""
@@ -110,7 +117,7 @@ class GradientSum:
         """Moves every moving buffer by the mean change over the micro-batches."""
         for tensor, count in zip(self.moving, self._counts[len(self.parameters) :].tolist(), strict=True):
             if count:
-                mean = (self._float64(self._sums[id(tensor)]) / count).view(tensor.shape)
+                mean = (self._float64(self._sums[id(tensor)]) / (count * _CHANGE_SCALE)).view(tensor.shape)
                 moved = tensor.to(torch.float64) + mean
                 tensor.copy_(moved if tensor.is_floating_point() else moved.round_())
 

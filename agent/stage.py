@@ -111,7 +111,7 @@ class Stage:
         with self._buffers.kept():
             self.split.weight_backward(flight, self.gradients.add)
         for buffer, change in flight.moves:
-            self.gradients.add(buffer, change)
+            self.gradients.add_change(buffer, change)
         if flight.loss is not None:
             self.gradients.add_loss(flight.loss)
         self.gradients.settled.add(key)

@@ -96,6 +96,18 @@ def test_the_norm_is_the_same_however_the_terms_came(seed: int) -> None:
     assert GradientSum([], terms=1).squared_norm() == 0.0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_may_change_by_more_than_gradients(kind: type[GradientSum]) -> None:
+    buffer, counter = torch.tensor([1.0, -2.0]), torch.tensor(7)
+    total = kind([], terms=1000, buffers=[buffer, counter])
+    for change in (10_000.0, -4_000.0):
+        total.add_change(buffer, torch.tensor([change, 0.5], dtype=torch.float64))
+        total.add_change(counter, torch.tensor(1, dtype=torch.float64))
+    total.write_buffers()
+    assert buffer.tolist() == [3001.0, -1.5] and int(counter) == 8
+    assert total.rejected == 0 and total.squared_norm() == 0.0
+
+
 # -- a micro-batch counts once, whole ---------------------------------------------------------
 
 

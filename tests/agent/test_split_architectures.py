@@ -246,7 +246,7 @@ def _reference(case: Case, autocast: bool = False) -> Outcome:
                 total.add(parameter, parameter.grad)
                 parameter.grad = None
         for name, buffer in module.named_buffers():
-            total.add(buffer, buffer.double() - start[name].double())
+            total.add_change(buffer, buffer.double() - start[name].double())
             buffer.copy_(start[name])
     return dxs, total.buffer
 
