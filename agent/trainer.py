@@ -86,7 +86,8 @@ class ResilientTrainer:
         sampler where MicroBatchSampler is not wanted.
     optimizer: a stage's parameters to a torch.optim.Optimizer. scheduler: that optimizer to an
         LRScheduler, stepped once per iteration.
-    job: the grid, and the op times that plans are made from.
+    job: the grid, and the op times that plans are made from; planner.profiles.load_profile(file)
+        .job_for(pipelines, stages, micro_batches) has measured ones.
     boundaries: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
     seed: of parameters, data order and dropout. technique, memory, mode, autocast, clip_norm,
         non_finite, staggered, keep_finished, pace: as `python -m agent launch --help` says.

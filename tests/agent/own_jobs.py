@@ -53,6 +53,22 @@ class Scored(nn.Module):
         return self.layer(x * keep), ids
 
 
+class Explosive(nn.Module):
+    """Works at first, when it is tried out, and fails in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 12:
+            raise ArithmeticError("no more")
+        y: Tensor = self.layer(x)
+        return y
+
+
 def ids_data(iteration: int, pipeline: int, micro_batch: int) -> tuple[tuple[Tensor, Tensor], None]:
     return (torch.randint(9, (4, 5)), (torch.rand(4, 5, 1) > 0.3).float()), None
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from agent import JobFailed
 from agent.trainer import ResilientTrainer, TrainingResult
 from planner.errors import InfeasibleError, InputError
 from tests.agent import own_jobs
@@ -145,9 +146,11 @@ def test_the_loss_is_that_of_the_plain_loop() -> None:
 
 
 @pytest.mark.processes
-def test_several_tensors_pass_between_stages_and_survive_a_death() -> None:
-    """A float with a gradient, integers and a mask without one."""
+@pytest.mark.parametrize("recipe", [{}, {"autocast": "bf16", "clip_norm": 0.5}])
+def test_several_tensors_pass_between_stages_and_survive_a_death(recipe: dict[str, Any]) -> None:
+    """A float with a gradient (bf16 under autocast), integers and a mask without one."""
     parts: dict[str, Any] = {
+        **recipe,
         "stages": [own_jobs.Embedded, own_jobs.Scored],
         "data": own_jobs.ids_data,
         "loss": own_jobs.own_loss,
@@ -161,10 +164,14 @@ def test_several_tensors_pass_between_stages_and_survive_a_death() -> None:
 
 @pytest.mark.processes
 def test_micro_batches_that_vary_end_the_job_with_a_sentence() -> None:
-    from agent import JobFailed
-
     with pytest.raises(JobFailed, match=r"output of stage 0: got float32\[5, 6\], expected float32\[4, 6\]"):
         own_jobs.trainer(data=own_jobs.ragged_data).fit(iterations=3)
+
+
+@pytest.mark.processes
+def test_a_model_that_fails_is_told_where() -> None:
+    with pytest.raises(JobFailed, match=r"ArithmeticError: no more, at \S+own_jobs.py:\d+ in forward"):
+        own_jobs.trainer(stages=[own_jobs.Explosive, own_jobs.Explosive]).fit(iterations=9)
 
 
 def run_script(path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
