@@ -182,14 +182,14 @@ def _write(path: Path, text: str) -> None:
 def _summary(made: Plan) -> list[str]:
     m, job = made.metrics, made.job
     failed = ", ".join(made.failed[:8]) + (f" and {len(made.failed) - 8} more" if len(made.failed) > 8 else "")
-    unit = job.time_unit
+    unit = job.time_unit if job.time_unit.endswith("s") else f"{job.time_unit}s"
     proof = "optimal" if made.solver.status == "optimal" else f"gap {m.gap:.2%}"
     lines = [
         f"{job.pipelines} pipelines x {job.stages} stages x {job.micro_batches} micro-batches, "
         f"failed: {failed or 'none'}",
         f"technique {made.technique.value}, memory {made.memory}, "
         f"most activations on a worker {max(m.peak_activations.values())}",
-        f"period {m.period} {unit}s, lower bound {m.lower_bound} ({proof}), makespan {m.makespan}",
+        f"period {m.period} {unit}, lower bound {m.lower_bound} ({proof}), makespan {m.makespan}",
         f"slowdown {m.slowdown_vs_1f1b:+.1%} against fault-free 1F1B, "
         f"{m.slowdown_vs_best:+.1%} against our best fault-free plan",
         f"bubbles {m.bubble_fraction:.1%}; solver {made.solver.name}, {made.solver.seconds:.2f} s; "
