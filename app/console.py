@@ -37,6 +37,7 @@ from app.live import LiveJob
 from app.membership import Ladder
 from app.planning import Planning
 from app.sentence import sentence
+from app.simulations import Simulations
 from app.view import JobSummary, JobView
 from app.views import PlanCache, job_view, summary
 from db.store import Record, Store
@@ -64,6 +65,7 @@ class Console:
         self._lock = threading.Lock()
         self._plans = PlanCache(store)
         self._planning = Planning(tolerance)
+        self.simulations = Simulations()
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
 
@@ -96,6 +98,7 @@ class Console:
         if self._ticker.is_alive():
             self._ticker.join(2)
         self._planning.close()
+        self.simulations.close()
         for job in self._jobs.values():
             with suppress(ConsoleError):
                 job.take_heartbeats()

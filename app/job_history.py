@@ -1,0 +1,29 @@
+"""A job's past failures and returns, from its record: what a simulation can be run on."""
+
+from __future__ import annotations
+
+import time
+
+from app.console import Console
+
+
+def history(console: Console, job_id: str) -> tuple[tuple[tuple[float, str, str], ...], float]:
+    """((seconds since the first epoch, worker, `failed` or `joined`), ...), seconds covered.
+
+    An epoch tells both: who is out that was in before, and who is in that was out. Raises ConsoleError.
+    """
+    epochs = console.epochs(job_id)
+    if not epochs:
+        return (), 0.0
+    begin, rows = epochs[0]["opened_at"], list[tuple[float, str, str]]()
+    failed: set[str] = set()
+    for epoch in epochs:
+        at, now = epoch["opened_at"] - begin, set(epoch["failed"])
+        rows += [(at, worker, "failed") for worker in sorted(now - failed)]
+        rows += [(at, worker, "joined") for worker in sorted(failed - now)]
+        failed = now
+    job = console.job(job_id)
+    iterations = console.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
+    last = iterations[-1]["committed_at"] if iterations else time.time()
+    # Whole ten seconds: a page that is opened again soon asks the same question.
+    return tuple(rows), 10.0 * ((max(last, epochs[-1]["opened_at"]) - begin) // 10 + 1)

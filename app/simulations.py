@@ -1,0 +1,270 @@
+"""Simulations for the Simulate page: each runs in a child process of its own, and can be cancelled.
+
+The engine and its policies are the planner's; here is only what a page asks for and how it is run.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Annotated, Any
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.logs import configure_logging
+from planner.errors import InputError, PlannerError
+from planner.models import SHAPES, analytic_job, model_shape
+from planner.plan import JobDoc
+from planner.simulation.costs import RecoveryCosts
+from planner.simulation.engine import simulate
+from planner.simulation.outcome import HOUR, Outcome
+from planner.simulation.planned import PlannedJob
+from planner.simulation.policies.planned_policies import PLANNED, planned_policy
+from planner.simulation.sensitivity import sweep
+from planner.simulation.trace import Trace
+from planner.simulation.traces.generated import Domain, generated
+from planner.simulation.traces.history import from_history
+from planner.simulation.traces.public import public_traces
+from planner.simulation.traces.scaled import scaled
+
+log = structlog.get_logger()
+
+POLICIES = (*PLANNED, "spares")
+DRAWN, HISTORY = "drawn", "history"
+HOST = 8
+# Larger grids are planned for too long for a page that somebody waits for; the command line takes them.
+MAX_WORKERS = 4096
+MAX_KEPT = 32
+# The sweep's mean times between failures, as multiples of the one asked for.
+SWEEP = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class SimulationRequest(BaseModel):
+    """What is simulated. Equal requests have equal results.
+
+    job: replaces the model's shape and the grid by a job's own. mtbf, host_mtbf: mean hours between
+    failures of one worker and of a host of 8 (0: hosts don't fail as a whole). repair: hours. trace:
+    `drawn`, a public trace by its name (see `public_traces`), or `history` with rows of the job's own.
+    dollars: per worker and hour.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = "gpt-3-6.7b"
+    job: JobDoc | None = None
+    samples: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    pipelines: Annotated[int, Field(ge=1, le=1024)] = 6
+    stages: Annotated[int, Field(ge=1, le=512)] = 4
+    micro_batches: Annotated[int, Field(ge=1, le=1024)] = 16
+    policies: tuple[str, ...] = ("ours", "recycle", "drop-replica", "checkpoint-restart")
+    trace: str = DRAWN
+    mtbf: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 100.0
+    host_mtbf: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)] = 0.0
+    repair: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)] = 4.0
+    hours: Annotated[float, Field(gt=0, le=8760, allow_inf_nan=False)] = 72.0
+    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
+    dollars: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)] = 2.0
+    history: tuple[tuple[float, str, str], ...] = ()
+    history_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+
+
+@dataclass
+class Simulation:
+    """One run, filled from its child process. rows: one document per policy, as the command prints it.
+
+    curves: by policy, (hours, samples per second from then on). living: (hours, workers from then
+    on). rates: by policy, samples per second at each MTBF of `mtbf`; crossings: sentences.
+    """
+
+    request: SimulationRequest
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    living: list[tuple[float, int]] = field(default_factory=list)
+    mtbf: list[float] = field(default_factory=list)
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    crossings: list[str] = field(default_factory=list)
+    error: str = ""
+    done: bool = False
+    process: multiprocessing.process.BaseProcess | None = None
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """(finished, all) of the parts that a progress bar counts."""
+        swept = self.request.trace == DRAWN
+        return len(self.rows) + bool(self.mtbf), len(self.request.policies) + swept
+
+
+class Simulations:
+    """Keeps the newest results. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[SimulationRequest, Simulation] = {}
+
+    def get(self, request: SimulationRequest) -> Simulation:
+        """The simulation of `request`, started now if there is none."""
+        with self._lock:
+            known = self._kept.pop(request, None)
+            if known is None:
+                known = Simulation(request)
+                self._start(known)
+            self._kept[request] = known  # the newest last
+            while len(self._kept) > MAX_KEPT:
+                self._end(self._kept.pop(next(iter(self._kept))))
+            return known
+
+    def cancel(self, request: SimulationRequest) -> None:
+        """Ends it if it still runs, and forgets it then."""
+        with self._lock:
+            running = self._kept.get(request)
+            if running is not None and not running.done:
+                self._end(self._kept.pop(request))
+
+    def close(self) -> None:
+        with self._lock:
+            for simulation in self._kept.values():
+                self._end(simulation)
+            self._kept.clear()
+
+    def _start(self, simulation: Simulation) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        simulation.process = context.Process(
+            target=serve, args=(theirs, simulation.request.model_dump_json()), name="simulation", daemon=True
+        )
+        simulation.process.start()
+        theirs.close()
+        threading.Thread(target=_collect, args=(simulation, ours), name="simulation", daemon=True).start()
+
+    def _end(self, simulation: Simulation) -> None:
+        if simulation.process is not None and not simulation.done:
+            simulation.process.terminate()
+
+
+def _collect(simulation: Simulation, pipe: Connection) -> None:
+    """Takes the child's messages until it says that it is done, or is gone."""
+    try:
+        while not simulation.done:
+            message = json.loads(pipe.recv_bytes())
+            if "living" in message:
+                simulation.living = message["living"]
+            if "row" in message:
+                simulation.curves[message["row"]["policy"]] = message["curve"]
+                simulation.rows.append(message["row"])
+            if "mtbf" in message:
+                simulation.rates, simulation.crossings = message["rates"], message["crossings"]
+                simulation.mtbf = message["mtbf"]
+            simulation.error = message.get("error", "")
+            simulation.done = message.get("done", False) or bool(simulation.error)
+    except (EOFError, OSError):
+        simulation.error = simulation.error or "the simulation was ended before it was done"
+        simulation.done = True
+    finally:
+        pipe.close()
+    if simulation.process is not None:
+        simulation.process.join(5)
+
+
+def serve(pipe: Connection, request: str) -> None:
+    """The child's life: one message per policy, one for the sweep, and the end."""
+    configure_logging()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
+    os.nice(5)
+    try:
+        for message in run(SimulationRequest.model_validate_json(request)):
+            pipe.send_bytes(json.dumps(message).encode())
+        pipe.send_bytes(b'{"done": true}')
+    except (BrokenPipeError, OSError):
+        return
+    except PlannerError as error:
+        pipe.send_bytes(json.dumps({"error": str(error)}).encode())
+    except Exception as error:
+        log.exception("a simulation failed")
+        text = f"the simulation failed ({type(error).__name__}); the console's log says more"
+        pipe.send_bytes(json.dumps({"error": text}).encode())
+
+
+def run(request: SimulationRequest) -> Iterator[dict[str, Any]]:
+    """The messages of one simulation, as they become known. Raises PlannerError."""
+    unknown = [name for name in request.policies if name not in POLICIES]
+    if unknown or not request.policies:
+        raise InputError("policies", ", ".join(unknown), "one or more of " + ", ".join(POLICIES))
+    if request.job is not None:
+        job, label = request.job.job(), "job"
+    else:
+        if request.pipelines * request.stages > MAX_WORKERS:
+            raise InputError(
+                "pipelines x stages",
+                request.pipelines * request.stages,
+                f"at most {MAX_WORKERS} workers here; `python -m planner simulate` takes more",
+            )
+        shape = model_shape(request.model)
+        job, label = analytic_job(shape, request.pipelines, request.stages, request.micro_batches), request.model
+    samples = request.samples or float(job.pipelines * job.micro_batches)
+    planned = PlannedJob(job, samples=samples)
+    costs = RecoveryCosts(dollars=request.dollars)
+    trace = _trace(request, planned.workers)
+    yield {"living": [(at / 3_600_000, n) for at, n in trace.counts] + [(trace.hours, trace.counts[-1][1])]}
+    policies = dict.fromkeys(request.policies)
+    for name in policies:
+        outcome = simulate(trace, planned_policy(name, planned, costs))
+        yield {"row": outcome.document(label, price=request.dollars), "curve": curve(outcome)}
+    if request.trace == DRAWN:
+
+        def play(drawn: Trace) -> Sequence[Outcome]:
+            return [simulate(drawn, planned_policy(name, planned, costs)) for name in policies]
+
+        hours = [request.mtbf * factor for factor in SWEEP]
+        made = sweep(hours, lambda value: _drawn(request, planned.workers, value), play)
+        yield {
+            "mtbf": list(made.hours),
+            "rates": {outcome.policy: made.rates(i) for i, outcome in enumerate(made.outcomes[0])},
+            "crossings": [f"{c.after} overtakes {c.before} at about {c.hours:.3g} h" for c in made.crossings],
+        }
+
+
+def curve(outcome: Outcome) -> list[tuple[float, float]]:
+    """(hours, samples per second from then on), up to the trace's end."""
+    points = [(at / HOUR, rate) for at, rate in outcome.rates]
+    return [*points, (outcome.hours, points[-1][1])] if points else []
+
+
+def _trace(request: SimulationRequest, workers: int) -> Trace:
+    if request.trace == DRAWN:
+        return _drawn(request, workers, request.mtbf)
+    if request.trace == HISTORY:
+        # A worker that never failed is in no row; the names only have to be as many as the workers.
+        failed = sorted({row[1] for row in request.history})
+        names = [*failed, *(f"other{i}" for i in range(workers - len(failed)))]
+        return from_history(request.history, names, end=max(request.history_seconds, 1.0), name="its own history")
+    known = public_traces()
+    if request.trace not in known:
+        raise InputError("trace", request.trace, "drawn or one of " + ", ".join(known))
+    return scaled(known[request.trace], workers)
+
+
+def _drawn(request: SimulationRequest, workers: int, mtbf: float) -> Trace:
+    domains = [Domain(1, mtbf, request.repair)]
+    if request.host_mtbf:
+        domains.append(Domain(HOST, request.host_mtbf, request.repair))
+    return generated(workers, request.hours, domains, seed=request.seed, name=f"MTBF {mtbf:g} h")
+
+
+def shapes() -> list[str]:
+    return list(SHAPES)
+
+
+def parse_request(**values: Any) -> SimulationRequest:
+    """Raises InputError naming the field."""
+    try:
+        return SimulationRequest(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(str(first["loc"][0]), first["input"], first["msg"]) from None

@@ -1,0 +1,136 @@
+"""What a simulated run looks like: throughput over time by policy, and over the rarity of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import plotly.graph_objects as go
+
+from app.ui.theme import Palette, style
+
+Curve = Sequence[tuple[float, float]]
+
+# Words, colour (a field of the palette, or an op kind) and dash of each policy: none has both of another.
+POLICIES: dict[str, tuple[str, str, str]] = {
+    "ours": ("Ours, best per failure", "accent", "solid"),
+    "recycle": ("Re-route (ReCycle)", "I", "solid"),
+    "repartition": ("Re-partition layers", "W", "solid"),
+    "oobleck": ("Oobleck's templates", "W", "dash"),
+    "drop-replica": ("Drop the replica", "failed", "solid"),
+    "checkpoint-restart": ("Checkpoint and restart", "failed", "dot"),
+    "spares": ("Spares stand by", "good", "dash"),
+    "fault-free": ("Nothing ever fails", "muted", "dot"),
+}
+# A curve is drawn in at most so many spans of time; what is shorter (a pause of seconds in a run of
+# weeks) shows by what it takes off its span's mean.
+MOST_POINTS = 700
+
+
+def policy_words(name: str) -> str:
+    """For people; `spares-1` is a policy with its number."""
+    base, _, number = name.partition("-")
+    if base == "spares":
+        return f"{number or 1} spare{'' if number in ('', '1') else 's'} stand{'s' if number in ('', '1') else ''} by"
+    return POLICIES[name][0] if name in POLICIES else name
+
+
+def _look(name: str, colours: Palette) -> tuple[str, str]:
+    _, colour, dash = POLICIES.get("spares" if name.startswith("spares") else name, ("", "muted", "solid"))
+    return (colours.ops[colour] if colour in colours.ops else getattr(colours, colour)), dash
+
+
+def thinned(curve: Curve, most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """The step curve, or the time-weighted means of `most` equal spans where a step is shorter than those."""
+    if len(curve) < 2:
+        return list(curve)
+    begin, end = curve[0][0], curve[-1][0]
+    span = (end - begin) / most
+    if all(after - before >= span for (before, _), (after, _) in pairwise(curve)):
+        return list(curve)
+    sums = [0.0] * most
+    for (at, rate), (until, _) in pairwise(curve):
+        first, last = int((at - begin) / span), int((until - begin) / span)
+        for i in range(min(first, most - 1), min(last, most - 1) + 1):
+            low, high = begin + i * span, begin + (i + 1) * span
+            sums[i] += rate * max(0.0, min(until, high) - max(at, low))
+    points = [(begin + i * span, total / span) for i, total in enumerate(sums)]
+    return [*points, (end, points[-1][1])]
+
+
+def throughput_over_time(curves: Mapping[str, Curve], living: Curve, colours: Palette, *, revision: str) -> go.Figure:
+    """Samples per second by policy; beneath, on the same axis, the living workers."""
+    figure = go.Figure()
+    for name, curve in curves.items():
+        colour, dash = _look(name, colours)
+        points = thinned(curve)
+        figure.add_scatter(
+            x=[x for x, _ in points],
+            y=[y for _, y in points],
+            name=policy_words(name),
+            mode="lines",
+            line={"color": colour, "dash": dash, "width": 2.5 if name == "ours" else 1.75, "shape": "hv"},
+            hovertemplate="%{y:.3~g} samples/s at %{x:.3~g} h<extra>" + policy_words(name) + "</extra>",
+        )
+    points = thinned(living)
+    figure.add_scatter(
+        x=[x for x, _ in points],
+        y=[y for _, y in points],
+        name="Living workers",
+        mode="lines",
+        line={"color": colours.muted, "width": 1.25, "shape": "hv"},
+        fill="tozeroy",
+        fillcolor=colours.track,
+        yaxis="y2",
+        showlegend=False,
+        hovertemplate="%{y:,.0f} workers live at %{x:.3~g} h<extra></extra>",
+    )
+    style(figure, colours, height=430, revision=revision)
+    figure.update_layout(
+        margin={"l": 54, "r": 12, "t": 34, "b": 44},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12}},
+        xaxis={"title": {"text": "hours"}, "anchor": "y2", "showgrid": False},
+        yaxis={"title": {"text": "samples/s"}, "domain": [0.3, 1], "rangemode": "tozero"},
+        yaxis2={
+            "title": {"text": "workers", "font": {"size": 13, "color": colours.muted}},
+            "tickfont": {"size": 12, "color": colours.muted},
+            "gridcolor": colours.line,
+            "domain": [0, 0.2],
+            "rangemode": "tozero",
+            "nticks": 3,
+        },
+    )
+    return figure
+
+
+def sensitivity(
+    mtbf: Sequence[float], rates: Mapping[str, Sequence[float]], colours: Palette, here: float
+) -> go.Figure:
+    """Average samples per second by one worker's mean time between failures (logarithmic)."""
+    figure = go.Figure()
+    for name, values in rates.items():
+        colour, dash = _look(name, colours)
+        figure.add_scatter(
+            x=list(mtbf),
+            y=list(values),
+            name=policy_words(name),
+            mode="lines+markers",
+            line={"color": colour, "dash": dash, "width": 2.5 if name == "ours" else 1.75},
+            marker={"size": 6},
+            hovertemplate="%{y:.3~g} samples/s at an MTBF of %{x:.3~g} h<extra>" + policy_words(name) + "</extra>",
+        )
+    figure.add_vline(x=here, line={"color": colours.muted, "width": 1, "dash": "dot"})
+    style(figure, colours, height=340, revision="sensitivity")
+    figure.update_layout(
+        margin={"l": 54, "r": 12, "t": 34, "b": 44},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12}},
+        xaxis={
+            "title": {"text": "one worker's mean time between failures, hours (logarithmic)"},
+            "type": "log",
+            "tickvals": list(mtbf),
+            "ticktext": [f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}" for value in mtbf],
+            "showgrid": False,
+        },
+        yaxis={"title": {"text": "samples/s, average"}},
+    )
+    return figure

@@ -1,0 +1,194 @@
+"""Simulate: what failures will cost a job, by policy, before they happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import streamlit as st
+
+from app.console import Console, get_console
+from app.job_history import history
+from app.simulations import DRAWN, HISTORY, POLICIES, Simulation, SimulationRequest, parse_request, shapes
+from app.ui import components, text
+from app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time
+from app.ui.facts import Card
+from app.ui.theme import CHART_CONFIG, Palette
+from planner.errors import InputError
+from planner.plan import job_doc
+from planner.simulation.traces.public import public_traces
+
+SHAPE = "A model's shape"
+SHOWN = "simulation-shown"
+DEFAULT_POLICIES = ["ours", "recycle", "repartition", "drop-replica", "checkpoint-restart"]
+
+
+def page() -> None:
+    colours = components.use_style()
+    console = get_console()
+    st.html(
+        '<h1 class="or-title">Simulate</h1><div class="or-about">One job, one sequence of failures, '
+        "and what each way of living with them would have trained. Each throughput is that of a plan.</div>"
+    )
+    try:
+        request = _ask(console)
+    except InputError as error:
+        st.error(str(error))
+        return
+    before = st.session_state.get(SHOWN)
+    if before is not None and before != request:
+        console.simulations.cancel(before)
+    st.session_state[SHOWN] = request
+    simulation = console.simulations.get(request)
+    st.fragment(_results, run_every=None if simulation.done else 0.5)(simulation, colours)
+
+
+def _ask(console: Console) -> SimulationRequest:
+    """The controls; their state is in the URL. Raises InputError."""
+    jobs = {job.job_id: job.name for job in reversed(console.list_jobs())}
+    values: dict[str, Any] = {}
+    with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-job"):
+        source = st.selectbox(
+            "Job",
+            [SHAPE, *jobs],
+            format_func=lambda j: j if j == SHAPE else f"{jobs[j]} · {j}",
+            key="sim_job",
+            bind="query-params",
+            width=240,
+        )
+        if source == SHAPE:
+            values["model"] = st.selectbox(
+                "Model", shapes(), index=shapes().index("gpt-3-6.7b"), key="model", bind="query-params", width=160
+            )
+            for name, label, value in (
+                ("pipelines", "Pipelines", 6),
+                ("stages", "Stages", 4),
+                ("micro_batches", "Micro-batches", 16),
+            ):
+                values[name] = st.number_input(
+                    label, 1, 1024, value, key=f"sim_{name}", bind="query-params", width=110, help="Per pipeline."
+                    if name == "micro_batches" else None,
+                )  # fmt: skip
+        else:
+            job = console.job(source)
+            values["job"] = job_doc(job.job)
+            values["samples"] = float(job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch)
+    traces = [DRAWN, *([HISTORY] if source != SHAPE else []), *public_traces()]
+    names = {DRAWN: "Drawn at random", HISTORY: "This job's own history"}
+    with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-trace"):
+        values["trace"] = st.selectbox(
+            "Failures", traces, format_func=lambda t: names.get(t, t), key="trace", bind="query-params", width=240
+        )
+        if values["trace"] == DRAWN:
+            for name, label, hours, least, note in (
+                ("mtbf", "MTBF (h)", 100.0, 0.1, "Mean hours between failures of one worker."),
+                ("repair", "Repair (h)", 4.0, 0.0, "Hours until a failed worker is back."),
+                ("hours", "Length (h)", 72.0, 1.0, "Of the run."),
+                ("host_mtbf", "Host MTBF (h)", 0.0, 0.0, "Hours between failures of a whole host of 8; 0: never."),
+            ):
+                values[name] = st.number_input(
+                    label, least, 1e6, hours, key=f"sim_{name}", bind="query-params", width=130, help=note
+                )
+            values["seed"] = st.number_input("Seed", 0, 2**31, 0, key="sim_seed", bind="query-params", width=100)
+        values["dollars"] = st.number_input(
+            "$ per worker-hour", 0.0, 1e4, 2.0, key="sim_dollars", bind="query-params", width=130
+        )
+    if values["trace"] == HISTORY:
+        values["history"], values["history_seconds"] = history(console, source)
+        if not values["history"]:
+            components.quiet("No worker of this job has failed so far, so its history has nothing to tell yet.")
+    values["policies"] = tuple(
+        st.multiselect(
+            "Policies",
+            POLICIES,
+            default=DEFAULT_POLICIES,
+            format_func=policy_words,
+            key="policies",
+            bind="query-params",
+        )
+    )
+    if not values["policies"]:
+        raise InputError("Policies", "none", "at least one to simulate")
+    return parse_request(**values)
+
+
+def _results(simulation: Simulation, colours: Palette) -> None:
+    done, steps = simulation.steps
+    if simulation.error:
+        st.error(simulation.error)
+        return
+    if not simulation.done:
+        st.progress(done / steps, text=f"Planning and simulating: {done} of {steps} parts are there")
+    elif st.session_state.get("simulation-whole") != simulation.request:
+        # Once more, without the refresh of a run under way.
+        st.session_state["simulation-whole"] = simulation.request
+        st.rerun()
+    if not simulation.rows:
+        return
+    components.cards(_cards(simulation))
+    curves = {row["policy"]: simulation.curves[row["policy"]] for row in simulation.rows}
+    components.heading("Throughput over time", "beneath: workers that live")
+    st.plotly_chart(
+        throughput_over_time(curves, simulation.living, colours, revision=str(hash(simulation.request))),
+        theme=None,
+        config=CHART_CONFIG,
+        key="simulation-time",
+    )
+    components.heading("The same in figures")
+    st.dataframe(_table(simulation), hide_index=True, key="simulation-table", alt="Figures by policy")
+    if simulation.mtbf:
+        components.heading("If failures were rarer or more frequent", "dotted: as asked for")
+        st.plotly_chart(
+            sensitivity(simulation.mtbf, simulation.rates, colours, simulation.request.mtbf),
+            theme=None,
+            config=CHART_CONFIG,
+            key="simulation-mtbf",
+        )
+        if simulation.crossings:
+            st.markdown("\n".join(f"- {_cross(line)}" for line in simulation.crossings))
+
+
+def _cross(sentence: str) -> str:
+    """`a overtakes b at about 12 h`, with the policies' own words."""
+    after, _, rest = sentence.partition(" overtakes ")
+    before, _, hours = rest.partition(" at about ")
+    return f"**{policy_words(after)}** overtakes **{policy_words(before)}** at an MTBF of about {hours}."
+
+
+def _cards(simulation: Simulation) -> list[Card]:
+    best = max(simulation.rows, key=lambda row: row["trace_samples_per_second"])
+    others = [row for row in simulation.rows if row is not best]
+    first = simulation.rows[0]
+    cards = [
+        Card("Run", f"{first['hours']:.3g} h", note=text.count(first["failures"], "worker") + " lost"),
+        Card(
+            "Best here",
+            policy_words(best["policy"]),
+            note=f"{text.rate(best['trace_samples_per_second'])} samples/s on average",
+        ),
+        Card("Goodput", text.percent(best["goodput"]), note="of what the job would train without failures"),
+        Card("ETTR", text.percent(best["ettr"]), note="share of time in iterations that count"),
+    ]
+    if others:
+        worst = min(others, key=lambda row: row["trace_samples_per_second"])
+        ratio = best["trace_samples_per_second"] / max(worst["trace_samples_per_second"], 1e-12)
+        cards.append(Card("Against the last", f"{ratio:.2f} ×", note=policy_words(worst["policy"])))
+    return cards
+
+
+def _table(simulation: Simulation) -> dict[str, list[Any]]:
+    rows = sorted(simulation.rows, key=lambda row: -row["trace_samples_per_second"])
+    return {
+        "policy": [policy_words(row["policy"]) for row in rows],
+        "samples/s": [round(row["trace_samples_per_second"], 3) for row in rows],
+        "goodput %": [round(100 * row["goodput"], 1) for row in rows],
+        "ETTR %": [round(100 * row["ettr"], 1) for row in rows],
+        "iterations lost": [row["iterations_lost"] for row in rows],
+        "worker-hours wasted": [round(row["worker_hours_wasted"], 1) for row in rows],
+        "$ per million samples": [
+            None if row.get("dollars_per_million_samples") is None else round(row["dollars_per_million_samples"], 2)
+            for row in rows
+        ],
+    }
+
+
+components.guard(page)

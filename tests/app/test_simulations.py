@@ -1,0 +1,128 @@
+"""Simulations of the Simulate page: real child processes, and the charts made of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from ui_console import ConsoleHere, JobHere
+
+from app.job_history import history
+from app.simulations import HISTORY, SWEEP, Simulation, SimulationRequest, Simulations, parse_request, run
+from app.ui.charts.simulation import policy_words, sensitivity, thinned, throughput_over_time
+from app.ui.theme import DARK, LIGHT
+from planner.errors import InputError
+from planner.models import analytic_job, model_shape
+from planner.plan import job_doc
+from planner.simulation.traces.public import public_traces
+from planner.simulation.traces.scaled import scaled
+
+SMALL = {"model": "gpt-3-medium", "pipelines": 3, "stages": 2, "micro_batches": 4, "hours": 24.0, "mtbf": 30.0}
+
+
+def wait(simulation: Simulation) -> Simulation:
+    deadline = time.monotonic() + 120
+    while not simulation.done:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return simulation
+
+
+def test_a_simulation_runs_in_its_own_process_and_is_kept() -> None:
+    simulations = Simulations()
+    request = parse_request(**SMALL, policies=("ours", "recycle", "drop-replica"))
+    made = wait(simulations.get(request))
+    assert made.error == "" and made.process is not None and made.process.pid is not None
+    assert [row["policy"] for row in made.rows] == ["ours", "recycle", "drop-replica"]
+    assert made.rows[0]["trace_samples_per_second"] >= max(r["trace_samples_per_second"] for r in made.rows) * 0.999
+    assert made.mtbf == [30.0 * factor for factor in SWEEP]
+    assert made.steps == (4, 4)
+    assert simulations.get(parse_request(**SMALL, policies=("ours", "recycle", "drop-replica"))) is made
+    # The same in this process: the child adds nothing of its own.
+    assert [m["row"] for m in run(request) if "row" in m] == made.rows
+    simulations.close()
+
+
+def test_a_cancelled_simulation_ends_its_process() -> None:
+    simulations = Simulations()
+    request = parse_request(model="gpt-145.6b", pipelines=32, stages=16, micro_batches=64, policies=("ours",))
+    running = simulations.get(request)
+    simulations.cancel(request)
+    assert wait(running).error == "the simulation was ended before it was done"
+    assert running.process is not None
+    running.process.join(30)
+    assert not running.process.is_alive()
+    simulations.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"mtbf": 0.0}, "mtbf: got 0.0"),
+        ({"pipelines": 0}, "pipelines: got 0"),
+        ({"hours": float("nan")}, "hours: got nan"),
+    ],
+)
+def test_requests_name_the_field_that_is_wrong(values: dict[str, float], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        parse_request(**values)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (SimulationRequest(policies=("magic",)), "policies: got magic"),
+        (SimulationRequest(model="gpt-9"), "gpt-9"),
+        (SimulationRequest(trace="nowhere/else"), "trace: got nowhere/else"),
+        (SimulationRequest(pipelines=1024, stages=32), "at most 4096 workers"),
+    ],
+)
+def test_a_child_answers_what_can_not_be_simulated_with_a_sentence(request_: SimulationRequest, words: str) -> None:
+    simulations = Simulations()
+    assert words in wait(simulations.get(request_)).error.replace("'", "")
+    simulations.close()
+
+
+def test_public_traces_fit_a_job_of_any_size() -> None:
+    traces = public_traces()
+    assert {"recycle/gcp-6h", "bamboo/p3-trace", "oobleck/1h"} <= set(traces)
+    trace = traces["recycle/gcp-6h"]
+    assert scaled(trace, trace.most) is trace
+    doubled = scaled(trace, 2 * trace.most)
+    assert doubled.counts == tuple((at, 2 * n) for at, n in trace.counts)
+    assert abs(scaled(trace, 7).average / 7 - trace.average / trace.most) < 0.05
+
+
+def test_a_jobs_own_history_is_simulated(tmp_path_factory: pytest.TempPathFactory) -> None:
+    here = ConsoleHere(tmp_path_factory.mktemp("history"))
+    job = JobHere(here.console, "with a past").register().commit(0, 9, 1).die("W1_2").heal("W1_2", 2).commit(10, 15, 2)
+    rows, seconds = history(here.console, job.job_id)
+    assert [(worker, what) for _, worker, what in rows] == [("W1_2", "failed")]
+    assert seconds >= rows[0][0] and seconds % 10 == 0
+    grid = job_doc(analytic_job(model_shape("gpt-3-medium"), 3, 4, 6))
+    request = parse_request(job=grid, trace=HISTORY, history=rows, history_seconds=seconds, policies=("recycle",))
+    messages = list(run(request))
+    assert messages[1]["row"]["failures"] == 1
+    assert [n for _, n in messages[0]["living"]][:2] == [12, 11]
+    here.close()
+
+
+def test_short_pauses_count_by_their_share_of_time() -> None:
+    steady = [(0.0, 10.0), (50.0, 5.0), (100.0, 5.0)]
+    assert thinned(steady, 10) == steady
+    paused = [(0.0, 10.0), (50.0, 0.0), (51.0, 10.0), (100.0, 10.0)]
+    points = thinned(paused, 10)
+    assert len(points) == 11 and points[5] == (50.0, pytest.approx(9.0))
+    assert sum(rate * 10 for _, rate in points[:-1]) == pytest.approx(990.0)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK])
+def test_every_policy_has_a_line_of_its_own(colours: object) -> None:
+    request = parse_request(**SMALL, policies=("ours", "recycle", "spares", "oobleck", "repartition"))
+    messages = list(run(request))
+    curves = {m["row"]["policy"]: m["curve"] for m in messages if "row" in m}
+    figure = throughput_over_time(curves, messages[0]["living"], colours, revision="x")  # type: ignore[arg-type]
+    lines = [(trace.line.color, trace.line.dash) for trace in figure.data if trace.showlegend is not False]
+    assert len(set(lines)) == len(lines) == 5
+    swept = sensitivity(messages[-1]["mtbf"], messages[-1]["rates"], colours, 30.0)  # type: ignore[arg-type]
+    assert [trace.name for trace in swept.data] == [policy_words(name) for name in curves]
