@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from agent.assembly import assemble
 from agent.boundaries import TensorSpec, boundaries_of
 from agent.examples.gpt import Gpt
+from agent.flops import FlopCount
 from agent.gradients import FastSum, GradientSum
 from agent.probe import Probe, choose_split
 from agent.recipe import Recipe
@@ -156,3 +158,16 @@ def test_several_tensors_between_stages() -> None:
         ops, split = assemble(pair, job, stage, 0, Recipe(), (boundary, boundary))
         assert split.strategy.name == "deferred"
     assert ops.held == 0
+
+
+def test_work_is_counted_as_torch_counts_it() -> None:
+    def backward() -> None:
+        gpt = Gpt(width=16, heads=2, sequence=8, batch=2)
+        y = gpt.build_stage(1, 3, 0)(torch.ones(2, 8, 16))
+        y.backward(torch.ones_like(y))
+
+    with FlopCount() as ours:
+        backward()
+    with FlopCounterMode(display=False) as theirs:
+        backward()
+    assert ours.total == theirs.get_total_flops() > 0
