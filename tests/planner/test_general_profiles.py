@@ -80,9 +80,23 @@ def test_guests_are_shared_by_finishing_time() -> None:
 def test_a_slow_worker_is_in_the_bound_and_in_the_reference() -> None:
     job = Job(2, 1, 6, speeds=((Worker(1, 0), 0.5),))
     assert reference_period(job) == 6 * 6
-    # Free routes could give it 4 of 12: 8 x 3 = 4 x 6 = 24.
-    assert period_bound(Problem(job)) == 24
+    # It gets 4 of 12: 8 x 3 = 4 x 6 = 24.
+    assert period_bound(Problem(job)) == 24 == solved(Problem(job)).period
     assert period_bound(Problem(replace(job, speeds=()))) == 18
+
+
+def test_a_worker_too_slow_to_help_runs_nothing_and_the_stage_still_steps() -> None:
+    job = Job(2, 2, 6, speeds=((Worker(1, 0), 0.02),))
+    schedule = solved(Problem(job))
+    assert [op.kind for op in schedule.ops[Worker(1, 0)]] == ["O"]
+    assert schedule.period < 2 * 6 * 3 + 6
+
+
+def test_a_slow_worker_keeps_its_own_where_another_stage_takes_as_long() -> None:
+    """Sending them away would cost transfers and gain nothing."""
+    profiles = (StageProfile(), StageProfile(2, 2, 2))
+    routes = route(Problem(Job(2, 2, 6, profiles=profiles, speeds=((Worker(1, 0), 0.5),))))
+    assert all(home == worker for (_, home, _), worker in routes.items())
 
 
 def test_speeds_round_up_to_whole_ticks() -> None:
