@@ -42,6 +42,18 @@ class Embedded(nn.Module):
         return self.layer(self.table(ids)), ids, keep
 
 
+class Frozen(nn.Module):
+    """First stage that is not trained: no gradient comes back to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH).requires_grad_(False)
+
+    def forward(self, ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x: Tensor = self.table(ids)
+        return x, ids, keep
+
+
 class Scored(nn.Module):
     """Last stage: three inputs, of which one takes a gradient back."""
 

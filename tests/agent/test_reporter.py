@@ -67,6 +67,10 @@ def reported(server: JobConsole, job_id: str) -> dict[int, float]:
     return rows
 
 
+def _times(server: JobConsole, job_id: str) -> dict[str, dict[str, float]]:
+    return {w["name"]: w["op_milliseconds"] for w in server.read(f"/jobs/{job_id}/workers")["workers"]}
+
+
 @pytest.mark.processes
 def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: Path) -> None:
     """W0_1 hangs, which is also the one that spoke for all; another takes over, and no iteration is missing."""
@@ -78,6 +82,8 @@ def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: 
         assert server.read(f"/jobs/{job_id}")["state"] == "running", "a callback that failed held nobody up"
         workers = server.read(f"/jobs/{job_id}/workers")["workers"]
         assert {w["name"]: w["pid"] for w in workers} == {name: loop.process.pid for name, loop in running.items()}
+
+        until(lambda: _times(server, job_id)["W1_0"].get("F", 0) > 0, "op times")
 
         silent = running["W0_1"]
         os.kill(silent.process.pid, signal.SIGSTOP)

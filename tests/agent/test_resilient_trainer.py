@@ -146,12 +146,17 @@ def test_the_loss_is_that_of_the_plain_loop() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("recipe", [{}, {"autocast": "bf16", "clip_norm": 0.5}])
-def test_several_tensors_pass_between_stages_and_survive_a_death(recipe: dict[str, Any]) -> None:
-    """A float with a gradient (bf16 under autocast), integers and a mask without one."""
+@pytest.mark.parametrize(
+    ("first", "recipe"),
+    [(own_jobs.Embedded, {}), (own_jobs.Embedded, {"autocast": "bf16", "clip_norm": 0.5}), (own_jobs.Frozen, {})],
+)
+def test_several_tensors_pass_between_stages_and_survive_a_death(
+    first: type[nn.Module], recipe: dict[str, Any]
+) -> None:
+    """A float with a gradient (bf16 under autocast; none from a frozen stage), integers, and a mask."""
     parts: dict[str, Any] = {
         **recipe,
-        "stages": [own_jobs.Embedded, own_jobs.Scored],
+        "stages": [first, own_jobs.Scored],
         "data": own_jobs.ids_data,
         "loss": own_jobs.own_loss,
     }
