@@ -88,7 +88,7 @@ def _ask(console: Console) -> SimulationRequest:
                 values[name] = st.number_input(
                     label, least, 1e6, hours, key=f"sim_{name}", bind="query-params", width=130, help=note
                 )
-            values["seed"] = st.number_input("Seed", 0, 2**31, 0, key="sim_seed", bind="query-params", width=100)
+            values["seed"] = st.number_input("Seed", 0, 2**31, 2, key="sim_seed", bind="query-params", width=100)
         values["dollars"] = st.number_input(
             "$ per worker-hour", 0.0, 1e4, 2.0, key="sim_dollars", bind="query-params", width=130
         )
