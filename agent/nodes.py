@@ -36,6 +36,9 @@ CLOCK_SAMPLES = 7
 NODE_SECONDS = 600.0
 """A cluster may start its nodes one after the other."""
 
+MAX_STRANGERS = 64
+"""Connections that may be in the handshake at once; more are closed."""
+
 Say = Callable[[str], None]
 
 
@@ -130,7 +133,10 @@ class NodeLink:
         with contextlib.suppress(OSError, NotTrusted, KeyError, TypeError):
             while True:
                 message = self._frames.receive()
-                process, pipe = self._workers[message["incarnation"]]
+                known = self._workers.get(message["incarnation"])
+                if known is None:
+                    continue
+                process, pipe = known
                 if message["kind"] == "from":
                     said = message["message"]
                     said["at"] += self.clock_offset
@@ -171,6 +177,7 @@ class NodeHub:
         self.links: dict[int, NodeLink] = {}
         self._news = threading.Condition()
         self._closing = False
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._listener = socket.create_server((host, port))
         self.host, self.port = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
@@ -210,8 +217,18 @@ class NodeHub:
             except OSError:
                 if self._closing:
                     return
+                time.sleep(0.1)  # out of file descriptors, say: the same again would be refused
                 continue
-            threading.Thread(target=self._welcome, args=(connection,), name="welcome", daemon=True).start()
+            if self._strangers.acquire(blocking=False):
+                threading.Thread(target=self._meet, args=(connection,), name="welcome", daemon=True).start()
+            else:
+                connection.close()
+
+    def _meet(self, connection: socket.socket) -> None:
+        try:
+            self._welcome(connection)
+        finally:
+            self._strangers.release()
 
     def _welcome(self, connection: socket.socket) -> None:
         try:
@@ -320,12 +337,12 @@ class SpreadPool(ProcessPool):
 
 def _compare_clocks(frames: Frames) -> tuple[int, float]:
     """(offset in ns, round trip in seconds). Error: at most half the round trip."""
-    best: tuple[int, int] | None = None
+    samples = []
     for _ in range(CLOCK_SAMPLES):
         started = time.monotonic_ns()
         frames.send({"kind": "clock"})
         theirs = int(frames.receive()["at"])
         ended = time.monotonic_ns()
-        best = min(best or (ended - started, 0), (ended - started, (started + ended) // 2 - theirs))
-    assert best is not None
-    return best[1], best[0] / 1e9
+        samples.append((ended - started, (started + ended) // 2 - theirs))
+    round_trip, offset = min(samples)
+    return offset, round_trip / 1e9

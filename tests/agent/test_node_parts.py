@@ -18,6 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent import channel
+from agent.boundaries import TensorSpec
+from agent.checkpoint import Identity
+from agent.checkpointing import CheckpointOptions
 from agent.faults import Kill
 from agent.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from agent.loop import LoopOptions
@@ -25,7 +28,7 @@ from agent.node_role import NodeRole, check_token, first_host, role_of
 from agent.node_wire import MACHINE, by_name, decode_spec, encode_spec
 from agent.nodes import CLOCK_SAMPLES, NodeHub, SpreadPool
 from agent.placement import place, stand_in
-from agent.recipe import Recipe
+from agent.recipe import CheckpointWish, Recipe
 from agent.worker import ConsoleLink, WorkerSpec
 from agent.workload import NamedWorkload
 from planner.errors import InputError
@@ -216,7 +219,21 @@ def spec_of(workload: Any) -> WorkerSpec:
         speeds=((Worker(1, 2), 0.5),),
     )
     kill = Kill(Worker(1, 2), 3, "F", 0, 1)
-    loop = LoopOptions(job, 9, 2**52 + 1, {"F": 0.1}, (kill,), True, Recipe("fast", "bf16", 1 / 3, "stop", False, True))
+    recipe = Recipe("fast", "bf16", 1 / 3, "stop", False, True)
+    boundaries = ((TensorSpec((2, 3), "float32"), TensorSpec((2,), "int64", False)),) * 2
+    identity = Identity("a:b", 3, 2, 4, 1, dataclasses.asdict(recipe))
+    loop = LoopOptions(
+        job,
+        9,
+        2**52 + 1,
+        {"F": 0.1},
+        (kill,),
+        True,
+        recipe,
+        boundaries,
+        "weights",
+        CheckpointOptions(CheckpointWish("folder", 2), identity, "folder/3", 3),
+    )
     console = ConsoleLink("http://127.0.0.1:1", "job", "secret", 0.5)
     return WorkerSpec(Worker(1, 2), "abc", loop, workload, console, threads=2, address="10.0.0.7")
 
@@ -284,8 +301,8 @@ def hub() -> Iterator[NodeHub]:
     hub.close("test")
 
 
-def test_what_a_node_says_arrives_on_the_leads_clock(hub: NodeHub) -> None:
-    hour = 3_600_000_000_000
+@pytest.mark.parametrize("hour", [3_600_000_000_000, -3_600_000_000_000])
+def test_what_a_node_says_arrives_on_the_leads_clock(hour: int, hub: NodeHub) -> None:
     frames = fake_node(hub, hour)
     hub.wait_for_all(5)
     ours, theirs = multiprocessing.Pipe(duplex=False)
