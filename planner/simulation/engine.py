@@ -82,7 +82,7 @@ class _Run:
                 training, paused = self._in_flight(), self.paused is not None
                 self._apply(self.policy.changed(self.cluster, change, training=training, paused=paused), now)
         self.worker_time += self.cluster.living * (self.end - self.seen)
-        self.worker_time += getattr(self.policy, "extra_workers", 0) * self.end
+        self.worker_time += self.policy.extra_workers * self.end
         self._save()
         return self._outcome()
 

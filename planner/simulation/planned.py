@@ -75,6 +75,8 @@ class PlannedJob:
         self.workers = job.pipelines * job.stages
         self._periods: dict[int, float | None] = {}
         self._templates: dict[tuple[int, int, bool], float] = {}
+        self._redundant: dict[int, Rate] = {}
+        self._morphed: dict[int, tuple[int, Rate] | None] = {}
         self._repartitioned: dict[tuple[int, bool], Rate | None] = {}
         if catalog is not None:
             self._take(catalog)
@@ -170,6 +172,33 @@ class PlannedJob:
         if key not in self._repartitioned:
             self._repartitioned[key] = self._repartition(workers, ours)
         return self._repartitioned[key]
+
+    def morphed(self, workers: int) -> tuple[int, Rate] | None:
+        """The best grid of pipelines of one depth, with 1F1B: (workers that it uses, its rate)."""
+        if workers not in self._morphed:
+            total = self.job.pipelines * self.job.micro_batches
+            best: tuple[float, int] | None = None
+            for depth in range(self.least_stages, min(2 * self.job.stages, workers) + 1):
+                pipelines = min(workers // depth, total)
+                seconds = self._template(depth, -(-total // pipelines), False)
+                if seconds < math.inf and (best is None or (seconds, pipelines * depth) < best):
+                    best = seconds, pipelines * depth
+            self._morphed[workers] = None if best is None else (best[1], Rate(best[0], self.samples))
+        return self._morphed[workers]
+
+    def redundant(self, pipelines: int) -> Rate:
+        """Whole pipelines whose workers also run their successor's forwards, with 1F1B: Bamboo."""
+        own = self.job.profiles
+        doubled = tuple(
+            replace(_joined([_share_of(p, 1.0)]), forward=round(p.forward + own[(s + 1) % len(own)].forward, 6))
+            for s, p in enumerate(own)
+        )
+        if pipelines in self._redundant:
+            return self._redundant[pipelines]
+        total = self.job.pipelines * self.job.micro_batches
+        job = replace(self.job, pipelines=pipelines, micro_batches=-(-total // pipelines), profiles=doubled)
+        self._redundant[pipelines] = Rate(reference_period(job) * self.unit / job.ticks_per_unit, self.samples)
+        return self._redundant[pipelines]
 
     def _repartition(self, workers: int, ours: bool) -> Rate | None:
         if workers < self.least_stages:

@@ -121,12 +121,14 @@ class Policy(Protocol):
     """One object per run: it may keep state. `pace` is asked whenever training (re)starts.
 
     fault_free: samples per second with nothing failed, which goodput is measured against.
-    workers: that the job is made for; more than so many stand by.
+    workers: that the job is made for; more than so many stand by. extra_workers: that are paid for
+    beside those of the trace.
     """
 
     name: str
     fault_free: float
     workers: int
+    extra_workers: int
 
     def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
         """Workers came or went. training: an iteration is in flight; paused: between two paces; neither: halted."""

@@ -1,6 +1,6 @@
-"""Bamboo (NSDI'23) from its measured throughput: every node also computes what its successor would.
+"""Bamboo (NSDI'23) from throughput by node count: every node also computes what its successor would.
 
-A stage's predecessor takes over when its node is lost (its shadow). The throughput measured has the
+A stage's predecessor takes over when its node is lost (its shadow). The throughput has the
 redundant computation in it.
 """
 
@@ -27,8 +27,8 @@ class BambooTable(Measured):
     only stands by slows training down as well.
     """
 
-    def __init__(self, throughput: NodeTable, costs: Costs, *, corrected: bool = False) -> None:
-        super().__init__(throughput, costs)
+    def __init__(self, throughput: NodeTable, costs: Costs, *, corrected: bool = False, stages: int = STAGES) -> None:
+        super().__init__(throughput, costs, stages=stages)
         self.corrected = corrected
         self.name = "bamboo-corrected" if corrected else "bamboo"
         self.places: dict[str, list[Place]] = {}
@@ -74,7 +74,7 @@ class BambooTable(Measured):
         if len(places) > 1:
             return False
         pipeline, stage = places[0]
-        shadow = (pipeline, (stage - 1) % STAGES)
+        shadow = (pipeline, (stage - 1) % self.stages)
         for held in self.places.values():
             if shadow in held:
                 if len(held) > 1:
@@ -86,10 +86,10 @@ class BambooTable(Measured):
     def _due(self) -> bool:
         """Is a re-balance due at the end of the iteration?"""
         overloaded = sum(len(held) > 1 for held in self.places.values())
-        active = self.pipelines * STAGES - overloaded
+        active = self.pipelines * self.stages - overloaded
         if overloaded and (self.waiting >= overloaded or 2 * overloaded / active > EXPOSED):
             return True
-        return (active + self.waiting) // STAGES > self.pipelines
+        return (active + self.waiting) // self.stages > self.pipelines
 
     def boundary(self, cluster: Cluster) -> Reaction:
         if not self._due():
@@ -98,14 +98,14 @@ class BambooTable(Measured):
         return Stop(self.pause(cluster.usable))
 
     def pace(self, cluster: Cluster) -> Pace | None:
-        """A new layout: pipelines of 12, first of the nodes that were there in the order in which they
+        """A new layout: whole pipelines, first of the nodes that were there in the order in which they
         came, then of those that got ready during the pause; the rest stand by.
         """
         there = set(cluster.ready)
         ready = [name for name in self.order if name in there]
-        self.pipelines = len(ready) // STAGES
-        used = ready[: self.pipelines * STAGES]
-        self.places = {name: [divmod(i, STAGES)] for i, name in enumerate(used)}
+        self.pipelines = len(ready) // self.stages
+        used = ready[: self.pipelines * self.stages]
+        self.places = {name: [divmod(i, self.stages)] for i, name in enumerate(used)}
         self.waiting = len(ready) - len(used)
         self.slowed = False
         self.current = super().pace(cluster)

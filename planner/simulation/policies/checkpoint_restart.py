@@ -1,4 +1,8 @@
-"""Checkpoint and restart: everyone begins anew from the last checkpoint, on as many whole pipelines as there are."""
+"""Checkpoint and restart: everyone begins anew from the last checkpoint.
+
+On as many whole pipelines as there are (`CheckpointRestart`), or as Varuna (EuroSys'22) does it, on
+pipelines of the depth that is best for the workers there are (`Varuna`).
+"""
 
 from __future__ import annotations
 
@@ -33,3 +37,17 @@ class CheckpointRestart(GridPolicy):
             return None
         every = max(1, round(self.costs.checkpoint_interval * SECOND / made.iteration))
         return replace(made, checkpoint_every=every, checkpoint=seconds(self.costs.checkpoint))
+
+
+class Varuna(CheckpointRestart):
+    """The grid morphs: depth and number of pipelines follow the workers, with 1F1B throughout."""
+
+    name = "varuna"
+
+    def used(self, workers: int) -> int:
+        morphed = self.planned.morphed(min(workers, self.workers))
+        return 0 if morphed is None else morphed[0]
+
+    def rate(self, workers: int) -> Rate | None:
+        morphed = self.planned.morphed(workers)
+        return None if morphed is None else morphed[1]

@@ -12,14 +12,16 @@ READY_AFTER = 45 * SECOND
 
 
 class Measured:
-    """A policy over samples per second by node count.
+    """A policy over samples per second by node count. stages: the fewest nodes that make a pipeline.
 
     A node that comes while the job trains takes part from the next reconfiguration on.
     """
 
     name = ""
+    extra_workers = 0
 
-    def __init__(self, throughput: NodeTable, costs: Costs) -> None:
+    def __init__(self, throughput: NodeTable, costs: Costs, *, stages: int = STAGES) -> None:
+        self.stages = stages
         self.throughput = throughput
         self.costs = costs
         self.fault_free = throughput.best
@@ -28,6 +30,10 @@ class Measured:
     def pause(self, nodes: int) -> int:
         """Microseconds from a loss that leaves so many nodes until training goes on."""
         return 0 if self.costs.pause is None else round(self.costs.pause.at(nodes) * SECOND)
+
+    def rate(self, nodes: int) -> float:
+        """Samples per second among so many nodes."""
+        return self.throughput.at(nodes)
 
     def start(self, nodes: int) -> Reaction:
         """The first start, and every one after a standstill."""
@@ -48,7 +54,7 @@ class Measured:
         return Keep()
 
     def pace(self, cluster: Cluster) -> Pace | None:
-        rate = self.throughput.at(cluster.usable)
-        if cluster.usable < STAGES or not rate:
+        rate = self.rate(cluster.usable)
+        if cluster.usable < self.stages or not rate:
             return None
         return Pace(cut_to_milliseconds(self.costs.samples / rate), self.costs.samples)

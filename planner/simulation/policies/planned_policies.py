@@ -7,27 +7,30 @@ from collections.abc import Callable
 from planner.errors import InputError
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.planned import PlannedJob
+from planner.simulation.policies.bamboo import Bamboo
 from planner.simulation.policies.best import Best
-from planner.simulation.policies.checkpoint_restart import CheckpointRestart
+from planner.simulation.policies.checkpoint_restart import CheckpointRestart, Varuna
 from planner.simulation.policies.drop_replica import DropReplica
 from planner.simulation.policies.fault_free import FaultFree
-from planner.simulation.policies.grid import GridPolicy
 from planner.simulation.policies.recycle import ReCycle
 from planner.simulation.policies.repartition import Oobleck, Repartition
 from planner.simulation.policies.spares import Spares
+from planner.simulation.policy_base import Policy
 
-PLANNED: dict[str, Callable[[PlannedJob, RecoveryCosts], GridPolicy]] = {
+PLANNED: dict[str, Callable[[PlannedJob, RecoveryCosts], Policy]] = {
     "fault-free": FaultFree,
     "recycle": ReCycle,
     "oobleck": Oobleck,
     "repartition": Repartition,
     "drop-replica": DropReplica,
     "checkpoint-restart": CheckpointRestart,
+    "varuna": Varuna,
+    "bamboo": Bamboo,
     "ours": Best,
 }
 
 
-def planned_policy(name: str, planned: PlannedJob, costs: RecoveryCosts, *, spares: int = 1) -> GridPolicy:
+def planned_policy(name: str, planned: PlannedJob, costs: RecoveryCosts, *, spares: int = 1) -> Policy:
     """A fresh policy for one run. Raises InputError."""
     if name == "spares":
         return Spares(planned, costs, spares)

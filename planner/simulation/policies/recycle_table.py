@@ -25,7 +25,7 @@ class ReCycleTable(Measured):
         return Keep(pace=self.pace(cluster))
 
     def pace(self, cluster: Cluster) -> Pace | None:
-        rate = self.throughput.at(cluster.usable)
+        rate = self.rate(cluster.usable)
         if not cluster.usable or not rate:
             return None
         return Pace(cut_to_milliseconds(self.costs.samples / rate), self.costs.samples)

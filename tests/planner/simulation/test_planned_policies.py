@@ -72,7 +72,7 @@ def run(grid: PlannedJob, policy: str, trace: Trace, **costs: float) -> Outcome:
     return simulate(trace, planned_policy(policy, grid, RecoveryCosts(**costs), spares=2))
 
 
-SINGLE = ("recycle", "oobleck", "repartition", "drop-replica", "checkpoint-restart")
+SINGLE = ("recycle", "oobleck", "repartition", "drop-replica", "checkpoint-restart", "varuna", "bamboo")
 
 
 def public_traces() -> list[Path]:
@@ -151,6 +151,20 @@ def test_work_since_the_checkpoint_is_lost(grid: PlannedJob) -> None:
     each = grid.full.seconds
     first = round(600 / each) * each + 10
     assert outcome.lost == int((1000 - first) / each) + 1
+
+
+def test_varuna_morphs_and_bamboo_pays_for_redundancy(grid: PlannedJob) -> None:
+    """With 23 workers Varuna finds a grid of one depth; Bamboo's healthy job is slower by the forwards it doubles."""
+    morphed = grid.morphed(23)
+    assert morphed is not None and morphed[0] <= 23
+    outcome = run(grid, "varuna", one_death(1_000_000))
+    assert outcome.rates[-1][1] == pytest.approx(morphed[1].per_second, rel=1e-5)
+    assert outcome.lost > 1
+    plain = simulate(one_death(1_999_999), planned_policy("fault-free", grid, RecoveryCosts()))
+    bamboo = run(grid, "bamboo", one_death(1_999_999))
+    # F, I and W alike: a doubled forward makes 3 into 4, and 1F1B has more bubbles than our schedule.
+    assert bamboo.average_samples_per_second < 0.78 * plain.average_samples_per_second
+    assert bamboo.fault_free == plain.fault_free
 
 
 def test_spares_have_their_price(grid: PlannedJob) -> None:

@@ -37,6 +37,7 @@ class Rules:
 class Scripted:
     name = "scripted"
     workers = WORKERS
+    extra_workers = 0
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
