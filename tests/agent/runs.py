@@ -59,6 +59,13 @@ def small(record: Path, *arguments: str, iterations: int = ITERATIONS) -> Run:
     return launch(record, *GRID, *TINY, "--iterations", str(iterations), *arguments)
 
 
+def unruly(record: Path, *arguments: str, iterations: int, options: dict[str, Any]) -> Run:
+    """Two pipelines of two stages whose gradients misbehave as `options` say (see tests.agent.unruly)."""
+    grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(iterations))
+    task = ("--workload", "tests.agent.unruly:Unruly", "--workload-options", json.dumps(options))
+    return launch(record, *grid, *task, *arguments)
+
+
 @functools.cache
 def fault_free(folder: Path) -> Run:
     """The run that all others are compared with; once per test process."""

@@ -6,7 +6,6 @@ first stage alone, the last one is clipped again; in between the stages have reg
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from agent.recipe import Recipe
 from agent.validation import Slot, Verdict
 from agent.verdicts import Steps
 from planner.job import Worker
-from tests.agent.runs import Run, launch
+from tests.agent.runs import Run, unruly
 from tests.agent.unruly import Unruly
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("unruly")]
@@ -29,9 +28,7 @@ UNRULY = {"loud": [1, 55], "poisoned": [20]}
 
 
 def _run(record: Path, *arguments: str, iterations: int = ITERATIONS, **options: list[int]) -> Run:
-    grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(iterations))
-    task = ("--workload", "tests.agent.unruly:Unruly", "--workload-options", json.dumps(options))
-    return launch(record, *grid, *task, *arguments)
+    return unruly(record, *arguments, iterations=iterations, options=options)
 
 
 def _verdicts(run: Run) -> list[tuple[int, bool]]:
