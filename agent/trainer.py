@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,14 +200,15 @@ class ResilientTrainer:
         Raises InputError, JobFailed where the job can't go on (no process is left behind), and
         ConsoleUnavailable or ConsoleRefused where a console was asked for and does not take it.
         """
+        with argument_names():
+            options = self._options(iterations=iterations, weights=self._weights)
         _check_script(self._workload)
         folder = self._weights or tempfile.mkdtemp(prefix="openrecycle-")
         try:
             # The caller's own random numbers must not depend on what is tried out first.
             with argument_names(), torch.random.fork_rng(devices=[]):
-                options = self._options(iterations=iterations, weights=folder)
                 lines = _Lines(self._on_iteration, self._on_recovery)
-                launcher = make_launcher(options, lines, log.info)
+                launcher = make_launcher(replace(options, weights=folder), lines, log.info)
             launcher.run()
             if self._weights is not None:
                 return lines.result(partial(load_weights, folder))
@@ -227,7 +228,7 @@ class _Lines:
         on_recovery: Callable[[Recovery], None] | None,
     ) -> None:
         self._on_iteration, self._on_recovery = on_iteration, on_recovery
-        self._losses: list[float] = []
+        self._losses: dict[int, float] = {}
         self._recoveries: list[Recovery] = []
         self._sha256 = ""
 
@@ -235,9 +236,10 @@ class _Lines:
         if is_remark(line):
             log.info("%s", sentence_of(line))
         if "loss" in line:
-            self._losses.append(float.fromhex(line["loss"]))
+            # By number: a job that fell back to a checkpoint runs some iterations again.
+            loss = self._losses[line["iteration"]] = float.fromhex(line["loss"])
             if self._on_iteration is not None:
-                self._on_iteration(line["iteration"], self._losses[-1])
+                self._on_iteration(line["iteration"], loss)
         elif "failure" in line:
             self._recoveries.append(Recovery(**line["failure"]))
             if self._on_recovery is not None:
@@ -246,7 +248,8 @@ class _Lines:
             self._sha256 = line["final"]["parameters_sha256"]
 
     def result(self, weights: Callable[[int], dict[str, Any]]) -> TrainingResult:
-        return TrainingResult(tuple(self._losses), tuple(self._recoveries), self._sha256, weights)
+        losses = tuple(self._losses[i] for i in sorted(self._losses))
+        return TrainingResult(losses, tuple(self._recoveries), self._sha256, weights)
 
 
 def _batches(

@@ -33,6 +33,7 @@ from agent.cli import app
         (["--rejoin", "W1_2@3"], ["--rejoin", "--kill"]),
         (["--seed", "-1"], ["--seed", "-1"]),
         (["--token-file", "/no/such/file"], ["--token-file"]),
+        (["--weights", __file__], ["--weights", "expected a folder"]),
     ],
 )
 def test_bad_input(arguments: list[str], words: list[str]) -> None:

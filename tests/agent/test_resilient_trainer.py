@@ -21,6 +21,7 @@ from agent import JobFailed
 from agent.trainer import ResilientTrainer, TrainingResult
 from planner.errors import InfeasibleError, InputError
 from tests.agent import own_jobs
+from tests.agent.consoles import console
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,6 +122,18 @@ def test_a_job_goes_on_from_its_checkpoint_to_the_same_numbers(tmp_path: Path) -
     second = own_jobs.trainer(**changes, resume="newest").fit(iterations=4)
     assert first.losses + second.losses == undisturbed().losses
     assert second.parameters_sha256 == undisturbed().parameters_sha256
+
+
+@pytest.mark.processes
+def test_with_a_console_the_numbers_are_the_same(tmp_path: Path) -> None:
+    with console(tmp_path) as server:
+        watched = own_jobs.trainer(
+            scheduler=own_jobs.halving, console=server.root, name="my own", kill=["W1_1@1:W0"]
+        ).fit(iterations=4)
+        assert watched.losses == undisturbed().losses
+        assert watched.parameters_sha256 == undisturbed().parameters_sha256
+        job = server.read(f"/jobs/{server.job_id()}")
+        assert (job["spec"]["name"], job["state"], job["committed"]) == ("my own", "finished", 4)
 
 
 @pytest.mark.processes
