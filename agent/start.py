@@ -162,12 +162,18 @@ def make_launcher(
 
 
 def parse_pace(text: str | None) -> dict[str, float]:
-    """`F=40ms,I=40ms` to milliseconds by op kind. Raises InputError."""
+    """`F=40ms,I=40ms` to milliseconds by op kind. Raises InputError.
+
+    `transfer` is what the plan takes a transfer between stages for; transfers themselves take as long
+    as they take.
+    """
     out: dict[str, float] = {}
     for part in filter(None, (p.strip() for p in (text or "").split(","))):
-        match = re.fullmatch(r"([FIWO])=(\d+(?:\.\d{1,3})?)(ms|s)", part)
+        match = re.fullmatch(r"([FIWO]|transfer)=(\d+(?:\.\d{1,3})?)(ms|s)", part)
         if not match:
-            raise InputError("--pace", part, "comma-separated KIND=TIME such as F=40ms, with KIND F, I, W or O")
+            raise InputError(
+                "--pace", part, "comma-separated KIND=TIME such as F=40ms, with KIND F, I, W, O or transfer"
+            )
         out[match[1]] = float(match[2]) * (1000 if match[3] == "s" else 1)
     if text is not None:
         missing = [kind for kind in "FIW" if not out.get(kind)]

@@ -25,6 +25,7 @@ from agent.cli import app
         (["--technique", "fault-free", "--kill", "W1_2@1:F0"], ["--technique", "fault-free"]),
         (["--pace", "F=fast"], ["--pace", "'F=fast'", "F=40ms"]),
         (["--pace", "F=40ms"], ["--pace", "I, W"]),
+        (["--pace", "transfer=2ms"], ["--pace", "F, I, W"]),
         (["--console", "nowhere"], ["--console", "'nowhere'", "http://"]),
         (["--record", "/no/such/folder/run.jsonl"], ["--record", "folder that exists"]),
         (["--workload", "no.such:Model"], ["--workload", "no.such"]),
