@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from agent.boundaries import Boundaries, Boundary, Gradients, check_output
 from agent.communicator import Groups, Pending
 from agent.faults import FaultInjector
+from agent.ledger import Redo
 from agent.op_times import OpTimes
 from agent.pacing import PacedDevice
 from agent.randomness import seed_for
@@ -59,6 +60,11 @@ class Script:
                         neighbours[worker.stage][op.pipeline, op.micro_batch] = worker
         return cls(schedule.ops[me], neighbours[me.stage - 1], neighbours[me.stage + 1])
 
+    def only(self, keys: Collection[MicroBatch]) -> Script:
+        """The same order with the ops of these micro-batches, and the step."""
+        ops = tuple(op for op in self.ops if op.kind == "O" or (op.pipeline, op.micro_batch) in keys)
+        return replace(self, ops=ops)
+
     def receives(self) -> list[tuple[str, MicroBatch]]:
         """(`F` or `I`, micro-batch) of every op that waits for a transfer, in order."""
         out = []
@@ -76,7 +82,7 @@ class Executor:
 
     pace: seconds an op of each kind is stretched to (see agent.pacing). interrupted: asked before
     every op. committed: called with (iteration, loss) right after a step, before anything that can
-    fail; the loss is 0 but on the last stage.
+    fail; the loss is 0 but on the last stage. keeps_finished: `abandon` keeps whole micro-batches.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Executor:
         interrupted: Callable[[], bool],
         committed: Callable[[int, float], None],
         boundaries: Boundaries,
+        keeps_finished: bool = False,
     ) -> None:
         self.times = OpTimes()
         self._me, self._job, self._seed = me, job, seed
@@ -107,9 +114,18 @@ class Executor:
         self._iteration = 0
         self._groups: Groups | None = None
         self._reduction = float("inf")
+        self._void = self._reducing = False
+        self._keeps_finished = keeps_finished
 
-    def run(self, iteration: int, script: Script, groups: Groups) -> None:
+    @property
+    def finished(self) -> frozenset[MicroBatch]:
+        """Micro-batches of the iteration in flight that this worker's sum holds."""
+        return frozenset(self._stage.gradients.settled)
+
+    def run(self, iteration: int, script: Script, groups: Groups, redo: Redo | None = None) -> None:
         """One iteration, its step included; or none, where the step before turns out to be wrong.
+
+        redo: what is left of it to be done; None: all of it.
 
         Then every worker gets to know it before its own step of this iteration, the step before has
         been put right when this returns, and the iteration is to be run again. Until then messages
@@ -121,7 +137,12 @@ class Executor:
         if groups is not self._groups:
             self._reduction = float("inf")
             self._device.waited()
+        self._stage.counted_elsewhere = frozenset()
+        if redo is not None:
+            script = script.only(redo.run)
+            self._stage.counted_elsewhere = redo.counted - self.finished
         self._iteration, self._groups, self._script = iteration, groups, script
+        self._reducing = False
         self._expected = iter(script.receives())
         self._receiving: dict[tuple[str, MicroBatch], dict[int, Pending]] = {}
         self._void = False
@@ -153,11 +174,17 @@ class Executor:
             self._sent.popleft()[1].wait()
 
     def abandon(self) -> None:
-        """Drops the iteration in flight and every transfer."""
-        self._stage.abandon()
+        """Drops the iteration in flight and every transfer; of what is summed, as the recipe says."""
+        # A reduction works in place, so that one which did not end has left no sum of anybody's.
+        whole = not self._reducing and not self._void
+        self._stage.abandon(keep_settled=self._keeps_finished and whole)
         self._steps.abandon()
         self._sent.clear()
         self._receiving = {}
+
+    def forget_finished(self) -> None:
+        """Drops what `abandon` has kept."""
+        self._stage.abandon()
 
     # -- ops ----------------------------------------------------------------------------------
 
@@ -190,24 +217,26 @@ class Executor:
 
     def _weight_backward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "W", *key)
-        started = time.monotonic()
+        started, counted = time.monotonic(), self._stage.counted(key)
         self._stage.weight_backward(key)
-        self._finish("W", started)
+        if not counted:
+            self._finish("W", started)
 
     def _backward(self, key: MicroBatch) -> None:
         """B, coupled: the gradient goes upstream only when W is done too, as in the plan."""
         self._faults.before(self._iteration, "I", *key)
         dy = self._received("I", key) if key in self._script.after else None
-        started = time.monotonic()
+        started, counted = time.monotonic(), self._stage.counted(key)
         dx = self._stage.input_backward(key, dy)
         self._faults.before(self._iteration, "W", *key)
         self._stage.weight_backward(key)
-        self._finish("B", started)
+        self._finish("I" if counted else "B", started)
         self._send_gradients(key, dx)
 
     def _step(self) -> None:
         assert self._groups is not None
         self._faults.before(self._iteration, "R")
+        self._reducing = True
         arrived = time.monotonic()
         self._groups.reduce(self._stage.gradients.buffer)
         reduced = time.monotonic()

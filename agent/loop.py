@@ -23,6 +23,8 @@ from agent.communicator import Communicator, Groups, TransferError
 from agent.executor import Executor, Interrupted, Script
 from agent.faults import FaultInjector, Kill
 from agent.heartbeat import HeartbeatThread, Status
+from agent.ledger import Redo, decode, encode
+from agent.ledger import redo as plan_redo
 from agent.optimizer import stage_optimizer
 from agent.recipe import Recipe
 from agent.recovery import Agreement, Makeup, agree, check_alike
@@ -87,6 +89,8 @@ class WorkerLoop:
         if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
             self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
         self._epoch = 0
+        self._corrected = False
+        """Did this epoch's agreement put the last step right?"""
 
     def _take_place(self, me: Worker, checkpoints: CheckpointOptions | None) -> None:
         """Puts together what a worker of that place needs, with the stage's initial state."""
@@ -110,6 +114,7 @@ class WorkerLoop:
             self._superseded,
             self._say_committed,
             self._boundaries,
+            options.recipe.keep_finished,
         )
         self._checkpointer: Checkpointer | None = None
         if checkpoints is not None:
@@ -169,6 +174,7 @@ class WorkerLoop:
         living = [Worker.parse(name) for name in orders.deployment.living]
         groups = self._communicator.form(orders.epoch, self._me, living, orders.store)
         agreement = self._agree(groups, living)
+        redo = self._compare_finished(groups, agreement)
         self._channel.say("formed", epoch=orders.epoch, iteration=agreement.iteration)
         self._acknowledge("formed", agreement.iteration)
         script = Script.of(orders.plan.schedule(), self._me)
@@ -179,7 +185,8 @@ class WorkerLoop:
             if not self._channel.may_begin(orders.epoch, iteration):
                 self._executor.settle()
                 return
-            self._executor.run(iteration, script, groups)
+            self._executor.run(iteration, script, groups, redo)
+            redo = None
             if iteration == agreement.iteration:
                 self._acknowledge("resumed", iteration)
         self._steps.settle()
@@ -204,7 +211,7 @@ class WorkerLoop:
         if self._me in agreement.roll_back:
             self._optimizer.roll_back()
         holders = {w: (row[0], *row[1 + len(alike) :]) for w, row in rows.items() if row[0] != _JOINING}
-        self._steps.begin(groups, living, agreement.iteration, holders)
+        self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
         for newcomer, source in sorted(agreement.state_from.items()):
             if source == self._me:
                 send_state(groups, self._optimizer, newcomer)
@@ -212,6 +219,22 @@ class WorkerLoop:
                 receive_state(groups, self._optimizer, source)
                 self._has_state = True
         return agreement
+
+    def _compare_finished(self, groups: Groups, agreement: Agreement) -> Redo | None:
+        """What is left of the iteration agreed on; None: all of it."""
+        if not self._options.recipe.keep_finished:
+            return None
+        if agreement.roll_back or self._corrected:
+            # What was summed here is of another iteration, or of parameters that nobody has any more.
+            self._executor.forget_finished()
+        if agreement.roll_back:
+            return None
+        job = self._options.job
+        rows = groups.gather_rows(encode(self._executor.finished, job))
+        left = plan_redo({w: decode(row, job) for w, row in rows.items()}, job, self._me.stage)
+        run, kept = len(left.run), len(self._executor.finished)
+        self._channel.say("redo", epoch=self._epoch, iteration=agreement.iteration, run=run, kept=kept)
+        return left
 
     def _superseded(self) -> bool:
         return self._channel.superseded(self._epoch)

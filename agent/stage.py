@@ -45,6 +45,12 @@ class Stage:
         self._buffers = MovingBuffers(module, gradients.moving)
         self._autocast = autocast
         self._flights: dict[MicroBatch, Flight] = {}
+        self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
+        """Micro-batches that are in the sum of a peer, and are run once more for the neighbours' sake."""
+
+    def counted(self, key: MicroBatch) -> bool:
+        """Is the micro-batch in this stage's sums already, on this worker or a peer?"""
+        return key in self.gradients.settled or key in self.counted_elsewhere
 
     @property
     def held(self) -> int:
@@ -106,7 +112,7 @@ class Stage:
 
     def _settle(self, key: MicroBatch, flight: Flight) -> None:
         """Brings everything of a micro-batch into the sum, at one stroke, unless it is in it."""
-        if key in self.gradients.settled:
+        if self.counted(key):
             return
         with self._buffers.kept():
             self.split.weight_backward(flight, self.gradients.add)

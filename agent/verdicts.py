@@ -159,23 +159,24 @@ class Steps:
 
     def begin(
         self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Worker, tuple[int, ...]]
-    ) -> None:
+    ) -> bool:
         """Takes up an epoch's groups; every step of an iteration before `committed` is settled then.
 
         Whoever has to has rolled back to `committed` by now. holders: of every worker that brought
         state, how many iterations it had committed before that, and its `numbers`. A step that some
-        are in doubt of has been taken by all of them, and all have kept its slot. Raises as `take`.
+        are in doubt of has been taken by all of them, and all have kept its slot. Returns whether the
+        last step was put right here. Raises as `take`.
         """
         self._groups, self._paths = groups, _Paths.of(self._me, living)
         self._exchange = None
         self._sent.clear()
         if self._optimizer.settled:
-            return
+            return False
         slots = {}
         for worker, (count, _, bits, rejected, bits_before, rejected_before) in sorted(holders.items()):
             ahead = count > committed
             slots[worker.stage] = Slot(_float(bits_before if ahead else bits), rejected_before if ahead else rejected)
-        self._settle_with([slots[stage] for stage in sorted(slots)])
+        return self._settle_with([slots[stage] for stage in sorted(slots)])
 
     # -- the verdict --------------------------------------------------------------------------
 
