@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.baseline import reference_period
-from planner.catalog_build import LARGE
 from planner.catalog_store import StoredCatalog
+from planner.catalog_task import LARGE
 from planner.distribution import Counts, LoadModel, PeriodModel, best_distributions
 from planner.errors import InfeasibleError, InputError
 from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
