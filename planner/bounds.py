@@ -68,8 +68,16 @@ class _Row:
         return self.first_phase(n) + (n - self.held(n)) * self.W
 
     def span(self, n: int) -> int:
-        """Least time from the worker's first F to the end of its last op: all W's as well."""
-        return self.first_phase(n) + n * self.W
+        """Least time from the worker's first F to the end of its last op: all W's as well.
+
+        From the start of the last F to the end of its W at least r(s) + I + W pass, in which only that
+        F and what is held by then can run: I and W of at most C micro-batches. What is left of that time
+        is idle too. With more than C micro-batches the last F waits for a W, so this time and that of
+        `first_phase` do not overlap.
+        """
+        held = self.held(n)
+        cool_down = max(0, self.turn + self.I + self.W - self.F - held * (self.I + self.W)) if n > held else 0
+        return self.first_phase(n) + n * self.W + cool_down
 
     def residence(self, n: int) -> int:
         """Least time over which n micro-batches can be held C at a time.
