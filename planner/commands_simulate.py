@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +81,9 @@ def simulate_command(
     switch: Annotated[str | None, typer.Option(help="WORKERS:MTBF of what hangs on one switch.")] = None,
     hours: Annotated[float, typer.Option(help="Length of a drawn trace.")] = 168.0,
     seed: Annotated[int, typer.Option(help="Of a drawn trace.")] = 0,
+    over_time: Annotated[
+        bool, typer.Option("--over-time", help="With --json: the throughput over time as well.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per policy, a line each.")] = False,
 ) -> None:
     """Simulate a job under a failure trace.
@@ -88,6 +91,8 @@ def simulate_command(
     With --throughput and --costs: measured samples/s by node count, as published for Oobleck, Varuna,
     Bamboo and ReCycle. With --profile, sizes and --durations, or a --model shape and sizes: plans of our own.
     """
+    if over_time and not as_json:
+        raise InputError("--over-time", True, "--json beside it")
     names = [name for text in policy for name in text.split(",") if name]
     if not names:
         raise InputError("--policy", ",".join(policy), "at least one policy")
@@ -115,9 +120,10 @@ def simulate_command(
         )
         run = _planned(names, planned, charges, spares)
         label, workers, dollars = model or (profile.name if profile else "job"), planned.workers, charges.dollars
+    show = _Show(label, dollars, as_json, over_time)
     if trace is not None:
         _refuse("beside --trace", {"--mtbf": mtbf, "--host-mtbf": host_mtbf, "--rack": rack, "--switch": switch})
-        _print(run(read_trace(trace)), label, dollars, as_json)
+        _print(run(read_trace(trace)), show)
         return
     shared = _shared_domains(host_mtbf, rack, switch, repair)
     if not mtbf and not shared:
@@ -131,9 +137,9 @@ def simulate_command(
         return generated(workers, hours, own + shared, seed=seed, name=name)
 
     if mtbf and len(mtbf) > 1:
-        _print_sweep(sweep(mtbf, drawn, run), label, dollars, as_json)
+        _print_sweep(sweep(mtbf, drawn, run), show)
     else:
-        _print(run(drawn(mtbf[0] if mtbf else None)), label, dollars, as_json)
+        _print(run(drawn(mtbf[0] if mtbf else None)), show)
 
 
 # -- what is run --------------------------------------------------------------------------------------
@@ -202,10 +208,25 @@ def _refuse(where: str, options: dict[str, object]) -> None:
 # -- what is printed ------------------------------------------------------------------------------------
 
 
-def _print(outcomes: Sequence[Outcome], model: str, dollars: float | None, as_json: bool) -> None:
-    if as_json:
+@dataclass(frozen=True)
+class _Show:
+    """How to print. dollars: per worker and hour, None where no price is known."""
+
+    model: str
+    dollars: float | None
+    as_json: bool
+    over_time: bool
+
+    def line(self, outcome: Outcome, **more: float) -> None:
+        document: dict[str, Any] = outcome.document(self.model, price=self.dollars, over_time=self.over_time)
+        sys.stdout.write(json.dumps({**document, **more}) + "\n")
+
+
+def _print(outcomes: Sequence[Outcome], show: _Show) -> None:
+    model, dollars = show.model, show.dollars
+    if show.as_json:
         for outcome in outcomes:
-            sys.stdout.write(json.dumps(outcome.document(model, price=dollars)) + "\n")
+            show.line(outcome)
         return
     first = outcomes[0]
     table = Table(title=f"{model} on {first.trace}: {first.hours:.4g} h, {first.failures} workers lost", box=None)
@@ -230,14 +251,13 @@ def _print(outcomes: Sequence[Outcome], model: str, dollars: float | None, as_js
     Console(highlight=False).print(table)
 
 
-def _print_sweep(made: Sweep, model: str, dollars: float | None, as_json: bool) -> None:
-    if as_json:
+def _print_sweep(made: Sweep, show: _Show) -> None:
+    if show.as_json:
         for value, row in zip(made.hours, made.outcomes, strict=True):
             for outcome in row:
-                document: dict[str, Any] = {**outcome.document(model, price=dollars), "mtbf_hours": value}
-                sys.stdout.write(json.dumps(document) + "\n")
+                show.line(outcome, mtbf_hours=value)
         return
-    table = Table(title=f"{model}: samples/s by one worker's mean time between failures", box=None)
+    table = Table(title=f"{show.model}: samples/s by one worker's mean time between failures", box=None)
     table.add_column("MTBF")
     for outcome in made.outcomes[0]:
         table.add_column(outcome.policy, justify="right")

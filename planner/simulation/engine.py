@@ -267,7 +267,6 @@ class _Run:
             iterations=self.iterations,
             productive=self.productive,
             lost=self.lost,
-            stalled=self.end - self.productive,
             worker_time=self.worker_time,
             failures=self.failures,
             fault_free=self.policy.fault_free,

@@ -16,8 +16,7 @@ class Outcome:
 
     begin: the first iteration's start. last: the last completed iteration's end. end: of the trace.
     samples, iterations, productive: of the iterations whose work counts, and the time that they took.
-    lost: iterations begun whose work was lost. stalled: without an iteration in flight, from the
-    trace's start on. worker_time: living workers x time. failures: workers lost.
+    lost: iterations begun whose work was lost. worker_time: living workers x time. failures: workers lost.
     rates: (time, samples per second from then on), 0 while nothing trains.
     """
 
@@ -30,7 +29,6 @@ class Outcome:
     iterations: int
     productive: int
     lost: int
-    stalled: int
     worker_time: int
     failures: int
     fault_free: float
@@ -88,8 +86,11 @@ class Outcome:
         """None where nothing was trained."""
         return self.dollars(per_worker_hour) / self.samples * 1e6 if self.samples else None
 
-    def document(self, model: str, *, price: float | None = None) -> dict[str, Any]:
-        """The JSON object that `python -m planner simulate --json` prints. price: dollars per worker and hour."""
+    def document(self, model: str, *, price: float | None = None, over_time: bool = False) -> dict[str, Any]:
+        """The JSON object that `python -m planner simulate --json` prints. price: dollars per worker and hour.
+
+        over_time: with the rates as well, as (hours, samples per second from then on).
+        """
         out: dict[str, Any] = {
             "policy": self.policy,
             "model": model,
@@ -109,4 +110,6 @@ class Outcome:
         if price is not None:
             out["dollars"] = self.dollars(price)
             out["dollars_per_million_samples"] = self.dollars_per_million_samples(price)
+        if over_time:
+            out["throughput_over_time"] = [[time / HOUR, rate] for time, rate in self.rates]
         return out

@@ -16,9 +16,10 @@ WAIT = "wait"
 
 
 class Best(GridPolicy):
-    """Chooses between re-routing and re-partitioning, or letting a
-    worker that returned wait. It knows the past only: the next change is expected after the mean
-    time between those so far, `prior` seconds counting as the first.
+    """Chooses between re-routing and re-partitioning, or lets a worker that returned wait.
+
+    It knows the past only: the next change is expected after the mean time between those so far,
+    `prior` seconds counting as the first.
     """
 
     name = "ours"
@@ -34,12 +35,16 @@ class Best(GridPolicy):
         self._now = 0
 
     def rate(self, workers: int) -> Rate | None:
-        return self._rate(self.mode, workers)
+        return self._rate(self._quickest(workers) if self.fresh else self.mode, workers)
 
     def _rate(self, mode: str, workers: int) -> Rate | None:
         if mode == REPARTITION:
             return self.planned.repartitioned(workers)
         return self.planned.rerouted(self.workers - workers)
+
+    def _quickest(self, workers: int) -> str:
+        rates = {mode: rate.per_second for mode in (REROUTE, REPARTITION) if (rate := self._rate(mode, workers))}
+        return max(rates, key=lambda mode: rates[mode], default=REROUTE)
 
     def horizon(self, now: int) -> float:
         """Seconds until the next change, as the past suggests."""
@@ -84,10 +89,8 @@ class Best(GridPolicy):
 
     def pace(self, cluster: Cluster) -> Pace | None:
         if self.fresh:
-            # Nothing ran, so there is nothing to move from: whichever is quicker.
-            there = self.used(len(self.active) + len(self.standby))
-            rates = {mode: rate.per_second for mode in (REROUTE, REPARTITION) if (rate := self._rate(mode, there))}
-            self.mode = max(rates, key=lambda mode: rates[mode], default=REROUTE)
+            # Nothing ran, so there is nothing to move from.
+            self.mode = self._quickest(self.used(len(self.active) + len(self.standby)))
             self.fresh = False
         self.ran = self.mode
         return super().pace(cluster)

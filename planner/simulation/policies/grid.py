@@ -14,7 +14,8 @@ class GridPolicy:
     """A worker that is lost stops the job; one that comes back joins at an iteration's end.
 
     Subclasses say how many workers take part (`used`), how fast the job then is (`rate`), and what
-    losses and returns cost (`loss`, `growth`). One that stands by is lost without a sound.
+    losses and returns cost (`loss`, `growth`). One that stands by is lost without a sound. A job that
+    stood still pays a restart and loses no work: its last checkpoint is taken to be of when it stopped.
     """
 
     name = ""

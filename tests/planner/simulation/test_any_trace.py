@@ -45,7 +45,7 @@ def traces(draw: st.DrawFn, most: int) -> Trace:
 
 def check(outcome: Outcome, trace: Trace) -> None:
     end = trace.end * 1000
-    assert 0 <= outcome.productive <= end and 0 <= outcome.lost and 0 <= outcome.iterations
+    assert 0 <= outcome.productive <= end and outcome.lost >= 0 and outcome.iterations >= 0
     assert 0 <= outcome.last <= end + 1
     assert outcome.begin is None or 0 <= outcome.begin <= end
     assert outcome.failures == sum(e.action == "remove" for e in trace.events if e.time < trace.end)

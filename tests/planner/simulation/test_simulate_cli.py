@@ -54,6 +54,14 @@ def test_planned(simulate: Any) -> None:
     assert rows["spares-3"]["dollars"] > rows["ours"]["dollars"]
 
 
+def test_throughput_over_time(simulate: Any) -> None:
+    code, out, _ = simulate("--policy", "recycle", *TRACE, *SIZES, "--json", "--over-time")
+    points = json.loads(out)["throughput_over_time"]
+    assert code == 0 and points[0][0] == 0 and len(points) > 20
+    assert [hour for hour, _ in points] == sorted(hour for hour, _ in points) and points[-1][0] < 6.32
+    assert simulate("--policy", "recycle", *TRACE, *SIZES, "--over-time")[0] == 2
+
+
 def test_a_profile_and_sizes_beside_it(simulate: Any) -> None:
     profile = str(DATA / "recycle" / "grid-6x4-larger.json")
     options = ["--technique", "decoupled", "--memory", "none", "--samples", "240", "--json"]
