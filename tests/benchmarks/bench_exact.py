@@ -2,8 +2,8 @@
 
 proofs: time to proof of the worked example. CP-SAT starts from the slowest schedule there is, so
 that neither the list scheduler nor an analytic bound does its work.
-blame: on grids small enough to be solved exactly, whether the list scheduler's schedule or the
-analytic bound leaves the gap.
+blame: on grids small enough to be solved exactly, whether the schedules of list scheduler and window
+search or the analytic bound leave the gap.
 slices: what large-neighbourhood search takes off the list scheduler's schedules in 10 s.
 
 CPU seconds are this process's, all threads; wall seconds depend on what else the machine does.
@@ -17,6 +17,7 @@ import time
 
 from planner.bounds import period_bound
 from planner.check import check
+from planner.commands_bench import TIMES
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.schedule import Schedule
 from planner.solvers.cp_sat import CpSatSolver
@@ -24,6 +25,7 @@ from planner.solvers.cp_sat_model import ScheduleModel
 from planner.solvers.cp_sat_run import run
 from planner.solvers.list_scheduler import ListScheduler
 from planner.solvers.pooled import PooledModel
+from planner.solvers.rearranger import Rearranger
 from planner.solvers.reduction import Reduction
 from tests.benchmarks.machine import describe
 
@@ -78,22 +80,30 @@ def proofs() -> None:
 
 
 def blame(time_limit: float) -> None:
-    print("grid, failures, memory: list scheduler / optimum for its routing / pooled bound / analytic bound")
-    for grid, count in [((3, 4, 6), 1), ((3, 4, 6), 2), ((4, 4, 8), 1), ((4, 4, 8), 3), ((4, 6, 8), 2)]:
-        for memory in ("uniform", str(2 * grid[1])):
-            for seed in range(3):
-                failed = failures(grid[0], grid[1], count, seed)
-                problem = Problem(Job.uniform(*grid), failed, Technique.STAGGERED, MemoryLimit.parse(memory))
-                first = ListScheduler().solve(problem)
-                best = CpSatSolver(free_routes=False).solve(problem, time_limit=time_limit, warm_start=first.schedule)
-                assert check(best.schedule) == []
-                claim = "optimal" if best.optimal else best.message
-                print(
-                    f"{'x'.join(map(str, grid))} {' '.join(map(str, sorted(failed)))} {memory}: "
-                    f"{first.schedule.period} / {best.schedule.period} / {best.bound} / {period_bound(problem)}"
-                    f"  ({best.seconds:.1f} s; {claim})",
-                    flush=True,
-                )
+    print("F:I:W, grid, failures, memory: list scheduler / windows / optimum for its routing / bound / analytic bound")
+    for f, i, w in TIMES:
+        for grid, count in [((3, 4, 6), 1), ((3, 4, 6), 2), ((4, 4, 8), 1), ((4, 4, 8), 3), ((4, 6, 8), 2)]:
+            for memory in ("uniform", str(2 * grid[1])):
+                for seed in range(2):
+                    failed = failures(grid[0], grid[1], count, seed)
+                    job = Job.uniform(*grid, durations={"F": f, "I": i, "W": w})
+                    _blame(Problem(job, failed, Technique.STAGGERED, MemoryLimit.parse(memory)), time_limit)
+
+
+def _blame(problem: Problem, time_limit: float) -> None:
+    first = ListScheduler().solve(problem)
+    moved = Rearranger().solve(problem, time_limit=time_limit / 2, warm_start=first.schedule)
+    best = CpSatSolver(free_routes=False).solve(problem, time_limit=time_limit, warm_start=moved.schedule)
+    assert check(best.schedule) == []
+    job = problem.job
+    periods = [first.schedule.period, moved.schedule.period, best.schedule.period, best.bound, period_bound(problem)]
+    times = ":".join(map(str, job.ticks[0][:3]))
+    print(
+        f"{times} {job.pipelines}x{job.stages}x{job.micro_batches} "
+        f"{' '.join(map(str, sorted(problem.failed)))} {problem.memory.text}: {' / '.join(map(str, periods))}"
+        f"  ({best.seconds:.1f} s; {'optimal' if best.optimal else best.message})",
+        flush=True,
+    )
 
 
 def slices(time_limit: float) -> None:
