@@ -28,7 +28,8 @@ from agent.ledger import redo as plan_redo
 from agent.optimizer import stage_optimizer
 from agent.recipe import Recipe
 from agent.recovery import Agreement, Makeup, agree, check_alike
-from agent.state_transfer import receive_state, send_state
+from agent.state import StateError
+from agent.state_transfer import StateTransferError, receive_state, send_state
 from agent.validation import Verdict
 from agent.verdicts import Steps
 from agent.weights import save_weights
@@ -36,6 +37,8 @@ from agent.workload import Workload
 from planner.job import Job, Worker
 
 _JOINING = -1
+STATE_ATTEMPTS = 3
+"""A newcomer that has got so many unusable states gives up, and the job goes on without it."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class WorkerLoop:
         if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
             self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
         self._epoch = 0
+        self._bad_states = 0
         self._corrected = False
         """Did this epoch's agreement put the last step right?"""
 
@@ -216,9 +220,21 @@ class WorkerLoop:
             if source == self._me:
                 send_state(groups, self._optimizer, newcomer)
             elif newcomer == self._me:
-                receive_state(groups, self._optimizer, source)
-                self._has_state = True
+                self._receive_state(groups, source)
         return agreement
+
+    def _receive_state(self, groups: Groups, source: Worker) -> None:
+        """Raises StateTransferError, for which the next agreement names another peer; StateError when
+        that has been of no use either."""
+        try:
+            receive_state(groups, self._optimizer, source)
+        except StateTransferError as error:
+            self._bad_states += 1
+            if self._bad_states >= STATE_ATTEMPTS:
+                raise StateError(f"{error}; that was attempt {self._bad_states}") from None
+            raise
+        self._bad_states = 0
+        self._has_state = True
 
     def _compare_finished(self, groups: Groups, agreement: Agreement) -> Redo | None:
         """What is left of the iteration agreed on; None: all of it."""

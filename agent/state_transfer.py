@@ -33,7 +33,7 @@ def send_state(groups: Groups, optimizer: StageOptimizer, to: Worker) -> None:
 def receive_state(groups: Groups, optimizer: StageOptimizer, source: Worker) -> None:
     """Blocks until `optimizer` holds what `source` sent.
 
-    Raises TransferError; a StateTransferError leaves the module in no state to be used, and the
+    Raises TransferError; StateTransferError, with nothing changed, when what arrived can't be used: the
     next try should ask another peer.
     """
     sizes = groups.receive(source, torch.zeros(2, dtype=torch.int64), _TAG).wait()
