@@ -15,7 +15,7 @@ from planner.schedule import Schedule
 from planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
 from planner.solvers.list_scheduler import ListScheduler
 from planner.solvers.rearranger import Rearranger, rearrangeable
-from planner.solvers.tuning import Tuner
+from planner.solvers.tuning import COMPILED_SECONDS, Tuner
 
 SOLVERS = ("auto", "list", "cp-sat", "milp")
 # Ops up to which CP-SAT has most of the time, and beyond which the local search has.
@@ -65,7 +65,7 @@ def best_solution(
         return time_limit - (time.perf_counter() - begin)
 
     solution = ListScheduler().solve(problem, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled)
-    for find, share in _steps(solver, problem):
+    for find, share in _steps(solver, problem, time_limit):
         if solution.optimal:
             break
         if (cancelled and cancelled()) or left() <= 0:
@@ -143,7 +143,7 @@ def _exact(name: str) -> Solver | None:
 Step = tuple[Callable[[], Solver | None], float]
 
 
-def _steps(solver: str, problem: Problem) -> list[Step]:
+def _steps(solver: str, problem: Problem, time_limit: float) -> list[Step]:
     """What follows the list scheduler, each with its share of the time left.
 
     The larger the grid, the less CP-SAT can do for it and the more the searches over settings and over
@@ -159,7 +159,7 @@ def _steps(solver: str, problem: Problem) -> list[Step]:
     huge = bool(problem.failed) and ops > HUGE
     if ops <= SMALL:
         return [(Tuner, 0.05), exact]
-    if not rearrangeable(problem):
+    if not rearrangeable(problem) or time_limit < COMPILED_SECONDS:
         return [(Tuner, 1.0)] if huge else [(Tuner, 0.5 if ops <= LARGE else 0.8), exact]
     if huge:
         return [(Rearranger, 1.0)]

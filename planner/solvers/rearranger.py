@@ -26,7 +26,7 @@ from planner.solvers.list_scheduler import ListScheduler
 from planner.solvers.orders import Manner, Orders
 from planner.solvers.rules import rules
 from planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
-from planner.solvers.tuning import searched
+from planner.solvers.tuning import COMPILED_SECONDS, searched
 
 if TYPE_CHECKING:
     from planner.solvers.orders import Array
@@ -96,7 +96,8 @@ class Rearranger:
             if not rearrangeable(problem):
                 return replace(first, solver=self.name)
         best = warm_start.period
-        if best <= bound or over():
+        # Loading the compiled loops takes seconds: for less time than that there is nothing to gain.
+        if best <= bound or over() or (self._compiled and time_limit < COMPILED_SECONDS):
             return Solution(warm_start, bound, self.name, elapsed())
         search = _Search(problem, warm_start, bound, random.Random(self._seed), compiled=self._compiled)
         search.start(over)

@@ -28,7 +28,7 @@ from planner.solvers.table import ALWAYS, UNLIMITED, Result, Settings, Table
 POOL = 4  # settings that are improved side by side
 PATIENCES = (0, 30, 100, 300, ALWAYS)
 TARGETS = (0.98, 1.0, 1.01, 1.02, 1.05, 1.1)
-# Ops and seconds from which so many runs repay the second that loading the compiled loop takes.
+# Ops and seconds from which so many runs repay the time that loading compiled loops takes.
 COMPILED_OPS, COMPILED_SECONDS = 1_500, 3.0
 
 
