@@ -102,11 +102,20 @@ class ConsoleCoordination:
     """A Coordination whose decisions are the console's.
 
     wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
-    console's sentence when the job does not train and nothing is announced.
+    console's sentence when the job does not train and nothing is announced. checkpoint: asked for
+    the checkpoint to go back to when the console says so; None: there is none.
     """
 
-    def __init__(self, connect: Callable[[], ConsoleClient], job_id: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], ConsoleClient],
+        job_id: str,
+        say: Callable[[str], None],
+        *,
+        checkpoint: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
+        self._checkpoint = checkpoint
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._reports: Outbox[Report] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
         self._report_there, self._closing = threading.Event(), threading.Event()
@@ -206,12 +215,19 @@ class ConsoleCoordination:
                     said = self._say_why_not(client, said)
                     continue
                 epoch = found[0].epoch
-                self._put(Deploy(*found))
+                self._put(self._event(*found))
             except ConsoleUnavailable:
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
                 self._put(Halt(f"the console refused: {refusal}"))
                 return
+
+    def _event(self, deployment: Deployment, plan: Plan) -> Event:
+        moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployment.moves)
+        restore = self._checkpoint() if deployment.restore else None
+        if deployment.restore and restore is None:
+            return Halt(f"{deployment.reason}; and there is no whole checkpoint yet")
+        return Deploy(deployment, plan, moves, restore)
 
     def _say_why_not(self, client: ConsoleClient, said: str) -> str:
         """Passes on, once, why the job stands still; returns what was said."""

@@ -55,6 +55,10 @@ class HeartbeatThread(threading.Thread):
         self._wake, self._stop_asked = threading.Event(), threading.Event()
         self._seq = 0
 
+    def moved(self, worker: str) -> None:
+        """This process holds another place of the grid from now on."""
+        self._worker = worker
+
     def acknowledge(self, epoch: int, state: str, iteration: int) -> None:
         """Queues an Acknowledgement; never blocks."""
         self._put(

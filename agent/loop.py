@@ -134,6 +134,8 @@ class WorkerLoop:
         """
         if orders.cell != self._me:
             self._kills = ()  # wishes for faults at a place were meant for the worker that began there
+            if self._heartbeat is not None:
+                self._heartbeat.moved(str(orders.cell))
         checkpoints = self._options.checkpoints
         if orders.restore is None:
             self._take_place(orders.cell, checkpoints)

@@ -137,8 +137,8 @@ class ProcessPool:
         return [*self.running.values(), *self._aside]
 
     def move(self, source: Worker, to: Worker, epoch: int) -> None:
-        """From `epoch` on the process of `source`, if it lives, is that of `to`, which has none."""
-        entry = self.running.pop(source, None)
+        """From `epoch` on the process of `source`, if it lives, is that of `to`; said twice, it has moved."""
+        entry = self.running.pop(source, None) if to not in self.running else None
         if entry is not None:
             entry.worker, entry.came_from, entry.since = to, source, epoch
             self.running[to] = entry

@@ -61,7 +61,8 @@ class JobSpec(Message):
 
     durations: F, I, W, O, transfer in milliseconds, one number each for all stages: what plans
     are made from. paced: each op is stretched to its duration (a demo on a machine without
-    accelerators). demo: its processes may be killed from the console.
+    accelerators). demo: its processes may be killed from the console. checkpoints: the job writes
+    some, so that a stage whose last worker is gone can be staffed anew.
     """
 
     name: Name
@@ -75,6 +76,7 @@ class JobSpec(Message):
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
     paced: bool = False
     demo: bool = False
+    checkpoints: bool = False
     seed: Count = 0
 
 
@@ -137,7 +139,8 @@ class Deployment(Message):
     after S seconds.
 
     One epoch: who is in it, and the plan they run. joining: living workers that must take state
-    from a peer of their stage first.
+    from a peer of their stage first. moves: (from, to) of workers that give up their stage and take
+    an empty place on another one, in their processes. restore: all go back to the newest checkpoint.
     """
 
     epoch: Annotated[int, Field(ge=1)]
@@ -145,6 +148,8 @@ class Deployment(Message):
     living: tuple[WorkerName, ...]
     failed: tuple[WorkerName, ...]
     joining: tuple[WorkerName, ...] = ()
+    moves: tuple[tuple[WorkerName, WorkerName], ...] = ()
+    restore: bool = False
     reason: Text = ""
 
 

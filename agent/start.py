@@ -134,11 +134,17 @@ def make_launcher(
                 memory=options.memory,
                 paced=bool(options.pace),
                 demo=options.demo,
+                checkpoints=options.checkpoints is not None,
                 seed=options.seed,
             ),
         )
         link = ConsoleLink(url, created.job_id, token, created.heartbeat_seconds)
-        coordination = ConsoleCoordination(lambda: ConsoleClient(url, token=token), created.job_id, say)
+        coordination = ConsoleCoordination(
+            lambda: ConsoleClient(url, token=token),
+            created.job_id,
+            say,
+            checkpoint=_restore_point(options.checkpoints, say),
+        )
         say(f"job {created.job_id} at {url}")
     return launch.Launcher(
         launch.LaunchOptions(
@@ -233,6 +239,7 @@ def job_spec(
     memory: MemoryLimit,
     paced: bool = False,
     demo: bool = False,
+    checkpoints: bool = False,
     seed: int = 0,
 ) -> JobSpec:
     """What a console is told of a job. Raises InputError naming the option that it would not take."""
@@ -249,6 +256,7 @@ def job_spec(
             durations=_durations(job),  # type: ignore[arg-type]
             paced=paced,
             demo=demo,
+            checkpoints=checkpoints,
             seed=seed,
         )
     except ValidationError as error:

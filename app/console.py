@@ -297,6 +297,8 @@ class Console:
             living=epoch.living,
             failed=epoch.failed,
             joining=epoch.joining,
+            moves=epoch.moves,
+            restore=epoch.restore,
             reason=epoch.reason[:2000],
         )
 

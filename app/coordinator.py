@@ -9,11 +9,12 @@ Pending, so that epochs only rise and each has one plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from agent.protocol import WorkerState
+from app import restaffing
 from app.membership import (
     ACK_ORDER,
     PRESENT,
@@ -99,10 +100,11 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
 
 def _heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
     members, notes = dict(state.members), list[Decision]()
-    for name, beat in event.beats.items():
-        member = members.get(name)
+    for said, beat in event.beats.items():
+        member = holder(members, said, beat.incarnation)
         if member is None or member.incarnation != beat.incarnation or member.state is FAILED:
             continue  # fenced: it changes nothing
+        name = member.name
         heard = beat.heard if member.last_heard is None else max(beat.heard, member.last_heard)
         if member.state is SUSPECT and now - heard <= ladder.suspect:
             notes.append(Note("info", "worker", f"{name} is heard again", name))
@@ -150,7 +152,7 @@ def _stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
 
 
 def _exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
-    member = state.members.get(event.worker)
+    member = holder(state.members, event.worker, event.incarnation)
     if member is None:
         return _refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if state.over or event.incarnation in member.retired:
@@ -163,16 +165,17 @@ def _exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
         return Step(state, reason=f"{event.worker} was out already")
     if _is_done(state, member):
         return Step(
-            _with(state, replace(member, state=FINISHED)), reason=f"{event.worker} left after its last iteration"
+            _with(state, replace(member, state=FINISHED)), reason=f"{member.name} left after its last iteration"
         )
     if member.incarnation is None:
         state = _with(state, replace(member, incarnation=event.incarnation))
     detail = f"its process {event.detail or 'ended'}"
-    return _lose(state, {event.worker: detail}, [])
+    return _lose(state, {member.name: detail}, [])
 
 
 def _transfer_broken(state: State, event: TransferBroken, now: float, ladder: Ladder) -> Step:
-    reporter, worker = state.members.get(event.reporter), state.members.get(event.worker)
+    reporter = holder(state.members, event.reporter, event.incarnation)
+    worker = state.members.get(event.worker)
     if reporter is None or worker is None:
         return _refuse(state, "unknown_worker", no_such_worker(state, event.worker if reporter else event.reporter))
     if fenced := _fence(state, reporter, event.incarnation):
@@ -195,7 +198,16 @@ def _plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> S
     pending = state.pending
     if pending is None or pending.failed != event.failed or state.over:
         return Step(state, reason="nobody waits for that plan")
-    epoch = Epoch(state.epoch + 1, pending.living, pending.failed, pending.joining, event.fingerprint, pending.reason)
+    epoch = Epoch(
+        state.epoch + 1,
+        pending.living,
+        pending.failed,
+        pending.joining,
+        event.fingerprint,
+        pending.reason,
+        pending.moves,
+        pending.restore,
+    )
     members = dict(state.members)
     for name in epoch.living:
         member = members[name]
@@ -218,7 +230,7 @@ def _plan_refused(state: State, event: PlanRefused, now: float, ladder: Ladder) 
 
 
 def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder) -> Step:
-    member = state.members.get(event.worker)
+    member = holder(state.members, event.worker, event.incarnation)
     if member is None:
         return _refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if fenced := _fence(state, member, event.incarnation):
@@ -306,18 +318,28 @@ def _lose(state: State, causes: dict[str, str], notes: list[Decision]) -> Step:
 def _reconsider(state: State, reason: str, notes: list[Decision], *, anew: bool = False) -> Step:
     """Asks for a new epoch if the membership calls for one. anew: even with the same members."""
     present = [m for m in state.members.values() if m.state in PRESENT]
-    if state.current is None:
+    moves: tuple[tuple[str, str], ...] = ()
+    restore = state.restoring or bool(state.pending and state.pending.restore)
+    current = state.current
+    if current is None:
         ready = all(m.state is STARTING and m.incarnation for m in state.members.values())
         if not ready:
             return Step(replace(state, pending=None), tuple(notes), reason)
         present = list(state.members.values())
-    elif lost := _lost_stages(state):
+    elif (lost := _lost_stages(state)) and state.checkpoints and present:
+        state, moves = restaffing.staff(state)
+        present = [m for m in state.members.values() if m.state in PRESENT]
+        restore = True
+        moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in moves]
+        notes += [Note("warning", "recovery", text, worker) for worker, text in moved]
+        reason = f"{reason}; stage {lost[0]} lost its weights: all go back to the newest checkpoint"
+    elif lost:
         text = _halt_text(state, lost)
         if text != state.halted:
             notes.append(Note("error", "job", text))
         return Step(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
     else:
-        in_epoch = (state.members[name] for name in state.current.living)
+        in_epoch = (state.members[name] for name in current.living)
         died = any((m.state is not FINISHED and m.epoch != state.epoch) or m.state is FAILED for m in in_epoch)
         wait = any(m.epoch != state.epoch for m in present) and not state.unsettled()
         if not (anew or died or wait or state.pending or state.halted):
@@ -331,9 +353,17 @@ def _reconsider(state: State, reason: str, notes: list[Decision], *, anew: bool 
         failed=failed,
         joining=tuple(m.name for m in present if m.state is REJOINING),
         reason=reason,
+        moves=restaffing.still_valid(state, (*_unknown_moves(state), *moves)),
+        restore=restore,
     )
     state = replace(state, pending=pending, halted="")
     return Step(state, (*notes, NeedPlan(failed)), reason)
+
+
+def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
+    """Those that a launcher may not have been told yet: it is only ever told of the newest epoch."""
+    opened = state.current.moves if state.current and state.unsettled() else ()
+    return (*opened, *(state.pending.moves if state.pending else ()))
 
 
 def _lost_stages(state: State) -> list[int]:
@@ -347,14 +377,22 @@ def _halt_text(state: State, lost: list[int]) -> str:
     gone = [m.name for m in state.members.values() if m.stage == lost[0]]
     return (
         f"halted: stage {lost[0]} has no living worker left ({names(gone)}), and its weights went with them. "
-        "A worker that re-joins takes weights from a peer, so it can't help; resuming from a checkpoint is "
-        "not built yet. Start the job again."
+        "A worker that re-joins takes weights from a peer, so it can't help. Start the job again, and with "
+        "--checkpoint FOLDER: a job that writes checkpoints goes on from the newest one by itself."
     )
 
 
 def _is_done(state: State, member: Member) -> bool:
     """Has the worker nothing left to do, so that its going is no failure?"""
     return member.draining or state.committed >= state.iterations
+
+
+def holder(members: Mapping[str, Member], worker: str, incarnation: str) -> Member | None:
+    """Whom a report of `worker` comes from: a process that was given another place may not know it yet."""
+    member = members.get(worker)
+    if member is None or member.incarnation == incarnation or incarnation in member.retired:
+        return member
+    return next((m for m in members.values() if m.incarnation == incarnation), member)
 
 
 def _fence(state: State, member: Member, incarnation: str) -> Step | None:

@@ -88,7 +88,7 @@ class LiveJob:
         self.patterns_asked: set[frozenset[Worker]] = set()  # canonical ones, planned ahead or about to be
         self.asked_for: tuple[str, ...] | None = None  # what `want_plan` was called for last
         self.topic = Topic()
-        self.state = State.new(spec.pipelines, spec.stages, spec.iterations)
+        self.state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
         self.contacts: dict[str, Contact] = {}
         self.processes: dict[str, tuple[str, int]] = {}
         self.commands: list[Command] = []
@@ -157,7 +157,7 @@ class LiveJob:
         Raises ConsoleError for an unknown or fenced worker.
         """
         state = self.state
-        member = state.members.get(beat.worker)
+        member = coordinator.holder(state.members, beat.worker, beat.incarnation)
         if member is None:
             raise ConsoleError(404, "unknown_worker", coordinator.no_such_worker(state, beat.worker))
         if member.incarnation != beat.incarnation or member.state is WorkerState.FAILED:
@@ -296,6 +296,7 @@ class LiveJob:
             for row in workers:
                 if row["name"] == getattr(event, "worker", None):
                     row.update(host=process[0], pid=process[1])
+        self._follow_moves(old, workers)
         opened = next((d.epoch for d in decisions if isinstance(d, OpenEpoch)), None)
         job = {}
         if new.job_state != old.job_state or new.halted != old.halted:
@@ -308,6 +309,16 @@ class LiveJob:
             events=self.note(d for d in decisions if isinstance(d, Note)),
             acknowledgement=acknowledgement,
         )
+
+    def _follow_moves(self, old: State, workers: list[Record]) -> None:
+        """A process that has taken another place is known there by its host and number too."""
+        for row in workers:
+            incarnation = row["incarnation"]
+            if incarnation and incarnation != old.members[row["name"]].incarnation:
+                came_from = next((m.name for m in old.members.values() if m.incarnation == incarnation), None)
+                if came_from in self.processes:
+                    self.processes[row["name"]] = host, pid = self.processes[came_from]
+                    row.update(host=host, pid=pid)
 
     def _save(self, change: Change) -> None:
         if change:
@@ -369,6 +380,7 @@ class LiveJob:
             halted=job_row["reason"] if job_row["state"] == "halted" else "",
             over=over,
             over_reason=job_row["reason"] if over else "",
+            checkpoints=self.spec.checkpoints,
         )
 
 

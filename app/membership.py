@@ -68,7 +68,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Epoch:
-    """A deployment that has been opened. joining: those of `living` that take state from a peer first."""
+    """A deployment that has been opened.
+
+    joining: those of `living` that take state from a peer first. moves: (from, to) of workers that
+    have taken an empty place on another stage. restore: all go back to the newest checkpoint.
+    """
 
     number: int
     living: tuple[str, ...]
@@ -76,6 +80,8 @@ class Epoch:
     joining: tuple[str, ...]
     plan_fingerprint: str
     reason: str
+    moves: tuple[tuple[str, str], ...] = ()
+    restore: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,8 @@ class Pending:
     failed: tuple[str, ...]
     joining: tuple[str, ...]
     reason: str
+    moves: tuple[tuple[str, str], ...] = ()
+    restore: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class State:
     """All that the coordinator knows of one job. members: in grid order.
 
     committed: iterations committed so far, of `iterations`. halted: why the job can't go on.
-    over: set once the launcher has said that the job ended.
+    over: set once the launcher has said that the job ended. checkpoints: does the job write any?
     """
 
     members: Mapping[str, Member]
@@ -115,16 +123,22 @@ class State:
     halted: str = ""
     over: JobState | None = None
     over_reason: str = ""
+    checkpoints: bool = False
 
     @classmethod
-    def new(cls, pipelines: int, stages: int, iterations: int) -> State:
+    def new(cls, pipelines: int, stages: int, iterations: int, *, checkpoints: bool = False) -> State:
         cells = [(f"W{p}_{s}", s) for p in range(pipelines) for s in range(stages)]
-        return cls({name: Member(name, stage) for name, stage in cells}, iterations)
+        return cls({name: Member(name, stage) for name, stage in cells}, iterations, checkpoints=checkpoints)
 
     @property
     def epoch(self) -> int:
         """The newest epoch's number; 0 before the first."""
         return self.current.number if self.current else 0
+
+    @property
+    def restoring(self) -> bool:
+        """Is there a worker that may not have gone back to the checkpoint that this epoch goes back to?"""
+        return self.current is not None and self.current.restore and bool(self.unsettled())
 
     @property
     def settled(self) -> bool:

@@ -63,6 +63,8 @@ def epoch_row(epoch: Epoch) -> Record:
         "living": epoch.living,
         "failed": epoch.failed,
         "joining": epoch.joining,
+        "moves": epoch.moves,
+        "restore": epoch.restore,
         "reason": epoch.reason,
         "opened_at": time.time(),
     }
@@ -70,7 +72,9 @@ def epoch_row(epoch: Epoch) -> Record:
 
 def read_epoch(row: Record) -> Epoch:
     living, failed, joining = (tuple(row[key]) for key in ("living", "failed", "joining"))
-    return Epoch(row["epoch"], living, failed, joining, row["plan_fingerprint"], row["reason"])
+    moves = tuple((source, to) for source, to in row["moves"])
+    plan, reason = row["plan_fingerprint"], row["reason"]
+    return Epoch(row["epoch"], living, failed, joining, plan, reason, moves, row["restore"])
 
 
 def read_contact(row: Record) -> Contact:

@@ -6,7 +6,19 @@ coordinator has accepted.
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Double, ForeignKey, Index, Integer, LargeBinary, MetaData, String, Text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Text,
+    false,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 # Names for every constraint, so that a later migration can drop it by name on any database.
@@ -118,7 +130,10 @@ class JobPlanRow(Base):
 
 
 class EpochRow(Base):
-    """One deployment: who is in the epoch, and the plan it runs. living, failed, joining: JSON lists."""
+    """One deployment: who is in the epoch, and the plan it runs.
+
+    living, failed, joining: JSON lists of workers; moves: of [from, to]. restore: from a checkpoint.
+    """
 
     __tablename__ = "epoch"
 
@@ -128,6 +143,8 @@ class EpochRow(Base):
     living: Mapped[str] = mapped_column(Text)
     failed: Mapped[str] = mapped_column(Text)
     joining: Mapped[str] = mapped_column(Text)
+    moves: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
+    restore: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
     reason: Mapped[str] = mapped_column(Text)
     opened_at: Mapped[float] = mapped_column(Double)
 

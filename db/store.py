@@ -151,7 +151,7 @@ class Store:
             query = select(EpochRow.__table__).where(EpochRow.job_id == job_id).order_by(EpochRow.epoch)
             rows = _rows(session, query)
         for row in rows:
-            for key in ("living", "failed", "joining"):
+            for key in ("living", "failed", "joining", "moves"):
                 row[key] = json.loads(row[key])
         return rows
 

@@ -88,6 +88,8 @@ class EpochInfo(BaseModel):
     living: list[str]
     failed: list[str]
     joining: list[str]
+    moves: list[tuple[str, str]]
+    restore: bool
     reason: str
     opened_at: float
     acknowledgements: list[AcknowledgementInfo]

@@ -179,3 +179,27 @@ def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(tmp_p
         assert "no worker process is left" in run.errors and "Invalid learning rate" in run.errors
         job_id = server.job_id()
         until(lambda: server.read(f"/jobs/{job_id}")["state"] == "stopped", "the job's end")
+
+
+def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(tmp_path: Path) -> None:
+    """Both workers of stage 1 die; one of another stage takes over there in its process, all go back to the
+    checkpoint, and the losses are those of a run without failures."""
+    iterations = 40
+    with console(tmp_path) as server:
+        record = tmp_path / "run.jsonl"
+        options = ("--pace", "F=20ms,I=20ms,W=20ms", "--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2")
+        with job(server, record, iterations, *options) as process:
+            job_id = server.job_id()
+            until(lambda: _committed(server, job_id) >= 6, "six iterations")
+            for cell in ("W0_1", "W1_1"):
+                server.post(f"/jobs/{job_id}/workers/{cell}/kill", {}).raise_for_status()
+            moved = until(lambda: server.read(f"/jobs/{job_id}/epochs")["epochs"][-1]["moves"], "a move")
+            assert len(moved) == 1 and moved[0][1] in ("W0_1", "W1_1")
+            assert process.wait(120) == 0
+        state = server.read(f"/jobs/{job_id}")
+        assert state["state"] == "finished" and state["committed"] == iterations
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    losses = {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
+    plain = small(tmp_path / "plain.jsonl", "--iterations", str(iterations))
+    assert [losses[i] for i in range(iterations)] == plain.losses
+    assert [line["final"] for line in lines if "final" in line][-1] == plain.final

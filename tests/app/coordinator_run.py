@@ -30,8 +30,16 @@ LADDER = Ladder(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 class Run:
     """plans: answer a NeedPlan at once. log: every event with its time, to be replayed."""
 
-    def __init__(self, pipelines: int = 2, stages: int = 2, *, iterations: int = 100, plans: bool = True) -> None:
-        self.state = State.new(pipelines, stages, iterations)
+    def __init__(
+        self,
+        pipelines: int = 2,
+        stages: int = 2,
+        *,
+        iterations: int = 100,
+        plans: bool = True,
+        checkpoints: bool = False,
+    ) -> None:
+        self.state = State.new(pipelines, stages, iterations, checkpoints=checkpoints)
         self.now = 100.0
         self.plans = plans
         self.log: list[tuple[Event, float]] = []

@@ -324,8 +324,8 @@ def test_a_stage_without_a_living_worker_halts_the_job() -> None:
     assert len(run.opened) == 2
     assert run.sentence() == (
         "Halted: stage 1 has no living worker left (W0_1, W1_1), and its weights went with them. "
-        "A worker that re-joins takes weights from a peer, so it can't help; resuming from a checkpoint is "
-        "not built yet. Start the job again."
+        "A worker that re-joins takes weights from a peer, so it can't help. Start the job again, and with "
+        "--checkpoint FOLDER: a job that writes checkpoints goes on from the newest one by itself."
     )
     run.back("W1_1")
     assert run.state.job_state is JobState.HALTED

@@ -1,0 +1,100 @@
+"""A stage that lost everybody, in a job that writes checkpoints: who takes its places, and who is told."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.protocol import JobState, WorkerState
+from app.membership import PRESENT, Acknowledged, Exited, PlanReady
+from tests.app.coordinator_run import Run, fingerprint
+
+
+def lost_stage(pipelines: int = 3, stages: int = 3) -> Run:
+    """Stage 1 has lost everybody, one death after the other."""
+    run = Run(pipelines, stages, checkpoints=True).start()
+    for pipeline in range(pipelines):
+        run.exit(f"W{pipeline}_1")
+    return run
+
+
+def test_a_worker_of_the_fullest_stage_moves_and_all_go_back_to_the_checkpoint() -> None:
+    run = Run(3, 3, checkpoints=True).start()
+    for name in ("W0_0", "W0_1", "W1_1", "W2_1"):
+        run.exit(name)
+    epoch = run.opened[-1]
+    # Stage 2 has three workers left, stage 0 two.
+    assert epoch.moves == (("W2_2", "W0_1"),) and epoch.restore
+    assert "W0_1" in epoch.living and "W2_2" in epoch.failed and epoch.joining == ("W0_1",)
+    assert run.member("W0_1").incarnation == "W2_2-1" and run.member("W0_1").state is WorkerState.REJOINING
+    assert "its process took the place of W0_1" in run.member("W2_2").detail
+    assert any(note.text == "W2_2 gives up its stage and takes the place of W0_1" for note in run.notes)
+    run.resume()
+    assert run.state.job_state is JobState.RUNNING and not run.state.restoring
+
+
+def test_a_process_that_moved_is_not_fenced_while_it_does_not_know_yet() -> None:
+    run = lost_stage()
+    (source, target), epoch = run.opened[-1].moves[0], run.opened[-1].number
+    moved = run.member(target).incarnation or ""
+    assert run.send(Acknowledged(source, moved, epoch, "adopted")).refusal is None
+    assert run.member(target).acknowledged == "adopted"
+    # Its end is the end of the worker it has become: another one moves there.
+    run.send(Exited(source, moved, "launcher", "was killed by SIGKILL"))
+    assert moved in run.member(target).retired
+    ((other, there),) = run.opened[-1].moves
+    assert other != source and there == target and run.opened[-1].restore
+
+
+def test_the_place_that_was_given_up_can_be_taken_by_a_new_process() -> None:
+    run = lost_stage()
+    ((source, _),) = run.opened[-1].moves
+    run.resume()
+    run.back(source)
+    epoch = run.opened[-1]
+    assert source in epoch.living and epoch.joining == (source,)
+    assert not epoch.restore and not epoch.moves
+
+
+def test_a_death_before_all_have_gone_back_goes_back_again_and_tells_the_move_again() -> None:
+    run = lost_stage()
+    moves, first = run.opened[-1].moves, run.opened[-1].number
+    run.exit("W0_0")
+    epoch = run.opened[-1]
+    assert epoch.number == first + 1 and epoch.restore and epoch.moves == moves
+
+
+def test_a_newcomer_of_the_lost_stage_needs_nobody_to_move() -> None:
+    run = Run(2, 2, checkpoints=True).start()
+    run.exit("W0_1")
+    run.resume()
+    run.plans = False
+    run.back("W0_1")
+    run.exit("W1_1")
+    run.send(PlanReady(("W1_1",), fingerprint(("W1_1",)), "made"))
+    epoch = run.opened[-1]
+    assert epoch.restore and not epoch.moves and epoch.living == ("W0_0", "W0_1", "W1_0")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_dies_and_returns_each_process_has_one_place(data: st.DataObject) -> None:
+    """No incarnation at two places, no epoch with an empty stage, no move from a place that still lives on."""
+    run = Run(3, 3, checkpoints=True).start()
+    for _ in range(data.draw(st.integers(1, 14))):
+        present = [m.name for m in run.state.members.values() if m.state in PRESENT]
+        out = [m.name for m in run.state.members.values() if m.state is WorkerState.FAILED]
+        choice = data.draw(st.sampled_from(["exit", "exit", "exit", "back", "resume"]))
+        if choice == "exit" and len(present) > 3:
+            run.exit(data.draw(st.sampled_from(present)))
+        elif choice == "back" and out:
+            run.back(data.draw(st.sampled_from(out)))
+        elif choice == "resume" and run.state.pending is None:
+            run.resume()
+        held = [m.incarnation for m in run.state.members.values() if m.state in PRESENT]
+        assert len(held) == len(set(held)) and None not in held
+        epoch = run.opened[-1]
+        assert {run.member(name).stage for name in epoch.living} == {0, 1, 2}
+        for source, to in epoch.moves:
+            assert to in epoch.living and source != to
+    assert [e.number for e in run.opened] == list(range(1, len(run.opened) + 1))
