@@ -110,7 +110,7 @@ class Steps:
         if self._recipe.staggered and optimizer.outlook.optimistic:
             self._exchange = exchange
             return optimizer.step(None, slot)
-        verdict = judge(exchange.wait(), self._recipe.clip_norm)
+        verdict = judge(self._slots_of(exchange), self._recipe.clip_norm)
         loss = optimizer.step(verdict, slot)
         self._heed(verdict, redone=False)
         return loss
@@ -127,21 +127,12 @@ class Steps:
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return False
-        try:
-            slots = exchange.wait()
-        finally:
-            # What went out two steps ago has been received: its receivers have stepped since.
-            while self._sent and self._sent[0][0] < exchange.iteration - 1:
-                for pending in self._sent.popleft()[1]:
-                    pending.wait()
-        return self._settle_with(slots)
+        return self._settle_with(self._slots_of(exchange))
 
     def drain(self) -> None:
         """Settles, and waits until peers have all that was sent. Between two iterations only."""
         self.settle()
-        while self._sent:
-            for pending in self._sent.popleft()[1]:
-                pending.wait()
+        self._let_go(self._optimizer.committed)
 
     def abandon(self) -> None:
         """Drops every message; what is not settled stays so until the next epoch's agreement."""
@@ -177,6 +168,18 @@ class Steps:
             ahead = count > committed
             slots[worker.stage] = Slot(_float(bits_before if ahead else bits), rejected_before if ahead else rejected)
         return self._settle_with([slots[stage] for stage in sorted(slots)])
+
+    def _slots_of(self, exchange: _Exchange) -> list[Slot]:
+        slots = exchange.wait()
+        # What went out two steps ago has been received: its receivers have stepped since.
+        self._let_go(exchange.iteration - 1)
+        return slots
+
+    def _let_go(self, before: int) -> None:
+        """Waits until what was sent of iterations before this one has arrived, and forgets it."""
+        while self._sent and self._sent[0][0] < before:
+            for pending in self._sent.popleft()[1]:
+                pending.wait()
 
     # -- the verdict --------------------------------------------------------------------------
 
