@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,6 +101,10 @@ class Database:
 
     def close(self) -> None:
         if self._lease is not None:
+            if isinstance(self._lease, Connection):
+                # The server drops a closed connection's lock in its own time; a successor may be waiting.
+                with suppress(SQLAlchemyError):
+                    self._lease.execute(text("select pg_advisory_unlock(:key)"), {"key": _LEADER_LOCK})
             self._lease.close()
             self._lease = None
         self.engine.dispose()
