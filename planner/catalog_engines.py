@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
 from multiprocessing import connection, get_context, parent_process
@@ -49,7 +50,8 @@ class LocalEngine:
 
     def run(self, tasks: Iterator[Task], cancelled: Cancelled | None) -> Iterator[Blobs]:
         with ProcessPoolExecutor(self._jobs, mp_context=get_context("spawn"), initializer=_prepare) as pool:
-            pending: set[Future[Blobs]] = {pool.submit(work, task) for task in islice(tasks, self._jobs + 1)}
+            with _no_ctrl_c():
+                pending: set[Future[Blobs]] = {pool.submit(work, task) for task in islice(tasks, self._jobs + 1)}
             while pending:
                 done, pending = wait(pending, timeout=POLL, return_when=FIRST_COMPLETED)
                 stop = bool(cancelled and cancelled())
@@ -65,7 +67,19 @@ class LocalEngine:
                         ) from None
                     yield blobs
                     if not stop:
-                        pending |= {pool.submit(work, task) for task in islice(tasks, 1)}
+                        with _no_ctrl_c():
+                            pending |= {pool.submit(work, task) for task in islice(tasks, 1)}
+
+
+@contextmanager
+def _no_ctrl_c() -> Iterator[None]:
+    """Processes that are started inside never see SIGINT, not even before `_prepare`: they inherit the
+    mask. This thread gets what came meanwhile at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class RayEngine:

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 # Raised when the same question may get another plan, or when stored catalogs change their form.
-PLANNER_VERSION = "1"
+PLANNER_VERSION = "2"
