@@ -32,6 +32,7 @@ from agent.protocol import (
     WorkerState,
 )
 from app import membership as m
+from app.advising import Advising
 from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
 from app.live import LiveJob
 from app.membership import Ladder
@@ -65,6 +66,7 @@ class Console:
         self._lock = threading.Lock()
         self._plans = PlanCache(store)
         self._planning = Planning(tolerance)
+        self._advising = Advising(store)
         self.simulations = Simulations()
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
@@ -74,6 +76,7 @@ class Console:
     def start(self) -> None:
         """Takes up every job of the database."""
         self._planning.start()
+        self._advising.start()
         for row in self._store.jobs():
             try:
                 job = self._live(row["id"], JobSpec.model_validate_json(row["spec"]), row["created_at"])
@@ -98,6 +101,7 @@ class Console:
         if self._ticker.is_alive():
             self._ticker.join(2)
         self._planning.close()
+        self._advising.close()
         self.simulations.close()
         for job in self._jobs.values():
             with suppress(ConsoleError):
@@ -285,6 +289,7 @@ class Console:
         job = self.job(job_id)
         job.apply(m.Finished(JobState(message.state), plain(message.reason)))
         self._planning.cancel(job)
+        self._advising.cancel(job)
 
     def deployment(self, job_id: str, after: int) -> Deployment | None:
         """The newest deployment, if its epoch is above `after`. Does not block."""
@@ -370,6 +375,7 @@ class Console:
                     job.tick()
                     if missing := job.plan_missing():
                         job.ask_for(missing)
+                    self._advising.consider(job)
                 except ConsoleError as error:
                     log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)
                 except Exception:

@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from app.console import Console
+from db.store import Record
+
+if TYPE_CHECKING:
+    from app.console import Console
+
+Row = tuple[float, str, str]
 
 
-def history(console: Console, job_id: str) -> tuple[tuple[tuple[float, str, str], ...], float]:
+def changes(epochs: Iterable[Record], begin: float = 0.0) -> list[Row]:
+    """(seconds since `begin`, worker, `failed` or `joined`) of a job's epochs, oldest first."""
+    rows: list[Row] = []
+    failed: set[str] = set()
+    for epoch in epochs:
+        at, now = epoch["opened_at"] - begin, set(epoch["failed"])
+        rows += [(at, worker, "failed") for worker in sorted(now - failed)]
+        rows += [(at, worker, "joined") for worker in sorted(failed - now)]
+        failed = now
+    return rows
+
+
+def repair_times(rows: Iterable[Row]) -> list[float]:
+    """Seconds from each failure to the return, of those that have come back."""
+    times: list[float] = []
+    since: dict[str, float] = {}
+    for at, worker, what in rows:
+        if what == "failed":
+            since[worker] = at
+        elif worker in since:
+            times.append(at - since.pop(worker))
+    return times
+
+
+def history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
     """((seconds since the first epoch, worker, `failed` or `joined`), ...), seconds covered.
 
     An epoch tells both: who is out that was in before, and who is in that was out. Raises ConsoleError.
@@ -15,13 +46,8 @@ def history(console: Console, job_id: str) -> tuple[tuple[tuple[float, str, str]
     epochs = console.epochs(job_id)
     if not epochs:
         return (), 0.0
-    begin, rows = epochs[0]["opened_at"], list[tuple[float, str, str]]()
-    failed: set[str] = set()
-    for epoch in epochs:
-        at, now = epoch["opened_at"] - begin, set(epoch["failed"])
-        rows += [(at, worker, "failed") for worker in sorted(now - failed)]
-        rows += [(at, worker, "joined") for worker in sorted(failed - now)]
-        failed = now
+    begin = epochs[0]["opened_at"]
+    rows = changes(epochs, begin)
     job = console.job(job_id)
     iterations = console.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
     last = iterations[-1]["committed_at"] if iterations else time.time()

@@ -1,4 +1,4 @@
-"""Long work in a child process: plans are made there, one at a time, the most urgent first.
+"""Long work in a child process: plans and advice are made there, one at a time, the most urgent first.
 
 A solver in a thread of the console's process would hold up its heartbeats; in a child it can also
 be ended. Only JSON crosses the pipe.
@@ -16,9 +16,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
+from app.advice import verdict_document
 from app.logs import configure_logging
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
@@ -34,9 +36,24 @@ _STOP = 2
 _ATTEMPTS = 2
 
 
+Made = TypeVar("Made")
+Made_co = TypeVar("Made_co", covariant=True)
+
+
+class Request(Protocol[Made_co]):
+    """owner: what `cancel` goes by (the job's id). patience: seconds that its work may take; None: any."""
+
+    @property
+    def owner(self) -> str: ...
+    @property
+    def patience(self) -> float | None: ...
+    def to_json(self) -> bytes: ...
+    def read(self, document: str) -> Made_co: ...
+
+
 @dataclass(frozen=True)
 class PlanRequest:
-    """owner: what `cancel` goes by (the job's id)."""
+    """Asks for one plan. time_limit: of the solver, in seconds."""
 
     owner: str
     job: JobDoc
@@ -45,35 +62,41 @@ class PlanRequest:
     memory: str
     solver: str = "list"
     time_limit: float = 60.0
+    patience: None = None
 
     def to_json(self) -> bytes:
         body = {**self.__dict__, "job": self.job.model_dump(mode="json")}
         return json.dumps(body).encode()
 
+    def read(self, document: str) -> Plan:
+        return Plan.from_json(document, source="the planning process")
 
-Done = Callable[[Plan | None, str], None]
-"""Called with (plan, "") or (None, why there is none), in the maker's own thread."""
+
+Done = Callable[[Made | None, str], None]
+"""Called with (what was made, "") or (None, why there is nothing), in the maker's own thread."""
 
 
 class PlanMaker:
     """Owns the child process. Thread-safe. `done` callbacks run one after the other."""
 
-    def __init__(self) -> None:
-        self._queue: queue.PriorityQueue[tuple[int, int, PlanRequest | None, Done]] = queue.PriorityQueue()
+    def __init__(self, name: str = "planning") -> None:
+        self._name = name
+        self._queue: queue.PriorityQueue[tuple[int, int, Request[Any] | None, Done[Any]]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._lock = threading.Lock()
         self._cancelled: set[str] = set()
         self._stopping = False
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._thread = threading.Thread(target=self._run, name="plan-maker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
-        """Starts the child now, so that the first plan need not wait for it."""
-        self._ensure_child()
+    def start(self, *, child: bool = True) -> None:
+        """child: starts the process now, so that the first request need not wait for it."""
+        if child:
+            self._ensure_child()
         self._thread.start()
 
-    def submit(self, request: PlanRequest, done: Done, *, priority: int = AHEAD) -> None:
+    def submit(self, request: Request[Made], done: Done[Made], *, priority: int = AHEAD) -> None:
         self._queue.put((priority, next(self._order), request, done))
 
     def cancel(self, owner: str) -> None:
@@ -83,7 +106,7 @@ class PlanMaker:
     def close(self) -> None:
         """Ends the child, whatever it does, and waits for both."""
         self._stopping = True
-        self._queue.put((-1, next(self._order), None, lambda plan, why: None))
+        self._queue.put((-1, next(self._order), None, lambda made, why: None))
         with self._lock:
             if self._process is not None:
                 self._process.terminate()
@@ -99,20 +122,23 @@ class PlanMaker:
                 return
             if request.owner in self._cancelled:
                 continue
-            plan, why = self._solve(request)
+            made, why = self._solve(request)
             if self._stopping:
                 return
             if request.owner not in self._cancelled:
                 try:
-                    done(plan, why)
+                    done(made, why)
                 except Exception:
-                    log.exception("a plan could not be filed", job=request.owner)
+                    log.exception("what was made could not be filed", job=request.owner)
 
-    def _solve(self, request: PlanRequest) -> tuple[Plan | None, str]:
+    def _solve(self, request: Request[Made]) -> tuple[Made | None, str]:
         for _ in range(_ATTEMPTS):
             try:
                 pipe = self._ensure_child()
                 pipe.send_bytes(request.to_json())
+                if not pipe.poll(request.patience):
+                    self._drop_child()
+                    return None, f"it took more than {request.patience:g} s"
                 answer = json.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 if self._stopping:
@@ -122,7 +148,7 @@ class PlanMaker:
                 continue
             if "error" in answer:
                 return None, answer["error"]
-            return Plan.from_json(answer["plan"], source="the planning process"), ""
+            return request.read(answer["made"]), ""
         return None, "the planning process died over it"
 
     def _ensure_child(self) -> Connection:
@@ -131,7 +157,7 @@ class PlanMaker:
                 return self._pipe
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=serve, args=(theirs,), name="planning", daemon=True)
+            self._process = context.Process(target=serve, args=(theirs,), name=self._name, daemon=True)
             self._process.start()
             theirs.close()
             return self._pipe
@@ -145,7 +171,7 @@ class PlanMaker:
 
 
 def serve(pipe: Connection) -> None:
-    """The child's life: a request, a plan, and so on until the console is gone."""
+    """The child's life: a request, its answer, and so on until the console is gone."""
     configure_logging()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
     os.nice(5)  # planning ahead must not slow down training on the same machine
@@ -167,9 +193,11 @@ def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
 
 
 def answer(request: bytes) -> dict[str, str]:
-    """{"plan": JSON document} or {"error": a sentence}."""
+    """{"made": JSON document} or {"error": a sentence}."""
     body = json.loads(request)
     try:
+        if "advise" in body:
+            return {"made": verdict_document(body["advise"])}
         plan = make_plan(
             problem(JobDoc.model_validate(body["job"]), body["failed"], body["technique"], body["memory"]),
             solver=body["solver"],
@@ -178,9 +206,9 @@ def answer(request: bytes) -> dict[str, str]:
     except PlannerError as error:
         return {"error": str(error)}
     except Exception as error:
-        log.exception("the planner failed", failed=body["failed"])
+        log.exception("the planner failed", failed=body.get("advise", body)["failed"])
         return {"error": f"the planner failed ({type(error).__name__}); the console's log says more"}
-    return {"plan": plan.to_json()}
+    return {"made": plan.to_json()}
 
 
 def problem(job: JobDoc, failed: Sequence[str], technique: str, memory: str) -> Problem:

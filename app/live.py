@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import Command, Heartbeat, JobSpec, JobState, WorkerState
 from app import coordinator
+from app.advice import Verdict
 from app.errors import ConsoleError, unavailable
 from app.membership import (
     ACK_ORDER,
@@ -87,6 +88,8 @@ class LiveJob:
         self.plans_to_make = 0
         self.patterns_asked: set[frozenset[Worker]] = set()  # canonical ones, planned ahead or about to be
         self.asked_for: tuple[str, ...] | None = None  # what `want_plan` was called for last
+        self.advice_asked: tuple[str, ...] = ()  # the workers that were out then
+        self.verdict: tuple[tuple[str, ...], Verdict] | None = None  # on these workers being out
         self.topic = Topic()
         self.state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
         self.contacts: dict[str, Contact] = {}
@@ -103,6 +106,14 @@ class LiveJob:
         self._doubtful = False  # may the database hold another state than this object?
         self._fresh: deque[tuple[Heartbeat, float]] = deque()
         self._unsaved: set[str] = set()
+
+    @property
+    def advice(self) -> str | None:
+        """What the advisor says of the workers that are out now; None when it has not, or none is."""
+        verdict, epoch = self.verdict, self.state.current
+        if verdict is None or epoch is None or epoch.failed != verdict[0] or self.state.halted or self.state.over:
+            return None
+        return verdict[1].reason
 
     # -- events -----------------------------------------------------------------------------
 

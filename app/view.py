@@ -78,6 +78,7 @@ class JobView:
 
     iterations: the newest ones, oldest first. events: the newest ones, newest first.
     fault_free_samples_per_second: what the fault-free plan predicts, None when not paced.
+    advice: the best way on with the workers that are out, None while nothing is known of it.
     """
 
     job_id: str
@@ -94,6 +95,7 @@ class JobView:
     planned_ahead: int = 0
     plans_to_make: int = 0
     fault_free_samples_per_second: float | None = None
+    advice: str | None = None
 
 
 @dataclass(frozen=True)

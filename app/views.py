@@ -93,6 +93,7 @@ def job_view(job: LiveJob, store: Store, plans: PlanCache, sentence: str, iterat
         planned_ahead=job.planned_ahead,
         plans_to_make=job.plans_to_make,
         fault_free_samples_per_second=_fault_free_rate(job),
+        advice=job.advice,
     )
 
 

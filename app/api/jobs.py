@@ -108,4 +108,5 @@ def _detail(console: Console, job_id: str) -> JobDetail:
         planned_ahead=view.planned_ahead,
         plans_to_make=view.plans_to_make,
         fault_free_samples_per_second=view.fault_free_samples_per_second,
+        advice=view.advice,
     )

@@ -23,7 +23,8 @@ class JobInfo(BaseModel):
 
 
 class JobDetail(JobInfo):
-    """committed: iterations so far. plan_fingerprint: of the plan in force."""
+    """committed: iterations so far. plan_fingerprint: of the plan in force. advice: which way on is best
+    with the workers that are out, and why; null when none is, and until it is worked out."""
 
     spec: JobSpec
     committed: int
@@ -31,6 +32,7 @@ class JobDetail(JobInfo):
     planned_ahead: int
     plans_to_make: int
     fault_free_samples_per_second: float | None
+    advice: str | None = None
 
 
 class WorkerInfo(BaseModel):

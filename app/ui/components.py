@@ -73,6 +73,12 @@ def sentence(view: JobView) -> None:
     )
 
 
+def advice(view: JobView) -> None:
+    """Which way on is best while workers are out, quietly below the coordinator's sentence."""
+    if view.advice:
+        st.html(f'<div class="or-advice" role="note">{escape(view.advice)}</div>')
+
+
 def legend(counts: dict[str, int]) -> None:
     """One entry per state that occurs, with its shape, colour and count."""
     entries = "".join(

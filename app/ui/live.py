@@ -48,6 +48,7 @@ def _live(console: Console, job_id: str, colours: Palette) -> None:
     zone = st.context.timezone
     with st.container(gap="small"):
         components.sentence(view)
+        components.advice(view)
         components.cards(facts.live_cards(view))
     left, right = st.columns(2, gap="medium")
     with left, st.container(gap="xsmall"):

@@ -80,6 +80,27 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     assert [e["text"] for e in events if e["kind"] == "failure"] == ["W1_2 failed: its process was killed by SIGKILL"]
 
 
+def test_who_is_out_is_advised_on(agents: Agents) -> None:
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 12}
+    agents.server.post(agents.path("/iterations"), {"iterations": [{"iteration": i, **row} for i in range(3)]})
+    assert agents.job()["advice"] is None
+    agents.exit("W1_2")
+    agents.resume([name for name in agents.names if name != "W1_2"], 2)
+    until = time.monotonic() + 60
+    while (advice := agents.job()["advice"]) is None:
+        assert time.monotonic() < until, agents.job()
+        time.sleep(0.05)
+    assert advice.startswith("With W1_2 out, the best way on is ")
+    events = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
+    assert [e["text"] for e in events if e["kind"] == "plan"] == [advice]
+
+    agents.register("W1_2", "W1_2-b")
+    agents.resume(agents.names, 3)
+    assert agents.job()["advice"] is None
+
+
 def test_reports_are_kept(agents: Agents) -> None:
     agents.register_all()
     row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 12}

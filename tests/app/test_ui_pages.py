@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
 import pandas as pd
@@ -124,6 +125,15 @@ def test_failed_worker(console: Console, jobs: dict[str, JobHere]) -> None:
     assert "283 ms" in page and "12.0 ms" not in page
     marks = rows(test, "throughput")["mark"]
     assert list(marks[marks != ""].items()) == [(10, "✕ W1_2")]
+
+
+def test_while_workers_are_out_the_best_way_on_is_said(console: Console, jobs: dict[str, JobHere]) -> None:
+    job = jobs["failed"].job_id
+    until(lambda: console.view(job).advice is not None, "the advice comes")
+    page = words(open_page(job))
+    said = f'<div class="or-advice" role="note">{escape(console.view(job).advice or "")}</div>'
+    assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
+    assert 'class="or-advice"' not in words(open_page(jobs["running"].job_id))
 
 
 def test_halted_says_why(console: Console, jobs: dict[str, JobHere]) -> None:

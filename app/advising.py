@@ -1,0 +1,173 @@
+"""When a job is advised on its way on, and on what grounds: once for each set of workers that are out.
+
+It is done after the recovery, in a process of its own: neither a recovery nor a plan waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.advice import AdviceRequest, Verdict
+from app.errors import ConsoleError
+from app.job_history import changes, repair_times
+from app.jobs import PlanMaker
+from app.live import LiveJob
+from app.membership import Note, State
+from db.store import Record, Store
+from planner.job import Worker
+from planner.plan import job_doc
+from planner.simulation.costs import RecoveryCosts
+
+log = structlog.get_logger()
+
+# Assumed until a worker of the job has come back: what the Simulate page starts with, too.
+REPAIR_SECONDS = 4 * 3600.0
+ITERATIONS = 200
+EVENTS = 100
+
+
+@dataclass(frozen=True)
+class Grounds:
+    """Seconds: what recoveries and repairs take in this job, as measured, or assumed. basis: which, in words."""
+
+    detect: float
+    recover: float
+    repair: float
+    basis: str
+
+
+class Advising:
+    """One for all jobs. Its process starts with the first advice that is asked for."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._maker = PlanMaker("advising")
+
+    def start(self) -> None:
+        self._maker.start(child=False)
+
+    def close(self) -> None:
+        self._maker.close()
+
+    def cancel(self, job: LiveJob) -> None:
+        self._maker.cancel(job.job_id)
+
+    def consider(self, job: LiveJob) -> None:
+        """Has `job` advised if other workers are out than when it last was, and all others train again."""
+        failed = out(job.state)
+        if failed is None or failed == job.advice_asked:
+            return
+        if not failed:
+            job.advice_asked, job.verdict = failed, None
+            return
+        try:
+            request = self._request(job, failed)
+        except SQLAlchemyError as error:
+            log.warning("advice waits for the database", job=job.job_id, reason=type(error).__name__)
+            return
+        if request is None:
+            return
+        job.advice_asked = failed
+
+        def done(verdict: Verdict | None, why: str) -> None:
+            if verdict is None:
+                log.warning("no advice", job=job.job_id, failed=failed, reason=why)
+            elif out(job.state) == failed:
+                self._tell(job, failed, verdict)
+
+        self._maker.submit(request, done)
+
+    def _tell(self, job: LiveJob, failed: tuple[str, ...], verdict: Verdict) -> None:
+        job.verdict = failed, verdict
+        try:
+            if not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
+                job.record(Note("warning" if verdict.calls_for_an_operator else "info", "plan", verdict.reason))
+        except (ConsoleError, SQLAlchemyError) as error:
+            log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
+
+    def _request(self, job: LiveJob, failed: tuple[str, ...]) -> AdviceRequest | None:
+        """None: nobody knows yet how long the job's time unit is."""
+        store, spec = self._store, job.spec
+        epochs = store.epochs(job.job_id)
+        unit = unit_seconds(job, epochs, store.iterations(job.job_id, limit=ITERATIONS, newest=True))
+        if unit is None and job.job.time_unit == "slot":
+            return None
+        known = grounds(store.recoveries(job.job_id), repair_times(changes(epochs)))
+        work = None
+        if spec.checkpoints:
+            # When the last one was written is not reported: on average half an interval ago.
+            work = min(RecoveryCosts().checkpoint_interval / 2, max(0.0, time.time() - epochs[0]["opened_at"]))
+        return AdviceRequest(
+            job.job_id,
+            job_doc(job.job),
+            failed,
+            spec.technique,
+            spec.memory,
+            samples=float(spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch),
+            unit_seconds=unit,
+            detect=known.detect,
+            recover=known.recover,
+            heals_in=known.repair,
+            since_checkpoint=work,
+            basis=known.basis,
+        )
+
+
+def out(state: State) -> tuple[str, ...] | None:
+    """Who is out, once the others train; None while that is not settled, or when the job can't go on."""
+    if state.over or state.halted or not state.settled or state.current is None:
+        return None
+    return state.current.failed
+
+
+def grounds(recoveries: Sequence[Record], repairs: Sequence[float]) -> Grounds:
+    """recoveries: rows of the database. repairs: seconds from a failure to the return."""
+    assumed = RecoveryCosts()
+    seen = [r["detected_ms"] / 1000 for r in recoveries if r["death_known"]]
+    formed = [max(0.0, r["reformed_ms"] - r["detected_ms"]) / 1000 for r in recoveries]
+    repair = fmean(repairs) if repairs else 0.0
+    recovery = f"as in {_count(len(formed), 'recovery', 'recoveries')} measured" if formed else "assumed"
+    repaired = f"the mean of {_count(len(repairs), 'repair', 'repairs')}" if repair > 0 else "assumed"
+    return Grounds(
+        median(seen) if seen else assumed.detect,
+        median(formed) if formed else assumed.recover,
+        repair if repair > 0 else REPAIR_SECONDS,
+        f"Recovery costs are {recovery}, the time to repair is {repaired}.",
+    )
+
+
+def unit_seconds(job: LiveJob, epochs: Sequence[Record], iterations: Sequence[Record]) -> float | None:
+    """Seconds that a time unit of the job's plans takes in truth, by the median of its iterations.
+
+    None while no iteration ran by a plan that is at hand.
+    """
+    periods: dict[int, float] = {}
+    ran = {row["epoch"] for row in iterations}
+    with job.lock:
+        for epoch in epochs:
+            if epoch["epoch"] in ran:
+                plan = job.catalog.find(frozenset(Worker.parse(name) for name in epoch["failed"]))
+                if plan is not None and plan.metrics.period > 0:
+                    periods[epoch["epoch"]] = plan.metrics.period
+    took = [row["seconds"] / periods[row["epoch"]] for row in iterations if row["epoch"] in periods]
+    took = [seconds for seconds in took if seconds > 0]
+    return median(took) if took else None
+
+
+def _told(newest: Sequence[Record]) -> bool:
+    """newest: events, newest first. Has advice been given since the newest epoch opened?
+
+    A console that restarts does not repeat it.
+    """
+    last = next((row["kind"] for row in newest if row["kind"] in ("plan", "epoch")), None)
+    return last == "plan"
+
+
+def _count(n: int, one: str, many: str) -> str:
+    return f"{n} {one if n == 1 else many}"

@@ -1,0 +1,224 @@
+"""The advisor's verdict on a job with workers out: what it says, on what grounds, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ui_console import ConsoleHere, JobHere, until
+
+from app.advice import AdviceRequest, Verdict, decide
+from app.advising import REPAIR_SECONDS, grounds, out
+from app.job_history import changes, repair_times
+from app.jobs import PlanMaker
+from planner.job import Job
+from planner.plan import job_doc
+from planner.policy import Advice, Option, best_option
+from planner.simulation.costs import RecoveryCosts
+
+HOUR = 3600.0
+
+
+def advice(*options: Option, horizon: float = HOUR) -> Advice:
+    ranked = best_option(options, horizon, 10.0)
+    return Advice(ranked[0], tuple(ranked), horizon, True, f"{ranked[0].name}: the advisor's words")
+
+
+# -- the decision: pure -------------------------------------------------------------------------
+
+
+def test_re_routing_that_is_best_needs_no_operator() -> None:
+    verdict = decide(advice(Option("re-route", 1, 9.0), Option("re-partition", 20, 8.0)), ["W1_2"], 10.0, "Basis.")
+    assert verdict == Verdict(
+        "re-route", "re-route", True, "With W1_2 out, the best way on is re-route: the advisor's words. Basis."
+    )
+    assert not verdict.calls_for_an_operator
+
+
+def test_a_clearly_better_way_is_left_to_the_operator() -> None:
+    verdict = decide(advice(Option("re-route", 0, 5.0), Option("re-partition", 0, 8.0)), ["W1_2"], 10.0, "")
+    assert (verdict.way, verdict.advised) == ("re-route", "re-partition")
+    assert verdict.calls_for_an_operator
+    assert "The job re-routes (5 samples/s): to re-partition would train 60% more" in verdict.reason
+    assert "this version can't do it in place" in verdict.reason
+    assert "so an operator would have to." in verdict.reason
+    assert verdict.reason.endswith("It is assumed that each stage has 8 layers of equal cost that can move.")
+
+
+def test_a_way_that_is_hardly_better_is_not_worth_it() -> None:
+    verdict = decide(advice(Option("re-route", 0, 8.0), Option("migrate and re-route", 0, 8.3)), ["W1_2"], 10.0, "")
+    assert not verdict.calls_for_an_operator
+    assert verdict.reason.endswith("The job re-routes (8 samples/s), which trains less by under 5%.")
+
+
+def test_work_that_a_restart_loses_counts() -> None:
+    """Two hours since the checkpoint at 10 samples/s: more than an hour at twice the speed makes good."""
+    options = (Option("re-route", 0, 5.0), Option("restart from the checkpoint", 0, 10.0, redo=2 * HOUR))
+    assert decide(advice(*options), ["W0_0"], 10.0, "").advised == "re-route"
+    assert decide(advice(*options, horizon=10 * HOUR), ["W0_0"], 10.0, "").advised == "restart from the checkpoint"
+
+
+def test_where_re_routing_trains_nothing_any_other_way_is_better() -> None:
+    verdict = decide(advice(Option("re-route", 2 * HOUR, 5.0), Option("drop the replica", 0, 1.0)), ["W0_0"], 10.0, "")
+    assert verdict.advised == "drop the replica"
+    assert "would be the only way to train by then" in verdict.reason
+
+
+# -- the grounds --------------------------------------------------------------------------------
+
+
+def recovery(detected: float, reformed: float, *, known: bool = True) -> dict[str, object]:
+    return {"detected_ms": detected, "reformed_ms": reformed, "death_known": known}
+
+
+def test_costs_are_measured_where_there_is_history() -> None:
+    rows = [recovery(100, 300), recovery(200, 1200), recovery(0, 400, known=False)]
+    known = grounds(rows, [60.0, 120.0])
+    assert (known.detect, known.recover, known.repair) == pytest.approx((0.15, 0.4, 90.0))
+    assert known.basis == (
+        "Recovery costs are as in 3 recoveries measured, the time to repair is the mean of 2 repairs."
+    )
+
+
+def test_without_history_defaults_are_said_to_be_assumed() -> None:
+    known = grounds([], [])
+    assumed = RecoveryCosts()
+    assert (known.detect, known.recover, known.repair) == (assumed.detect, assumed.recover, REPAIR_SECONDS)
+    assert known.basis == "Recovery costs are assumed, the time to repair is assumed."
+
+
+def test_repairs_are_what_came_back_between_epochs() -> None:
+    epochs = [
+        {"opened_at": 100.0, "failed": []},
+        {"opened_at": 110.0, "failed": ["W0_1"]},
+        {"opened_at": 130.0, "failed": ["W0_1", "W1_0"]},
+        {"opened_at": 150.0, "failed": ["W1_0"]},
+    ]
+    assert changes(epochs, 100.0) == [
+        (10.0, "W0_1", "failed"),
+        (30.0, "W1_0", "failed"),
+        (50.0, "W0_1", "joined"),
+    ]
+    assert repair_times(changes(epochs)) == [40.0]
+
+
+# -- in the child process -----------------------------------------------------------------------
+
+
+def ask(**given: object) -> tuple[Verdict | None, str]:
+    """The answer of a real advising process."""
+    values = {
+        "owner": "job",
+        "job": job_doc(Job.uniform(3, 4, 6, durations={"F": 40.0, "I": 40.0, "W": 40.0}, time_unit="ms")),
+        "failed": ("W0_2", "W1_2"),
+        "technique": "staggered",
+        "memory": "uniform",
+        "samples": 18.0,
+        "unit_seconds": None,
+        "detect": 0.1,
+        "recover": 0.2,
+        "heals_in": HOUR,
+        "since_checkpoint": None,
+        "basis": "Basis.",
+    }
+    request = AdviceRequest(**(values | given))  # type: ignore[arg-type]
+    maker, answers = PlanMaker("advising"), list[tuple[Verdict | None, str]]()
+    maker.start(child=False)
+    try:
+        maker.submit(request, lambda verdict, why: answers.append((verdict, why)))
+        until(lambda: bool(answers), "the advice comes")
+    finally:
+        maker.close()
+    return answers[0]
+
+
+def test_the_process_says_when_bubbles_can_not_absorb_the_load() -> None:
+    verdict, why = ask()
+    assert verdict is not None, why
+    assert not verdict.absorbed
+    assert "the bubbles can't absorb the load: stage 2's peers have 12 further micro-batches each" in verdict.reason
+    assert verdict.reason.startswith("With W0_2, W1_2 out, the best way on is ")
+
+
+def test_advice_that_takes_too_long_is_given_up() -> None:
+    verdict, why = ask(job=job_doc(Job.uniform(32, 32, 64)), failed=("W1_2",), patience=0.5)
+    assert verdict is None
+    assert why == "it took more than 0.5 s"
+
+
+def test_what_can_not_be_advised_is_a_sentence() -> None:
+    verdict, why = ask(heals_in=0.0)
+    assert verdict is None
+    assert why.startswith("heals_in: got 0.0, expected seconds until the expected repair")
+
+
+# -- in a console -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+def advised(job: JobHere) -> list[str]:
+    return [e["text"] for e in job.console.events(job.job_id, 0, 500) if e["kind"] == "plan"]
+
+
+def test_each_new_set_of_failures_is_advised_once(here: ConsoleHere, tmp_path: Path) -> None:
+    console = here.console
+    job = JobHere(console, "advised job").register().commit(0, 9, 1)
+    assert console.view(job.job_id).advice is None
+    # While the survivors have not all resumed there is no advice, however long that takes.
+    job.die("W1_2")
+    until(lambda: console.view(job.job_id).epoch == 2, "epoch 2 opens")
+    assert out(console.job(job.job_id).state) is None
+    job.heal("W1_2", 2)
+    until(lambda: console.view(job.job_id).advice is not None, "the advice comes")
+    first = console.view(job.job_id).advice
+    assert first is not None
+    assert first.startswith("With W1_2 out, the best way on is ")
+    assert "the bubbles hold the 3 further micro-batches per peer" in first
+    until(lambda: advised(job) == [first], "it is in the feed")
+
+    job.commit(10, 12, 2).die("W0_2")
+    job.resume(3)
+    assert console.view(job.job_id).advice != first
+    until(lambda: len(advised(job)) == 2, "the second advice comes")
+    second = console.view(job.job_id).advice
+    assert second is not None
+    assert advised(job) == [first, second]
+    assert "the bubbles can't absorb the load" in second
+    assert "Recovery costs are as in 1 recovery measured" in second
+
+
+def test_a_console_that_restarts_advises_again_and_does_not_repeat_itself(tmp_path: Path) -> None:
+    before = ConsoleHere(tmp_path)
+    try:
+        job = JobHere(before.console, "restart").register().commit(0, 9, 1).die("W1_2").heal("W1_2", 2)
+        until(lambda: len(advised(job)) == 1, "the advice is in the feed")
+    finally:
+        before.close()
+    after = ConsoleHere(tmp_path)
+    try:
+        until(lambda: after.console.view(job.job_id).advice is not None, "the advice comes again")
+        job.console = after.console
+        assert len(advised(job)) == 1
+    finally:
+        after.close()
+
+
+def test_a_job_in_slots_is_advised_once_an_iteration_was_timed(here: ConsoleHere) -> None:
+    """Seconds per slot are what its iterations took: 1 s each here, so 18 samples per second fault-free."""
+    job = JobHere(here.console, "slots", durations={}, paced=False).register()
+    job.die("W1_2").resume(2)
+    live = here.console.job(job.job_id)
+    assert live.advice is None
+    job.commit(0, 4, 2)
+    until(lambda: live.advice is not None, "the advice comes")
+    verdict = live.verdict
+    assert verdict is not None
+    # Five iterations of 1.1 s with the failure: re-routing trains 18 samples in each.
+    assert "16.36 samples/s" in verdict[1].reason
