@@ -1,0 +1,198 @@
+"""A real paced job whose workers die and return at the times of a script, and what each of these cost it.
+
+The launcher obeys a script as it obeys an operator: SIGKILL for a worker's process, a new process for
+a dead one. Time zero is the commit of the iteration that ends the warm-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from agent.coordination import Deploy, Event, LocalCoordination
+from agent.launch import Launcher, LaunchOptions, Stopped
+from agent.protocol import Command, Iteration
+from agent.workload import NamedWorkload
+from planner.catalog import Catalog
+from planner.job import Job, MemoryLimit, Technique, Worker
+
+TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
+WARM_UP = 3
+"""Iterations before time zero."""
+_ENDLESS = 1_000_000
+_HEARD = 0.5
+"""Seconds after the end in which commits from before it are still heard of."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """at: seconds after time zero. kills, returns: cells, whose workers die or come back at once."""
+
+    at: float
+    kills: tuple[str, ...] = ()
+    returns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Commit:
+    """An iteration that all living workers have committed. at: seconds after time zero."""
+
+    at: float
+    seconds: float
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """failed: workers that are out. planned: milliseconds of the period of the plan in force."""
+
+    failed: int
+    planned: float
+
+
+@dataclass(frozen=True)
+class Pause:
+    """What a step of the script cost. Seconds.
+
+    failed: workers that are out after it. delay: from a return to the last commit without it, 0 for a
+    loss. lost: beyond the iterations' own time, from the death, or from that last commit, to the first
+    commit with the new members.
+    """
+
+    step: Step
+    failed: int
+    delay: float
+    lost: float
+
+
+@dataclass
+class ScriptedRun:
+    """What a scripted job did. commits: those of time zero and later. issued: when each step happened.
+
+    detected: seconds from each death to when the launcher saw it.
+    """
+
+    script: tuple[Step, ...]
+    commits: list[Commit] = field(default_factory=list)
+    issued: list[float] = field(default_factory=list)
+    epochs: dict[int, Epoch] = field(default_factory=dict)
+    detected: list[float] = field(default_factory=list)
+
+    def steady(self) -> list[Commit]:
+        """Commits that follow one of their own epoch: nothing but training lies between."""
+        return [c for before, c in pairwise(self.commits) if before.epoch == c.epoch]
+
+    def failed(self, commit: Commit) -> int:
+        """Workers that were out of the job."""
+        return self.epochs[commit.epoch].failed
+
+    def pauses(self) -> list[Pause]:
+        """Of every step. Raises RuntimeError where the next step came before the job had taken it in."""
+        failed, out = 0, []
+        for step, issued in zip(self.script, self.issued, strict=True):
+            before, failed = failed, failed + len(step.kills) - len(step.returns)
+            try:
+                settled = next(i for i, c in enumerate(self.commits) if c.at > issued and self.failed(c) == failed)
+                commit = self.commits[settled]
+                period = statistics.median(c.seconds for c in self.steady() if c.epoch == commit.epoch)
+            except (StopIteration, statistics.StatisticsError):
+                raise RuntimeError(
+                    f"{failed} workers were not out before the step after {step} came, or the end: "
+                    "this machine is too busy for so short a script"
+                ) from None
+            if step.kills:
+                out.append(Pause(step, failed, 0.0, commit.at - issued - period))
+            else:
+                last = max(i for i, c in enumerate(self.commits[:settled]) if self.failed(c) == before)
+                boundary = self.commits[last].at
+                lost = commit.at - boundary - (settled - last) * period
+                out.append(Pause(step, failed, max(0.0, boundary - issued), lost))
+        return out
+
+
+def run_script(
+    job: Job, memory: MemoryLimit, pace: dict[str, float], script: Iterable[Step], seconds: float
+) -> ScriptedRun:
+    """Trains until `seconds` after time zero. pace: seconds by op kind."""
+    steps = tuple(script)
+    catalog = Catalog(job, Technique.STAGGERED, memory)
+    for patterns in catalog.patterns(2):
+        for failed in patterns:
+            catalog.add(catalog.plan_for(failed)[0])
+    run = ScriptedRun(steps)
+    coordination = _Scripted(catalog, run, seconds, lambda: launcher.stop(signal.SIGTERM))
+    launcher = Launcher(
+        LaunchOptions(
+            job=job,
+            iterations=_ENDLESS,
+            seed=0,
+            workload=NamedWorkload("agent.examples.gpt:Gpt", TINY),
+            pace=pace,
+        ),
+        coordination,
+        coordination.hear,
+    )
+    with contextlib.suppress(Stopped):
+        launcher.run()
+    return run
+
+
+class _Scripted(LocalCoordination):
+    """Also hands out the script's steps, when they are due, as an operator's commands."""
+
+    def __init__(self, catalog: Catalog, run: ScriptedRun, seconds: float, stop: Callable[[], None]) -> None:
+        super().__init__(catalog, migrate=True)
+        self._ticks = catalog.job.ticks_per_unit
+        self._run, self._seconds, self._stop = run, seconds, stop
+        self._zero: float | None = None
+        self._living: set[str] = set()
+        self._moved: dict[str, str] = {}
+
+    def committed(self, iterations: Iterable[Iteration]) -> None:
+        for line in iterations:
+            if self._zero is None and line.iteration == WARM_UP - 1:
+                self._zero = time.monotonic()
+                self._run.commits.append(Commit(0.0, line.seconds, line.epoch))
+            elif self._zero is not None:
+                at = self._run.commits[-1].at + line.seconds
+                if at <= self._seconds:
+                    self._run.commits.append(Commit(at, line.seconds, line.epoch))
+
+    def hear(self, line: dict[str, Any]) -> None:
+        if "failure" in line:
+            self._run.detected.append(line["failure"]["detected_ms"] / 1000)
+
+    def poll(self, now: float) -> list[Event]:
+        events = super().poll(now)
+        for event in events:
+            if isinstance(event, Deploy):
+                deployment, period = event.deployment, event.plan.schedule().period / self._ticks
+                self._run.epochs[deployment.epoch] = Epoch(len(deployment.failed), period)
+                self._living = set(deployment.living)
+                self._moved |= {str(source): str(to) for source, to in event.moves}
+        if self._zero is not None:
+            events += self._due(now - self._zero)
+            if now > self._zero + self._seconds + _HEARD:
+                self._stop()
+        return events
+
+    def _due(self, elapsed: float) -> list[Command]:
+        done = len(self._run.issued)
+        if done == len(self._run.script) or elapsed < self._run.script[done].at:
+            return []
+        step = self._run.script[done]
+        self._run.issued.append(elapsed)
+        kills = [Command(seq=done, kind="kill", worker=str(self._home(name))) for name in step.kills]
+        return kills + [Command(seq=done, kind="restart", worker=name) for name in step.returns]
+
+    def _home(self, name: str) -> Worker:
+        """Where the worker of that cell is now: it may have moved to another stage."""
+        while name not in self._living:
+            name = self._moved[name]
+        return Worker.parse(name)
