@@ -80,6 +80,9 @@ class Advising:
                 log.warning("no advice", job=job.job_id, failed=failed, reason=why)
             elif out(job.state) == failed:
                 self._tell(job, failed, verdict)
+            elif job.advice_asked == failed:
+                # The job recovers again; if the same workers are out then, it is advised then.
+                job.advice_asked = ()
 
         self._maker.submit(request, done)
 
@@ -94,6 +97,8 @@ class Advising:
     def _request(self, job: LiveJob, failed: tuple[str, ...]) -> AdviceRequest | None:
         """None: nobody knows yet how long the job's time unit is."""
         store, spec = self._store, job.spec
+        if job.job.time_unit == "slot" and not job.state.committed:
+            return None
         epochs = store.epochs(job.job_id)
         unit = unit_seconds(job, epochs, store.iterations(job.job_id, limit=ITERATIONS, newest=True))
         if unit is None and job.job.time_unit == "slot":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
+from agent.protocol import FailureReport
 from app.advice import AdviceRequest, Verdict, decide
 from app.advising import REPAIR_SECONDS, grounds, out
 from app.job_history import changes, repair_times
@@ -192,6 +193,26 @@ def test_each_new_set_of_failures_is_advised_once(here: ConsoleHere, tmp_path: P
     assert advised(job) == [first, second]
     assert "the bubbles can't absorb the load" in second
     assert "Recovery costs are as in 1 recovery measured" in second
+
+
+def test_advice_that_comes_during_another_recovery_is_asked_for_again(
+    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Callable[[Verdict | None, str], None]]()
+    monkeypatch.setattr(here.console._advising._maker, "submit", lambda request, done: asked.append(done))
+    job = JobHere(here.console, "again").register().commit(0, 9, 1).die("W1_2")
+    job.resume(2)
+    until(lambda: len(asked) == 1, "advice is asked for")
+    broken = FailureReport(worker="W0_1", incarnation="W0_0-a", cause="transfer", reporter="W0_0", epoch=2)
+    here.console.failure(job.job_id, broken)
+    until(lambda: job.console.view(job.job_id).epoch == 3, "all connect anew")
+    asked[0](Verdict("re-route", "re-route", True, "too late"), "")
+    assert here.console.job(job.job_id).advice is None
+    job.resume(3)
+    until(lambda: len(asked) == 2, "advice is asked for again")
+    asked[1](Verdict("re-route", "re-route", True, "in time"), "")
+    assert here.console.job(job.job_id).advice == "in time"
+    assert advised(job) == ["in time"]
 
 
 def test_a_console_that_restarts_advises_again_and_does_not_repeat_itself(tmp_path: Path) -> None:
