@@ -30,6 +30,10 @@ _HEARD = 0.5
 """Seconds after the end in which commits from before it are still heard of."""
 
 
+class TooBusyError(RuntimeError):
+    """A step of the script came before the job had taken in the one before."""
+
+
 @dataclass(frozen=True)
 class Step:
     """at: seconds after time zero. kills, returns: cells, whose workers die or come back at once."""
@@ -93,7 +97,7 @@ class ScriptedRun:
         return self.epochs[commit.epoch].failed
 
     def pauses(self) -> list[Pause]:
-        """Of every step. Raises RuntimeError where the next step came before the job had taken it in."""
+        """Of every step. Raises TooBusyError."""
         failed, out = 0, []
         for step, issued in zip(self.script, self.issued, strict=True):
             before, failed = failed, failed + len(step.kills) - len(step.returns)
@@ -102,9 +106,9 @@ class ScriptedRun:
                 commit = self.commits[settled]
                 period = statistics.median(c.seconds for c in self.steady() if c.epoch == commit.epoch)
             except (StopIteration, statistics.StatisticsError):
-                raise RuntimeError(
-                    f"{failed} workers were not out before the step after {step} came, or the end: "
-                    "this machine is too busy for so short a script"
+                raise TooBusyError(
+                    f"what happened at {step.at:g} s was not over when the next step of the script, or its end, "
+                    "came: the machine is too busy for so short a run"
                 ) from None
             if step.kills:
                 out.append(Pause(step, failed, 0.0, commit.at - issued - period))
@@ -119,7 +123,7 @@ class ScriptedRun:
 def run_script(
     job: Job, memory: MemoryLimit, pace: dict[str, float], script: Iterable[Step], seconds: float
 ) -> ScriptedRun:
-    """Trains until `seconds` after time zero. pace: seconds by op kind."""
+    """Trains until `seconds` after time zero. pace: seconds by op kind. Raises TooBusyError."""
     steps = tuple(script)
     catalog = Catalog(job, Technique.STAGGERED, memory)
     for patterns in catalog.patterns(2):
@@ -194,5 +198,7 @@ class _Scripted(LocalCoordination):
     def _home(self, name: str) -> Worker:
         """Where the worker of that cell is now: it may have moved to another stage."""
         while name not in self._living:
-            name = self._moved[name]
+            if name not in self._moved:
+                raise TooBusyError(f"{name} is to die and is not back yet: the machine is too busy for so short a run")
+            name = self._moved.pop(name)
         return Worker.parse(name)
