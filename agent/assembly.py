@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from agent.backward.probe import Probe, Split, choose_split
 from agent.boundaries import Boundaries, tensors_of
 from agent.gradients import gradient_sum
-from agent.probe import Probe, Split, choose_split
 from agent.randomness import seed_for
 from agent.recipe import Recipe
 from agent.stage import Stage

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from agent import commands_launch, commands_profile
+from agent.commands import launch, profile
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -16,8 +16,8 @@ def callback() -> None:
     """Training processes that survive the death of their peers."""
 
 
-app.command()(commands_launch.launch)
-app.command("profile")(commands_profile.profile_command)
+app.command()(launch.launch)
+app.command("profile")(profile.profile_command)
 
 
 def main() -> None:

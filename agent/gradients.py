@@ -53,7 +53,7 @@ class GradientSum:
     the same in any order.
 
     buffer: what the peers of a stage all-reduce: one element per parameter element, one per element
-    of a moving buffer (see agent.buffers), one count per tensor of the terms added to it, the
+    of a moving buffer (see agent.backward.buffers), one count per tensor of the terms added to it, the
     loss, and the count of rejected terms. terms: how many terms are added to a tensor at most
     per iteration, over all workers of the stage. settled: the micro-batches whose whole
     contribution is in this worker's sum.

@@ -15,7 +15,7 @@ from typing import Any
 
 from agent import channel, worker
 from agent.boundaries import Boundaries
-from agent.checkpointing import CheckpointOptions
+from agent.checkpoints.checkpointing import CheckpointOptions
 from agent.coordination import Coordination, Deploy, Halt
 from agent.faults import Kill, Rejoin
 from agent.loop import LoopOptions
@@ -65,7 +65,7 @@ class LaunchOptions:
 class Launcher:
     """Runs one job. listener: called with every line of the record as a dict, in order.
 
-    pool: where worker processes are started; on this node only, unless given (see agent.nodes).
+    pool: where worker processes are started; on this node only, unless given (see agent.nodes.pool).
     """
 
     def __init__(

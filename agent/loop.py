@@ -17,8 +17,9 @@ import torch
 from agent.assembly import assemble
 from agent.boundaries import Boundaries, boundaries_of
 from agent.channel import Orders, WorkerChannel
-from agent.checkpoint import CheckpointError, load_stage
-from agent.checkpointing import Checkpointer, CheckpointOptions
+from agent.checkpoints.checkpoint import CheckpointError, load_stage
+from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions
+from agent.checkpoints.weights import save_weights
 from agent.communicator import Communicator, Groups, TransferError
 from agent.executor import Executor, Interrupted, Script
 from agent.faults import FaultInjector, Kill
@@ -32,7 +33,6 @@ from agent.state import StateError
 from agent.state_transfer import StateTransferError, receive_state, send_state
 from agent.validation import Verdict
 from agent.verdicts import Steps
-from agent.weights import save_weights
 from agent.workload import Workload
 from planner.job import Job, Worker
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agent.backward.buffers import MovingBuffers
+from agent.backward.split import Deferred, Flight, Strategy
 from agent.boundaries import Gradients, Tensors, tensors_of
-from agent.buffers import MovingBuffers
 from agent.gradients import GradientSum, MicroBatch
 from agent.recipe import Autocast
-from agent.split import Deferred, Flight, Strategy
 
 __all__ = ["MicroBatch", "Stage"]
 
@@ -27,7 +27,7 @@ class Stage:
     where the split has everything then), and once: a micro-batch in `gradients.settled` may run
     again for its neighbours' sake without being counted again.
 
-    split: how the backward is split (see agent.probe). autocast: forward and loss run under
+    split: how the backward is split (see agent.backward.probe). autocast: forward and loss run under
     torch.autocast of this type.
     """
 

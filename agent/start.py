@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from agent.client import ConsoleClient, check_url
 from agent.faults import Kill, Rejoin
-from agent.node_role import NodeRole
+from agent.nodes.role import NodeRole
 from agent.processes import preload, start_server
 from agent.protocol import JobSpec
 from agent.recipe import CheckpointWish, Recipe
@@ -26,7 +26,7 @@ from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Problem, Technique
 
 if TYPE_CHECKING:
-    from agent.checkpointing import CheckpointOptions
+    from agent.checkpoints.checkpointing import CheckpointOptions
     from agent.launch import Launcher
     from agent.workload import WorkloadSource
 
@@ -108,7 +108,7 @@ def make_launcher(
     from agent.boundaries import boundaries_of
     from agent.console_link import ConsoleCoordination, create_job
     from agent.coordination import Coordination, LocalCoordination
-    from agent.nodes import open_pool
+    from agent.nodes.pool import open_pool
     from agent.worker import ConsoleLink
 
     workload = options.workload.load()
@@ -191,8 +191,8 @@ def parse_pace(text: str | None) -> dict[str, float]:
 def _checkpoints(options: StartOptions, say: Callable[[str], None]) -> CheckpointOptions | None:
     if options.checkpoints is None:
         return None
-    from agent.checkpoint import Identity
-    from agent.checkpointing import prepare
+    from agent.checkpoints.checkpoint import Identity
+    from agent.checkpoints.checkpointing import prepare
 
     job = options.job
     name = getattr(options.workload, "path", type(options.workload).__name__)
@@ -206,7 +206,7 @@ def _restore_point(wish: CheckpointWish | None, say: Callable[[str], None]) -> C
     def newest() -> str | None:
         if wish is None:
             return None
-        from agent.checkpoint import CheckpointError, find, set_aside_later
+        from agent.checkpoints.checkpoint import CheckpointError, find, set_aside_later
 
         try:
             found = find(Path(wish.directory), "newest-intact")

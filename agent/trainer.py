@@ -33,6 +33,7 @@ from agent.callables import (
     SentWorkload,
     Stages,
 )
+from agent.checkpoints.weights import load_weights
 from agent.data import DatasetBatches, MicroBatchSampler, Sampler
 from agent.faults import Kill, Rejoin
 from agent.processes import preload, start_server
@@ -40,7 +41,6 @@ from agent.protocol import Recovery
 from agent.recipe import Autocast, CheckpointWish, Mode, NonFinite, Recipe
 from agent.record_words import is_remark, sentence_of
 from agent.start import StartOptions, argument_names, make_launcher, parse_pace
-from agent.weights import load_weights
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
 

@@ -15,6 +15,7 @@ import torch
 
 from agent.boundaries import BoundaryError
 from agent.channel import WorkerChannel
+from agent.checkpoints.weights import WeightsError
 from agent.client import ConsoleClient
 from agent.communicator import LOOPBACK, Communicator
 from agent.heartbeat import HeartbeatThread, Status
@@ -22,7 +23,6 @@ from agent.loop import LoopOptions, WorkerLoop
 from agent.optimizer import NonFiniteError
 from agent.recovery import NoAgreementError
 from agent.state import StateError
-from agent.weights import WeightsError
 from agent.workload import WorkloadSource
 from planner.job import Worker
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from agent.checkpointing import CheckpointOptions
+from agent.checkpoints.checkpointing import CheckpointOptions
 from agent.coordination import LocalCoordination
 from agent.faults import Kill
 from agent.launch import Launcher, LaunchOptions, Stopped

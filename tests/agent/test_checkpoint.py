@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from agent.checkpoint import (
+from agent.checkpoints.checkpoint import (
     CheckpointError,
     Identity,
     find,
@@ -22,7 +22,7 @@ from agent.checkpoint import (
     whole_checkpoints,
     write_part,
 )
-from agent.checkpointing import Checkpointer, CheckpointOptions, prepare
+from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions, prepare
 from agent.gradients import GradientSum
 from agent.optimizer import StageOptimizer
 from agent.recipe import CheckpointWish

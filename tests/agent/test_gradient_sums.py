@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from agent.backward.probe import Probe, choose_split
 from agent.gradients import FastSum, GradientSum, gradient_sum
-from agent.probe import Probe, choose_split
 from agent.stage import Stage
 
 KINDS = [GradientSum, FastSum]

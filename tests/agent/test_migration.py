@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agent.checkpoint import Identity, whole_checkpoints
-from agent.checkpointing import CheckpointOptions
+from agent.checkpoints.checkpoint import Identity, whole_checkpoints
+from agent.checkpoints.checkpointing import CheckpointOptions
 from agent.launch import JobFailed
 from agent.recipe import CheckpointWish
 from tests.agent.local_jobs import LocalJob, fault_free_losses

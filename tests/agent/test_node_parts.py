@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 from agent import channel
 from agent.boundaries import TensorSpec
-from agent.checkpoint import Identity
-from agent.checkpointing import CheckpointOptions
+from agent.checkpoints.checkpoint import Identity
+from agent.checkpoints.checkpointing import CheckpointOptions
 from agent.faults import Kill
-from agent.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from agent.loop import LoopOptions
-from agent.node_role import NodeRole, check_token, first_host, role_of
-from agent.node_wire import MACHINE, by_name, decode_spec, encode_spec
-from agent.nodes import CLOCK_SAMPLES, NodeHub, SpreadPool
-from agent.placement import place, stand_in
+from agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
+from agent.nodes.placement import place, stand_in
+from agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool
+from agent.nodes.role import NodeRole, check_token, first_host, role_of
+from agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
 from agent.recipe import CheckpointWish, Recipe
 from agent.worker import ConsoleLink, WorkerSpec
 from agent.workload import NamedWorkload

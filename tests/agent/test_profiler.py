@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from agent.cli import app
 from agent.gradients import gradient_sum
-from agent.model_shapes import SHAPES, shape_of
 from agent.optimizer import StageOptimizer
-from agent.profile_traffic import measure_traffic
-from agent.profiler import Effort, PartSpec, kept_bytes, measure_part, timing_of
+from agent.profiling.profiler import Effort, PartSpec, kept_bytes, measure_part, timing_of
+from agent.profiling.shapes import SHAPES, shape_of
+from agent.profiling.traffic import measure_traffic
 from agent.stage import Stage
 from planner.errors import InputError
 from planner.job import Problem

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from agent.backward.probe import Probe, Split, choose_split
 from agent.examples.gpt import Block
 from agent.gradients import GradientSum, MicroBatch
-from agent.probe import Probe, Split, choose_split
 from agent.recipe import Autocast
 from agent.stage import Stage
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from agent.assembly import assemble
+from agent.backward.flops import FlopCount
+from agent.backward.probe import Probe, choose_split
 from agent.boundaries import TensorSpec, boundaries_of
 from agent.examples.gpt import Gpt
-from agent.flops import FlopCount
 from agent.gradients import FastSum, GradientSum
-from agent.probe import Probe, choose_split
 from agent.recipe import Recipe
 from planner.job import Job
 

@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from agent.backward.split import Deferred, Fused, Strategy, TorchSplit
 from agent.examples.gpt import Block
 from agent.gradients import FastSum, GradientSum
-from agent.profiler import kept_bytes, size_of
+from agent.profiling.profiler import kept_bytes, size_of
 from agent.recipe import Autocast
-from agent.split import Deferred, Fused, Strategy, TorchSplit
 from agent.stage import Stage
 from tests.benchmarks.machine import describe
 

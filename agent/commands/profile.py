@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from agent.cli_shared import check_writable, json_object, refuse, sentences
+from agent.commands.shared import check_writable, json_object, refuse, sentences
 from agent.recipe import Recipe
 from planner.errors import InputError
 from planner.job import Job
@@ -63,7 +63,8 @@ def profile_command(
         # Only now: importing torch takes seconds, and bad input should not have to wait for it.
         import torch
 
-        from agent import profile_job, profiler
+        from agent.profiling import job as profile_job
+        from agent.profiling import profiler
 
         torch.set_num_threads(threads)
         effort = profiler.Effort(repeats, warm_up, clock)  # type: ignore[arg-type]

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from agent.assembly import assemble
 from agent.boundaries import Tensors, boundaries_of, tensors_of
-from agent.model_shapes import parts_of, shape_of
 from agent.optimizer import StageOptimizer, stage_optimizer
-from agent.profile_traffic import TrafficError, measure_traffic
-from agent.profiler import Effort, PartSpec, measure_part, size_of
+from agent.profiling.profiler import Effort, PartSpec, measure_part, size_of
+from agent.profiling.shapes import parts_of, shape_of
+from agent.profiling.traffic import TrafficError, measure_traffic
 from agent.recipe import Recipe
 from agent.stage import Stage
 from agent.workload import load_workload

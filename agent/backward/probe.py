@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from agent.buffers import moved_by
-from agent.flops import FlopCount
+from agent.backward.buffers import moved_by
+from agent.backward.flops import FlopCount
+from agent.backward.split import Deferred, Fused, Strategy, StrategyName, TorchSplit
 from agent.gradients import GradientSum, MicroBatch
 from agent.recipe import Autocast
-from agent.split import Deferred, Fused, Strategy, StrategyName, TorchSplit
 from agent.stage import Stage
 
 Wanted = Literal["auto"] | StrategyName

@@ -2,7 +2,7 @@
 
 `deferred`: layers of our own that compute weight gradients late; keeps memory flat. `torch`:
 the two functions of torch.distributed.pipelining, for any graph; keeps the graph from F to W.
-`fused`: nothing is split. Which one serves a module is found by trying: see agent.probe.
+`fused`: nothing is split. Which one serves a module is found by trying: see agent.backward.probe.
 
 Where no input of a stage has a gradient (integer tokens), nobody waits for I: `torch` and `fused`
 then run the whole backward in W.
@@ -19,8 +19,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from agent.buffers import Move
-from agent.deferred import DeferredLayers, Sink, Tape
+from agent.backward.buffers import Move
+from agent.backward.deferred import DeferredLayers, Sink, Tape
 
 StrategyName = Literal["deferred", "torch", "fused"]
 

@@ -8,7 +8,7 @@ holds less: there the inputs that I recomputed stay until W.)
 
 Deferred are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms; every other
 parameter gets its gradient with I. Whether that equals the fused backward to the bit for a given module
-is not taken on trust: see agent.probe.
+is not taken on trust: see agent.backward.probe.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.checkpoint import CheckpointError, Identity, find, set_aside_later, whole_checkpoints, write_part
+from agent.checkpoints.checkpoint import CheckpointError, Identity, find, set_aside_later, whole_checkpoints, write_part
 from agent.optimizer import StageOptimizer
 from agent.recipe import CheckpointWish
 from agent.state import StageState

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from agent.cli_shared import check_writable, json_object, read_token, sentences
-from agent.commands_node import serve_node
+from agent.commands.node import serve_node
+from agent.commands.shared import check_writable, json_object, read_token, sentences
 from agent.faults import Kill, Rejoin
-from agent.node_role import check_token, role_of
+from agent.nodes.role import check_token, role_of
 from agent.recipe import CheckpointWish, Recipe
 from agent.record_words import is_remark, sentence_of
 from agent.start import StartOptions, make_launcher, parse_pace

@@ -14,8 +14,8 @@ from typing import Any
 
 from agent import channel, worker
 from agent.client import Backoff
-from agent.frames import Frames, NotTrusted, greet
-from agent.node_wire import MACHINE, decode_spec
+from agent.nodes.frames import Frames, NotTrusted, greet
+from agent.nodes.wire import MACHINE, decode_spec
 from agent.processes import ProcessPool, WorkerProcess, preload
 from planner.job import Worker
 

@@ -6,7 +6,7 @@ import signal
 
 import typer
 
-from agent.node_role import NodeRole
+from agent.nodes.role import NodeRole
 from agent.processes import preload, start_server
 from agent.workload import WorkloadSource
 from planner.errors import InputError
@@ -20,8 +20,8 @@ def serve_node(role: NodeRole, token: str | None, address: str | None, workload:
     workload: what the lead will most likely ask for; its modules are imported meanwhile.
     """
     start_server(preload(workload))
-    from agent.node_server import LeadLost, NodeServer
-    from agent.node_wire import find_lead
+    from agent.nodes.server import LeadLost, NodeServer
+    from agent.nodes.wire import find_lead
 
     lead = (role.host, role.port)
     if role.store is not None:

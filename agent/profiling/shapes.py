@@ -12,7 +12,7 @@ from torch.nn import functional
 from agent.examples.gpt import Block
 from agent.gradients import gradient_sum
 from agent.optimizer import StageOptimizer
-from agent.profiler import PartSpec
+from agent.profiling.profiler import PartSpec
 from agent.recipe import Recipe
 from agent.stage import Stage
 from planner.errors import InputError

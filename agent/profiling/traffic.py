@@ -14,7 +14,7 @@ import torch.distributed
 from agent import channel
 from agent.communicator import Groups, Timeouts
 from agent.processes import ProcessPool
-from agent.profiler import timing_of
+from agent.profiling.profiler import timing_of
 from planner.job import Worker
 from planner.profiles import Reductions, Timing
 
@@ -55,7 +55,7 @@ def measure_traffic(
     if processes < 2:
         return (), None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pool = ProcessPool(_peer, ["agent.profile_traffic"])
+    pool = ProcessPool(_peer, ["agent.profiling.traffic"])
     try:
         for number in range(processes):
             spec = _PeerSpec(number, processes, store.port, sizes, reduced, repeats, warm_up)

@@ -1,6 +1,6 @@
 """The lead's side of a job on several nodes: workers elsewhere, as if they were processes of its own.
 
-On every other node a small server (agent.node_server) starts and ends processes for the lead. A
+On every other node a small server (agent.nodes.server) starts and ends processes for the lead. A
 `RemoteWorker` has a pipe and a sentinel like a `WorkerProcess`, so the launcher's loop does not
 tell them apart; a node whose connection breaks takes all its workers' sentinels with it at once.
 """
@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from agent.frames import Frames, NotTrusted, greet
-from agent.node_role import NodeRole
-from agent.node_wire import MACHINE, by_name, encode_spec, publish_lead
-from agent.placement import place, stand_in
+from agent.nodes.frames import Frames, NotTrusted, greet
+from agent.nodes.placement import place, stand_in
+from agent.nodes.role import NodeRole
+from agent.nodes.wire import MACHINE, by_name, encode_spec, publish_lead
 from agent.processes import ProcessPool, WorkerProcess, preload
 from agent.worker import WorkerSpec, main
 from agent.workload import WorkloadSource
@@ -297,7 +297,7 @@ def open_pool(role: NodeRole, job: Job, workload: WorkloadSource, token: str | N
 
 
 class SpreadPool(ProcessPool):
-    """Starts each worker on the node that `homes` says; see agent.placement for those of lost nodes."""
+    """Starts each worker on the node that `homes` says; see agent.nodes.placement for those of lost nodes."""
 
     def __init__(self, modules: list[str], hub: NodeHub, homes: Mapping[Worker, int]):
         super().__init__(main, modules)

@@ -1,0 +1,1 @@
+"""Checkpoints of a job, and the weights it ends with."""

@@ -1,0 +1,1 @@
+"""A job on several machines: one launcher leads, the others start and end workers for it."""

@@ -1,0 +1,1 @@
+"""Measures the op times, transfers and bytes that plans are made from."""
