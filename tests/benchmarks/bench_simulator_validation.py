@@ -18,9 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from agent.processes import preload, start_server
-from agent.profiling.traffic import measure_traffic
-from agent.workload import NamedWorkload
+from planner.errors import InputError
 from planner.job import Job, MemoryLimit
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.engine import simulate
@@ -37,7 +35,6 @@ OPS = {"F": 40.0, "I": 40.0, "W": 40.0, "O": 20.0}
 GOAL = 0.03
 DRAWS = 200
 SAMPLES = PIPELINES * MICRO_BATCHES * TINY["batch"]
-BOUNDARY_BYTES = 4 * TINY["batch"] * TINY["sequence"] * TINY["width"]
 
 # (share of the run, deaths, returns); at .14 one worker of stage 2 is left, at .60 two die at once.
 SCRIPT: tuple[tuple[float, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -85,9 +82,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0, help="of the run that is predicted (default: 1)")
     parser.add_argument("--memory", default="uniform", help="limit of the plans (default: uniform)")
     arguments = parser.parse_args()
+    if not 1 <= arguments.minutes <= 600:
+        parser.error(f"--minutes: got {arguments.minutes:g}, expected 1 to 600")
+    try:
+        memory = MemoryLimit.parse(arguments.memory)
+    except InputError as error:
+        parser.error(str(error))
     print(describe())
     try:
-        validate(MemoryLimit.parse(arguments.memory), 60 * arguments.minutes)
+        validate(memory, 60 * arguments.minutes)
     except TooBusyError as error:
         print(f"nothing to compare: {error}")
     print(describe())
@@ -95,13 +98,11 @@ def main() -> None:
 
 def validate(memory: MemoryLimit, seconds: float) -> None:
     """Calibrates, predicts, runs and compares. Raises TooBusyError."""
-    transfer = _transfer()
-    durations = {**OPS, "transfer": transfer}
-    job = Job.uniform(PIPELINES, STAGES, MICRO_BATCHES, durations=durations, time_unit="ms")
+    job = Job.uniform(PIPELINES, STAGES, MICRO_BATCHES, durations=OPS, time_unit="ms")
     planned = PlannedJob(job, samples=SAMPLES, memory=memory)
     pace = {kind: ms / 1000 for kind, ms in OPS.items()}
-    told = ", ".join(f"{kind} {ms:g} ms" for kind, ms in durations.items())
-    print(f"the plan knows of {told} (transfers as measured); memory limit {memory.text}")
+    told = ", ".join(f"{kind} {ms:g} ms" for kind, ms in OPS.items())
+    print(f"the plan knows of {told} and takes transfers, of 4 KiB, for nothing; memory limit {memory.text}")
     calibration = calibrate(run_script(job, memory, pace, CALIBRATION, CALIBRATION_SECONDS))
     costs = calibration.costs
     print(
@@ -224,13 +225,6 @@ def _simulated(planned: PlannedJob, failed: int) -> float:
     rate = planned.rerouted(failed)
     assert rate is not None
     return 1000 * rate.seconds
-
-
-def _transfer() -> float:
-    """Milliseconds, to a tenth, that a stage's output takes to the next one."""
-    start_server(preload(NamedWorkload("agent.examples.gpt:Gpt", TINY)))
-    timings, _ = measure_traffic((BOUNDARY_BYTES,), 0, 2, repeats=50, warm_up=5)
-    return round(timings[0].median, 1)
 
 
 if __name__ == "__main__":
