@@ -36,18 +36,18 @@ GOAL = 0.03
 DRAWS = 200
 SAMPLES = PIPELINES * MICRO_BATCHES * TINY["batch"]
 
-# (share of the run, deaths, returns); at .14 one worker of stage 2 is left, at .60 two die at once.
+# (share of the run, deaths, returns); at .13 one worker of stage 2 is left, at .57 two die at once.
 SCRIPT: tuple[tuple[float, tuple[str, ...], tuple[str, ...]], ...] = (
     (0.05, ("W1_2",), ()),
-    (0.14, ("W0_2",), ()),
-    (0.24, (), ("W1_2",)),
-    (0.34, (), ("W0_2",)),
-    (0.43, ("W2_0",), ()),
-    (0.51, (), ("W2_0",)),
-    (0.60, ("W0_1", "W2_3"), ()),
-    (0.69, (), ("W0_1",)),
-    (0.79, ("W1_0",), ()),
-    (0.87, (), ("W2_3", "W1_0")),
+    (0.13, ("W0_2",), ()),
+    (0.22, (), ("W1_2",)),
+    (0.31, (), ("W0_2",)),
+    (0.40, ("W2_0",), ()),
+    (0.48, (), ("W2_0",)),
+    (0.57, ("W0_1", "W2_3"), ()),
+    (0.65, (), ("W0_1",)),
+    (0.75, ("W1_0",), ()),
+    (0.83, (), ("W2_3", "W1_0")),
 )
 # Other workers, one by one: seconds.
 CALIBRATION = (
