@@ -156,6 +156,7 @@ class _Scripted(LocalCoordination):
         self._run, self._seconds, self._stop = run, seconds, stop
         self._zero: float | None = None
         self._living: set[str] = set()
+        self._empty: set[str] = set()
         self._moved: dict[str, str] = {}
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
@@ -179,6 +180,7 @@ class _Scripted(LocalCoordination):
                 deployment, period = event.deployment, event.plan.schedule().period / self._ticks
                 self._run.epochs[deployment.epoch] = Epoch(len(deployment.failed), period)
                 self._living = set(deployment.living)
+                self._empty = set(deployment.failed)
                 self._moved |= {str(source): str(to) for source, to in event.moves}
         if self._zero is not None:
             events += self._due(now - self._zero)
@@ -193,7 +195,18 @@ class _Scripted(LocalCoordination):
         step = self._run.script[done]
         self._run.issued.append(elapsed)
         kills = [Command(seq=done, kind="kill", worker=str(self._home(name))) for name in step.kills]
-        return kills + [Command(seq=done, kind="restart", worker=name) for name in step.returns]
+        back = [self._vacant(name) for name in step.returns]
+        return kills + [Command(seq=done, kind="restart", worker=name) for name in back]
+
+    def _vacant(self, name: str) -> str:
+        """That cell, or another empty one where somebody has moved in."""
+        place = name if name in self._empty else min(self._empty, default=None)
+        if place is None:
+            raise TooBusyError(
+                f"{name} is to come back and is not gone yet: the machine is too busy for so short a run"
+            )
+        self._empty.discard(place)
+        return place
 
     def _home(self, name: str) -> Worker:
         """Where the worker of that cell is now: it may have moved to another stage."""
