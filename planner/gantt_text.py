@@ -35,5 +35,6 @@ def gantt_lines(schedule: Schedule, *, width: int) -> Iterator[Text]:
     if len(schedule.ops) > MAX_ROWS:
         yield Text(f"... and {len(schedule.ops) - MAX_ROWS} more workers", "dim")
     slice_of = schedule.problem.job.units(end / columns)
-    unit = schedule.problem.job.time_unit + ("" if slice_of == 1 else "s")
-    yield Text(f"one column is {slice_of:.3g} {unit}; small letters: re-routed micro-batches; dots: bubbles", "dim")
+    unit = schedule.problem.job.time_unit
+    plural = "" if slice_of == 1 or unit.endswith("s") else "s"
+    yield Text(f"one column is {slice_of:.3g} {unit}{plural}; small letters: re-routed micro-batches; dots: bubbles", "dim")
