@@ -74,9 +74,10 @@ def sentence(view: JobView) -> None:
 
 
 def advice(view: JobView) -> None:
-    """Which way on is best while workers are out, quietly below the coordinator's sentence."""
+    """Which way on is best while workers are out, folded up below the coordinator's sentence."""
     if view.advice:
-        st.html(f'<div class="or-advice" role="note">{escape(view.advice)}</div>')
+        words = "Would another way on train more until the repair?"
+        st.html(f'<details class="or-advice"><summary>{words}</summary><p>{escape(view.advice)}</p></details>')
 
 
 def legend(counts: dict[str, int]) -> None:

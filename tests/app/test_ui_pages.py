@@ -131,7 +131,7 @@ def test_while_workers_are_out_the_best_way_on_is_said(console: Console, jobs: d
     job = jobs["failed"].job_id
     until(lambda: console.view(job).advice is not None, "the advice comes")
     page = words(open_page(job))
-    said = f'<div class="or-advice" role="note">{escape(console.view(job).advice or "")}</div>'
+    said = f"<p>{escape(console.view(job).advice or '')}</p></details>"
     assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
     assert 'class="or-advice"' not in words(open_page(jobs["running"].job_id))
 
