@@ -220,7 +220,7 @@ class Launcher:
         if recorded.iterations:
             due = [r for r in self._rejoins if r.iteration < self._record.committed]
             for rejoin in due:
-                place = self._pool.vacancy(rejoin.worker)
+                place = self._pool.vacancy(rejoin.worker, self._options.job.workers())
                 if place is not None:
                     self._rejoins.remove(rejoin)
                     self._start(place, joins=True)
@@ -283,7 +283,7 @@ class Launcher:
         if command.kind == "kill" and entry is not None:
             self._record.dying(cell, time.monotonic_ns())
             entry.kill()
-        elif command.kind == "restart" and (place := self._pool.vacancy(cell)) is not None:
+        elif command.kind == "restart" and (place := self._pool.vacancy(cell, self._options.job.workers())) is not None:
             self._start(place, joins=self._deployed is not None)
 
     def _put_out_the_silent(self) -> None:

@@ -14,7 +14,7 @@ import queue
 import signal
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -143,13 +143,17 @@ class ProcessPool:
             entry.worker, entry.came_from, entry.since = to, source, epoch
             self.running[to] = entry
 
-    def vacancy(self, worker: Worker) -> Worker | None:
+    def vacancy(self, worker: Worker, cells: Iterable[Worker]) -> Worker | None:
         """Where a new process for `worker` finds its place: there, or, if somebody has moved in, where
-        that one came from; None: nowhere."""
+        that one came from, or, if others have come there since, at any empty place of `cells`. None:
+        `worker` itself still runs, or nothing is empty."""
+        occupant = self.running.get(worker)
+        if occupant is not None and occupant.came_from is None:
+            return None
         place: Worker | None = worker
         while place is not None and (entry := self.running.get(place)) is not None:
             place = entry.came_from
-        return place
+        return place if place is not None else next((c for c in cells if c not in self.running), None)
 
     def put_out(self, entry: WorkerProcess, reason: str) -> None:
         """Makes room for a successor: tells the process to end, and ends it. It may hang, and then

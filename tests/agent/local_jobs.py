@@ -82,7 +82,7 @@ class LocalJob:
 
     def start(self, name: str) -> None:
         """A new process for a cell whose process is gone; elsewhere, if another worker has moved in."""
-        place = self.launcher._pool.vacancy(Worker.parse(name))
+        place = self.launcher._pool.vacancy(Worker.parse(name), self.launcher._options.job.workers())
         assert place is not None
         self.launcher._start(place, joins=True)
 
