@@ -36,5 +36,5 @@ def gantt_lines(schedule: Schedule, *, width: int) -> Iterator[Text]:
         yield Text(f"... and {len(schedule.ops) - MAX_ROWS} more workers", "dim")
     slice_of = schedule.problem.job.units(end / columns)
     unit = schedule.problem.job.time_unit
-    plural = "" if slice_of == 1 or unit.endswith("s") else "s"
-    yield Text(f"one column is {slice_of:.3g} {unit}{plural}; small letters: re-routed micro-batches; dots: bubbles", "dim")
+    unit += "" if slice_of == 1 or unit.endswith("s") else "s"
+    yield Text(f"one column is {slice_of:.3g} {unit}; small letters: re-routed micro-batches; dots: bubbles", "dim")
