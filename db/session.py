@@ -82,10 +82,20 @@ class Database:
 
     def upgrade(self) -> None:
         """Brings the tables to this version of the program. Processes that start together take turns."""
-        with self._explained(), self._writing() as connection:
+        with self._explained(), self._alone(), self._writing() as connection:
             if not self.is_sqlite:
                 connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
             command.upgrade(alembic_config(connection), "head")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """SQLite does not wait for its lock while a new file changes to WAL: whoever comes second waits here."""
+        if not self.is_sqlite:
+            yield
+            return
+        with Path(f"{self._path}.upgrade").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
 
     @contextmanager
     def read(self) -> Iterator[Session]:
