@@ -79,7 +79,7 @@ def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: 
         job_id = server.job_id()
         until(lambda: all(1 in loop.epochs() for loop in running.values()), "the first plan everywhere")
         until(lambda: len(reported(server, job_id)) > 3, "iterations")
-        assert server.read(f"/jobs/{job_id}")["state"] == "running", "a callback that failed held nobody up"
+        until(lambda: server.read(f"/jobs/{job_id}")["state"] == "running", "all, though one's callback failed")
         workers = server.read(f"/jobs/{job_id}/workers")["workers"]
         assert {w["name"]: w["pid"] for w in workers} == {name: loop.process.pid for name, loop in running.items()}
 
