@@ -34,6 +34,7 @@ from agent.protocol import (
 from app import membership as m
 from app.advising import Advising
 from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
+from app.library import Library
 from app.live import LiveJob
 from app.membership import Ladder
 from app.planning import Planning
@@ -68,6 +69,7 @@ class Console:
         self._planning = Planning(tolerance)
         self._advising = Advising(store)
         self.simulations = Simulations()
+        self.library = Library(store, self._plans)
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
 

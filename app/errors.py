@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy.exc import SQLAlchemyError
+
 
 class ConsoleError(Exception):
     """status: of HTTP (4xx, 503); code: for programs, as in agent.protocol.Problem."""
@@ -27,3 +32,12 @@ def unavailable(reason: str) -> ConsoleError:
 
 def unknown_plan(fingerprint: str) -> ConsoleError:
     return ConsoleError(404, "unknown_plan", f"plan: got {fingerprint!r}, expected the fingerprint of a plan")
+
+
+@contextmanager
+def storing() -> Iterator[None]:
+    """Turns an error of the database into a ConsoleError (503)."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise unavailable(type(error).__name__) from error

@@ -94,6 +94,17 @@ class PlanRow(Base):
     created_at: Mapped[float] = mapped_column(Double)
 
 
+class SavedPlanRow(Base):
+    """A plan that somebody keeps under a name. summary: what a list of plans says of it, as JSON."""
+
+    __tablename__ = "saved_plan"
+
+    fingerprint: Mapped[str] = mapped_column(String(64), ForeignKey("plan.fingerprint"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(80))
+    summary: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[float] = mapped_column(Double)
+
+
 class CatalogRow(Base):
     """Plans made ahead for one job, technique and memory limit. info: what they answer, as JSON."""
 

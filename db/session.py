@@ -15,9 +15,12 @@ from typing import IO, Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
+
+from db.models import Base
 
 # Any two numbers, so that our advisory locks don't meet those of other users of the database.
 _MIGRATION_LOCK = 0x0C1E_0001
@@ -108,6 +111,12 @@ class Database:
         with self._writing() as connection, Session(connection) as session:
             yield session
             session.flush()
+
+    def insert_new(self, model: type[Base]) -> Any:
+        """INSERT that leaves a row alone which is there already."""
+        assert isinstance(model.__table__, Table)
+        dialect = sqlite if self.is_sqlite else postgresql
+        return dialect.insert(model.__table__).on_conflict_do_nothing()
 
     def close(self) -> None:
         if self._lease is not None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from sqlalchemy import Table, bindparam, delete, func, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from db.models import (
@@ -29,10 +27,10 @@ from db.models import (
     IterationRow,
     JobPlanRow,
     JobRow,
-    PlanRow,
     RecoveryRow,
     WorkerRow,
 )
+from db.plan_rows import keep_plan, plan_document
 from db.session import Database
 
 Record = dict[str, Any]
@@ -172,8 +170,7 @@ class Store:
     def plan(self, fingerprint: str) -> str | None:
         """The plan document as JSON."""
         with self.database.read() as session:
-            data = session.scalar(select(PlanRow.document).where(PlanRow.fingerprint == fingerprint))
-        return None if data is None else zlib.decompress(data).decode()
+            return plan_document(session, fingerprint)
 
     def job_plans(self, job_id: str) -> list[Record]:
         """What plans a job has, without the documents; `failed` as a list, fewest failures first."""
@@ -314,24 +311,18 @@ class Store:
     def _put_plan(
         self, session: Session, job_id: str, fingerprint: str, document: str, failed: Sequence[str], ahead: bool
     ) -> None:
-        now = time.time()
-        plan = {"fingerprint": fingerprint, "document": zlib.compress(document.encode()), "created_at": now}
-        session.execute(self._insert_new(PlanRow).values(plan))
+        keep_plan(self.database, session, fingerprint, document)
         link = {
             "job_id": job_id,
             "fingerprint": fingerprint,
             "failed": json.dumps(list(failed)),
             "ahead": ahead,
-            "created_at": now,
+            "created_at": time.time(),
         }
         session.execute(self._insert_new(JobPlanRow).values(link))
 
     def _insert_new(self, model: type[Base]) -> Any:
-        """INSERT that leaves a row alone which is there already."""
-        assert isinstance(model.__table__, Table)
-        if self.database.is_sqlite:
-            return sqlite.insert(model.__table__).on_conflict_do_nothing()
-        return postgresql.insert(model.__table__).on_conflict_do_nothing()
+        return self.database.insert_new(model)
 
 
 class CatalogBlobs:
