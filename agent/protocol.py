@@ -10,10 +10,16 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from planner.errors import InputError
+from planner.job import Job, MemoryLimit, Technique
+from planner.plan import JobDoc
 
 API = "/api/v1"
 PROTOCOL_VERSION = 1
+# Of one worker and iteration, at most.
+MEASURED_OPS = 100_000
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[\w .:@/()+-]+$")]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
@@ -23,6 +29,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Microseconds = Annotated[int, Field(ge=0, le=10**12)]
 OpKind = Literal["F", "I", "W", "B", "O"]
 
 
@@ -59,8 +66,9 @@ class JobState(StrEnum):
 class JobSpec(Message):
     """POST /jobs -> JobCreated. What a launcher asks the console to look after.
 
-    durations: F, I, W, O, transfer in milliseconds, one number each for all stages: what plans
-    are made from. paced: each op is stretched to its duration (a demo on a machine without
+    What plans are made from is said once: by profile, which has op times and bytes by stage, or, where
+    all stages are alike, by durations: F, I, W, O, transfer in milliseconds. With neither, each op
+    takes one slot. paced: each op is stretched to its duration (a demo on a machine without
     accelerators). demo: its processes may be killed from the console. checkpoints: the job writes
     some, so that a stage whose last worker is gone can be staffed anew.
     """
@@ -72,12 +80,34 @@ class JobSpec(Message):
     iterations: Annotated[int, Field(ge=1, le=2**53)]
     samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] = 1
     technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
-    memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|[1-9]\d{0,8})$")] = "uniform"
+    memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9]\d{0,8})$")] = "uniform"
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
+    # Left out where there is none: consoles that do not know of it take such a job, too.
+    profile: Annotated[JobDoc | None, Field(exclude_if=lambda value: value is None)] = None
     paced: bool = False
     demo: bool = False
     checkpoints: bool = False
     seed: Count = 0
+
+    def job(self) -> Job:
+        """What is planned for. Durations are milliseconds, whole microseconds.
+
+        Raises InputError, or InfeasibleError where memory does not hold a single micro-batch.
+        """
+        if self.profile is None:
+            durations: dict[str, float] = {kind: round(value, 3) for kind, value in self.durations.items()}
+            unit = "ms" if durations else "slot"
+            job = Job.uniform(self.pipelines, self.stages, self.micro_batches, durations=durations, time_unit=unit)
+        else:
+            if self.durations:
+                raise InputError("durations", dict(self.durations), "nothing beside profile, which has the op times")
+            for size in ("pipelines", "stages", "micro_batches"):
+                own = getattr(self, size)
+                if (value := getattr(self.profile, size)) != own:
+                    raise InputError(f"profile.{size}", value, f"{own}, as the job has it")
+            job = self.profile.job()
+        MemoryLimit.parse(self.memory, field="memory").limits(job, Technique(self.technique))
+        return job
 
 
 class JobCreated(Message):
@@ -129,9 +159,49 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
-    """epoch: the newest epoch of the job. A fenced worker gets 409 with `code: fenced` instead."""
+    """epoch: the newest epoch of the job. measure: an iteration, not begun yet, whose ops all workers
+    record and post as a MeasuredOps. A fenced worker gets 409 with `code: fenced` instead."""
 
     epoch: Count
+    measure: Count | None = None
+
+
+class ClockReading(Message):
+    """GET /clock. The console's monotonic clock, in microseconds. name: see agent.clock.clock_name."""
+
+    name: Identifier
+    microseconds: Count
+
+
+class MeasuredOps(Message):
+    """POST /jobs/{job_id}/measured. When each op of one iteration ran on one worker, in order.
+
+    One entry per op in kinds, pipelines and micro_batches (the home of the micro-batch; the worker's
+    own pipeline and -1 for O), starts_us (microseconds since started_us) and durations_us.
+    started_us: on the worker's monotonic clock, whose name is clock; offset_us, added to it, gives
+    the console's, within ± uncertainty_us.
+    """
+
+    worker: WorkerName
+    incarnation: Identifier
+    epoch: Annotated[int, Field(ge=1)]
+    iteration: Count
+    clock: Identifier
+    started_us: Count
+    offset_us: Annotated[int, Field(ge=-(2**53), le=2**53)]
+    uncertainty_us: Count
+    kinds: Annotated[str, StringConstraints(min_length=1, max_length=MEASURED_OPS, pattern=r"^[FIWBO]+$")]
+    pipelines: Annotated[tuple[Annotated[int, Field(ge=0, le=10**6)], ...], Field(max_length=MEASURED_OPS)]
+    micro_batches: Annotated[tuple[Annotated[int, Field(ge=-1, le=10**6)], ...], Field(max_length=MEASURED_OPS)]
+    starts_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS)]
+    durations_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS)]
+
+    @model_validator(mode="after")
+    def _one_entry_per_op(self) -> MeasuredOps:
+        for name in ("pipelines", "micro_batches", "starts_us", "durations_us"):
+            if len(getattr(self, name)) != len(self.kinds):
+                raise ValueError(f"{name}: got {len(getattr(self, name))} entries, expected {len(self.kinds)}, as kinds")
+        return self
 
 
 class Deployment(Message):
@@ -216,6 +286,18 @@ class Recovery(Message):
     reformed_ms: Milliseconds
     resumed_ms: Milliseconds
     death_known: bool = True
+
+
+class VerdictReport(Message):
+    """POST /jobs/{job_id}/verdicts. From the launcher: what came of checking an iteration's gradients.
+
+    coefficient: what they were scaled by (1: nothing); None: the update was left out, since one was
+    NaN, infinite or out of range. redone: the step had been taken otherwise and was put right.
+    """
+
+    iteration: Count
+    coefficient: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
+    redone: bool
 
 
 class Command(Message):

@@ -24,6 +24,7 @@ from agent.recipe import CheckpointWish, Recipe
 from planner.catalog import Catalog
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Problem, Technique
+from planner.plan import job_doc
 
 if TYPE_CHECKING:
     from agent.checkpoints.checkpointing import CheckpointOptions
@@ -243,6 +244,7 @@ def job_spec(
     seed: int = 0,
 ) -> JobSpec:
     """What a console is told of a job. Raises InputError naming the option that it would not take."""
+    durations = _durations(job)
     try:
         return JobSpec(
             name=name,
@@ -253,7 +255,8 @@ def job_spec(
             samples_per_micro_batch=samples_per_micro_batch,
             technique=technique.value,  # type: ignore[arg-type]
             memory=memory.text,
-            durations=_durations(job),  # type: ignore[arg-type]
+            durations=durations or {},  # type: ignore[arg-type]
+            profile=job_doc(job) if durations is None else None,
             paced=paced,
             demo=demo,
             checkpoints=checkpoints,
@@ -274,18 +277,23 @@ def argument_names() -> Iterator[None]:
         raise InputError(error.field.removeprefix("--").replace("-", "_"), error.value, error.expected) from None
 
 
-def _durations(job: Job) -> dict[str, float]:
-    """Milliseconds by op kind as a console plans with them; {} for a job in slots.
+def _durations(job: Job) -> dict[str, float] | None:
+    """Milliseconds by op kind, where they say all that there is to say of the job; {} for one slot per op.
 
-    A console plans with one number for all stages: where stages differ, with that of the slowest.
+    None: the console has to be given the job's whole profile.
     """
-    if job.time_unit != "ms":
-        return {}
-    slowest = max(job.profiles, key=lambda p: p.forward + p.input_backward + p.weight_backward)
-    return {
-        "F": slowest.forward,
-        "I": slowest.input_backward,
-        "W": slowest.weight_backward,
-        "O": max(p.optimizer for p in job.profiles),
-        "transfer": max(job.transfers, default=0.0),
-    }
+    if job.time_unit not in ("slot", "ms"):
+        return None
+    first, times = job.profiles[0], dict[str, float]()
+    if job.time_unit == "ms":
+        times = {
+            "F": first.forward,
+            "I": first.input_backward,
+            "W": first.weight_backward,
+            "O": first.optimizer,
+            "transfer": max(job.transfers, default=0.0),
+        }
+        if any(ms != round(ms, 3) for ms in times.values()):
+            return None  # finer than a console takes them
+    alike = Job.uniform(job.pipelines, job.stages, job.micro_batches, durations=times, time_unit=job.time_unit)
+    return times if job == alike else None

@@ -16,7 +16,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import Command, Heartbeat, JobSpec, JobState, WorkerState
-from app import coordinator
+from app import coordinator, fencing
 from app.advice import Verdict
 from app.errors import ConsoleError, unavailable
 from app.membership import (
@@ -40,7 +40,7 @@ from app.rows import Contact, differs, epoch_row, member_row, read_contact, read
 from db.store import Change, Record, Store
 from planner.catalog import Catalog
 from planner.errors import PlannerError
-from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.job import MemoryLimit, Technique, Worker
 from planner.plan import Plan
 
 log = structlog.get_logger()
@@ -49,16 +49,6 @@ log = structlog.get_logger()
 INLINE_OPS = 1_500
 
 _STATUS = {"unknown_worker": 404, "fenced": 409, "not_member": 409, "job_over": 409, "invalid": 422}
-
-
-def job_of(spec: JobSpec) -> Job:
-    """What is planned for. Durations are milliseconds, whole microseconds; without any, slots.
-
-    Raises InputError.
-    """
-    durations: dict[str, float] = {kind: round(value, 3) for kind, value in spec.durations.items()}
-    unit = "ms" if durations else "slot"
-    return Job.uniform(spec.pipelines, spec.stages, spec.micro_batches, durations=durations, time_unit=unit)
 
 
 class LiveJob:
@@ -82,7 +72,7 @@ class LiveJob:
         self.spec = spec
         self.created_at = created_at
         self.ladder = ladder
-        self.job = job_of(spec)
+        self.job = spec.job()
         self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
         self.planned_ahead = 0
         self.plans_to_make = 0
@@ -168,11 +158,11 @@ class LiveJob:
         Raises ConsoleError for an unknown or fenced worker.
         """
         state = self.state
-        member = coordinator.holder(state.members, beat.worker, beat.incarnation)
+        member = fencing.holder(state.members, beat.worker, beat.incarnation)
         if member is None:
-            raise ConsoleError(404, "unknown_worker", coordinator.no_such_worker(state, beat.worker))
+            raise ConsoleError(404, "unknown_worker", fencing.no_such_worker(state, beat.worker))
         if member.incarnation != beat.incarnation or member.state is WorkerState.FAILED:
-            raise ConsoleError(409, "fenced", coordinator.fenced_text(member, beat.incarnation))
+            raise ConsoleError(409, "fenced", fencing.fenced_text(member, beat.incarnation))
         self._fresh.append((beat, self._clock()))
         return state.epoch
 

@@ -20,7 +20,8 @@ from planner.schedule import Op, Schedule
 
 SCHEMA_VERSION: Literal[1] = 1
 
-Time = Annotated[int | float, Field(ge=0, allow_inf_nan=False)]
+# Bounded: a whole number may be too large for a float, and would pass for finite.
+Time = Annotated[int | Annotated[float, Field(allow_inf_nan=False)], Field(ge=0, le=1e18)]
 WorkerName = Annotated[str, Field(pattern=r"^W\d{1,6}_\d{1,6}$")]
 Bytes = Annotated[StrictInt, Field(ge=0)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]

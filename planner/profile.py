@@ -88,7 +88,9 @@ def parse_durations(text: str, *, field: str = "--durations") -> dict[str, float
 
 
 def check_duration(field: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # Of an int, however large, only the range matters: it may not fit into a float.
+    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, bool) or not finite:
         raise InputError(field, value, "a finite number")
     if not 0 <= value <= 1e9:
         raise InputError(field, value, "a duration from 0 to 1e9")

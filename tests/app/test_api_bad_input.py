@@ -9,6 +9,9 @@ import pytest
 import requests
 from console_server import Agents, ConsoleServer
 
+STAGE = {"forward": 1, "input_backward": 1, "weight_backward": 1, "optimizer": 0}
+PROFILE = {"pipelines": 2, "stages": 2, "micro_batches": 2, "profiles": [STAGE, STAGE], "transfers": [0]}
+BYTES = {"memory": "bytes"}
 SPEC = {"name": "n", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 5}
 
 
@@ -37,6 +40,22 @@ def assert_problem(answer: requests.Response, status: int, code: str, detail: st
         ({"durations": {"F": 0, "I": 1, "W": 1}}, "profiles[0].forward: got 0.0, expected a duration above 0"),
         ({"durations": {"Q": 1}}, "durations.Q"),
         ({"extra": 1}, "extra: got 1, expected no field of that name"),
+        ({"memory": "bytes"}, "capacity_bytes: got None, expected bytes per worker"),
+        ({"profile": {**PROFILE, "stages": 3}}, "profile.stages: got 3, expected 2, as the job has it"),
+        ({"profile": {**PROFILE, "transfers": [1, 1]}}, "transfers: got 2, expected one per stage boundary, 1 in all"),
+        ({"profile": {**PROFILE, "profiles": [STAGE]}}, "profiles: got 1, expected one per stage, 2 in all"),
+        ({"profile": {**PROFILE, "profiles": [{**STAGE, "forward": 0}, STAGE]}}, "profiles[0].forward: got 0"),
+        ({"profile": {**PROFILE, "transfers": [10**400]}}, "profile.transfers.0: got 1000"),
+        ({"profile": {**PROFILE, "profiles": [{**STAGE, "forwards": 1}, STAGE]}}, "forwards: got 1, expected no field"),
+        ({"profile": {**PROFILE, "speeds": {"W7_0": 0.5}}}, "speeds: got 'W7_0', expected a worker of the grid"),
+        ({"profile": PROFILE, "durations": {"F": 1}}, "durations: got {'F': 1.0}, expected nothing beside profile"),
+        (
+            {
+                "profile": {**PROFILE, "profiles": [{**STAGE, "weight_bytes": 9}] * 2, "capacity_bytes": 8},
+                "memory": "bytes",
+            },
+            "weights and optimizer state take 9 bytes on stage 0, which has 8",
+        ),
         ({"pipelines": 4096, "stages": 4096}, "pipelines x stages: got 16777216, expected at most 16384 workers"),
         ({"pipelines": 64, "stages": 64, "micro_batches": 65536}, "expected at most 20,000,000 ops"),
     ],
