@@ -6,7 +6,7 @@ Plain immutable data. `now` and every time in here are seconds of one monotonic 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent.protocol import JobState, WorkerState
@@ -64,6 +64,11 @@ class Member:
     last_heard: float | None = None
     draining: bool = False
     detail: str = ""
+
+    @property
+    def incarnations(self) -> tuple[str, ...]:
+        """All that there were, the present one last."""
+        return self.retired if self.incarnation is None else (*self.retired, self.incarnation)
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,9 @@ class State:
         living = self.current.living if self.current else ()
         members = (self.members[name] for name in living)
         return [m for m in members if m.state is not WorkerState.FINISHED and m.acknowledged != "resumed"]
+
+    def with_member(self, member: Member) -> State:
+        return replace(self, members={**self.members, member.name: member})
 
     @property
     def job_state(self) -> JobState:

@@ -44,7 +44,7 @@ def staff(state: State) -> tuple[State, tuple[tuple[str, str], ...]]:
             target,
             state=WorkerState.REJOINING,
             incarnation=source.incarnation,
-            retired=target.retired if target.incarnation is None else (*target.retired, target.incarnation),
+            retired=target.incarnations,
             epoch=0,
             acknowledged="",
             last_heard=source.last_heard,

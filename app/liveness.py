@@ -1,0 +1,128 @@
+"""Who is alive, by heartbeats and their silence, ends of processes, and broken transfers. Pure.
+
+Each function takes one kind of event: (state, event, now, ladder) -> Step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agent.protocol import WorkerState
+from app.epochs import lose, reconsider
+from app.fencing import fence, holder, no_such_worker, refuse
+from app.membership import (
+    Broken,
+    Decision,
+    Exited,
+    Heard,
+    Ladder,
+    Member,
+    Note,
+    Stalled,
+    State,
+    Step,
+    Tick,
+    TransferBroken,
+    peer_of,
+)
+
+RUNNING, SUSPECT = WorkerState.RUNNING, WorkerState.SUSPECT
+FAILED, FINISHED = WorkerState.FAILED, WorkerState.FINISHED
+
+
+def heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
+    members, notes = dict(state.members), list[Decision]()
+    for said, beat in event.beats.items():
+        member = holder(members, said, beat.incarnation)
+        if member is None or member.incarnation != beat.incarnation or member.state is FAILED:
+            continue  # fenced: it changes nothing
+        name = member.name
+        heard = beat.heard if member.last_heard is None else max(beat.heard, member.last_heard)
+        if member.state is SUSPECT and now - heard <= ladder.suspect:
+            notes.append(Note("info", "worker", f"{name} is heard again", name))
+            member = replace(member, state=RUNNING)
+        members[name] = replace(member, last_heard=heard, draining=beat.draining)
+    return Step(replace(state, members=members), tuple(notes), "heartbeats")
+
+
+def tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
+    if state.over:
+        return Step(state)
+    members, notes, dead = dict(state.members), list[Decision](), dict[str, str]()
+    for name, member in state.members.items():
+        if member.last_heard is None or member.state in (FAILED, FINISHED):
+            continue
+        age = now - member.last_heard
+        if age > ladder.dead and _is_done(state, member):
+            members[name] = replace(member, state=FINISHED)
+        elif age > ladder.dead:
+            dead[name] = f"not heard for {age:.1f} s (dead at {ladder.dead:g} s)"
+        elif age > ladder.suspect and member.state is RUNNING and not _is_done(state, member):
+            members[name] = replace(member, state=SUSPECT)
+            text = f"{name} has not been heard for {age:.1f} s (dead at {ladder.dead:g} s)"
+            notes.append(Note("warning", "worker", text, name))
+    if any(members[name] is not state.members[name] for name in members):
+        state = replace(state, members=members)
+    if dead:
+        return lose(state, dead, notes)
+    broken = state.broken
+    if broken and now - broken.since >= ladder.transfer_grace:
+        peer = peer_of(broken.reporter, broken.worker)
+        reason = f"{broken.reporter} lost its connection to {peer}, and nobody died: all connect anew"
+        notes.append(Note("warning", "epoch", reason, broken.reporter))
+        return reconsider(replace(state, broken=None), reason, notes, anew=True)
+    return Step(state, tuple(notes), "time went by")
+
+
+def stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
+    members = {
+        name: m if m.last_heard is None else replace(m, last_heard=min(now, m.last_heard + event.seconds))
+        for name, m in state.members.items()
+    }
+    text = f"the console stood still for {event.seconds:.1f} s; that time is not held against the workers"
+    return Step(replace(state, members=members), (Note("warning", "console", text),), text)
+
+
+def exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
+    member = holder(state.members, event.worker, event.incarnation)
+    if member is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
+    if state.over or event.incarnation in member.retired:
+        return Step(state, reason=f"the end of that process of {event.worker} is known")
+    if member.incarnation not in (None, event.incarnation):
+        # Its process died before it could register: nothing but that incarnation is lost.
+        retired = replace(member, retired=(*member.retired, event.incarnation))
+        return Step(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
+    if member.state in (FAILED, FINISHED):
+        return Step(state, reason=f"{event.worker} was out already")
+    if _is_done(state, member):
+        return Step(
+            state.with_member(replace(member, state=FINISHED)), reason=f"{member.name} left after its last iteration"
+        )
+    if member.incarnation is None:
+        state = state.with_member(replace(member, incarnation=event.incarnation))
+    detail = f"its process {event.detail or 'ended'}"
+    return lose(state, {member.name: detail}, [])
+
+
+def transfer_broken(state: State, event: TransferBroken, now: float, ladder: Ladder) -> Step:
+    reporter = holder(state.members, event.reporter, event.incarnation)
+    worker = state.members.get(event.worker)
+    if reporter is None or worker is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker if reporter else event.reporter))
+    if fenced := fence(state, reporter, event.incarnation):
+        return fenced
+    old = event.epoch != state.epoch if event.epoch else reporter.acknowledged == ""
+    if state.over or state.current is None or state.pending or old:
+        return Step(state, reason="that connection belongs to an epoch that is over or about to end")
+    if state.broken:
+        return Step(state, reason=f"waiting already since {state.broken.reporter} reported a broken connection")
+    detail = f" ({event.detail})" if event.detail else ""
+    text = f"{event.reporter} can't exchange data with {peer_of(event.reporter, event.worker)}{detail}"
+    broken = Broken(now, event.reporter, event.worker, event.detail)
+    return Step(replace(state, broken=broken), (Note("warning", "failure", text, event.reporter),), text)
+
+
+def _is_done(state: State, member: Member) -> bool:
+    """Has the worker nothing left to do, so that its going is no failure?"""
+    return member.draining or state.committed >= state.iterations
