@@ -36,6 +36,7 @@ from app.advising import Advising
 from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
 from app.library import Library
 from app.live import LiveJob
+from app.making import Making
 from app.membership import Ladder
 from app.planning import Planning
 from app.sentence import sentence
@@ -69,6 +70,7 @@ class Console:
         self._planning = Planning(tolerance)
         self._advising = Advising(store)
         self.simulations = Simulations()
+        self.making = Making()
         self.library = Library(store, self._plans)
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
@@ -105,6 +107,7 @@ class Console:
         self._planning.close()
         self._advising.close()
         self.simulations.close()
+        self.making.close()
         for job in self._jobs.values():
             with suppress(ConsoleError):
                 job.take_heartbeats()

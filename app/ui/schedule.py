@@ -15,37 +15,41 @@ from app.ui.charts import rows
 from app.ui.charts.gantt import KIND_ORDER, gantt
 from app.ui.charts.overview import Detail
 from app.ui.picker import open_job
+from app.ui.plan_source import pick_plan
 from app.ui.tables import operations_table, workers_table
 from app.ui.theme import BOX_CONFIG, CHART_CONFIG, Palette
-from app.view import JobView
 from planner.export import EXPORTERS
 from planner.job import Worker
 from planner.plan import Plan
 from planner.schedule import Schedule
 
-IN_FORCE = "in-force"
-PICKER = "plan-picker"
 SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "One pipeline", "stage": "One stage"}
 
 
 def page() -> None:
     colours = components.use_style()
     console = get_console()
-    opened = open_job(console, pace=False)
-    if opened is None:
+    # Without a job there may still be plans of the library, or one that a link names.
+    jobless = not console.list_jobs() and bool(console.library.saved() or "plan" in st.query_params)
+    opened = None if jobless else open_job(console, pace=False)
+    if opened is None and not jobless:
         return
-    view = opened[0]
-    st.fragment(_follow, run_every=2)(console, view.job_id, view.plan.fingerprint if view.plan else None)
+    view = opened[0] if opened else None
+    if view is None:
+        st.html('<h1 class="or-title">Schedule</h1>')
+    else:
+        st.fragment(_follow, run_every=2)(console, view.job_id, view.plan.fingerprint if view.plan else None)
     filters = st.container(horizontal=True, vertical_alignment="bottom", key="filters")
     with filters:
-        plan = _choose_plan(console, view)
-    if view.plan is None:
+        source = pick_plan(console, view.job_id if view else None)
+    if view is not None and view.plan is None:
         components.quiet(
             "No plan is in force yet: the first one is rolled out when all workers have registered. "
             f"Made ahead so far: {view.planned_ahead} of {view.plans_to_make} plans."
         )
-    if plan is None:
+    if source is None:
         return
+    plan = source.plan
     schedule = st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)
     with filters:
         workers = _choose_workers(schedule)
@@ -67,37 +71,6 @@ def _follow(console: Console, job_id: str, shown: str | None) -> None:
         return
     if (plan.fingerprint if plan else None) != shown:
         st.rerun()
-
-
-def _choose_plan(console: Console, view: JobView) -> Plan | None:
-    records = sorted(console.plans(view.job_id), key=lambda r: (len(r["failed"]), r["failed"]))
-    names = {r["fingerprint"]: facts.plan_name(r["failed"]) for r in records}
-    if view.plan is not None:
-        names = {IN_FORCE: f"In force, epoch {view.epoch}: {facts.plan_name(view.plan.failed)}", **names}
-    if not names:
-        return None
-    wanted = st.query_params.get("plan", IN_FORCE)
-    if wanted not in names and wanted != IN_FORCE:
-        st.error(f"plan: got {wanted!r}, expected the fingerprint of a plan of this job. Choose one instead.")
-    options = list(names)
-    chosen = st.selectbox(
-        "Plan",
-        options,
-        index=options.index(wanted) if wanted in names else 0,
-        format_func=names.__getitem__,
-        key=PICKER,
-        on_change=_remember_plan,
-        width=420,
-    )
-    return view.plan if chosen == IN_FORCE else console.plan(chosen)
-
-
-def _remember_plan() -> None:
-    chosen = st.session_state[PICKER]
-    if chosen == IN_FORCE:
-        st.query_params.pop("plan", None)
-    else:
-        st.query_params["plan"] = chosen
 
 
 def _choose_workers(schedule: Schedule) -> list[Worker]:

@@ -15,6 +15,7 @@ from ui_console import ConsoleHere, JobHere, until
 
 from app.console import Console, set_console
 from app.membership import Ladder
+from app.references import OfJob, parse_reference
 
 MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
 TIMEOUT = 30
@@ -234,7 +235,7 @@ def test_schedule_of_the_plan_in_force(console: Console, jobs: dict[str, JobHere
     plan = console.view(job.job_id).plan
     assert plan is not None
     test = open_page(job.job_id, "schedule")
-    assert test.selectbox(key="plan-picker").value == "in-force"
+    assert test.selectbox(key="plan-picker").value == f"job:{job.job_id}:in-force"
     drawn = figure(test)["data"]
     bars = sum(len(t["hovertext"]) for t in drawn if t["meta"]["kind"] in "FIWBO")  # type: ignore[attr-defined]
     assert bars == sum(len(ops) for ops in plan.workers.values())
@@ -248,8 +249,8 @@ def test_schedule_of_another_plan(console: Console, jobs: dict[str, JobHere]) ->
     fault_free = next(v for v in picker.options if v == "fault-free")
     picker.select(fault_free).run()
     assert not test.exception
-    chosen = str(test.query_params["plan"])
-    assert console.plan(chosen).failed == ()
+    chosen = parse_reference(str(test.query_params["plan"]))
+    assert isinstance(chosen, OfJob) and console.plan(chosen.fingerprint).failed == ()
     assert not any(t["meta"].get("rerouted") for t in figure(test)["data"])  # type: ignore[attr-defined]
 
 

@@ -1,0 +1,74 @@
+"""The picker of plans that pages share. The choice is in the URL, as a reference (app.references)."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app.console import Console
+from app.errors import ConsoleError
+from app.making import TIME_LIMIT
+from app.references import OfJob, Reference, parse_reference
+from app.sources import Awaited, Source, find, names, saved_names
+from planner.errors import InputError
+
+PICKER = "plan-picker"
+WAIT_SECONDS = 0.5
+
+
+def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Source | None:
+    """One plan out of the job's and the library's; the one that `?plan=` names first. Raises ConsoleError.
+
+    None: there is no plan to show yet, or it is being made; the page has then said so.
+    """
+    options = {**(names(console, job_id) if job_id else {}), **saved_names(console)}
+    wanted = _wanted(console, job_id)
+    if wanted is not None:
+        options.setdefault(str(wanted.reference), wanted.name)
+    if not options:
+        return None
+    chosen = st.selectbox(
+        "Plan",
+        list(options),
+        index=list(options).index(str(wanted.reference)) if wanted else 0,
+        format_func=options.__getitem__,
+        key=PICKER,
+        on_change=_remember,
+        width=width,
+    )
+    return ready(console, parse_reference(chosen))
+
+
+def _wanted(console: Console, job_id: str | None) -> Source | Awaited | None:
+    """What the URL asks for; a bare fingerprint is one of the job's. Says what is wrong with it."""
+    text = st.query_params.get("plan")
+    if text is None:
+        return None
+    try:
+        return find(console, parse_reference(text if ":" in text or job_id is None else str(OfJob(job_id, text))))
+    except (InputError, ConsoleError) as error:
+        st.error(f"{error}. Choose one instead.")
+        return None
+
+
+def ready(console: Console, reference: Reference) -> Source | None:
+    """The plan behind it; None while it is made, which the page then says and waits for."""
+    found = find(console, reference)
+    if isinstance(found, Source):
+        return found
+    st.fragment(_wait, run_every=WAIT_SECONDS)(console, reference)
+    return None
+
+
+def _wait(console: Console, reference: Reference) -> None:
+    try:
+        found = find(console, reference)
+    except ConsoleError:
+        st.rerun()  # the page says why
+    if isinstance(found, Awaited):
+        st.caption(f"Planning: {found.name} … {found.seconds:.0f} s of at most about {TIME_LIMIT:.0f} s.")
+    else:
+        st.rerun()
+
+
+def _remember() -> None:
+    st.query_params["plan"] = st.session_state[PICKER]

@@ -1,0 +1,133 @@
+"""References to plans: an exact round trip, and what stands behind each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ui_console import ConsoleHere, JobHere, until
+from ui_factory import plan as made_plan
+
+from app.errors import ConsoleError
+from app.references import Made, Measured, OfJob, Reference, Saved, parse_reference
+from app.sources import Awaited, Source, find, names, saved_names, techniques
+from planner.errors import InputError
+from planner.job import Technique
+
+WORD = st.from_regex(r"[0-9A-Za-z_-]{1,64}", fullmatch=True)
+WORKER = st.builds("W{}_{}".format, st.integers(0, 99), st.integers(0, 99))
+MADE = st.builds(
+    Made,
+    st.sampled_from(Technique),
+    st.sampled_from(["1f1b", "uniform", "none", "7"]),
+    st.sampled_from(["3x4x6", "0a1b2c"]),
+    st.sets(WORKER, max_size=3).map(lambda s: tuple(sorted(s, key=lambda w: tuple(map(int, w[1:].split("_")))))),
+)
+REFERENCES = st.one_of(st.builds(OfJob, WORD, WORD), st.builds(Saved, WORD), st.builds(Measured, WORD), MADE)
+
+
+@given(REFERENCES)
+def test_round_trip(reference: Reference) -> None:
+    assert parse_reference(str(reference)) == reference
+
+
+@given(st.text(max_size=80))
+def test_anything_else_is_refused_in_a_sentence(text: str) -> None:
+    try:
+        reference = parse_reference(text, field="plans")
+    except InputError as error:
+        assert str(error).startswith("plans: got ")
+    else:
+        assert parse_reference(str(reference)) == reference
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "job:a",
+        "saved:",
+        "measured:a:b",
+        "made:magic:none:3x4x6",
+        "made:staggered:lots:3x4x6",
+        "made:staggered:none:3x4x6:W1",
+        "made:staggered:none:9999x9999x99999",
+        "made:staggered:none:0x4x6",
+        "file:/etc/passwd",
+    ],
+)
+def test_bad_references(text: str) -> None:
+    with pytest.raises(InputError, match=r"^(plan|grid|pipelines): got "):
+        parse_reference(text)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+def made(here: ConsoleHere, reference: Reference) -> Source:
+    until(lambda: isinstance(find(here.console, reference), Source), "the plan is made")
+    found = find(here.console, reference)
+    assert isinstance(found, Source)
+    return found
+
+
+def test_plans_of_a_job(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "a job").register().die("W1_2").heal("W1_2", 2)
+    listed = names(here.console, job.job_id)
+    assert next(iter(listed.values())) == "In force, epoch 2: without W1_2"
+    in_force = find(here.console, OfJob(job.job_id))
+    assert isinstance(in_force, Source) and in_force.plan.failed == ("W1_2",)
+    for text in listed:
+        found = find(here.console, parse_reference(text))
+        assert isinstance(found, Source) and found.job_id == job.job_id
+    assert {r.technique for r in techniques(job.job_id, ("W1_2",), "none")} == set(Technique)
+
+
+def test_saved_plans(here: ConsoleHere) -> None:
+    fingerprint = here.console.library.save(made_plan(("W0_1",)), "worth keeping")
+    assert saved_names(here.console) == {f"saved:{fingerprint}": "Saved: worth keeping"}
+    found = find(here.console, Saved(fingerprint))
+    assert isinstance(found, Source) and (found.name, found.plan.failed) == ("worth keeping", ("W0_1",))
+
+
+def test_the_papers_worked_example_is_made_on_the_spot(here: ConsoleHere) -> None:
+    questions = {
+        "made:fault-free:1f1b:3x4x6": 27,
+        "made:adaptive:1f1b:3x4x6:W1_2": 36,
+        "made:decoupled:none:3x4x6:W1_2": 29,
+        "made:staggered:none:3x4x6:W1_2": 27,
+    }
+    first = find(here.console, parse_reference("made:staggered:none:3x4x6:W1_2"))
+    assert isinstance(first, Awaited), "nobody waits for a solver"
+    for text, period in questions.items():
+        plan = made(here, parse_reference(text)).plan
+        assert (plan.metrics.period, plan.solver.status) == (period, "optimal"), text
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        ("job:nobody:in-force", 404, "job: got 'nobody'"),
+        ("saved:nothing", 404, "plan: got 'nothing'"),
+        ("measured:nobody", 404, "job: got 'nobody'"),
+        ("made:staggered:none:nobody", 404, "job: got 'nobody'"),
+        ("made:staggered:none:2x2x2:W7_0", 422, "failed: got 'W7_0'"),
+        ("made:staggered:none:2x2x2:W0_0+W1_0", 422, "stage 0 has no living peer"),
+    ],
+)
+def test_what_nothing_stands_behind(here: ConsoleHere, text: str, status: int, words: str) -> None:
+    def refused() -> ConsoleError | None:
+        try:
+            find(here.console, parse_reference(text))
+        except ConsoleError as error:
+            return error
+        return None
+
+    until(lambda: refused() is not None, "it is refused")
+    error = refused()
+    assert error is not None and error.status == status and words in str(error)
