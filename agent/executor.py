@@ -23,6 +23,7 @@ from agent.op_times import OpTimes
 from agent.pacing import PacedDevice
 from agent.randomness import seed_for
 from agent.stage import MicroBatch, Stage
+from agent.timeline import Timeline
 from agent.verdicts import Steps
 from agent.workload import Workload
 from planner.job import Job, Worker
@@ -101,6 +102,7 @@ class Executor:
         keeps_finished: bool = False,
     ) -> None:
         self.times = OpTimes()
+        self.timeline = Timeline()
         self._me, self._job, self._seed = me, job, seed
         self._workload, self._stage, self._steps = workload, stage, steps
         self._faults, self._device, self._interrupted = faults, PacedDevice(pace), interrupted
@@ -146,6 +148,7 @@ class Executor:
         self._expected = iter(script.receives())
         self._receiving: dict[tuple[str, MicroBatch], dict[int, Pending]] = {}
         self._void = False
+        self.timeline.begin(iteration, len(script.ops) if redo is None else 0)
         self._post_receives()
         for op in script.ops:
             if self._interrupted():
@@ -159,6 +162,8 @@ class Executor:
                 self._run[op.kind]((op.pipeline, op.micro_batch))
         if self._void:
             self._stage.abandon()
+            self.timeline.drop()
+        self.timeline.finish(script.ops)
         # What went out an iteration ago has been received by now: its receiver has answered since.
         while self._sent and self._sent[0][0] < iteration:
             self._sent.popleft()[1].wait()
@@ -178,6 +183,7 @@ class Executor:
         # A reduction works in place, so that one which did not end has left no sum of anybody's.
         whole = not self._reducing and not self._void
         self._stage.abandon(keep_settled=self._keeps_finished and whole)
+        self.timeline.drop()
         self._steps.abandon()
         self._sent.clear()
         self._receiving = {}
@@ -263,7 +269,10 @@ class Executor:
             self._send_gradients(key, tuple(t.empty() for t in self._incoming))
 
     def _finish(self, kind: str, started: float) -> None:
-        self.times.add(kind, self._device.finish(kind, started))
+        seconds = self._device.finish(kind, started)
+        self.times.add(kind, seconds)
+        if self.timeline.recording:
+            self.timeline.add(self._device.ended, seconds)
 
     # -- transfers ----------------------------------------------------------------------------
 

@@ -14,20 +14,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from agent.clock import Offset, clock_name, offset_to_console
 from agent.outbox import Outbox
-from agent.protocol import Acknowledgement, FailureReport, Heartbeat, HeartbeatReply, Registered, Registration
+from agent.protocol import (
+    MEASURED_OPS,
+    Acknowledgement,
+    FailureReport,
+    Heartbeat,
+    HeartbeatReply,
+    MeasuredOps,
+    Registered,
+    Registration,
+)
+from agent.timeline import Recorded, Timeline
 
 QUEUE = 1000
 
 
 @dataclass
 class Status:
-    """What a heartbeat says; written by the training thread, read by the reporting one."""
+    """What a heartbeat says; written by the training thread, read by the reporting one.
+
+    timeline: of the ops that run here, where somebody records them."""
 
     epoch: int = 0
     iteration: int = 0
     phase: str = "starting"
     take_op_milliseconds: Callable[[], dict[str, float]] = field(default=dict)
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 class HeartbeatThread(threading.Thread):
@@ -102,6 +116,7 @@ class HeartbeatThread(threading.Thread):
                         self._beat()  # so that what follows is not taken for a death
                     return
                 self._beat()
+                self._post_measured()
                 backoff.reset()
                 wait = self._interval
             except ConsoleUnavailable:
@@ -143,7 +158,7 @@ class HeartbeatThread(threading.Thread):
     def _beat(self) -> None:
         self._seq += 1
         status = self._status
-        self._client.post(
+        reply = self._client.post(
             f"{self._path}/heartbeats",
             Heartbeat(
                 worker=self._worker,
@@ -157,6 +172,37 @@ class HeartbeatThread(threading.Thread):
             ),
             HeartbeatReply,
         )
+        if reply is not None and reply.measure is not None:
+            status.timeline.want(reply.measure)
+
+    def _post_measured(self) -> None:
+        """What the console has asked to be measured, if it is there."""
+        recorded = self._status.timeline.take()
+        if recorded is not None and len(recorded.ops) <= MEASURED_OPS:
+            offset = offset_to_console(self._client)
+            message = measured_ops(recorded, self._worker, self._incarnation, offset)
+            self._client.post(f"{self._path}/measured", message)
+
+
+def measured_ops(recorded: Recorded, worker: str, incarnation: str, offset: Offset) -> MeasuredOps:
+    """What is posted of a recorded iteration."""
+    begin = [end - seconds for end, seconds in zip(recorded.ends, recorded.seconds, strict=True)]
+    first = min(begin)
+    return MeasuredOps(
+        worker=worker,
+        incarnation=incarnation,
+        epoch=recorded.epoch,
+        iteration=recorded.iteration,
+        clock=clock_name(),
+        started_us=round(first * 1e6),
+        offset_us=offset.microseconds,
+        uncertainty_us=offset.uncertainty,
+        kinds="".join(op.kind for op in recorded.ops),
+        pipelines=tuple(op.pipeline for op in recorded.ops),
+        micro_batches=tuple(op.micro_batch for op in recorded.ops),
+        starts_us=tuple(round((at - first) * 1e6) for at in begin),
+        durations_us=tuple(round(seconds * 1e6) for seconds in recorded.seconds),
+    )
 
 
 def resident_bytes() -> int:

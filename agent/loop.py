@@ -27,6 +27,7 @@ from agent.heartbeat import HeartbeatThread, Status
 from agent.ledger import Redo, decode, encode
 from agent.ledger import redo as plan_redo
 from agent.optimizer import stage_optimizer
+from agent.pacing import profile_pace
 from agent.recipe import Recipe
 from agent.recovery import Agreement, Makeup, agree, check_alike
 from agent.state import StateError
@@ -44,6 +45,7 @@ STATE_ATTEMPTS = 3
 @dataclass(frozen=True)
 class LoopOptions:
     """iterations: how many to commit in all. pace: seconds per op kind, {} for as fast as it goes.
+    paced_by_profile: ops take as long as the job's profile says of this worker; pace is {} then.
 
     joins: this process replaces a dead one and takes its state from a peer of its stage.
     boundaries: what passes between stages; None: each worker finds out. weights: folder that the
@@ -60,6 +62,7 @@ class LoopOptions:
     boundaries: Boundaries | None = None
     weights: str | None = None
     checkpoints: CheckpointOptions | None = None
+    paced_by_profile: bool = False
 
 
 class WorkerLoop:
@@ -126,6 +129,7 @@ class WorkerLoop:
                 checkpoints, me.stage, options.iterations, self._say_checkpoint, self._superseded
             )
         self._status.take_op_milliseconds = self._executor.times.take
+        self._status.timeline = self._executor.timeline
 
     def _move(self, orders: Orders) -> None:
         """Gives up what this worker holds: for another place, or for what a checkpoint holds.
@@ -178,12 +182,15 @@ class WorkerLoop:
         if orders.cell != self._me or orders.restore is not None:
             self._move(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
+        if self._options.paced_by_profile:
+            self._executor.set_pace(profile_pace(self._options.job, self._me, living))
         groups = self._communicator.form(orders.epoch, self._me, living, orders.store)
         agreement = self._agree(groups, living)
         redo = self._compare_finished(groups, agreement)
         self._channel.say("formed", epoch=orders.epoch, iteration=agreement.iteration)
         self._acknowledge("formed", agreement.iteration)
         script = Script.of(orders.plan.schedule(), self._me)
+        self._executor.timeline.epoch = orders.epoch
         self._status.phase = "training"
         while (iteration := self._optimizer.committed) < self._options.iterations:
             self._status.iteration = iteration

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+from planner.errors import InputError
+from planner.job import Job, Problem, Worker
+from planner.normalization import SECONDS
 
 # Seconds. An op that starts so soon after this process woke up from the one before had its inputs by then.
 PROMPT = 0.00025
@@ -21,7 +25,8 @@ class PacedDevice:
     When a received input came in is not known exactly: it may have come while this process was late
     to wake up. So there a wake-up is made up for by GRACE at most; no op is too short by more.
 
-    pace: seconds by op kind; a kind that is missing takes as long as it takes.
+    pace: seconds by op kind; a kind that is missing takes as long as it takes. ended: when the last
+    op did, on the device.
     """
 
     def __init__(
@@ -31,13 +36,18 @@ class PacedDevice:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._pace = dict(pace)
-        if "I" in pace and "W" in pace:
-            self._pace["B"] = pace["I"] + pace["W"]
+        self.set_pace(pace)
         self._now, self._sleep = now, sleep
+        self.ended = 0.0
         self._free: float | None = None
         self._woke = 0.0
         self._received = False
+
+    def set_pace(self, pace: Mapping[str, float]) -> None:
+        """From the next op on."""
+        self._pace = dict(pace)
+        if "I" in pace and "W" in pace:
+            self._pace["B"] = pace["I"] + pace["W"]
 
     def waited(self) -> None:
         """The next op had to wait for peers and starts when its computation does."""
@@ -55,12 +65,14 @@ class PacedDevice:
         pace = self._pace.get(kind)
         if pace is None:
             self._free, self._received = None, False
-            return self._now() - started
+            self.ended = self._now()
+            return self.ended - started
         begun = self._begun(started)
         self._free = max(begun + pace, self._now())
         if (left := self._free - self._now()) > 0:
             self._sleep(left)
         self._woke, self._received = self._now(), False
+        self.ended = self._free
         return self._free - begun
 
     def _begun(self, started: float) -> float:
@@ -69,3 +81,18 @@ class PacedDevice:
         if not self._received:
             return self._free
         return max(self._free, started - GRACE) if started - self._woke < PROMPT else started
+
+
+def profile_pace(job: Job, me: Worker, living: Iterable[Worker]) -> dict[str, float]:
+    """Seconds by op kind that the job's profile says `me` takes, at its own speed, with these workers.
+
+    O has the reduction in it, and is left out where the profile says nothing of either.
+    Raises InputError for a time unit that is no time.
+    """
+    second = SECONDS.get(job.time_unit)
+    if second is None:
+        raise InputError("--pace", "profile", f"a profile in {', '.join(SECONDS)}; its time unit is {job.time_unit}")
+    unit = second / job.ticks_per_unit
+    ticks = Problem(job, frozenset(job.workers()) - frozenset(living)).worker_ticks(me)
+    times = {"F": ticks.forward, "I": ticks.input_backward, "W": ticks.weight_backward, "O": ticks.optimizer}
+    return {kind: n * unit for kind, n in times.items() if kind != "O" or n}

@@ -199,8 +199,8 @@ class MeasuredOps(Message):
     @model_validator(mode="after")
     def _one_entry_per_op(self) -> MeasuredOps:
         for name in ("pipelines", "micro_batches", "starts_us", "durations_us"):
-            if len(getattr(self, name)) != len(self.kinds):
-                raise ValueError(f"{name}: got {len(getattr(self, name))} entries, expected {len(self.kinds)}, as kinds")
+            if (got := len(getattr(self, name))) != len(self.kinds):
+                raise ValueError(f"{name}: got {got} entries, expected {len(self.kinds)}, as kinds")
         return self
 
 
