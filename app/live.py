@@ -309,6 +309,7 @@ class LiveJob:
             epoch=epoch_row(opened) if opened else None,
             events=self.note(d for d in decisions if isinstance(d, Note)),
             acknowledgement=acknowledgement,
+            states=_state_rows(old, new),
         )
 
     def _follow_moves(self, old: State, workers: list[Record]) -> None:
@@ -383,6 +384,16 @@ class LiveJob:
             over_reason=job_row["reason"] if over else "",
             checkpoints=self.spec.checkpoints,
         )
+
+
+def _state_rows(old: State, new: State) -> list[Record]:
+    """Who came into another state."""
+    now = time.time()
+    return [
+        {"worker": name, "state": member.state.value, "at": now}
+        for name, member in new.members.items()
+        if member is not old.members[name] and member.state is not old.members[name].state
+    ]
 
 
 def _workers(names: Iterable[str]) -> frozenset[Worker]:

@@ -222,6 +222,41 @@ class RecoveryRow(Base):
     at: Mapped[float] = mapped_column(Double)
 
 
+class MeasuredIterationRow(Base):
+    """The newest iteration of a job that was measured op by op. document: JSON, deflated."""
+
+    __tablename__ = "measured_iteration"
+
+    job_id: Mapped[str] = _job_key()
+    iteration: Mapped[int] = mapped_column(BigInteger)
+    document: Mapped[bytes] = mapped_column(LargeBinary)
+    at: Mapped[float] = mapped_column(Double)
+
+
+class WorkerStateRow(Base):
+    """A worker of the grid came into a state; a row for each change, and none in between."""
+
+    __tablename__ = "worker_state"
+    __table_args__ = (Index(None, "job_id", "worker"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(String(64), ForeignKey("job.id", ondelete="CASCADE"))
+    worker: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(String(16))
+    at: Mapped[float] = mapped_column(Double)
+
+
+class EventSeenRow(Base):
+    """An operator has taken note of an event; the first one counts."""
+
+    __tablename__ = "event_seen"
+
+    job_id: Mapped[str] = _job_key()
+    seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    actor: Mapped[str] = mapped_column(String(80))
+    at: Mapped[float] = mapped_column(Double)
+
+
 class CommandRow(Base):
     """What an operator asked of the launcher. seq counts from 1 within the job."""
 

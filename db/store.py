@@ -29,6 +29,7 @@ from db.models import (
     JobRow,
     RecoveryRow,
     WorkerRow,
+    WorkerStateRow,
 )
 from db.plan_rows import keep_plan, plan_document
 from db.session import Database
@@ -42,8 +43,9 @@ CATALOG_BATCH = 64  # plans per statement; a large one has some 10^5 bytes
 class Change:
     """What one step of the coordinator adds to a job's history: stored in one transaction.
 
-    job: columns of the job row that changed. workers, epoch, events, acknowledgement: rows without
-    their job_id; `plan` is (fingerprint, JSON document, failed workers, made ahead).
+    job: columns of the job row that changed. workers, epoch, events, acknowledgement, states: rows
+    without their job_id; `plan` is (fingerprint, JSON document, failed workers, made ahead). states:
+    which workers came into another state.
     """
 
     job: Record = field(default_factory=dict)
@@ -52,6 +54,7 @@ class Change:
     epoch: Record | None = None
     events: Sequence[Record] = ()
     acknowledgement: Record | None = None
+    states: Sequence[Record] = ()
 
     def __bool__(self) -> bool:
         return bool(self.job or self.workers or self.plan or self.epoch or self.events or self.acknowledgement)
@@ -125,6 +128,8 @@ class Store:
             if change.acknowledgement:
                 statement = self._insert_new(AcknowledgementRow)
                 session.execute(statement.values(job_id=job_id, **change.acknowledgement))
+            if change.states:
+                session.execute(insert(WorkerStateRow), [{"job_id": job_id, **s} for s in change.states])
 
     def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
         """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""

@@ -1,0 +1,145 @@
+"""What was seen of jobs: measured iterations, workers' states over time, events somebody has seen.
+
+Queries beside those of db.store; each function is one transaction.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import delete, func, insert, select
+
+from db.models import (
+    AuditRow,
+    EventRow,
+    EventSeenRow,
+    IterationRow,
+    MeasuredIterationRow,
+    WorkerStateRow,
+)
+from db.session import Database
+
+Record = dict[str, Any]
+
+
+class Observations:
+    """Thread-safe."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    # -- measured iterations ------------------------------------------------------------------
+
+    def put_measured(self, job_id: str, iteration: int, document: str, at: float) -> None:
+        """Takes the place of what was measured of the job before. document: JSON."""
+        row = {"job_id": job_id, "iteration": iteration, "document": zlib.compress(document.encode()), "at": at}
+        with self._database.write() as session:
+            session.execute(delete(MeasuredIterationRow).where(MeasuredIterationRow.job_id == job_id))
+            session.execute(insert(MeasuredIterationRow).values(row))
+
+    def measured(self, job_id: str) -> str | None:
+        """The newest one as JSON."""
+        query = select(MeasuredIterationRow.document).where(MeasuredIterationRow.job_id == job_id)
+        with self._database.read() as session:
+            data = session.scalar(query)
+        return None if data is None else zlib.decompress(data).decode()
+
+    # -- workers ------------------------------------------------------------------------------
+
+    def states(self, job_id: str, worker: str, *, limit: int = 200) -> list[Record]:
+        """The newest changes of a worker's state, oldest first: state, at."""
+        query = (
+            select(WorkerStateRow.state, WorkerStateRow.at)
+            .where(WorkerStateRow.job_id == job_id, WorkerStateRow.worker == worker)
+            .order_by(WorkerStateRow.id.desc())
+            .limit(limit)
+        )
+        with self._database.read() as session:
+            return [dict(row) for row in session.execute(query).mappings()][::-1]
+
+    def events_of(self, job_id: str, worker: str, *, limit: int = 20) -> list[Record]:
+        """The newest events that name this worker, newest first."""
+        query = (
+            select(EventRow.__table__)
+            .where(EventRow.job_id == job_id, EventRow.worker == worker)
+            .order_by(EventRow.seq.desc())
+            .limit(limit)
+        )
+        with self._database.read() as session:
+            return [dict(row) for row in session.execute(query).mappings()]
+
+    # -- events -------------------------------------------------------------------------------
+
+    def see_events(self, job_id: str, seqs: Sequence[int], actor: str) -> int:
+        """Marks events as seen; returns how many were not before. Those that the job does not have are left out."""
+        now = time.time()
+        with self._database.write() as session:
+            known = select(EventRow.seq).where(EventRow.job_id == job_id, EventRow.seq.in_(seqs))
+            rows = [{"job_id": job_id, "seq": seq, "actor": actor, "at": now} for seq in session.scalars(known)]
+            if not rows:
+                return 0
+            seen = select(EventSeenRow.seq).where(EventSeenRow.job_id == job_id, EventSeenRow.seq.in_(seqs))
+            new = {int(row["seq"]) for row in rows} - set(session.scalars(seen))
+            session.execute(self._database.insert_new(EventSeenRow), rows)
+            if new:
+                detail = ", ".join(str(seq) for seq in sorted(new))
+                audit = {"at": now, "actor": actor, "action": "acknowledge", "job_id": job_id, "target": "events"}
+                session.execute(insert(AuditRow).values(detail=detail, **audit))
+            return len(new)
+
+    def seen_events(self, job_id: str, seqs: Sequence[int]) -> dict[int, tuple[str, float]]:
+        """Of these events those that somebody has seen: seq -> (who, when)."""
+        query = select(EventSeenRow.__table__).where(EventSeenRow.job_id == job_id, EventSeenRow.seq.in_(seqs))
+        with self._database.read() as session:
+            return {row["seq"]: (row["actor"], row["at"]) for row in session.execute(query).mappings()}
+
+    # -- iterations ---------------------------------------------------------------------------
+
+    def iteration_sums(self, job_id: str, through: int) -> list[Record]:
+        """Of each epoch's iterations up to `through`: epoch, living, count, seconds, and of the first
+        one its number and seconds; oldest epoch first."""
+        where = (IterationRow.job_id == job_id, IterationRow.iteration <= through)
+        sums = (
+            select(
+                IterationRow.epoch,
+                func.count().label("count"),
+                func.sum(IterationRow.seconds).label("seconds"),
+                func.min(IterationRow.iteration).label("first"),
+            )
+            .where(*where)
+            .group_by(IterationRow.epoch)
+            .subquery()
+        )
+        query = (
+            select(
+                sums.c.epoch,
+                IterationRow.living,
+                sums.c.count,
+                sums.c.seconds,
+                sums.c.first,
+                IterationRow.seconds.label("first_seconds"),
+            )
+            .join(sums, (IterationRow.job_id == job_id) & (IterationRow.iteration == sums.c.first))
+            .order_by(sums.c.first)
+        )
+        with self._database.read() as session:
+            return [dict(row) for row in session.execute(query).mappings()]
+
+    def settled_seconds(self, job_id: str, living: int, limit: int) -> list[float]:
+        """Of the newest iterations that so many workers ran, without the first of each epoch: seconds."""
+        first = select(func.min(IterationRow.iteration)).where(IterationRow.job_id == job_id)
+        query = (
+            select(IterationRow.seconds)
+            .where(
+                IterationRow.job_id == job_id,
+                IterationRow.living == living,
+                IterationRow.iteration.not_in(first.group_by(IterationRow.epoch)),
+            )
+            .order_by(IterationRow.iteration.desc())
+            .limit(limit)
+        )
+        with self._database.read() as session:
+            return list(session.scalars(query))

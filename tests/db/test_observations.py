@@ -1,0 +1,92 @@
+"""What was seen of jobs, on both kinds of database."""
+
+from __future__ import annotations
+
+import pytest
+
+from db.observations import Observations
+from db.session import Database
+from db.store import Change, Store
+
+JOB = {"name": "job", "spec": "{}", "state": "running", "created_at": 1.0, "workers": []}
+
+
+@pytest.fixture
+def seen(database: Database, store: Store) -> Observations:
+    for job_id in ("a", "b"):
+        store.create_job(job_id, **JOB)  # type: ignore[arg-type]
+    return Observations(database)
+
+
+def test_the_newest_measured_iteration_of_each_job_is_kept(seen: Observations) -> None:
+    assert seen.measured("a") is None
+    seen.put_measured("a", 3, '{"iteration": 3}', 10.0)
+    seen.put_measured("b", 9, '{"iteration": 9}', 11.0)
+    seen.put_measured("a", 4, '{"iteration": 4}', 12.0)
+    assert (seen.measured("a"), seen.measured("b")) == ('{"iteration": 4}', '{"iteration": 9}')
+
+
+def test_states_of_a_worker_in_their_order(seen: Observations, store: Store) -> None:
+    for at, state in enumerate(("starting", "running", "suspect", "failed")):
+        rows = [{"worker": worker, "state": state, "at": float(at)} for worker in ("W0_0", "W0_1")]
+        store.apply("a", Change(job={"state": "running"}, states=rows))
+    assert [(row["state"], row["at"]) for row in seen.states("a", "W0_1")] == [
+        ("starting", 0.0),
+        ("running", 1.0),
+        ("suspect", 2.0),
+        ("failed", 3.0),
+    ]
+    assert [row["state"] for row in seen.states("a", "W0_1", limit=2)] == ["suspect", "failed"]
+    assert seen.states("b", "W0_1") == []
+
+
+def event(seq: int, worker: str | None = None) -> dict[str, object]:
+    return {
+        "seq": seq,
+        "at": float(seq),
+        "severity": "error",
+        "kind": "failure",
+        "worker": worker,
+        "text": f"no. {seq}",
+    }
+
+
+def test_events_are_seen_once_and_by_whoever_saw_them_first(seen: Observations, store: Store) -> None:
+    store.apply("a", Change(events=[event(1), event(2, "W0_1"), event(3)]))
+    assert seen.see_events("a", [1, 2, 77], "Ann") == 2, "the job has no event 77"
+    assert seen.see_events("a", [2, 3], "Bob") == 1
+    assert seen.see_events("a", [], "Bob") == 0
+    found = seen.seen_events("a", [1, 2, 3, 77])
+    assert {seq: actor for seq, (actor, _) in found.items()} == {1: "Ann", 2: "Ann", 3: "Bob"}
+    assert seen.seen_events("b", [1]) == {}
+    audit = store.audit("a")
+    assert [(row["actor"], row["action"], row["detail"]) for row in audit] == [
+        ("Ann", "acknowledge", "1, 2"),
+        ("Bob", "acknowledge", "3"),
+    ]
+    assert [row["seq"] for row in seen.events_of("a", "W0_1")] == [2]
+
+
+def test_sums_of_iterations_by_epoch(seen: Observations, store: Store) -> None:
+    def row(iteration: int, seconds: float, epoch: int, living: int) -> dict[str, object]:
+        return {
+            "iteration": iteration,
+            "loss": 1.0,
+            "loss_hex": (1.0).hex(),
+            "seconds": seconds,
+            "epoch": epoch,
+            "living": living,
+            "committed_at": 1.0,
+        }
+
+    store.add_iterations("a", [row(0, 9.0, 1, 4), row(1, 1.0, 1, 4), row(2, 1.5, 1, 4), row(3, 5.0, 2, 3)])
+    store.add_iterations("a", [row(4, 2.0, 2, 3), row(5, 7.0, 3, 4), row(6, 1.25, 3, 4)])
+    sums = seen.iteration_sums("a", 5)
+    assert [tuple(s[k] for k in ("epoch", "living", "count", "seconds", "first", "first_seconds")) for s in sums] == [
+        (1, 4, 3, 11.5, 0, 9.0),
+        (2, 3, 2, 7.0, 3, 5.0),
+        (3, 4, 1, 7.0, 5, 7.0),
+    ]
+    assert seen.settled_seconds("a", 4, 10) == [1.25, 1.5, 1.0]
+    assert seen.settled_seconds("a", 4, 2) == [1.25, 1.5]
+    assert seen.iteration_sums("b", 5) == []
