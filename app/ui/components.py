@@ -16,7 +16,7 @@ from agent.protocol import JobState
 from app.errors import ConsoleError
 from app.ui import text
 from app.ui.charts.worker_grid import LOOKS
-from app.ui.facts import Card
+from app.ui.facts import Card, op_time_words
 from app.ui.theme import OP_WORDS, Palette, palette
 from app.view import EventView, JobView, RecoveryView
 
@@ -162,9 +162,10 @@ def job_title(view: JobView, *, pace: bool = True) -> None:
         f"{text.count(spec.micro_batches, 'micro-batch', 'micro-batches')} each · {spec.technique} · "
         f"memory limit {spec.memory}"
     )
-    paced = ""
+    paced, times = "", op_time_words(spec)
+    if spec.profile is not None and times and not spec.paced:
+        about += f" · op times by stage: {times}"
     if spec.paced and pace:
-        times = ", ".join(f"{kind} {text.milliseconds(ms)}" for kind, ms in spec.durations.items() if ms)
         paced = (
             f"<br>Paced: each op is stretched to a set time ({escape(times)}), as an accelerator would take it. "
             "The computation inside is real."

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from agent.protocol import JobState, WorkerState
+from agent.protocol import JobSpec, JobState, WorkerState
 from app.ui import text
 from app.view import IterationView, JobView, WorkerView
+from planner.normalization import SECONDS
 from planner.plan import Plan
 from planner.schedule import Schedule
 
@@ -228,6 +229,22 @@ def legend_counts(view: JobView) -> dict[str, int]:
     for worker in view.workers:
         counts[look(worker)] = counts.get(look(worker), 0) + 1
     return counts
+
+
+def op_time_words(spec: JobSpec) -> str:
+    """`F 40 ms, I 12 ms to 40 ms`: what plans take ops for; empty where that is in slots.
+
+    Kinds that take no time are left out.
+    """
+    kinds = {"F": "forward", "I": "input_backward", "W": "weight_backward", "O": "optimizer"}
+    spans: dict[str, tuple[float, float]] = {kind: (ms, ms) for kind, ms in spec.durations.items()}
+    if spec.profile is not None:
+        unit = 1000 * SECONDS.get(spec.profile.time_unit, 0.0)
+        for kind, name in kinds.items():
+            times = [unit * getattr(stage, name) for stage in spec.profile.profiles]
+            spans[kind] = min(times), max(times)
+    words = {kind: (text.milliseconds(low), text.milliseconds(high)) for kind, (low, high) in spans.items() if high}
+    return ", ".join(f"{kind} {low}" + (f" to {high}" if high != low else "") for kind, (low, high) in words.items())
 
 
 def _names(names: list[str], most: int = 3) -> str:

@@ -3,10 +3,12 @@
 A profile holds *parts*: the stages of one cut model, or the pieces of a layered one (embedding,
 one layer, head), from which the stages of any grid are put together. Each time comes with its spread, and
 the document says on what it was measured. The profiles in this folder go by name (`shipped`).
+Where a profile is asked for, the document of a job will do, too (`load`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -112,7 +114,7 @@ class Measurements(_Model):
 
     cut: `stages` (each part is one) or `layers` (parts: first, layer, last; `layers` of the middle
     one). mode: how gradients were summed. transfers: of the tensor between stages, one per
-    boundary; one for all where cut is `layers`.
+    boundary; one for all where cut is `layers`. capacity_bytes: memory of one worker; 0 when not known.
     """
 
     profile_version: Literal[1] = 1
@@ -127,6 +129,7 @@ class Measurements(_Model):
     boundary_bytes: Bytes
     transfers: tuple[Timing, ...]
     reductions: Reductions | None
+    capacity_bytes: Annotated[Bytes, Field(exclude_if=lambda value: not value)] = 0
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -157,6 +160,7 @@ class Measurements(_Model):
             tuple(self._stage(group, pipelines, decimals) for group in members),
             tuple(round(t, decimals) for t in transfers),
             time_unit="ms",
+            capacity_bytes=(self.capacity_bytes,) * stages if self.capacity_bytes else (),
         )
 
     def _cut(self, stages: int) -> list[list[Part]]:
@@ -227,10 +231,57 @@ def shipped() -> list[str]:
 def load_profile(name: str | Path) -> Profile:
     """A shipped profile by its name, or a file. Raises PlanError naming the field that is wrong."""
     path = _FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
+    return _profile(path, _read(path))
+
+
+def load(name: str | Path) -> Profile | JobDoc:
+    """As `load_profile`, or the document of a job. Raises PlanError naming the field that is wrong."""
+    path = _FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
+    text = _read(path)
     try:
-        return Profile.model_validate_json(path.read_bytes())
+        document = json.loads(text)
+    except ValueError:
+        document = None
+    if isinstance(document, dict) and "profile_version" in document:
+        return _profile(path, text)
+    try:
+        return JobDoc.model_validate_json(text)
+    except ValidationError as error:
+        raise PlanError(f"{path} is not a job document: {first_problem(error)}") from None
+
+
+def job_on(
+    document: Profile | JobDoc,
+    pipelines: int | None = None,
+    stages: int | None = None,
+    micro_batches: int | None = None,
+) -> Job:
+    """The job of a profile on a grid; what is None is as the document has it.
+
+    Raises InputError, also where the document is of a job on another grid.
+    """
+    own = document.job if isinstance(document, Profile) else document
+    sizes = {"pipelines": pipelines, "stages": stages, "micro_batches": micro_batches}
+    grid = {name: getattr(own, name) if size is None else size for name, size in sizes.items()}
+    if isinstance(document, Profile):
+        return document.job_for(**grid)
+    for name, size in grid.items():
+        if size != getattr(own, name):
+            raise InputError(f"--{name.replace('_', '-')}", size, f"{getattr(own, name)}, as --profile has it")
+    return own.job()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
     except OSError as error:
-        raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
+        named = f"; profiles by name: {', '.join(shipped())}" if not path.suffix else ""
+        raise PlanError(f"{path} can't be read: {error.strerror or error}{named}") from None
+
+
+def _profile(path: Path, text: bytes) -> Profile:
+    try:
+        return Profile.model_validate_json(text)
     except ValidationError as error:
         raise PlanError(f"{path} is not a profile: {first_problem(error)}") from None
 

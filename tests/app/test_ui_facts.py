@@ -9,6 +9,8 @@ import ui_factory as factory
 
 from app.ui import facts, tables, text
 from app.view import JobView
+from planner.job import Job, StageProfile
+from planner.plan import job_doc
 
 
 def card(view: JobView, label: str) -> facts.Card:
@@ -112,3 +114,15 @@ def test_other_numbers_read_well() -> None:
     assert text.count(1, "worker") == "1 worker" and text.count(2048, "worker") == "2,048 workers"
     assert text.size(412 * 2**20) == "412 MiB"
     assert text.clock(0, "Europe/Zurich") == "01:00:00" and text.clock(0, "Nowhere/City") == "00:00:00"
+
+
+def test_op_times_are_said_by_stage_where_stages_differ() -> None:
+    assert facts.op_time_words(factory.spec()) == "F 40 ms, I 40 ms, W 40 ms"
+    assert facts.op_time_words(factory.spec(durations={})) == ""
+    profiles = (StageProfile(6, 0, 12), StageProfile(12, 9, 12), StageProfile(6, 9, 12))
+    job = Job(2, 3, 4, profiles, time_unit="ms")
+    sizes = {"pipelines": 2, "stages": 3, "micro_batches": 4, "durations": {}}
+    spec = factory.spec(**sizes, profile=job_doc(job))
+    assert facts.op_time_words(spec) == "F 6.0 ms to 12 ms, I 0.0 ms to 9.0 ms, W 12 ms"
+    slots = factory.spec(**sizes, profile=job_doc(replace(job, time_unit="slot")))
+    assert facts.op_time_words(slots) == ""
