@@ -41,6 +41,7 @@ from app.membership import Ladder
 from app.planning import Planning
 from app.sentence import sentence
 from app.simulations import Simulations
+from app.solving import Solves
 from app.view import JobSummary, JobView
 from app.views import PlanCache, job_view, summary
 from db.store import Record, Store
@@ -72,6 +73,7 @@ class Console:
         self.simulations = Simulations()
         self.making = Making()
         self.library = Library(store, self._plans)
+        self.solves = Solves()
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
 
@@ -107,6 +109,7 @@ class Console:
         self._planning.close()
         self._advising.close()
         self.simulations.close()
+        self.solves.close()
         self.making.close()
         for job in self._jobs.values():
             with suppress(ConsoleError):

@@ -1,0 +1,250 @@
+"""Plans and migrations that people ask for: each made in a child process of its own, with progress.
+
+Equal requests share one result, a bounded number runs at once, and the rest waits in order. Stopping
+keeps the best plan so far. What a child is asked and answers is in app.solving_child.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Literal, NamedTuple
+
+import structlog
+
+from app.errors import ConsoleError
+from app.solving_child import Migrations, Request, serve
+from planner.plan import Plan
+
+log = structlog.get_logger()
+
+MAX_RUNNING = 2
+MAX_WAITING = 16
+# Finished ones that are kept; a plan of 393,216 ops takes about 300 MB.
+MAX_KEPT = 32
+MAX_KEPT_OPS = 400_000
+# Points of one solve that are drawn and logged: a search may report hundreds a second.
+MAX_POINTS = 2_000
+# Seconds that a child may take to let go of what it does, and beyond its time limit, before it is ended.
+STOP_GRACE = 10.0
+OVER_TIME = 120.0
+
+SolveState = Literal["waiting", "running", "stopping", "done", "failed"]
+OVER = ("done", "failed")
+
+
+class Point(NamedTuple):
+    """elapsed: seconds. incumbent (None: no plan yet), bound: in the job's time unit."""
+
+    elapsed: float
+    incumbent: float | None
+    bound: float
+    solver: str
+
+
+@dataclass
+class Solve:
+    """One request and what has come of it. error: a sentence, when `failed`. stopped: by somebody.
+
+    asked, begun: POSIX seconds; seconds: how long it ran, once it is over.
+    """
+
+    id: str
+    request: Request
+    state: SolveState = "waiting"
+    points: list[Point] = field(default_factory=list)
+    plan: Plan | None = None
+    migrations: Migrations | None = None
+    error: str = ""
+    stopped: bool = False
+    asked: float = field(default_factory=time.time)
+    begun: float | None = None
+    seconds: float | None = None
+    process: multiprocessing.process.BaseProcess | None = None
+    pipe: Connection | None = None
+    stop_asked: float | None = None  # monotonic
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that it has run."""
+        if self.seconds is not None:
+            return self.seconds
+        return max(0.0, time.time() - self.begun) if self.begun else 0.0
+
+
+class Solves:
+    """One per console. Thread-safe."""
+
+    def __init__(self, *, running: int = MAX_RUNNING, target: Callable[[Connection, str], None] = serve) -> None:
+        self._most = running
+        self._target = target
+        self._lock = threading.RLock()
+        self._solves: dict[str, Solve] = {}
+        self._closed = False
+
+    def find(self, request: Request) -> Solve | None:
+        """What has been made of an equal request, without starting anything."""
+        return self._solves.get(request.id)
+
+    def get(self, solve_id: str) -> Solve:
+        """Raises ConsoleError (404)."""
+        found = self._solves.get(solve_id)
+        if found is None:
+            raise ConsoleError(404, "unknown_solve", f"solve: got {solve_id!r}, expected the id of one that is kept")
+        return found
+
+    def all(self) -> list[Solve]:
+        """Those that are kept, in the order in which they were asked for."""
+        with self._lock:
+            return sorted(self._solves.values(), key=lambda s: s.asked)
+
+    def start(self, request: Request) -> Solve:
+        """Begins it, or has it wait its turn. One that is known is given back, unless it came to no end
+        of its own: it failed, or was stopped. Raises ConsoleError (429) when too many wait."""
+        with self._lock:
+            known = self._solves.get(request.id)
+            if known is not None and not (known.state == "failed" or (known.over and known.stopped)):
+                return known
+            if sum(s.state == "waiting" for s in self._solves.values()) >= MAX_WAITING:
+                raise ConsoleError(
+                    429, "too_many", f"{MAX_WAITING} plans wait to be made already; stop one, or ask again later"
+                )
+            self._solves.pop(request.id, None)
+            solve = self._solves[request.id] = Solve(request.id, request)
+            self._drop_old()
+            self._begin_next()
+            return solve
+
+    def stop(self, solve_id: str) -> Solve:
+        """Has it end with the best plan so far. Raises ConsoleError (404)."""
+        with self._lock:
+            solve = self.get(solve_id)
+            if solve.state == "waiting":
+                solve.stopped = True
+                self._over(solve, "stopped before it had begun")
+            elif solve.state == "running":
+                solve.stopped, solve.state, solve.stop_asked = True, "stopping", time.monotonic()
+                if solve.pipe is not None:
+                    with suppress(OSError):
+                        solve.pipe.send_bytes(b"stop")
+        return solve
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for solve in self._solves.values():
+                if solve.process is not None and not solve.over:
+                    _end(solve.process)
+
+    # -- details ----------------------------------------------------------------------------
+
+    def _begin_next(self) -> None:
+        for solve in self.all():
+            busy = sum(s.state in ("running", "stopping") for s in self._solves.values())
+            if self._closed or busy >= self._most:
+                return
+            if solve.state == "waiting":
+                self._begin(solve)
+
+    def _begin(self, solve: Solve) -> None:
+        context = multiprocessing.get_context("spawn")
+        solve.pipe, theirs = context.Pipe()
+        solve.process = context.Process(
+            target=self._target, args=(theirs, solve.request.model_dump_json()), name="solve", daemon=True
+        )
+        solve.process.start()
+        theirs.close()
+        solve.state, solve.begun = "running", time.time()
+        threading.Thread(target=self._collect, args=(solve, solve.pipe), name="solve", daemon=True).start()
+
+    def _collect(self, solve: Solve, pipe: Connection) -> None:
+        """Takes the child's messages until it is done, is gone, or takes too long."""
+        process = solve.process
+        assert process is not None
+        deadline = time.monotonic() + solve.request.patience + OVER_TIME
+        try:
+            while not solve.over:
+                if pipe.poll(0.2):
+                    self._take(solve, json.loads(pipe.recv_bytes()))
+                    continue
+                limit = deadline if solve.stop_asked is None else min(deadline, solve.stop_asked + STOP_GRACE)
+                if time.monotonic() > limit:
+                    _end(process)
+                    late = "did not stop" if solve.stop_asked is not None else "took far longer than it was given"
+                    self._over(solve, f"the planning process {late}, and was ended; it left no plan")
+        except (EOFError, OSError):
+            process.join(5)
+            how = f" (exit status {process.exitcode})" if process.exitcode is not None else ""
+            why = "; perhaps the machine's memory was not enough" if process.exitcode == -signal.SIGKILL else ""
+            self._over(solve, f"the planning process ended before it was done{how}{why}")
+        except Exception as error:
+            log.exception("what a planning process said can't be read")
+            _end(process)
+            self._over(solve, f"what the planning process said can't be read ({type(error).__name__})")
+        finally:
+            pipe.close()
+            process.join(5)
+
+    def _take(self, solve: Solve, message: dict[str, object]) -> None:
+        match message:
+            case {"point": [float() | int() as elapsed, incumbent, bound, str(solver)]}:
+                _add(solve.points, Point(elapsed, incumbent, bound, solver))  # type: ignore[arg-type]
+            case {"plan": str(document)}:
+                solve.plan = Plan.from_json(document, source="the planning process")
+                self._over(solve)
+            case {"migrations": document}:
+                solve.migrations = Migrations.model_validate(document)
+                self._over(solve)
+            case {"error": str(sentence)}:
+                self._over(solve, sentence)
+            case _:
+                raise ValueError(f"unknown message {sorted(message)}")
+
+    def _over(self, solve: Solve, error: str = "") -> None:
+        with self._lock:
+            if solve.over:
+                return
+            solve.seconds = solve.elapsed
+            solve.error = error
+            solve.state = "failed" if error else "done"
+            self._drop_old()
+            self._begin_next()
+
+    def _drop_old(self) -> None:
+        over = [s for s in self.all() if s.over]
+        ops = sum(s.request.ops for s in over if s.plan is not None)
+        while over and (len(over) > MAX_KEPT or (len(over) > 1 and ops > MAX_KEPT_OPS)):
+            oldest = over.pop(0)
+            ops -= oldest.request.ops if oldest.plan is not None else 0
+            del self._solves[oldest.id]
+
+
+def _add(points: list[Point], point: Point) -> None:
+    """Keeps what changed, and of a long search the newest as the last point."""
+    if points and points[-1][1:] == point[1:]:
+        return
+    if len(points) >= MAX_POINTS:
+        points[-1] = point
+    else:
+        points.append(point)
+
+
+def _end(process: multiprocessing.process.BaseProcess) -> None:
+    """With the processes that it may have started: it leads a group of its own."""
+    if process.pid is not None and process.is_alive():
+        with suppress(OSError):
+            if os.getpgid(process.pid) == process.pid:
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()

@@ -1,0 +1,234 @@
+"""What a planning process of app.solving is asked, and its life: one request, its progress, its answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Annotated, Any, Literal, TypeAlias
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from app.logs import configure_logging
+from planner.distribution import CopyCost
+from planner.errors import InputError, PlannerError
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.normalization import normalize
+from planner.plan import JobDoc, WorkerName
+from planner.solvers.base import Progress
+from planner.solvers.portfolio import SOLVERS, make_plan
+
+log = structlog.get_logger()
+
+# A plan of so many ops is some 40 MB of JSON, which the console reads; the command line takes larger ones.
+MAX_SOLVED_OPS = 400_000
+# Of a grid above this a page does not ask for migrations: each distribution of failures is planned.
+MAX_MIGRATED_OPS = 400_000
+MAX_SECONDS = 3_600.0
+# At most so many points a second leave the child, beside each better plan.
+POINTS_PER_SECOND = 10
+# Solvers report from threads of their own.
+_SENDING = threading.Lock()
+
+
+class _Asked(BaseModel):
+    """job, failed, technique, memory: as in planner.job.Problem."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    job: JobDoc
+    failed: tuple[WorkerName, ...] = ()
+    technique: Technique = Technique.STAGGERED
+    memory: Annotated[str, Field(max_length=20)] = "uniform"
+
+    @property
+    def id(self) -> str:
+        """Equal requests have equal ids."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+    @property
+    def ops(self) -> int:
+        return 3 * self.job.pipelines * self.job.stages * self.job.micro_batches
+
+    def checked_job(self) -> Job:
+        """Raises InputError, before memory is taken, for a job that is none or too large for here."""
+        if self.job.pipelines > 0 and self.job.stages > 0 and self.ops > MAX_SOLVED_OPS:
+            raise InputError(
+                "pipelines x stages x micro_batches x 3 ops",
+                self.ops,
+                f"at most {MAX_SOLVED_OPS:,} ops here; `python -m planner plan` takes more",
+            )
+        return self.job.job()
+
+    def dead(self) -> frozenset[Worker]:
+        return frozenset(Worker.parse(name, field="failed") for name in self.failed)
+
+
+class PlanAsked(_Asked):
+    """solver: auto, list, cp-sat or milp. time_limit: seconds."""
+
+    kind: Literal["plan"] = "plan"
+    solver: str = "auto"
+    time_limit: Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
+
+    @property
+    def patience(self) -> float:
+        return self.time_limit
+
+    def problem(self) -> Problem:
+        """Raises InputError, and InfeasibleError when no schedule can exist."""
+        if self.solver not in SOLVERS:
+            raise InputError("solver", self.solver, "one of " + ", ".join(SOLVERS))
+        return Problem(self.checked_job(), self.dead(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
+
+
+class MigrationsAsked(_Asked):
+    """state_bytes: of weights and optimizer of every stage; 0: what the profile says. bandwidth: bytes per
+    second of a copy. heals_in: seconds until the failed workers are back; None: they don't come back."""
+
+    kind: Literal["migrations"] = "migrations"
+    state_bytes: Annotated[int, Field(ge=0, le=1 << 60)] = 0
+    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10e9
+    heals_in: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+
+    @property
+    def patience(self) -> float:
+        return 60.0
+
+    def cost(self) -> CopyCost:
+        own = tuple(p.weight_bytes + p.optimizer_bytes for p in self.job.profiles)
+        return CopyCost((self.state_bytes,) * self.job.stages if self.state_bytes else own, self.bandwidth)
+
+
+Request: TypeAlias = PlanAsked | MigrationsAsked
+_REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
+
+
+class Migration(BaseModel):
+    """`worker` leaves its stage for the place of `takes`; `source` gives it the weights (None: a checkpoint)."""
+
+    worker: WorkerName
+    takes: WorkerName
+    source: WorkerName | None
+
+
+class Migrations(BaseModel):
+    """What planner.normalization says: failed, the empty places afterwards; periods in the job's time unit;
+    present, counts: failures per stage now and afterwards; pause: seconds; gained: iterations."""
+
+    migrations: list[Migration]
+    failed: list[WorkerName]
+    present: list[int]
+    counts: list[int]
+    period_now: float | None
+    period: float
+    pause: float
+    gained: float | None
+    reason: str
+
+
+def serve(pipe: Connection, document: str) -> None:
+    """The child's life."""
+    configure_logging()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
+    os.setpgid(0, 0)  # what a solver starts ends with this process
+    os.nice(5)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    stop = threading.Event()
+    threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
+    try:
+        _send(pipe, answer(_REQUEST.validate_json(document), lambda point: _send(pipe, {"point": point}), stop))
+    except PlannerError as error:
+        _send(pipe, {"error": str(error)})
+    except MemoryError:
+        _send(pipe, {"error": "this machine has too little memory for a plan of this size"})
+    except Exception as error:
+        log.exception("the planner failed")
+        _send(pipe, {"error": f"the planner failed ({type(error).__name__}); the console's log says more"})
+
+
+def answer(request: Request, report: Any, stop: threading.Event) -> dict[str, Any]:
+    """{"plan": JSON document} or {"migrations": document}. report: called with
+    (seconds, incumbent, bound, solver), times in the job's unit. Raises PlannerError."""
+    if isinstance(request, MigrationsAsked):
+        return {"migrations": _migrations(request).model_dump()}
+    problem = request.problem()
+    job, begin = problem.job, time.monotonic()
+    last: tuple[float, int | None] = (-1.0, None)
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal last
+        now = time.monotonic() - begin
+        if progress.incumbent == last[1] and now - last[0] < 1 / POINTS_PER_SECOND:
+            return
+        last = (now, progress.incumbent)
+        incumbent = None if progress.incumbent is None else job.units(progress.incumbent)
+        report((round(now, 4), incumbent, job.units(progress.bound), progress.solver))
+
+    plan = make_plan(
+        problem,
+        solver=request.solver,
+        time_limit=request.time_limit,
+        on_progress=on_progress,
+        cancelled=stop.is_set,
+    )
+    metrics = plan.metrics
+    report((round(time.monotonic() - begin, 4), metrics.period, metrics.lower_bound, plan.solver.name))
+    return {"plan": plan.to_json()}
+
+
+def _migrations(request: MigrationsAsked) -> Migrations:
+    job = request.checked_job()
+    found = normalize(
+        job,
+        request.dead(),
+        technique=request.technique,
+        memory=MemoryLimit.parse(request.memory, field="memory"),
+        cost=request.cost(),
+        heals_in=request.heals_in,
+    )
+    return Migrations(
+        migrations=[
+            Migration(worker=str(m.worker), takes=str(m.takes), source=str(m.source) if m.source else None)
+            for m in found.migrations
+        ],
+        failed=[str(worker) for worker in sorted(found.failed)],
+        present=list(found.present),
+        counts=list(found.counts),
+        period_now=None if found.period_now is None else job.units(found.period_now),
+        period=job.units(found.period),
+        pause=found.pause,
+        gained=found.iterations_gained,
+        reason=found.reason,
+    )
+
+
+def _listen(pipe: Connection, stop: threading.Event) -> None:
+    """The only thing the console says is `stop`."""
+    try:
+        pipe.recv_bytes()
+    except (EOFError, OSError):
+        return
+    stop.set()
+
+
+def _send(pipe: Connection, message: dict[str, Any]) -> None:
+    try:
+        with _SENDING:
+            pipe.send_bytes(json.dumps(message).encode())
+    except (BrokenPipeError, OSError):
+        os._exit(0)  # the console has let go of this request
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    """Also when the console was killed in the middle of a long solve."""
+    parent.join()
+    os.killpg(0, signal.SIGKILL)

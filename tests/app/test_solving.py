@@ -1,0 +1,184 @@
+"""Plans that people ask for: real planning processes, their progress, their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+from ui_console import until
+
+from app import solving
+from app.errors import ConsoleError
+from app.solving import Solve, Solves
+from app.solving_child import MigrationsAsked, PlanAsked, answer
+from planner.check import check
+from planner.errors import InfeasibleError, InputError
+from planner.job import Job
+from planner.plan import job_doc
+
+SMALL = job_doc(Job.uniform(3, 4, 6))
+# Uneven stages, so that the bound is not met and a search goes on for as long as it may.
+HARD = job_doc(Job.uniform(6, 6, 12, durations={"F": 1, "I": 1.3, "W": 0.7, "transfer": 0.4}))
+LONG = PlanAsked(job=HARD, failed=("W0_1", "W1_4", "W2_4"), memory="7", solver="cp-sat", time_limit=300)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Solves]]:
+    made: list[Solves] = []
+
+    def build(**options: object) -> Solves:
+        made.append(Solves(**options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for solves in made:
+        solves.close()
+
+
+def ended(solve: Solve) -> Solve:
+    until(lambda: solve.over, "the solve is over")
+    return solve
+
+
+def sleeper(pipe: Connection, document: str) -> None:
+    """A planning process that listens to nobody."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(60)
+
+
+def test_the_worked_example_of_the_paper_is_proven(make: Callable[..., Solves]) -> None:
+    solves = make()
+    asked = [
+        PlanAsked(job=SMALL, technique=technique, memory=memory, failed=failed)  # type: ignore[arg-type]
+        for technique, memory, failed in (
+            ("fault-free", "1f1b", ()),
+            ("adaptive", "1f1b", ("W1_2",)),
+            ("decoupled", "none", ("W1_2",)),
+            ("staggered", "none", ("W1_2",)),
+        )
+    ]
+    for solve, period in zip([solves.start(request) for request in asked], (27, 36, 29, 27), strict=True):
+        plan = ended(solve).plan
+        assert solve.state == "done" and plan is not None and check(plan) == []
+        assert plan.metrics.period == plan.metrics.lower_bound == period
+        assert solve.points[-1].incumbent == solve.points[-1].bound == period
+        assert solves.find(solve.request) is solve
+
+
+def test_equal_requests_share_one_result(make: Callable[..., Solves]) -> None:
+    solves = make()
+    first = solves.start(PlanAsked(job=SMALL, failed=("W1_2",)))
+    assert solves.start(PlanAsked(job=SMALL, failed=("W1_2",))) is first
+    ended(first)
+    assert solves.start(PlanAsked(job=SMALL, failed=("W1_2",))) is first
+    assert solves.find(PlanAsked(job=SMALL, failed=("W1_1",))) is None, "looking starts nothing"
+
+
+def test_stopping_keeps_the_best_plan_so_far(make: Callable[..., Solves]) -> None:
+    solves = make()
+    solve = solves.start(LONG)
+    until(lambda: bool(solve.points), "the first plan is there")
+    solves.stop(solve.id)
+    assert solve.stopped and solve.state in ("stopping", "done")
+    plan = ended(solve).plan
+    assert solve.state == "done" and plan is not None and check(plan) == []
+    assert plan.metrics.gap > 0 and "stopped" in plan.solver.message
+    assert plan.metrics.period <= solve.points[0].incumbent  # type: ignore[operator]
+    periods = [p.incumbent for p in solve.points]
+    assert periods == sorted(periods, reverse=True), "an incumbent never gets worse"  # type: ignore[type-var]
+    again = solves.start(LONG)
+    assert again is not solve, "what was stopped may be asked for again"
+
+
+def test_more_than_can_run_at_once_wait_their_turn(
+    make: Callable[..., Solves], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solving, "MAX_WAITING", 2)
+    solves = make(running=1)
+    running = solves.start(LONG)
+    second, third = (solves.start(PlanAsked(job=SMALL, failed=(name,))) for name in ("W0_0", "W0_1"))
+    assert [running.state, second.state, third.state] == ["running", "waiting", "waiting"]
+    with pytest.raises(ConsoleError, match="wait to be made already") as error:
+        solves.start(PlanAsked(job=SMALL))
+    assert error.value.status == 429
+    solves.stop(second.id)
+    assert (second.state, second.error) == ("failed", "stopped before it had begun")
+    solves.stop(running.id)
+    assert ended(third).plan is not None and ended(running).plan is not None
+
+
+def test_a_process_that_dies_or_does_not_stop_is_told_of(
+    make: Callable[..., Solves], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solving, "STOP_GRACE", 0.1)
+    solves = make(target=sleeper)
+    dies, hangs = solves.start(PlanAsked(job=SMALL)), solves.start(PlanAsked(job=SMALL, failed=("W0_0",)))
+    assert dies.process is not None and dies.process.pid is not None and hangs.process is not None
+    os.kill(dies.process.pid, signal.SIGKILL)
+    assert "ended before it was done (exit status -9)" in ended(dies).error
+    solves.stop(hangs.id)
+    assert "did not stop, and was ended" in ended(hangs).error
+    hangs.process.join(30)
+    assert not hangs.process.is_alive()
+
+
+def test_migrations_that_help_are_found(make: Callable[..., Solves]) -> None:
+    solves = make()
+    solve = ended(solves.start(MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2"), memory="none")))
+    found = solve.migrations
+    assert found is not None and (found.period_now, found.period) == (54, 27)
+    assert [(m.worker, m.takes, m.source) for m in found.migrations] == [("W1_3", "W0_2", "W2_2")]
+    assert found.failed == ["W1_2", "W1_3"]
+    # A stage without a living peer has no plan; a migration gives it one, from the last checkpoint.
+    all_dead = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2", "W2_2"), memory="none")
+    made = answer(all_dead, print, threading.Event())["migrations"]
+    assert made["period_now"] is None and made["migrations"][0]["source"] is None
+
+
+def test_copies_cost_what_the_profile_or_the_request_says() -> None:
+    heavy = SMALL.model_copy(
+        update={"profiles": tuple(p.model_copy(update={"weight_bytes": 4 * 10**9}) for p in SMALL.profiles)}
+    )
+    asked = MigrationsAsked(job=heavy, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, heals_in=1)
+    assert "leave the 2 failures where they are" in answer(asked, print, threading.Event())["migrations"]["reason"]
+    asked = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, state_bytes=5 * 10**9)
+    assert answer(asked, print, threading.Event())["migrations"]["pause"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"solver": "magic"}, InputError, "solver: got 'magic', expected one of auto"),
+        ({"memory": "lots"}, InputError, "memory: got 'lots'"),
+        ({"failed": ("W9_0",)}, InputError, "failed: got 'W9_0', expected a worker of the grid"),
+        ({"failed": ("W0_1", "W1_1", "W2_1")}, InfeasibleError, "stage 1 has no living peer"),
+    ],
+)
+def test_what_can_not_be_planned_is_said_by_the_child_too(
+    make: Callable[..., Solves], changes: dict[str, object], error: type[Exception], words: str
+) -> None:
+    request = PlanAsked.model_validate({"job": SMALL, **changes})
+    with pytest.raises(error, match=words):
+        request.problem()
+    assert words in ended(make().start(request)).error
+
+
+def test_absurd_sizes_are_refused_before_memory_is_taken() -> None:
+    absurd = SMALL.model_copy(update={"pipelines": 10**6, "micro_batches": 10**6})
+    with pytest.raises(InputError, match="at most 400,000 ops here"):
+        PlanAsked(job=absurd).problem()
+
+
+def test_old_results_are_let_go(make: Callable[..., Solves], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solving, "MAX_KEPT_OPS", 500)
+    solves = make()
+    made = [ended(solves.start(PlanAsked(job=SMALL, failed=(f"W{p}_0",), solver="list"))) for p in range(3)]
+    assert solves.all() == made[1:], "216 ops each"
+    with pytest.raises(ConsoleError, match="expected the id of one that is kept"):
+        solves.get(made[0].id)
