@@ -37,9 +37,9 @@ class TensorSpec:
         """Of a stage's output, with its graph still on it."""
         return cls(tuple(tensor.shape), _name(tensor.dtype), tensor.requires_grad)
 
-    def empty(self) -> Tensor:
+    def empty(self, device: torch.device | None = None) -> Tensor:
         """A buffer to receive into."""
-        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
     def fits(self, tensor: Tensor) -> bool:
         """Has it this shape and type?"""

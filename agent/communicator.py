@@ -1,67 +1,30 @@
-"""Transfers between workers, reduction inside a stage, and re-forming both after a death.
+"""The groups of an epoch: re-forming them after a death, and waking whoever waits in them.
 
-One `Groups` per epoch: a gloo process group over all living workers (transfers, agreement) and one
-over the living peers of this worker's stage (reduction). Measured behaviour of gloo that this file
-is built on: a transfer with a killed peer raises within 20 ms, but everything else that waits
-(a transfer with a survivor who has left, an all-reduce two hops away) hangs to its time-out, and
-`abort()` wakes nothing. What does wake it: an expired wait closes every pair of its group. So
-`cancel()`, called from another thread, posts a receive that nobody answers, with a 1 ms time-out,
-to every rank of every live group.
+The control plane (agreement, verdicts, state) is one gloo group over all living workers, whatever the
+device. The data plane (see agent.transport) has what its kind of transport needs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
+from agent.devices import Transport
 from agent.store import StoreClient
+from agent.transport.group import GlooGroup, Group, Pending, Timeouts, TransferError, first_line
+from agent.transport.ordered import OrderedTransfers
+from agent.transport.tagged import TaggedTransfers
+from agent.transport.transfers import Layout, Lines, Transfers
 from planner.job import Worker
 
-# torch ships no types for what is used here.
-dist: Any = torch.distributed
-
 LOOPBACK = "127.0.0.1"
-_NOBODY_SENDS = 2**31 - 1
 _GO = b"go"
 _SUPERSEDED = b"superseded"
-
-
-class TransferError(RuntimeError):
-    """A transfer or reduction broke: a peer died, or the groups were cancelled."""
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds. form: to connect the groups of an epoch; transfer: to wait for a peer's data."""
-
-    form: float = 15.0
-    transfer: float = 120.0
-
-
-class Pending:
-    """A transfer under way; keeps its tensor alive until waited for."""
-
-    def __init__(self, work: Any, tensor: Tensor, timeout: timedelta) -> None:
-        self._work = work
-        self.tensor = tensor
-        self._timeout = timeout
-
-    def wait(self) -> Tensor:
-        """Blocks until the transfer is done; raises TransferError."""
-        try:
-            self._work.wait(self._timeout)
-        except RuntimeError as error:
-            raise TransferError(_first_line(error)) from None
-        return self.tensor
 
 
 class Groups:
@@ -75,53 +38,44 @@ class Groups:
         living: Sequence[Worker],
         timeouts: Timeouts,
         address: str = LOOPBACK,
+        transport: Transport = "tagged",
     ) -> None:
+        """Blocks until all of `living` are there. Raises TransferError."""
         self.epoch = epoch
         self._rank = {w: i for i, w in enumerate(living)}
-        self._me = me
-        self._timeout = timedelta(seconds=timeouts.transfer)
-        peers = [w for w in living if w.stage == me.stage]
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeouts.form)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        self._me, self._ordered = me, transport == "ordered"
+        stage = [w for w in living if w.stage == me.stage]
+
+        def form(name: str, members: Sequence[Worker]) -> Group:
+            place = members.index(me), len(members)
+            return GlooGroup(store, f"epoch{epoch}/{name}", *place, timeouts, address)
+
         try:
-            self._world = dist.ProcessGroupGloo(
-                dist.PrefixStore(f"epoch{epoch}/world", store), self._rank[me], len(living), options
-            )
-            self._stage = (
-                dist.ProcessGroupGloo(
-                    dist.PrefixStore(f"epoch{epoch}/stage{me.stage}", store), peers.index(me), len(peers), options
-                )
-                if len(peers) > 1
-                else None
+            self._control = form("world", living)
+            peers = form(f"stage{me.stage}", stage) if len(stage) > 1 else None
+            forward, backward = (
+                (form("forward", living), form("backward", living)) if self._ordered else (self._control, self._control)
             )
         except RuntimeError as error:
-            raise TransferError(f"the groups of epoch {epoch} could not be formed: {_first_line(error)}") from None
+            raise TransferError(f"the groups of epoch {epoch} could not be formed: {first_line(error)}") from None
+        self._lines = Lines(me, forward, backward, peers, self._rank)
+
+    def transfers(self, layout: Layout) -> Transfers:
+        """For the epoch's iterations; once."""
+        return (OrderedTransfers if self._ordered else TaggedTransfers)(self._lines, layout)
 
     def send(self, to: Worker, tensor: Tensor, tag: int) -> Pending:
-        """Starts a send; the receiver may ask for it in any order."""
-        try:
-            return Pending(self._world.send([tensor], self._rank[to], tag), tensor, self._timeout)
-        except RuntimeError as error:
-            raise TransferError(_first_line(error)) from None
+        """Starts a send of the control plane; the receiver may ask for it in any order."""
+        return self._control.send(self._rank[to], tensor, tag)
 
     def receive(self, source: Worker, buffer: Tensor, tag: int) -> Pending:
-        """Starts a receive into `buffer`."""
-        try:
-            return Pending(self._world.recv([buffer], self._rank[source], tag), buffer, self._timeout)
-        except RuntimeError as error:
-            raise TransferError(_first_line(error)) from None
+        """Starts a receive of the control plane into `buffer`."""
+        return self._control.receive(self._rank[source], buffer, tag)
 
     def reduce(self, tensor: Tensor) -> None:
         """Sums `tensor` (integer) over the living peers of the stage, in place."""
-        if self._stage is None:
-            return
-        try:
-            options = dist.AllreduceOptions()
-            options.timeout = self._timeout
-            self._stage.allreduce([tensor], options).wait()
-        except RuntimeError as error:
-            raise TransferError(_first_line(error)) from None
+        if self._lines.peers is not None:
+            self._lines.peers.sum(tensor)
 
     def gather(self, value: int) -> dict[Worker, int]:
         """Everybody's `value`, on everybody."""
@@ -131,30 +85,25 @@ class Groups:
         """Everybody's `values`, on everybody. All must bring equally many."""
         rows = torch.zeros((len(self._rank), len(values)), dtype=torch.int64)
         rows[self._rank[self._me]] = torch.tensor(values, dtype=torch.int64)
-        try:
-            self._world.allreduce([rows]).wait()
-        except RuntimeError as error:
-            raise TransferError(_first_line(error)) from None
+        self._control.sum(rows)
         return {w: tuple(rows[i].tolist()) for w, i in self._rank.items()}
 
     def cancel(self) -> None:
         """Makes every wait on these groups fail within milliseconds. From any thread."""
-        for group in filter(None, (self._world, self._stage)):
-            # Every rank: a receive from a dead peer fails at once, and only one that *expires*
-            # closes the other pairs.
-            for rank in range(group.size()):
-                if rank == group.rank():
-                    continue
-                with contextlib.suppress(RuntimeError):  # that it fails is the point
-                    group.recv([torch.zeros(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+        groups = self._control, self._lines.peers, self._lines.forward, self._lines.backward
+        for group in dict.fromkeys(groups):
+            if group is not None:
+                group.cancel()
 
 
 class Communicator:
     """Forms the groups of one epoch after the other. `cancel` may be called from any thread."""
 
-    def __init__(self, timeouts: Timeouts | None = None, *, address: str = LOOPBACK) -> None:
+    def __init__(
+        self, timeouts: Timeouts | None = None, *, address: str = LOOPBACK, transport: Transport = "tagged"
+    ) -> None:
         """address: of this host, as its peers reach it."""
-        self._timeouts, self._address = timeouts or Timeouts(), address
+        self._timeouts, self._address, self._transport = timeouts or Timeouts(), address, transport
         self._stores = StoreClient()
         self._lock = threading.Lock()
         self._live: Groups | None = None
@@ -183,11 +132,11 @@ class Communicator:
             if meeting.get(go) != _GO:
                 raise TransferError(f"epoch {epoch} is superseded")
             self.abandon()
-            groups = Groups(meeting, epoch, me, living, self._timeouts, self._address)
+            groups = Groups(meeting, epoch, me, living, self._timeouts, self._address, self._transport)
         except (RuntimeError, OSError) as error:
             if isinstance(error, TransferError):
                 raise
-            raise TransferError(f"epoch {epoch} did not come together: {_first_line(error)}") from None
+            raise TransferError(f"epoch {epoch} did not come together: {first_line(error)}") from None
         finally:
             with self._lock:
                 self._forming = None
@@ -217,9 +166,3 @@ class Communicator:
 
 def _bury(coffin: list[Groups]) -> None:
     coffin.clear()
-
-
-def _first_line(error: BaseException) -> str:
-    """gloo's message without the place in its source and the advice."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0][:200] or "the connection was closed"

@@ -20,8 +20,8 @@ from agent.channel import Orders, WorkerChannel
 from agent.checkpoints.checkpoint import CheckpointError, load_stage
 from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions
 from agent.checkpoints.weights import save_weights
-from agent.communicator import Communicator, Groups, TransferError
-from agent.executor import Executor, Interrupted, Script
+from agent.communicator import Communicator, Groups
+from agent.executor import Executor, Interrupted
 from agent.faults import FaultInjector, Kill
 from agent.heartbeat import HeartbeatThread, Status
 from agent.ledger import Redo, decode, encode
@@ -30,8 +30,10 @@ from agent.optimizer import stage_optimizer
 from agent.pacing import profile_pace
 from agent.recipe import Recipe
 from agent.recovery import Agreement, Makeup, agree, check_alike
+from agent.script import Script
 from agent.state import StateError
 from agent.state_transfer import StateTransferError, receive_state, send_state
+from agent.transport.group import TransferError
 from agent.validation import Verdict
 from agent.verdicts import Steps
 from agent.workload import Workload

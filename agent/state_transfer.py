@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from agent.communicator import Groups, TransferError
+from agent.communicator import Groups
 from agent.optimizer import StageOptimizer
 from agent.state import StateError
+from agent.transport.group import TransferError
 from planner.job import Worker
 
 _TAG = 2**30

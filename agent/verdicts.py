@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from agent.communicator import Groups, Pending
+from agent.communicator import Groups
 from agent.optimizer import NonFiniteError, StageOptimizer
 from agent.recipe import Recipe
+from agent.transport.group import Pending
 from agent.validation import MAX_SKIPPED, Slot, Verdict, judge
 from planner.job import Worker
 

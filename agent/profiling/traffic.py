@@ -12,9 +12,10 @@ import torch
 import torch.distributed
 
 from agent import channel
-from agent.communicator import Groups, Timeouts
+from agent.communicator import Groups
 from agent.processes import ProcessPool
 from agent.profiling.profiler import timing_of
+from agent.transport.group import Timeouts
 from planner.job import Worker
 from planner.profiles import Reductions, Timing
 

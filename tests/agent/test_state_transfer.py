@@ -11,10 +11,11 @@ import torch
 import torch.distributed
 from torch import nn
 
-from agent.communicator import Groups, Timeouts
+from agent.communicator import Groups
 from agent.gradients import GradientSum
 from agent.optimizer import StageOptimizer
 from agent.state_transfer import StateTransferError, receive_state, send_state
+from agent.transport.group import Timeouts
 from planner.job import Worker
 
 A, B = Worker(0, 0), Worker(1, 0)

@@ -1,0 +1,70 @@
+"""What one worker does in every iteration of an epoch, and what it exchanges with its neighbours. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from planner.job import Worker
+from planner.schedule import Op, Schedule
+
+MicroBatch = tuple[int, int]
+"""(home pipeline, micro-batch index inside it)."""
+Transfer = tuple[str, MicroBatch]
+"""`F`: what a forward hands to the next stage; `I`: the gradient that comes back."""
+Lane = tuple[str, Worker]
+"""All transfers of a kind that come from one worker."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """ops: in order. before, after: for each micro-batch, who runs it on the previous and next stage.
+
+    arrivals: per lane the micro-batches that come to this worker, in the order in which that worker
+    sends them, which need not be the order in which this one wants them.
+    """
+
+    ops: tuple[Op, ...]
+    before: Mapping[MicroBatch, Worker]
+    after: Mapping[MicroBatch, Worker]
+    arrivals: Mapping[Lane, tuple[MicroBatch, ...]]
+
+    @classmethod
+    def of(cls, schedule: Schedule, me: Worker) -> Script:
+        """Raises KeyError when the plan has no such worker."""
+        mine = {(op.pipeline, op.micro_batch) for op in schedule.ops[me] if op.kind == "F"}
+        neighbours: dict[int, dict[MicroBatch, Worker]] = {me.stage - 1: {}, me.stage + 1: {}}
+        arrivals: dict[Lane, tuple[MicroBatch, ...]] = {}
+        for worker, ops in schedule.ops.items():
+            if worker.stage not in neighbours:
+                continue
+            for op in ops:
+                if op.kind == "F":
+                    neighbours[worker.stage][op.pipeline, op.micro_batch] = worker
+            kind, senders = ("F", "F") if worker.stage < me.stage else ("I", "IB")
+            keys = ((op.pipeline, op.micro_batch) for op in ops if op.kind in senders)
+            if coming := tuple(key for key in keys if key in mine):
+                arrivals[kind, worker] = coming
+        return cls(schedule.ops[me], neighbours[me.stage - 1], neighbours[me.stage + 1], arrivals)
+
+    def only(self, keys: Collection[MicroBatch]) -> Script:
+        """The same order with the ops of these micro-batches, and the step; the lanes stay, be they empty."""
+        ops = tuple(op for op in self.ops if op.kind == "O" or (op.pipeline, op.micro_batch) in keys)
+        arrivals = {lane: tuple(key for key in coming if key in keys) for lane, coming in self.arrivals.items()}
+        return replace(self, ops=ops, arrivals=arrivals)
+
+    def receives(self) -> list[Transfer]:
+        """Of every op that waits for a transfer, in order."""
+        out = []
+        for op in self.ops:
+            key = (op.pipeline, op.micro_batch)
+            if op.kind == "F" and key in self.before:
+                out.append(("F", key))
+            elif op.kind in ("I", "B") and key in self.after:
+                out.append(("I", key))
+        return out
+
+    @property
+    def neighbours(self) -> frozenset[Worker]:
+        """Everybody with whom this worker exchanges anything; each of them says the same of this one."""
+        return frozenset(worker for _, worker in self.arrivals)

@@ -1,0 +1,1 @@
+"""The data plane: what carries activations, gradients and sums between workers, on CPUs and on GPUs."""

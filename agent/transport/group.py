@@ -1,0 +1,133 @@
+"""One process group, as the rest of the agent sees it, and gloo's.
+
+Measured behaviour of gloo that this file is built on: a transfer with a killed peer raises within
+20 ms, but everything else that waits (a transfer with a survivor who has left, an all-reduce two hops
+away) hangs to its time-out, and `abort()` wakes nothing. What does wake it: an expired wait closes
+every pair of its group. So `cancel` posts a receive that nobody answers, with a 1 ms time-out, to
+every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+# torch ships no types for what is used here.
+dist: Any = torch.distributed
+
+_NOBODY_SENDS = 2**31 - 1
+
+
+class TransferError(RuntimeError):
+    """A transfer or reduction broke: a peer died, or the groups were cancelled."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds. form: to connect the groups of an epoch; transfer: to wait for a peer's data."""
+
+    form: float = 15.0
+    transfer: float = 120.0
+
+
+class Pending(Protocol):
+    """A transfer under way; keeps its tensor alive."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """Blocks until the transfer is done; raises TransferError."""
+
+
+class Group(Protocol):
+    """Ranks that exchange tensors. All but `cancel` from one thread only; all raise TransferError."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def send(self, to: int, tensor: Tensor, tag: int) -> Pending:
+        """Starts a send; never waits for the receiver."""
+
+    def receive(self, source: int, buffer: Tensor, tag: int) -> Pending:
+        """Starts a receive into `buffer`. Among those of one source and tag, the n-th meets its n-th send."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sums `tensor` over all ranks, in place; returns when the sum is there."""
+
+    def cancel(self) -> None:
+        """Makes every wait on this group fail within milliseconds. From any thread."""
+
+    def halt(self) -> None:
+        """Ends the group's life; when this returns, it reads and writes no tensor of a caller's any more."""
+
+
+class GlooPending:
+    def __init__(self, work: Any, tensor: Tensor, timeout: timedelta) -> None:
+        self._work = work
+        self.tensor = tensor
+        self._timeout = timeout
+
+    def wait(self) -> Tensor:
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            raise TransferError(first_line(error)) from None
+        return self.tensor
+
+
+class GlooGroup:
+    """A group over gloo, for tensors on the CPU. address: of this host, as its peers reach it."""
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, timeouts: Timeouts, address: str) -> None:
+        """Blocks until all ranks are there. Raises RuntimeError."""
+        self.rank = rank
+        self._timeout = timedelta(seconds=timeouts.transfer)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeouts.form)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
+
+    def send(self, to: int, tensor: Tensor, tag: int) -> GlooPending:
+        try:
+            return GlooPending(self._group.send([tensor], to, tag), tensor, self._timeout)
+        except RuntimeError as error:
+            raise TransferError(first_line(error)) from None
+
+    def receive(self, source: int, buffer: Tensor, tag: int) -> GlooPending:
+        try:
+            return GlooPending(self._group.recv([buffer], source, tag), buffer, self._timeout)
+        except RuntimeError as error:
+            raise TransferError(first_line(error)) from None
+
+    def sum(self, tensor: Tensor) -> None:
+        try:
+            options = dist.AllreduceOptions()
+            options.timeout = self._timeout
+            self._group.allreduce([tensor], options).wait()
+        except RuntimeError as error:
+            raise TransferError(first_line(error)) from None
+
+    def halt(self) -> None:
+        """Nothing to do: gloo's transfers keep their tensors, and a reduction is over when its wait is."""
+
+    def cancel(self) -> None:
+        # Every rank: a receive from a dead peer fails at once, and only one that *expires* closes the
+        # other pairs.
+        for rank in range(self._group.size()):
+            if rank == self.rank:
+                continue
+            with contextlib.suppress(RuntimeError):  # that it fails is the point
+                self._group.recv([torch.zeros(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+
+
+def first_line(error: BaseException) -> str:
+    """A message of torch's without the place in its source and the advice."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0][:200] or "the connection was closed"
