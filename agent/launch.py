@@ -44,8 +44,8 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What to run on this node. hang_seconds: a worker process that says nothing for this long is
-    put out of the job (it says something every second)."""
+    """What to run on this node. pace, paced_by_profile: see agent.loop.LoopOptions. hang_seconds: a worker
+    process that says nothing for this long is put out of the job (it says something every second)."""
 
     job: Job
     iterations: int
@@ -60,6 +60,7 @@ class LaunchOptions:
     weights: str | None = None
     checkpoints: CheckpointOptions | None = None
     hang_seconds: float = 20.0
+    paced_by_profile: bool = False
 
 
 class Launcher:
@@ -309,6 +310,7 @@ class Launcher:
             boundaries=options.boundaries,
             weights=options.weights,
             checkpoints=options.checkpoints,
+            paced_by_profile=options.paced_by_profile,
         )
         if joins:
             # A worker that comes back is not killed a second time by the same wish.

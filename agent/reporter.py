@@ -20,6 +20,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import get_args
 
@@ -35,10 +36,11 @@ from agent.protocol import (
     JobFinished,
     OpKind,
 )
-from agent.start import argument_names, job_spec
+from agent.start import argument_names, job_spec, with_profile
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique, Worker
-from planner.plan import Plan
+from planner.plan import JobDoc, Plan
+from planner.profiles import Profile
 
 log = logging.getLogger("openrecycle")
 
@@ -55,8 +57,9 @@ class Reporter:
     """One worker's line to the console. Only the constructor raises, and only InputError.
 
     console: its address; token: its token. run: what all processes of this run call it, and no
-    earlier run was called. job: the grid, with op times in ms where they are known. worker: this
-    process, such as W0_1. iterations: how many the job runs. technique, memory: for the plans.
+    earlier run was called. job: the grid, with op times where they are known. worker: this process,
+    such as W0_1. iterations: how many the job runs. technique, memory: for the plans. profile: the op
+    times, where job has none, as for ResilientTrainer.
     samples_per_micro_batch: for the throughput shown.
     on_plan: called with each new epoch and its plan, in a thread of the reporter's; what it raises is
     logged. It should only leave the plan for the training loop, which takes it up between iterations.
@@ -77,6 +80,7 @@ class Reporter:
         technique: str = "staggered",
         memory: str = "uniform",
         samples_per_micro_batch: int = 1,
+        profile: str | Path | Profile | JobDoc | None = None,
         on_plan: OnPlan | None = None,
         on_fenced: Callable[[], None] | None = None,
     ) -> None:
@@ -86,6 +90,7 @@ class Reporter:
             wanted = Technique.of(technique)
             if not wanted.reroutes:
                 raise InputError("technique", technique, "adaptive, decoupled or staggered")
+            job = with_profile(job, profile)
             self._me = job.check_worker(Worker.parse(worker))
             self._url, self._token = check_url(console), token
             self._spec = job_spec(

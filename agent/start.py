@@ -18,13 +18,15 @@ from pydantic import ValidationError
 from agent.client import ConsoleClient, check_url
 from agent.faults import Kill, Rejoin
 from agent.nodes.role import NodeRole
+from agent.pacing import profile_pace
 from agent.processes import preload, start_server
 from agent.protocol import JobSpec
 from agent.recipe import CheckpointWish, Recipe
 from planner.catalog import Catalog
 from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Problem, Technique
-from planner.plan import job_doc
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.plan import JobDoc, job_doc
+from planner.profiles import Profile, job_on, load
 
 if TYPE_CHECKING:
     from agent.checkpoints.checkpointing import CheckpointOptions
@@ -40,7 +42,8 @@ PLANNED_FAILURES = 2
 class StartOptions:
     """A job as its owner describes it. Errors name the options of the command line.
 
-    pace: milliseconds by op kind, {} for as fast as it goes. console: address, or None for a job
+    pace: milliseconds by op kind, {} for as fast as it goes. paced_by_profile: ops take as long as the
+    job says of their stage and worker, and pace is {}. console: address, or None for a job
     that decides alone. demo: the console may kill and restart these processes. weights: folder for
     the trained weights. role: where this launcher leads a job of several nodes. migrate: a worker may
     change its stage wherever that shortens the plan (without a console).
@@ -64,6 +67,7 @@ class StartOptions:
     demo: bool = False
     role: NodeRole | None = None
     migrate: bool = False
+    paced_by_profile: bool = False
 
     def __post_init__(self) -> None:
         """Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
@@ -77,6 +81,8 @@ class StartOptions:
             if not folder.absolute().parent.is_dir() or (folder.exists() and not folder.is_dir()):
                 raise InputError("--weights", self.weights, "a folder, or a name for one in a folder that exists")
         self._check_kills()
+        if self.paced_by_profile:
+            profile_pace(self.job, Worker(0, 0), self.job.workers())
         if self.console is not None:
             check_url(self.console)
             if not self.technique.reroutes:
@@ -133,7 +139,7 @@ def make_launcher(
                 samples_per_micro_batch=workload.samples_per_micro_batch,
                 technique=options.technique,
                 memory=options.memory,
-                paced=bool(options.pace),
+                paced=bool(options.pace) or options.paced_by_profile,
                 demo=options.demo,
                 checkpoints=options.checkpoints is not None,
                 seed=options.seed,
@@ -161,11 +167,29 @@ def make_launcher(
             boundaries=boundaries,
             weights=options.weights,
             checkpoints=checkpoints,
+            paced_by_profile=options.paced_by_profile,
         ),
         coordination,
         listener,
         pool,
     )
+
+
+BY_PROFILE = "profile"
+"""What --pace says for ops that take as long as the profile has it."""
+
+
+def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job:
+    """The op times of `profile` on the grid of `job`; with None, `job` itself. Raises PlannerError.
+
+    profile: a measured one or the document of a job; or a file with either, or a shipped one's name.
+    """
+    if profile is None:
+        return job
+    if job != Job(job.pipelines, job.stages, job.micro_batches):
+        raise InputError("--profile", str(profile)[:80], "nothing beside a job that has op times of its own")
+    document = load(profile) if isinstance(profile, str | Path) else profile
+    return job_on(document, job.pipelines, job.stages, job.micro_batches)
 
 
 def parse_pace(text: str | None) -> dict[str, float]:

@@ -40,9 +40,11 @@ from agent.processes import preload, start_server
 from agent.protocol import Recovery
 from agent.recipe import Autocast, CheckpointWish, Mode, NonFinite, Recipe
 from agent.record_words import is_remark, sentence_of
-from agent.start import StartOptions, argument_names, make_launcher, parse_pace
+from agent.start import BY_PROFILE, StartOptions, argument_names, make_launcher, parse_pace, with_profile
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
+from planner.plan import JobDoc
+from planner.profiles import Profile
 
 log = logging.getLogger("openrecycle")
 
@@ -86,11 +88,12 @@ class ResilientTrainer:
         sampler where MicroBatchSampler is not wanted.
     optimizer: a stage's parameters to a torch.optim.Optimizer. scheduler: that optimizer to an
         LRScheduler, stepped once per iteration.
-    job: the grid, and the op times that plans are made from; planner.profiles.load_profile(file)
-        .job_for(pipelines, stages, micro_batches) has measured ones.
+    job: the grid, and the op times that plans are made from. profile: these times, where job has none:
+        a file that `python -m agent profile` wrote, a shipped profile's name, or what either holds.
     boundaries: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
     seed: of parameters, data order and dropout. technique, memory, mode, autocast, clip_norm,
-        non_finite, staggered, keep_finished, pace: as `python -m agent launch --help` says.
+        non_finite, staggered, keep_finished, pace: as `python -m agent launch --help` says; pace is
+        "profile" for the times that job or profile have.
     console: address of a console that watches and decides; token: its token. name: there.
         demo: the console may kill and restart these processes.
     weights: folder that the trained weights are written to, a file per stage; kept in memory if not given.
@@ -111,6 +114,7 @@ class ResilientTrainer:
         data: Data | Any,
         optimizer: OptimizerFactory,
         job: Job,
+        profile: str | Path | Profile | JobDoc | None = None,
         scheduler: SchedulerFactory | None = None,
         batch_size: int | None = None,
         shuffle: bool = True,
@@ -151,7 +155,11 @@ class ResilientTrainer:
             for argument, value in (("loss", loss), ("optimizer", optimizer)):
                 if not callable(value):
                     raise InputError(argument, value, "something that can be called")
-            paced = parse_pace(pace)
+            job = with_profile(job, profile)
+            by_profile = pace == BY_PROFILE
+            paced = {} if by_profile else parse_pace(pace)
+            if paced and profile is not None:
+                raise InputError("pace", pace, f"{BY_PROFILE!r}, or None, beside profile, which has the op times")
             if paced:
                 sizes = job.pipelines, job.stages, job.micro_batches
                 job = Job.uniform(*sizes, durations=paced, time_unit="ms")
@@ -177,6 +185,7 @@ class ResilientTrainer:
                 technique=Technique.of(technique),
                 memory=MemoryLimit.parse(str(memory)),
                 pace=paced,
+                paced_by_profile=by_profile,
                 kills=tuple(Kill.parse(text, job) for text in kill),
                 rejoins=tuple(Rejoin.parse(text, job) for text in rejoin),
                 recipe=Recipe(mode, autocast, clip_norm, non_finite, staggered, keep_finished),

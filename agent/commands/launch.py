@@ -5,28 +5,39 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from agent.commands.node import serve_node
-from agent.commands.shared import check_writable, json_object, read_token, sentences
+from agent.commands.shared import check_writable, json_object, parse_bytes, read_token, sentences
 from agent.faults import Kill, Rejoin
 from agent.nodes.role import check_token, role_of
 from agent.recipe import CheckpointWish, Recipe
 from agent.record_words import is_remark, sentence_of
-from agent.start import StartOptions, make_launcher, parse_pace
+from agent.start import BY_PROFILE, StartOptions, make_launcher, parse_pace
 from agent.workload import NamedWorkload
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
-from planner.profiles import load_profile
+from planner.profiles import job_on, load
+
+GRID = (3, 4, 6)
+"""Pipelines, stages and micro-batches of a job that says nothing else."""
 
 
 def launch(
-    pipelines: Annotated[int, typer.Option(help="Data-parallel pipelines.")] = 3,
-    stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches per pipeline and iteration.")] = 6,
+    pipelines: Annotated[
+        int | None, typer.Option(help="Data-parallel pipelines: 3, or as the profile has it.", show_default=False)
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Pipeline stages: 4, or as the profile has it.", show_default=False)
+    ] = None,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(help="Micro-batches per pipeline and iteration: 6, or as the profile has it.", show_default=False),
+    ] = None,
     iterations: Annotated[int, typer.Option(help="Iterations to commit.")] = 30,
     record: Annotated[Path | None, typer.Option(help="JSON-lines file: losses, failures, final hash.")] = None,
     console: Annotated[str | None, typer.Option(help="Address of a console, such as http://127.0.0.1:8501.")] = None,
@@ -34,10 +45,20 @@ def launch(
     kill: Annotated[list[str] | None, typer.Option(help="W1_2@10:F3: SIGKILL before that op. Repeatable.")] = None,
     rejoin: Annotated[list[str] | None, typer.Option(help="W1_2@15: start it anew after that iteration.")] = None,
     technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
-    memory: Annotated[str, typer.Option(help="1f1b, uniform, none or a number of micro-batches.")] = "uniform",
-    pace: Annotated[str | None, typer.Option(help="F=40ms,I=40ms,W=40ms: stretch each op to this.")] = None,
+    memory: Annotated[
+        str, typer.Option(help="1f1b, uniform, none, a number of micro-batches, or the profile's bytes.")
+    ] = "uniform",
+    pace: Annotated[
+        str | None, typer.Option(help="F=40ms,I=40ms,W=40ms: stretch each op to this; profile: to what --profile says.")
+    ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Measured op times to plan with: a file of `profile`, or a shipped one's name.")
+        Path | None,
+        typer.Option(
+            help="Op times to plan with: a file of `profile`, a shipped profile's name, or the document of a job."
+        ),
+    ] = None,
+    capacity: Annotated[
+        str | None, typer.Option(help="Memory of one worker, such as 80GiB, where the profile does not say it.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of parameters, data and dropout.")] = 0,
     name: Annotated[str, typer.Option(help="What the console calls the job.")] = "gpt",
@@ -79,13 +100,11 @@ def launch(
                 return serve_node(role, token, node_address, NamedWorkload(workload))
         if resume is not None and checkpoint is None:
             raise InputError("--resume", resume, "--checkpoint too, with the folder to resume from")
-        paced = parse_pace(pace)
-        if profile is None:
-            job = Job.uniform(pipelines, stages, micro_batches, durations=paced, time_unit="ms" if pace else "slot")
-        elif pace is not None:
-            raise InputError("--pace", pace, "nothing beside --profile, which says how long the ops take")
-        else:
-            job = load_profile(profile).job_for(pipelines, stages, micro_batches)
+        by_profile = pace == BY_PROFILE
+        paced = {} if by_profile else parse_pace(pace)
+        job = _job((pipelines, stages, micro_batches), profile, paced, by_profile)
+        if capacity is not None:
+            job = replace(job, capacity_bytes=(parse_bytes(capacity, field="--capacity"),) * job.stages)
         options = StartOptions(
             job=job,
             iterations=iterations,
@@ -107,6 +126,7 @@ def launch(
             demo=demo,
             role=role,
             migrate=migrate,
+            paced_by_profile=by_profile,
         )
         if record is not None:
             check_writable(record, field="--record")
@@ -125,6 +145,20 @@ def launch(
         except JobFailed as failure:
             typer.echo(f"the job ended early: {failure}", err=True)
             raise typer.Exit(1) from None
+
+
+def _job(
+    grid: tuple[int | None, int | None, int | None], profile: Path | None, paced: dict[str, float], by_profile: bool
+) -> Job:
+    """grid: pipelines, stages, micro-batches, where they are given. Raises InputError."""
+    if profile is None:
+        if by_profile:
+            raise InputError("--pace", BY_PROFILE, "--profile too, which says how long the ops take")
+        sizes = (default if size is None else size for size, default in zip(grid, GRID, strict=True))
+        return Job.uniform(*sizes, durations=paced, time_unit="ms" if paced else "slot")
+    if paced:
+        raise InputError("--pace", paced, f"{BY_PROFILE}, or nothing, beside --profile, which has the op times")
+    return job_on(load(profile), *grid)
 
 
 class _Record:

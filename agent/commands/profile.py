@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from agent.commands.shared import check_writable, json_object, refuse, sentences
+from agent.commands.shared import check_writable, json_object, parse_bytes, refuse, sentences
 from agent.recipe import Recipe
 from planner.errors import InputError
 from planner.job import Job
@@ -35,6 +35,9 @@ def profile_command(
     clock: Annotated[
         str, typer.Option(help="wall, or cpu: processor time, where other programs disturb the machine.")
     ] = "wall",
+    capacity: Annotated[
+        str | None, typer.Option(help="Memory of one worker, such as 80GiB: what --memory bytes plans with.")
+    ] = None,
     spread_limit: Annotated[float, typer.Option(help="Largest (p90 - p10) / median that is accepted.")] = 0.25,
     allow_spread: Annotated[bool, typer.Option(help="Write the profile however much the times vary.")] = False,
 ) -> None:
@@ -57,6 +60,7 @@ def profile_command(
         # Written so that NaN fails it too.
         if not spread_limit >= 0:
             raise InputError("--spread-limit", spread_limit, "a number of at least 0")
+        capacity_bytes = 0 if capacity is None else parse_bytes(capacity, field="--capacity")
         options = json_object(workload_options)
         recipe = Recipe(mode, autocast)  # type: ignore[arg-type]
 
@@ -76,7 +80,7 @@ def profile_command(
                 measured = profile_job.measure_workload(workload or "", options, grid, recipe, effort, _say)
         except profile_job.TrafficError as error:
             refuse(str(error))
-        made = measured.profile(*grid)
+        made = measured.model_copy(update={"capacity_bytes": capacity_bytes}).profile(*grid)
         if made.spread > spread_limit and not allow_spread:
             worst = max(made.parts, key=lambda part: part.spread)
             raise InputError(

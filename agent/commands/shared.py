@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 
 from agent.client import ConsoleRefused, ConsoleUnavailable
 from planner.errors import InputError, PlannerError
+from planner.profile import MAX_BYTES
 
 
 @contextmanager
@@ -60,3 +62,16 @@ def read_token(path: Path | None) -> str | None:
         return path.read_text().strip()
     except OSError as error:
         raise InputError("--token-file", str(path), f"a readable file ({error.strerror})") from None
+
+
+_BYTES = {"": 1, **{f"{prefix}iB": 1 << 10 * n for n, prefix in enumerate("KMGT", start=1)}}
+_BYTES |= {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", start=1)}
+
+
+def parse_bytes(text: str, *, field: str) -> int:
+    """`80GiB`, `24GB` or a plain number of bytes. Raises InputError."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?) ?([KMGT]i?B)?", text.strip())
+    size = int(float(match[1]) * _BYTES[match[2] or ""]) if match else 0
+    if not 1 <= size <= MAX_BYTES:
+        raise InputError(field, text, "a size in bytes such as 80GiB, 24GB or 1073741824")
+    return size

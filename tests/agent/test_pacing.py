@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agent.pacing import GRACE, PROMPT, PacedDevice
+from agent.pacing import GRACE, PROMPT, PacedDevice, profile_pace
+from planner.errors import InputError
+from planner.job import Job, StageProfile, Worker
 
 
 class Clock:
@@ -92,3 +94,26 @@ def test_an_op_without_a_pace_takes_what_it_takes() -> None:
     clock.now += 0.005
     assert paced.finish("O", started) == pytest.approx(0.005)
     assert device(Clock()).finish("F", 100.0) == 0.0
+
+
+def test_the_pace_of_a_profile_is_that_of_stage_speed_and_living_peers() -> None:
+    profiles = (StageProfile(10, 20, 30, 1, reductions=(0, 4, 8)), StageProfile(1.5, 0.5, 2))
+    job = Job(3, 2, 1, profiles, time_unit="ms", speeds=((Worker(2, 0), 0.5),))
+    everybody = list(job.workers())
+    pace = profile_pace(job, Worker(0, 0), everybody)
+    assert pace == pytest.approx({"F": 0.010, "I": 0.020, "W": 0.030, "O": 0.009})
+    slow = profile_pace(job, Worker(2, 0), [w for w in everybody if w != Worker(1, 0)])
+    assert slow == pytest.approx({"F": 0.020, "I": 0.040, "W": 0.060, "O": 0.006})
+    # Of a step that the profile says nothing of, nothing is known.
+    assert profile_pace(job, Worker(0, 1), everybody) == pytest.approx({"F": 0.0015, "I": 0.0005, "W": 0.002})
+    with pytest.raises(InputError, match="its time unit is slot"):
+        profile_pace(Job(1, 1, 1), Worker(0, 0), [Worker(0, 0)])
+
+
+def test_a_new_pace_holds_from_the_next_op_on() -> None:
+    clock = Clock()
+    paced = device(clock, F=0.01)
+    paced.finish("F", clock.now)
+    paced.set_pace({"I": 0.02, "W": 0.03})
+    assert paced.finish("B", clock.now) == pytest.approx(0.05)
+    assert clock.now == pytest.approx(100.06)
