@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import streamlit as st
 
 from app.console import Console, get_console
 from app.errors import ConsoleError
+from app.sources import Source
 from app.ui import components, facts
 from app.ui.charts import overview as large
 from app.ui.charts import rows
 from app.ui.charts.gantt import KIND_ORDER, gantt
 from app.ui.charts.overview import Detail
+from app.ui.exports import export_button
 from app.ui.picker import open_job
 from app.ui.plan_source import pick_plan
 from app.ui.tables import operations_table, workers_table
 from app.ui.theme import BOX_CONFIG, CHART_CONFIG, Palette
-from planner.export import EXPORTERS
 from planner.job import Worker
 from planner.plan import Plan
 from planner.schedule import Schedule
@@ -55,7 +55,7 @@ def page() -> None:
         workers = _choose_workers(schedule)
     components.cards(facts.plan_cards(plan, schedule))
     detail = _chart(plan, schedule, workers, colours)
-    _tables(plan, schedule, workers, detail)
+    _tables(console, source, schedule, workers, detail)
 
 
 def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
@@ -158,31 +158,12 @@ def _drawn_box(state: object) -> tuple[tuple[float, float], tuple[float, float]]
     return (float(x[0]), float(x[1])), (float(y[0]), float(y[1]))
 
 
-def _exports(plan: Plan) -> None:
-    """One download per format; the file is made when its button is pressed."""
-    with st.popover("Export", icon=":material/download:", key="export"):
-        for entry in EXPORTERS.values():
-            # torch's CSV has one line per stage, so it holds one pipeline, and no re-routed work.
-            one_pipeline = entry.name == "torch-csv"
-            st.download_button(
-                entry.title + (", pipeline 0" if one_pipeline else ""),
-                partial(entry.render, plan, pipeline=0 if one_pipeline else None),
-                file_name=entry.file_name(plan),
-                mime=entry.media_type,
-                on_click="ignore",
-                type="tertiary",
-                key=f"export-{entry.name}",
-                disabled=one_pipeline and bool(plan.failed),
-                help="Holds one rank per stage, so a plan with failed workers can't be written in it."
-                if one_pipeline and plan.failed
-                else None,
-            )
-
-
-def _tables(plan: Plan, schedule: Schedule, workers: list[Worker], detail: Detail | None) -> None:
+def _tables(console: Console, source: Source, schedule: Schedule, workers: list[Worker], detail: Detail | None) -> None:
+    plan = source.plan
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         components.heading("The same in figures", f"times in {plan.job.time_unit}")
-        _exports(plan)
+        job = console.job(source.job_id) if source.job_id else None
+        export_button(plan, source.name, spec=job.spec if job else None, catalog=job.catalog if job else None)
     by_worker, by_op = st.tabs(["Workers", "Ops of the detail" if detail else "Ops"])
     with by_worker:
         st.dataframe(workers_table(schedule, workers), hide_index=True, key="workers-table", alt="Figures by worker")

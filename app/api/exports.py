@@ -1,0 +1,46 @@
+"""Plans as files: the same ones that the pages' export button gives."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+
+from app.api.runner import in_thread
+from app.console import Console
+from app.exporting import Export, offer_named, render
+from app.references import OfJob, Reference, Saved
+from app.sources import Source, find
+
+Pipeline = Annotated[int | None, Query(ge=0, le=2**20)]
+FILE: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}, "description": "The file."}}
+
+
+def router(console: Console) -> APIRouter:
+    api = APIRouter(tags=["plans"])
+
+    @api.get("/jobs/{job_id}/plans/{fingerprint}/export", response_class=Response, responses=FILE)
+    async def of_job(job_id: str, fingerprint: str, format: str, pipeline: Pipeline = None) -> Response:
+        """chrome-trace, torch-csv, csv, json, yaml, svg, png, or bundle (a zip). fingerprint: `in-force`, too.
+
+        pipeline: this one alone (torch-csv, svg, png). 413: too large; 422: no file of that format.
+        """
+        return await in_thread(_export, console, OfJob(job_id, fingerprint), format, pipeline)
+
+    @api.get("/plans/{fingerprint}/export", response_class=Response, responses=FILE)
+    async def of_library(fingerprint: str, format: str, pipeline: Pipeline = None) -> Response:
+        """The same of a saved plan."""
+        return await in_thread(_export, console, Saved(fingerprint), format, pipeline)
+
+    return api
+
+
+def _export(console: Console, reference: Reference, wanted: str, pipeline: int | None) -> Response:
+    source = find(console, reference)
+    assert isinstance(source, Source), "plans of jobs and of the library are there or are not"
+    job = console.job(source.job_id) if source.job_id else None
+    offer = offer_named(source.plan, source.name, wanted)
+    export = Export(source.plan, source.name, job.spec if job else None, job.catalog if job else None)
+    content = render(export, offer, pipeline)
+    headers = {"Content-Disposition": f'attachment; filename="{offer.file_name}"'}
+    return Response(content, media_type=offer.media_type, headers=headers)

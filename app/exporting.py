@@ -1,0 +1,199 @@
+"""A plan as a file: which formats there are for it, why one is refused, and the file itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Literal
+
+from agent.protocol import JobSpec
+from app.bundle import CatalogPart, catalog_part, make_bundle
+from app.errors import ConsoleError
+from app.logs import configure_logging
+from planner.catalog import Catalog
+from planner.errors import PlannerError
+from planner.export import EXPORTERS, yaml_document
+from planner.export.gantt import MAX_ROWS, MAX_STAGES
+from planner.plan import Plan
+
+BUNDLE = "bundle"
+MAX_OPS = 2_000_000
+# Above this a file takes so long that the console's own work would wait for it: a child makes it.
+OPS_HERE = 20_000
+CHILD_SECONDS = 120.0
+_CHILDREN = threading.BoundedSemaphore(2)
+
+Code = Literal["too_large", "not_in_this_format"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """reason: a sentence that says what would do."""
+
+    code: Code
+    reason: str
+
+    @property
+    def error(self) -> ConsoleError:
+        return ConsoleError(413 if self.code == "too_large" else 422, self.code, self.reason)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One format of one plan. pipeline: the one that the file holds, where it can't hold all."""
+
+    name: str
+    title: str
+    media_type: str
+    file_name: str
+    pipeline: int | None = None
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is exported. name: how people call the plan. spec, catalog: of the job it belongs to, if it does."""
+
+    plan: Plan
+    name: str
+    spec: JobSpec | None = None
+    catalog: Catalog | None = None
+
+
+def offers(plan: Plan, name: str) -> list[Offer]:
+    """Every format, those that are refused for this plan too."""
+    stem = file_stem(plan, name)
+    out = []
+    for entry in EXPORTERS.values():
+        # torch's CSV has one line per stage, so it holds one pipeline.
+        pipeline = 0 if entry.name == "torch-csv" else None
+        title = entry.title + (", pipeline 0" if pipeline == 0 and plan.job.pipelines > 1 else "")
+        refusal = _refusal(plan, entry.name)
+        out.append(Offer(entry.name, title, entry.media_type, stem + entry.suffix, pipeline, refusal))
+    bundle = Offer(BUNDLE, "Job bundle (zip)", "application/zip", stem + ".zip", refusal=_refusal(plan, BUNDLE))
+    return [*out, bundle]
+
+
+def offer_named(plan: Plan, name: str, wanted: str) -> Offer:
+    """Raises ConsoleError (422) for a format that there is none of."""
+    found = {offer.name: offer for offer in offers(plan, name)}
+    if wanted not in found:
+        raise ConsoleError(422, "invalid", f"format: got {wanted!r}, expected one of {', '.join(found)}")
+    return found[wanted]
+
+
+def render(export: Export, offer: Offer, pipeline: int | None = None) -> bytes:
+    """The file. pipeline: another one than the offer's. Raises ConsoleError (413, 422, 503).
+
+    Blocks; a large plan's file is made in a child process.
+    """
+    if offer.refusal is not None:
+        raise offer.refusal.error
+    pipeline = offer.pipeline if pipeline is None else pipeline
+    if op_count(export.plan) <= OPS_HERE:
+        return _made(export.plan, export.name, export.spec, _part(export, offer.name), offer.name, pipeline)
+    if not _CHILDREN.acquire(timeout=CHILD_SECONDS):
+        raise ConsoleError(503, "unavailable", "other exports are being made; try again in a minute")
+    try:
+        return _in_child(export, offer.name, pipeline)
+    finally:
+        _CHILDREN.release()
+
+
+def file_stem(plan: Plan, name: str) -> str:
+    """`demo-3x4x6-without-W1_2-staggered-1a2b3c4d`."""
+    words = re.sub(r"[^0-9A-Za-z._]+", "-", name.partition(":")[0]).strip("-.")[:40]
+    job = plan.job
+    lost = "-".join(plan.failed) if len(plan.failed) <= 3 else f"{len(plan.failed)}-workers"
+    parts = [words or "plan", f"{job.pipelines}x{job.stages}x{job.micro_batches}"]
+    parts += [f"without-{lost}"] if plan.failed else []
+    return "-".join([*parts, plan.technique.value, plan.fingerprint[:8]])
+
+
+def op_count(plan: Plan) -> int:
+    return sum(map(len, plan.workers.values()))
+
+
+def _refusal(plan: Plan, name: str) -> Refusal | None:
+    ops = op_count(plan)
+    if ops > MAX_OPS:
+        return Refusal("too_large", f"the plan has {ops:,} ops and the console exports at most {MAX_OPS:,}")
+    if name == "yaml" and ops > yaml_document.MAX_OPS:
+        most = yaml_document.MAX_OPS
+        return Refusal("too_large", f"the plan has {ops:,} ops and YAML is written for at most {most:,}; use JSON")
+    if name in ("svg", "png") and len(plan.workers) > MAX_ROWS and plan.job.stages > MAX_STAGES:
+        return Refusal("too_large", f"the plan has {plan.job.stages:,} stages and a picture at most {MAX_STAGES}")
+    if name == "torch-csv" and (plan.failed or _reroutes(plan)):
+        why = (
+            "torch.distributed.pipelining runs each stage on one rank, so a plan that re-routes can't be written in it"
+        )
+        return Refusal("not_in_this_format", why)
+    return None
+
+
+def _reroutes(plan: Plan) -> bool:
+    return any(
+        op.pipeline != int(worker[1:].partition("_")[0])
+        for worker, ops in plan.workers.items()
+        for op in ops
+        if op.kind != "O"
+    )
+
+
+def _part(export: Export, name: str) -> CatalogPart:
+    return catalog_part(export.catalog) if name == BUNDLE else CatalogPart("", "")
+
+
+def _made(
+    plan: Plan, called: str, spec: JobSpec | None, catalog: CatalogPart, name: str, pipeline: int | None
+) -> bytes:
+    try:
+        if name == BUNDLE:
+            return make_bundle(plan, called, spec, catalog)
+        return EXPORTERS[name].render(plan, pipeline=pipeline)
+    except PlannerError as error:
+        raise ConsoleError(422, "not_in_this_format", str(error).replace("--", "")) from None
+
+
+def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_serve, args=(theirs, name, pipeline), name="export", daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        spec = export.spec.model_dump_json() if export.spec else ""
+        for text in (export.plan.to_json(), export.name, spec, *_part(export, name)):
+            ours.send_bytes(text.encode())
+        if not ours.poll(CHILD_SECONDS):
+            raise ConsoleError(413, "too_large", f"the file was not done after {CHILD_SECONDS:.0f} s; use the CLI")
+        good, content = ours.recv_bytes() == b"made", ours.recv_bytes()
+    except (EOFError, OSError):
+        raise ConsoleError(503, "unavailable", "the export was ended before it was done") from None
+    finally:
+        child.terminate()
+        child.join(5)
+        ours.close()
+    if not good:
+        raise ConsoleError(422, "not_in_this_format", content.decode())
+    return content
+
+
+def _serve(pipe: Connection, name: str, pipeline: int | None) -> None:
+    """The child's life: plan, name, spec and catalog come in; the file or a sentence goes out."""
+    configure_logging()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
+    os.nice(5)
+    plan, called, spec, *part = (pipe.recv_bytes().decode() for _ in range(5))
+    try:
+        parsed = JobSpec.model_validate_json(spec) if spec else None
+        said, content = b"made", _made(Plan.from_json(plan), called, parsed, CatalogPart(*part), name, pipeline)
+    except ConsoleError as error:
+        said, content = b"refused", error.detail.encode()
+    pipe.send_bytes(said)
+    pipe.send_bytes(content)

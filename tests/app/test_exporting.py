@@ -1,0 +1,204 @@
+"""Every file that the console gives out is opened and checked; what it refuses, it refuses with a reason."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+import zipfile
+from collections.abc import Iterator
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from typer.main import get_command
+from ui_console import ConsoleHere, JobHere
+from ui_factory import plan as made_plan
+
+from agent.cli import app as agent_cli
+from app import exporting
+from app.api.routes import create_routes
+from app.bundle import CatalogPart, launch_line, make_bundle
+from app.errors import ConsoleError
+from app.exporting import Export, file_stem, offer_named, offers, render
+from planner.catalog import Catalog
+from planner.check import check
+from planner.cli import app as planner_cli
+from planner.export.yaml_document import parse_yaml
+from planner.job import Job, StageProfile
+from planner.plan import JobDoc, Plan, job_doc
+
+
+def opened(name: str, content: bytes, plan: Plan) -> None:
+    """Reads the file with somebody else's reader where there is one, and counts its ops."""
+    ops = exporting.op_count(plan)
+    if name == "chrome-trace":
+        events = json.loads(content)["traceEvents"]
+        assert sum(e["ph"] == "X" for e in events) == ops
+    elif name == "torch-csv":
+        cells = [[c for c in row if c] for row in csv.reader(io.StringIO(content.decode()))]
+        compute = sum(op.kind != "O" for s in range(plan.job.stages) for op in plan.workers[f"W0_{s}"])
+        assert len(cells) == plan.job.stages and sum(map(len, cells)) == compute
+    elif name == "csv":
+        rows = list(csv.DictReader(io.StringIO(content.decode())))
+        assert len(rows) == ops and {r["worker"] for r in rows} == set(plan.workers)
+    elif name == "json":
+        assert Plan.from_json(content) == plan
+    elif name == "yaml":
+        assert parse_yaml(content) == plan
+    elif name == "svg":
+        assert ElementTree.fromstring(content.decode()).tag.endswith("svg")
+    elif name == "png":
+        picture = Image.open(io.BytesIO(content))
+        picture.load()
+        assert picture.width > 900
+    else:
+        assert name == "bundle"
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            assert archive.testzip() is None
+            assert Plan.from_json(archive.read("plan.json")) == plan
+            assert JobDoc.model_validate_json(archive.read("profile.json")) == plan.job
+
+
+@pytest.mark.parametrize("failed", [(), ("W1_2",)], ids=["fault-free", "failed"])
+def test_each_format_opens(failed: tuple[str, ...]) -> None:
+    plan = made_plan(failed)
+    names = set()
+    for offer in offers(plan, "demo: in force"):
+        names.add(offer.file_name)
+        if offer.refusal is None:
+            opened(offer.name, render(Export(plan, "demo"), offer), plan)
+        else:
+            assert failed and offer.name == "torch-csv"
+            assert "one rank" in offer.refusal.reason
+            with pytest.raises(ConsoleError, match="re-routes") as refused:
+                render(Export(plan, "demo"), offer)
+            assert refused.value.status == 422
+    assert len(names) == 8, "no file overwrites another"
+    assert all(name.startswith(file_stem(plan, "demo")) for name in names)
+
+
+def test_names_say_what_the_file_is() -> None:
+    plan = made_plan(("W1_2",))
+    assert (
+        file_stem(plan, "my job/../x: in force") == f"my-job-..-x-3x4x6-without-W1_2-staggered-{plan.fingerprint[:8]}"
+    )
+    assert file_stem(plan, "…").startswith("plan-3x4x6-")
+
+
+def test_a_large_plan_is_exported_by_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes; and what the child refuses arrives as the same sentence."""
+    plan = made_plan(("W1_2",))
+    here = {o.name: render(Export(plan, "demo"), o) for o in offers(plan, "demo") if o.name in ("csv", "bundle")}
+    monkeypatch.setattr(exporting, "OPS_HERE", 0)
+    for name, content in here.items():
+        assert render(Export(plan, "demo"), offer_named(plan, "demo", name)) == content
+    with pytest.raises(ConsoleError, match="pipeline: got 9"):
+        render(Export(plan, "demo"), offer_named(plan, "demo", "svg"), pipeline=9)
+
+
+def test_too_large_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = made_plan()
+    monkeypatch.setattr(exporting, "MAX_OPS", 100)
+    for offer in offers(plan, "demo"):
+        with pytest.raises(ConsoleError, match="at most 100") as refused:
+            render(Export(plan, "demo"), offer)
+        assert (refused.value.status, refused.value.code) == (413, "too_large")
+
+
+def test_the_bundle_holds_the_catalog_and_lines_that_can_be_run() -> None:
+    job = Job(2, 2, 3, (StageProfile(2.5, 2, 1, 1), StageProfile(3, 3, 2, 1)), (0.5,), time_unit="ms")
+    plan = make_plan_for(job)
+    catalog = Catalog(job, plan.problem().technique, plan.problem().memory)
+    catalog.add(plan)
+    content = render(Export(plan, "uneven", catalog=catalog), offer_named(plan, "uneven", "bundle"))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert sorted(archive.namelist()) == ["README.md", "catalog.json", "plan.json", "plan.svg", "profile.json"]
+        assert len(Catalog.from_json(archive.read("catalog.json"))) == 1
+        assert not check(Plan.from_json(archive.read("plan.json")))
+        readme = archive.read("README.md").decode()
+    lines = [line for line in readme.splitlines() if line.startswith("python -m ")]
+    assert [shlex.split(line)[2:4] for line in lines] == [
+        ["planner", "check"],
+        ["planner", "plan"],
+        ["planner", "catalog"],
+        ["agent", "launch"],
+    ]
+    for line in lines:
+        _, _, package, command, *options = shlex.split(line)
+        group = get_command(planner_cli if package == "planner" else agent_cli)
+        group.commands[command].make_context(command, list(options))  # type: ignore[attr-defined]
+    assert "--profile profile.json" in lines[-1]
+
+
+def make_plan_for(job: Job) -> Plan:
+    from planner.job import MemoryLimit, Problem, Technique
+    from planner.solvers.portfolio import make_plan
+
+    return make_plan(Problem(job, technique=Technique.STAGGERED, memory=MemoryLimit("none")), solver="list")
+
+
+def test_the_launch_line_is_that_of_the_job(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "paced job", iterations=70)
+    line = launch_line(made_plan(), job.spec)
+    assert "--pace F=40ms,I=40ms,W=40ms" in line and "--iterations 70" in line and "--demo" in line
+    assert "--name 'paced job'" in line and "--profile" not in line
+    slots = launch_line(made_plan(unit="slot"), None)
+    assert "--pace" not in slots and "--profile" not in slots
+    readme = zipfile.ZipFile(io.BytesIO(make_bundle(made_plan(("W1_2",)), "x", None, CatalogPart("", "none"))))
+    assert "comes into force when W1_2 fail" in readme.read("README.md").decode()
+    assert job_doc(job.spec.job()) == made_plan().job
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+def test_over_the_api(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "api job").register().die("W1_2").heal("W1_2", 2)
+    client = TestClient(Starlette(routes=create_routes(here.console)))
+    plan = here.console.view(job.job_id).plan
+    assert plan is not None
+    kept = made_plan(technique="decoupled", memory="none")
+    saved = here.console.library.save(kept, "kept")
+    for path, shown in (
+        (f"/api/v1/jobs/{job.job_id}/plans/{plan.fingerprint}/export", plan),
+        (f"/api/v1/jobs/{job.job_id}/plans/in-force/export", plan),
+        (f"/api/v1/plans/{saved}/export", kept),
+    ):
+        for offer in offers(shown, "x"):
+            answer = client.get(path, params={"format": offer.name})
+            if offer.refusal is None:
+                assert answer.status_code == 200 and answer.headers["content-type"].startswith(offer.media_type)
+                assert answer.headers["content-disposition"].startswith('attachment; filename="')
+                opened(offer.name, answer.content, shown)
+            else:
+                assert (answer.status_code, answer.json()["code"]) == (422, "not_in_this_format")
+    bundle = client.get(f"/api/v1/jobs/{job.job_id}/plans/in-force/export", params={"format": "bundle"})
+    with zipfile.ZipFile(io.BytesIO(bundle.content)) as archive:
+        assert len(Catalog.from_json(archive.read("catalog.json"))) > 1
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/jobs/{job}/plans/in-force/export?format=docx", 422, "format: got 'docx', expected one of chrome-trace"),
+        ("/jobs/{job}/plans/in-force/export", 422, "format: missing"),
+        ("/jobs/{job}/plans/in-force/export?format=svg&pipeline=7", 422, "pipeline: got 7, expected a pipeline"),
+        ("/jobs/{job}/plans/in-force/export?format=json&pipeline=0", 422, "pipeline: got 0, expected nothing"),
+        ("/jobs/{job}/plans/beef/export?format=json", 404, "plan: got 'beef'"),
+        ("/jobs/nobody/plans/in-force/export?format=json", 404, "job: got 'nobody'"),
+        ("/plans/beef/export?format=json", 404, "plan: got 'beef'"),
+    ],
+)
+def test_bad_requests(here: ConsoleHere, path: str, status: int, words: str) -> None:
+    job = JobHere(here.console, "refused job").register()
+    client = TestClient(Starlette(routes=create_routes(here.console)))
+    answer = client.get("/api/v1" + path.format(job=job.job_id))
+    assert answer.status_code == status and words in answer.json()["detail"]
