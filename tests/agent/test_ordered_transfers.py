@@ -1,0 +1,122 @@
+"""Messages without tags: whatever valid order ops run in, each receive gets the message it is for, and
+nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.script import MicroBatch, Script
+from agent.transport.ordered import OrderedTransfers
+from agent.transport.transfers import PREFETCH
+from planner.catalog import Catalog
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.schedule import Op, Schedule
+from tests.agent.virtual_wires import Deadlock, Labelled, Mispaired, Round, train
+
+
+def random_schedule(seed: int, job: Job, dead: frozenset[Worker], *, coupled: bool) -> Schedule:
+    """Any order that the precedences allow, any living peer for each micro-batch: no planner's habits in it."""
+    draw = random.Random(seed)
+    keys = [(p, m) for p in range(job.pipelines) for m in range(job.micro_batches)]
+    living = [w for w in job.workers() if w not in dead]
+    where = {(k, s): draw.choice([w for w in living if w.stage == s]) for k in keys for s in range(job.stages)}
+    done: set[tuple[str, MicroBatch, int]] = set()
+    ops: dict[Worker, list[Op]] = {w: [] for w in living}
+    waiting = [(kind, k, s) for k in keys for s in range(job.stages) for kind in ("FB" if coupled else "FIW")]
+    last = job.stages - 1
+
+    def able(op: tuple[str, MicroBatch, int]) -> bool:
+        kind, key, stage = op
+        if kind == "F":
+            return stage == 0 or ("F", key, stage - 1) in done
+        if kind == "W":
+            return ("I", key, stage) in done
+        return ("F", key, stage) in done and (stage == last or (kind, key, stage + 1) in done)
+
+    while waiting:
+        op = draw.choice([o for o in waiting if able(o)])
+        waiting.remove(op)
+        done.add(op)
+        kind, key, stage = op
+        ops[where[key, stage]].append(Op(kind, *key, stage, where[key, stage], len(done), 1))
+    end = len(done) + 1
+    problem = Problem(job, dead, Technique.ADAPTIVE if coupled else Technique.STAGGERED, MemoryLimit("none"))
+    return Schedule(problem, {w: (*ops[w], Op("O", w.pipeline, -1, w.stage, w, end, 0)) for w in living})
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Schedule, list[Round]]:
+    """A schedule, and rounds of it: whole ones, what a death leaves of one, and ones that turn out to be void."""
+    job = Job(draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    dead: set[Worker] = set()
+    for worker in draw(st.lists(st.sampled_from(list(job.workers())), max_size=4, unique=True)):
+        if sum(w.stage == worker.stage for w in dead) < job.pipelines - 1:
+            dead.add(worker)
+    schedule = random_schedule(draw(st.integers(0, 10**6)), job, frozenset(dead), coupled=draw(st.booleans()))
+    rounds = []
+    keys = [(p, m) for p in range(job.pipelines) for m in range(job.micro_batches)]
+    for number in range(draw(st.integers(1, 3))):
+        some = draw(st.none() | st.frozensets(st.sampled_from(keys))) if number == 0 else None
+        void = {}
+        if draw(st.booleans()):
+            void = {w: draw(st.integers(0, len(schedule.ops[w]))) for w in sorted(schedule.ops)}
+        rounds.append(Round(some, void))
+    return schedule, rounds
+
+
+@settings(max_examples=60, deadline=None)
+@given(run=runs(), width=st.integers(1, 3), seed=st.integers(0, 10**6))
+def test_every_receive_gets_its_message_and_nobody_waits_for_ever(
+    run: tuple[Schedule, list[Round]], width: int, seed: int
+) -> None:
+    schedule, rounds = run
+    job = schedule.problem.job
+    wires, _ = train(schedule, rounds, width=width, seed=seed)
+    per_key = (job.stages - 1) * (width + (width + 1) // 2)  # the second of three tensors has no gradient
+    all_keys = job.pipelines * job.micro_batches
+    expected = sum(len(r.keys) if r.keys is not None else all_keys for r in rounds) * per_key
+    connections = 2 * sum(len(Script.of(schedule, w).neighbours) for w in schedule.ops) // 2
+    assert wires.messages == expected + connections
+
+
+@pytest.mark.parametrize("failed", ["", "W1_1", "W0_0 W2_2", "W1_0 W1_1 W1_2"])
+def test_plans_that_are_run(failed: str) -> None:
+    """As the planner makes them; receives stay few."""
+    job = Job(3, 3, 4)
+    catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    plan, _ = catalog.plan_for({Worker.parse(name) for name in failed.split()})
+    wires, most = train(plan.schedule(), [Round()] * 2, width=1, seed=1)
+    assert wires.messages >= 2 * 2 * 2 * 12
+    assert most <= 2 * PREFETCH
+
+
+class _Impatient(Labelled):
+    """Posts what it wants in its own order, as only tags allow."""
+
+    def _post(self, kind: str, key: MicroBatch) -> None:
+        self._listen(kind, key)
+
+
+class _Unacquainted(Labelled):
+    """Connects when it has something to say, as NCCL does by itself."""
+
+    def begin(self, iteration: int, script: Script) -> None:
+        self._connected = True
+        super().begin(iteration, script)
+
+
+@pytest.mark.parametrize(("kind", "fault"), [(_Impatient, Mispaired), (_Unacquainted, Deadlock)])
+def test_without_the_order_it_goes_wrong(kind: type[OrderedTransfers], fault: type[Exception]) -> None:
+    """The wires notice: each half of the protocol is needed."""
+    found: list[type[BaseException]] = []
+    for seed in range(20):
+        schedule = random_schedule(seed, Job(3, 3, 3), frozenset(), coupled=False)
+        try:
+            train(schedule, [Round()], width=1, seed=seed, kind=kind)
+        except AssertionError as error:
+            found.append(type(error))
+    assert found.count(fault) >= 3

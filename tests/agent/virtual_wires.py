@@ -1,0 +1,322 @@
+"""Workers without processes: real executors over groups without tags, in an order drawn by chance.
+
+Threads of which one runs at a time. Whoever waits says for what; when all wait for what nobody will do,
+that is a deadlock, found at once. Each message carries a label of its own on both ends, of which the
+code under test knows nothing, and the two labels must be equal where a send meets a receive.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agent.boundaries import TensorSpec
+from agent.executor import Executor
+from agent.faults import FaultInjector
+from agent.ledger import Redo
+from agent.script import MicroBatch, Script
+from agent.transport.ordered import OrderedTransfers
+from agent.transport.transfers import Layout, Lines, Transfers
+from planner.job import Job, Worker
+from planner.schedule import Schedule
+
+WIDE, NARROW = TensorSpec((2,), "float32"), TensorSpec((1,), "int64", gradient=False)
+
+
+class Deadlock(AssertionError):
+    """Everybody waits."""
+
+
+class Mispaired(AssertionError):
+    """A receive got a message that was meant for another one."""
+
+
+class _Ended(BaseException):
+    pass
+
+
+class Baton:
+    """Runs functions in threads, one at a time; who is next is drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._turn: dict[int, threading.Semaphore] = {}
+        self._ready: dict[int, Callable[[], bool]] = {}
+        self._back = threading.Semaphore(0)
+        self._mine = threading.local()
+        self._error: BaseException | None = None
+        self._ending = False
+
+    def run(self, tasks: list[Callable[[], None]]) -> None:
+        """Raises what the first task to fail raised, or Deadlock."""
+        threads = []
+        for number, task in enumerate(tasks):
+            self._turn[number], self._ready[number] = threading.Semaphore(0), lambda: True
+            threads.append(threading.Thread(target=self._live, args=(number, task), daemon=True))
+        for thread in threads:
+            thread.start()
+        while self._ready and self._error is None:
+            able = [number for number, ready in self._ready.items() if ready()]
+            if not able:
+                self._error = Deadlock(f"{len(self._ready)} of {len(tasks)} workers wait for each other")
+                break
+            self._give(self._random.choice(able))
+        self._ending = True
+        for number in list(self._ready):
+            self._give(number)
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def until(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Lets others run, until `ready`."""
+        number = self._mine.number
+        self._ready[number] = ready
+        self._back.release()
+        self._turn[number].acquire()
+        if self._ending:
+            raise _Ended
+
+    def _give(self, number: int) -> None:
+        self._turn[number].release()
+        self._back.acquire()
+
+    def _live(self, number: int, task: Callable[[], None]) -> None:
+        self._mine.number = number
+        self._turn[number].acquire()
+        try:
+            if not self._ending:
+                task()
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        del self._ready[number]
+        self._back.release()
+
+
+@dataclass
+class _Pending:
+    baton: Baton
+    tensor: Tensor
+    label: Any
+    done: bool = False
+
+    def wait(self) -> Tensor:
+        self.baton.until(lambda: self.done)
+        return self.tensor
+
+
+@dataclass
+class Wires:
+    """All lanes of a grid. met: for each pair, which of its ends have connected. messages: that arrived."""
+
+    baton: Baton
+    sent: dict[Any, deque[_Pending]] = field(default_factory=dict)
+    posted: dict[Any, deque[_Pending]] = field(default_factory=dict)
+    met: dict[Any, set[int]] = field(default_factory=dict)
+    sums: dict[Any, list[int]] = field(default_factory=dict)
+    messages: int = 0
+
+    def put(self, where: dict[Any, deque[_Pending]], lane: Any, tensor: Tensor, label: Any) -> _Pending:
+        pending = _Pending(self.baton, tensor, label)
+        where.setdefault(lane, deque()).append(pending)
+        out, into = self.sent.get(lane), self.posted.get(lane)
+        while out and into:
+            message, receive = out.popleft(), into.popleft()
+            if message.label != receive.label:
+                raise Mispaired(f"lane {lane}: sent {message.label}, expected {receive.label}")
+            receive.tensor.copy_(message.tensor)
+            message.done = receive.done = True
+            self.messages += 1
+        return pending
+
+
+class Group:
+    """As NCCL: no tags (all are 0), and the first message of a pair blocks until the other end is there."""
+
+    def __init__(self, wires: Wires, name: str, rank: int) -> None:
+        self._wires, self._name, self.rank = wires, name, rank
+        self.label: Any = None
+
+    def send(self, to: int, tensor: Tensor, tag: int) -> _Pending:
+        assert tag == 0
+        self._connect(to)
+        return self._wires.put(self._wires.sent, (self._name, self.rank, to), tensor.clone(), self._named(tensor))
+
+    def receive(self, source: int, buffer: Tensor, tag: int) -> _Pending:
+        assert tag == 0
+        self._connect(source)
+        return self._wires.put(self._wires.posted, (self._name, source, self.rank), buffer, self._named(buffer))
+
+    def cancel(self) -> None:
+        raise NotImplementedError
+
+    halt = cancel
+
+    def _named(self, tensor: Tensor) -> Any:
+        return self.label, tuple(tensor.shape), tensor.dtype
+
+    def _connect(self, other: int) -> None:
+        met = self._wires.met.setdefault((self._name, *sorted((self.rank, other))), set())
+        if len(met) < 2:
+            met.add(self.rank)
+            self._wires.baton.until(lambda: len(met) == 2)
+        self._wires.baton.until()
+
+
+class Peers(Group):
+    """The reduction of a stage: nobody leaves before all are there."""
+
+    def __init__(self, wires: Wires, stage: int, size: int) -> None:
+        super().__init__(wires, f"stage{stage}", 0)
+        self._size, self._count = size, 0
+
+    def sum(self, tensor: Tensor) -> None:
+        rounds = self._wires.sums.setdefault(self._name, [])
+        if len(rounds) <= self._count:
+            rounds.append(0)
+        mine = self._count
+        self._count += 1
+        rounds[mine] += 1
+        self._wires.baton.until(lambda: rounds[mine] == self._size)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One iteration as all run it. keys: those that are run, None for all. void: at which of its ops
+    each worker finds out that the iteration counts no more; {} where it does."""
+
+    keys: frozenset[MicroBatch] | None = None
+    void: Mapping[Worker, int] = field(default_factory=dict)
+
+
+class _Stage:
+    """Holds nothing; its outputs have the shapes that the boundaries say."""
+
+    def __init__(self, outgoing: tuple[TensorSpec, ...], incoming: tuple[TensorSpec, ...]) -> None:
+        self._outgoing, self._incoming = outgoing, incoming
+        self.gradients = SimpleNamespace(buffer=torch.zeros(2), settled=set())
+        self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
+
+    def forward(self, key: MicroBatch, x: Any, *, seed: int, loss: Any = None) -> Any:
+        y = tuple(spec.empty() for spec in self._outgoing)
+        return y[0] if len(y) == 1 else y
+
+    def input_backward(self, key: MicroBatch, dy: Any) -> Any:
+        return tuple(spec.empty() if spec.gradient else None for spec in self._incoming)
+
+    def weight_backward(self, key: MicroBatch) -> None: ...
+
+    def counted(self, key: MicroBatch) -> bool:
+        return False
+
+    def abandon(self, *, keep_settled: bool = False) -> None: ...
+
+
+class _Steps:
+    """Overturns the step before at the op that the round says, at the latest before its own."""
+
+    def __init__(self, me: Worker) -> None:
+        self._me = me
+        self._left: int | None = None
+
+    def begin(self, current: Round) -> None:
+        self._left = current.void.get(self._me)
+
+    def overturned(self) -> bool:
+        if self._left is None:
+            return False
+        self._left -= 1
+        return self._left < 0
+
+    def settle(self) -> bool:
+        return self._left is not None
+
+    def take(self) -> float:
+        return 0.0
+
+
+class Labelled(OrderedTransfers):
+    """Labels what it sends and receives, for the wires to compare."""
+
+    def send(self, kind: str, key: MicroBatch, tensors: Mapping[int, Tensor]) -> None:
+        self._label(kind, key)
+        super().send(kind, key, tensors)
+
+    def _listen(self, kind: str, key: MicroBatch) -> None:
+        self._label(kind, key)
+        super()._listen(kind, key)
+
+    def _label(self, kind: str, key: MicroBatch) -> None:
+        group: Any = self._lines.forward if kind == "F" else self._lines.backward
+        group.label = self._iteration, kind, key
+
+
+def train(
+    schedule: Schedule, rounds: list[Round], *, width: int, seed: int, kind: type[Transfers] = Labelled
+) -> tuple[Wires, int]:
+    """Every worker of `schedule` runs the rounds; width: tensors per boundary. Returns the wires, and the
+    most receives that anybody had posted at once. Raises Mispaired or Deadlock."""
+    job, living = schedule.problem.job, sorted(schedule.ops)
+    baton = Baton(seed)
+    wires, rank = Wires(baton), {w: i for i, w in enumerate(living)}
+    boundaries = ((WIDE, NARROW, WIDE)[:width],) * (job.stages - 1)
+    most = 0
+
+    def task(me: Worker) -> Callable[[], None]:
+        size = sum(w.stage == me.stage for w in living)
+        lines: Any = Lines(
+            me,
+            *(Group(wires, name, rank[me]) for name in ("forward", "backward")),  # type: ignore[arg-type]
+            Peers(wires, me.stage, size) if size > 1 else None,  # type: ignore[arg-type]
+            rank,
+        )
+        made: list[Transfers] = []
+
+        def transfers(layout: Layout) -> Transfers:
+            made.append(kind(lines, layout))
+            return made[-1]
+
+        incoming = boundaries[me.stage - 1] if me.stage else ()
+        stage = _Stage(boundaries[me.stage] if me.stage < job.stages - 1 else (), incoming)
+        steps = _Steps(me)
+        executor = Executor(
+            me,
+            job,
+            0,
+            SimpleNamespace(inputs=lambda *place: None, targets=lambda *place: None),  # type: ignore[arg-type]
+            stage,  # type: ignore[arg-type]
+            steps,  # type: ignore[arg-type]
+            FaultInjector(me, [], lambda: None),
+            {},
+            lambda: False,
+            lambda iteration, loss: None,
+            boundaries,
+        )
+        groups: Any = SimpleNamespace(transfers=transfers)
+        script = Script.of(schedule, me)
+
+        def live() -> None:
+            nonlocal most
+            for number, current in enumerate(rounds):
+                steps.begin(current)
+                redo = Redo(current.keys, frozenset()) if current.keys is not None else None
+                executor.run(number, script, groups, redo)
+                most = max(most, len(made[0]._receiving))
+                assert not made[0]._receiving, "what was posted has not been asked for"
+
+        return live
+
+    baton.run([task(me) for me in living])
+    assert not any(wires.sent.values()) and not any(wires.posted.values()), "messages are left over"
+    return wires, most
