@@ -33,6 +33,7 @@ from agent.protocol import (
 )
 from app import membership as m
 from app.advising import Advising
+from app.catalogs import Catalogs
 from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
 from app.library import Library
 from app.live import LiveJob
@@ -49,6 +50,7 @@ from planner.errors import PlannerError
 from planner.plan import Plan
 
 log = structlog.get_logger()
+from planner.plan_codec import Question
 
 MAX_WORKERS = 16_384
 
@@ -68,7 +70,10 @@ class Console:
         self._jobs: dict[str, LiveJob] = {}
         self._lock = threading.Lock()
         self._plans = PlanCache(store)
-        self._planning = Planning(tolerance)
+        self.tolerance = tolerance
+        self.catalogs = Catalogs(store)
+        self.catalogs.on_plans = self._take_plans
+        self._planning = Planning(tolerance, self.catalogs)
         self._advising = Advising(store)
         self.simulations = Simulations()
         self.making = Making()
@@ -110,6 +115,7 @@ class Console:
         self._advising.close()
         self.simulations.close()
         self.solves.close()
+        self.catalogs.close()
         self.making.close()
         for job in self._jobs.values():
             with suppress(ConsoleError):
@@ -373,8 +379,15 @@ class Console:
 
     def _keep_time(self) -> None:
         last_tick = last_flush = time.monotonic()
+            look_up=self.catalogs.find,
         while not self._stop.wait(TICK_SECONDS):
             now = time.monotonic()
+    def _take_plans(self, question: Question, names: list[str]) -> None:
+        """Running jobs use better plans of their catalog from the next failure on."""
+        for job in list(self._jobs.values()):
+            if not job.state.over and job.question == question:
+                self._planning.take(job, names)
+
             late, last_tick = now - last_tick - TICK_SECONDS, now
             for job in list(self._jobs.values()):
                 try:

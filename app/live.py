@@ -42,6 +42,7 @@ from planner.catalog import Catalog
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Technique, Worker
 from planner.plan import Plan
+from planner.plan_codec import Question
 
 log = structlog.get_logger()
 
@@ -54,7 +55,7 @@ _STATUS = {"unknown_worker": 404, "fenced": 409, "not_member": 409, "job_over": 
 class LiveJob:
     """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
     the answer comes back as a PlanReady or PlanRefused event. on_epoch: called after an epoch has
-    opened."""
+    opened. look_up: a plan made ahead that is kept elsewhere, and where it is from."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class LiveJob:
         ladder: Ladder,
         want_plan: Callable[[LiveJob, tuple[str, ...]], None],
         on_epoch: Callable[[LiveJob], None],
+        look_up: Callable[[Question, frozenset[Worker]], tuple[Plan, str] | None] = lambda question, failed: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job_id = job_id
@@ -91,6 +93,7 @@ class LiveJob:
         self._store = store
         self._want_plan = want_plan
         self._on_epoch = on_epoch
+        self._look_up = look_up
         self._clock = clock
         self._event_seq = 0
         self._doubtful = False  # may the database hold another state than this object?
@@ -104,6 +107,16 @@ class LiveJob:
         if verdict is None or epoch is None or epoch.failed != verdict[0] or self.state.halted or self.state.over:
             return None
         return verdict[1].reason
+
+    @property
+    def question(self) -> Question:
+        """What all plans of the job have in common."""
+        return Question(self.job, self.catalog.technique, self.catalog.memory)
+
+    @property
+    def ops(self) -> int:
+        """Of one plan, steps left out."""
+        return 3 * self.job.pipelines * self.job.stages * self.job.micro_batches
 
     # -- events -----------------------------------------------------------------------------
 
@@ -207,7 +220,7 @@ class LiveJob:
     # -- plans ------------------------------------------------------------------------------
 
     def plan_made(self, failed: tuple[str, ...], made: Plan | None, why: str) -> None:
-        """Takes the answer to `want_plan`. why: no plan exists, if it does not."""
+        """Takes the answer to `want_plan`. why: where the plan is from, or why none exists."""
         try:
             if made is None:
                 self.apply(PlanRefused(failed, why))
@@ -215,7 +228,7 @@ class LiveJob:
             with self.lock:
                 self.catalog.add(made)
                 plan = self.catalog.find(_workers(failed)) or made
-                self.apply(PlanReady(failed, plan.fingerprint, f"made now ({plan.solver.name})"), plan=plan)
+                self.apply(PlanReady(failed, plan.fingerprint, why or f"made now ({plan.solver.name})"), plan=plan)
         finally:
             self.asked_for = None
 
@@ -239,11 +252,13 @@ class LiveJob:
     def _plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:
         """The plan, if it is there or can be made in milliseconds; None: it must be made elsewhere."""
         workers = _workers(failed)
-        small = 3 * self.job.pipelines * self.job.stages * self.job.micro_batches <= INLINE_OPS
+        small = self.ops <= INLINE_OPS
         try:
-            if not small and self.catalog.find(workers) is None:
+            missing = self.catalog.find(workers) is None
+            if missing and not small:
                 return None
-            plan, origin = self.catalog.plan_for(workers)
+            found = self._look_up(self.question, workers) if missing else None
+            plan, origin = found or self.catalog.plan_for(workers)
         except PlannerError as error:
             return PlanRefused(failed, str(error)), None
         except Exception as error:

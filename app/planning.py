@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
-from app.jobs import AHEAD, URGENT, PlanMaker, PlanRequest
+from app.catalogs import KEPT_OPS, Catalogs
+from app.errors import ConsoleError
+from app.jobs import AHEAD, URGENT, Done, PlanMaker, PlanRequest
 from app.live import LiveJob
+from planner.catalog_store import plan_name
 from planner.failures import canonical_pattern
 from planner.job import Worker
 from planner.plan import Plan, job_doc
@@ -22,10 +27,14 @@ NEXT_WORKERS = 512
 
 
 class Planning:
-    """Plans of all jobs come out of one child process. tolerance: failures planned for from the start."""
+    """Plans of all jobs come out of the catalogs, and else out of one child process.
 
-    def __init__(self, tolerance: int) -> None:
+    tolerance: failures planned for from the start.
+    """
+
+    def __init__(self, tolerance: int, catalogs: Catalogs) -> None:
         self._tolerance = tolerance
+        self._catalogs = catalogs
         self._maker = PlanMaker()
 
     def start(self) -> None:
@@ -56,12 +65,29 @@ class Planning:
         self._submit(job, [pattern for pattern in patterns if pattern not in job.patterns_asked])
 
     def make_now(self, job: LiveJob, failed: tuple[str, ...]) -> None:
-        """A failure came for which no plan is there: it is made before all others."""
+        """A failure came for which no plan is at hand: it is looked up, else made before all others."""
 
         def done(plan: Plan | None, why: str) -> None:
             job.plan_made(failed, plan, why)
 
-        self._maker.submit(_request(job, failed), done, priority=URGENT)
+        def look_up() -> None:
+            found = self._catalogs.find(job.question, map(Worker.parse, failed))
+            if found is None:
+                self._maker.submit(_request(job, failed), done, priority=URGENT)
+                return
+            try:
+                job.plan_made(failed, *found)
+            except ConsoleError as error:
+                log.warning("a plan could not be put in force; it is tried again", job=job.job_id, reason=error.detail)
+
+        threading.Thread(target=look_up, name="planning-look-up", daemon=True).start()
+
+    def take(self, job: LiveJob, names: Iterable[str]) -> None:
+        """Plans with these names have come into the catalog of the job's question."""
+        if job.ops <= KEPT_OPS:
+            stored = self._catalogs.stored_of(job.question)
+            for name in names:
+                job.file_plan(stored.plan(name))
 
     def _submit(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> None:
         def done(plan: Plan | None, why: str) -> None:
@@ -70,13 +96,43 @@ class Planning:
                 log.warning("no plan ahead", job=job.job_id, reason=why)
             else:
                 job.file_plan(plan)
+                self._catalogs.keep(job.question, plan)
 
         missing = [pattern for pattern in patterns if job.catalog.find(pattern) is None]
         job.patterns_asked.update(patterns)
         job.plans_to_make += len(patterns)
         job.planned_ahead += len(patterns) - len(missing)
+        stored = self._stored(job, missing)
+        if stored:
+            threading.Thread(target=self._file, args=(job, stored, done), name="planning-stored", daemon=True).start()
         for pattern in missing:
-            self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
+            if pattern not in stored:
+                self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
+
+    def _stored(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> list[frozenset[Worker]]:
+        """Those that a catalog has a plan for."""
+        try:
+            names = self._catalogs.names(job.question)
+        except ConsoleError as error:
+            log.warning("the catalogs can't be read; plans are made anew", job=job.job_id, reason=error.detail)
+            return []
+        return [pattern for pattern in patterns if plan_name(pattern) in names]
+
+    def _file(self, job: LiveJob, patterns: Sequence[frozenset[Worker]], done: Done[Plan]) -> None:
+        """Large plans stay where they are until they are needed."""
+        for pattern in patterns:
+            if job.ops > KEPT_OPS:
+                job.planned_ahead += 1
+                continue
+            found = self._catalogs.find(job.question, pattern)
+            if found is None:  # damaged
+                self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
+                continue
+            job.planned_ahead += 1
+            try:
+                job.file_plan(found[0])
+            except SQLAlchemyError as error:
+                log.warning("a plan ahead could not be filed", job=job.job_id, reason=type(error).__name__)
 
 
 def _request(job: LiveJob, failed: Iterable[str]) -> PlanRequest:

@@ -347,6 +347,12 @@ class CatalogBlobs:
         with self._database.read() as session:
             return session.scalar(select(CatalogPlanRow.data).where(*where))
 
+    def all(self) -> dict[str, bytes]:
+        """Every plan by its name, at once."""
+        query = select(CatalogPlanRow.name, CatalogPlanRow.data).where(CatalogPlanRow.fingerprint == self._fingerprint)
+        with self._database.read() as session:
+            return dict(session.execute(query).tuples().all())
+
 
 def _rows(session: Session, query: Any) -> list[Record]:
     return [dict(row) for row in session.execute(query).mappings()]

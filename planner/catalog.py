@@ -104,7 +104,7 @@ class Catalog:
         what = f"{count} failed worker{'' if count == 1 else 's'}" if count else "the full grid"
         plan = self.find(problem.failed)
         if plan is not None:
-            return plan, f"planned ahead for {what} ({plan.solver.name}, {_gap(plan)})"
+            return plan, f"from the catalog: planned ahead for {what} ({plan.solver.name}, {_gap(plan)})"
         plan = make_plan(problem, solver="list")
         return plan, f"no plan was made ahead for {what}: the list scheduler made one now ({_gap(plan)})"
 

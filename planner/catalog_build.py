@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
+from typing import Protocol
 
 from planner.catalog_engines import Engine
-from planner.catalog_store import FolderBlobs, StoredCatalog, create_folder, plan_name
+from planner.catalog_store import Blobs, StoredCatalog, create_folder, plan_name
 from planner.catalog_task import LARGE as LARGE  # (where it was)
 from planner.catalog_task import Heir, Rows, Target, Task, workers_of
 from planner.distribution import Counts, LoadModel, PeriodModel, best_distributions
@@ -31,9 +32,25 @@ LISTED = 500
 CHUNK = 16
 
 
+class Keeper(Blobs, Protocol):
+    """Where plans lie that also takes new ones, one by one as they are made."""
+
+    def put(self, name: str, blob: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Filled:
+    """planned: made now. kept: there already. total: in all. finished: not stopped before its end."""
+
+    planned: int
+    kept: int
+    total: int
+    finished: bool
+
+
 @dataclass(frozen=True)
 class Report:
-    """planned: made now. kept: there already. total: in all. finished: not stopped before its end."""
+    """As Filled, with the catalog."""
 
     catalog: StoredCatalog
     planned: int
@@ -62,7 +79,29 @@ def build_catalog(
     begin = time.perf_counter()
     wanted = targets(question, tolerance, per)
     catalog, folder = create_folder(root, question)
-    there = _there(folder, effort)
+    filled = fill(question, wanted, folder, engine=engine, effort=effort, on_progress=on_progress, cancelled=cancelled)
+    return Report(
+        StoredCatalog(catalog.info, folder),
+        filled.planned,
+        filled.kept,
+        filled.total,
+        time.perf_counter() - begin,
+        filled.finished,
+    )
+
+
+def fill(
+    question: Question,
+    wanted: Sequence[Target],
+    keeper: Keeper,
+    *,
+    engine: Engine,
+    effort: Effort,
+    on_progress: Callable[[int, int], None] | None = None,
+    cancelled: Cancelled | None = None,
+) -> Filled:
+    """Plans those of `wanted` (see `targets`) that `keeper` lacks; see `build_catalog`."""
+    there = _there(keeper, effort)
     missing = [t for t in wanted if not any(plan_name(workers_of(a)) in there for a in t.alternatives)]
     done = len(wanted) - len(missing)
     planned = 0
@@ -70,21 +109,14 @@ def build_catalog(
         on_progress(done, len(wanted))
     for blobs in engine.run(_tasks(question, missing, effort), cancelled):
         for name, blob in blobs:
-            folder.put(name, blob)
+            keeper.put(name, blob)
             planned += 1
         if on_progress:
             on_progress(done + planned, len(wanted))
     finished = planned == len(missing)
     if finished:
-        _inherit(question, folder, wanted)
-    return Report(
-        StoredCatalog(catalog.info, folder),
-        planned,
-        done,
-        len(wanted),
-        time.perf_counter() - begin,
-        finished,
-    )
+        _inherit(question, keeper, wanted)
+    return Filled(planned, done, len(wanted), finished)
 
 
 # -- what to plan ----------------------------------------------------------------------------
@@ -99,14 +131,21 @@ def targets(question: Question, tolerance: int, per: str = "auto") -> list[Targe
         raise InputError("--tolerance", tolerance, f"a number of failures from 0 to {most}, as {why}")
     if per not in ("auto", "pattern", "count"):
         raise InputError("--per", per, "auto, pattern or count")
-    if per != "count":
-        every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
-        listed = list(every if per == "pattern" else islice(every, LISTED + 1))
-        if per == "pattern" or len(listed) <= LISTED:
-            return [Target(len(p), (_rows(p, job),)) for p in listed]
+    listed = listed_patterns(job, tolerance, per)
+    if listed is not None:
+        return [Target(len(p), (_rows(p, job),)) for p in listed]
     if job.speeds:
         raise InputError("--tolerance", tolerance, "fewer failures: workers of unlike speed need a plan per pattern")
     return _by_count(question, tolerance)
+
+
+def listed_patterns(job: Job, tolerance: int, per: str = "auto") -> list[frozenset[Worker]] | None:
+    """The failure patterns that get a plan each; None where a plan is made per failure count instead."""
+    if per == "count":
+        return None
+    every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
+    listed = list(every if per == "pattern" else islice(every, LISTED + 1))
+    return listed if per == "pattern" or len(listed) <= LISTED else None
 
 
 def _by_count(question: Question, tolerance: int) -> list[Target]:
@@ -131,7 +170,7 @@ def _rows(failed: frozenset[Worker], job: Job) -> Rows:
     return tuple(map(tuple, rows))
 
 
-def _there(folder: FolderBlobs, effort: Effort) -> set[str]:
+def _there(folder: Blobs, effort: Effort) -> set[str]:
     """Plans that need not be made again: undamaged, and optimal or made with as much effort."""
     out = set()
     for name in folder.names():
@@ -185,7 +224,7 @@ def _chunks(question: Question, missing: Sequence[Target], effort: Effort, neste
 # -- neighbouring counts ---------------------------------------------------------------------
 
 
-def _inherit(question: Question, folder: FolderBlobs, wanted: Sequence[Target]) -> None:
+def _inherit(question: Question, folder: Keeper, wanted: Sequence[Target]) -> None:
     """What `work` does within a task, across all of them.
 
     From the largest count down each plan that is longer than the one above it is replaced by that

@@ -124,12 +124,12 @@ class Found:
 
 
 class StoredCatalog:
-    """Reads a catalog. Headers are kept once read; plans are not."""
+    """Reads a catalog. Headers are kept once read; plans are not. headers: those that are read already."""
 
-    def __init__(self, info: CatalogInfo, blobs: Blobs) -> None:
+    def __init__(self, info: CatalogInfo, blobs: Blobs, *, headers: Mapping[str, Header] | None = None) -> None:
         self.info = info
         self.blobs = blobs
-        self._headers: dict[str, Header] = {}
+        self._headers: dict[str, Header] = dict(headers or {})
 
     @cached_property
     def question(self) -> Question:

@@ -47,6 +47,7 @@ class Header(BaseModel):
     """failed: by stage, the pipelines whose worker is dead. metrics: without peak_activations.
 
     rows: for each pipeline, which of the stored rows is its own. types: of the columns (`_pack`).
+    peaks: by stage, the most activations that one of its workers holds; plans of old may not say.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -59,6 +60,7 @@ class Header(BaseModel):
     rows: tuple[int, ...] = ()
     types: tuple[Literal["i1", "i2", "i4", "i8"], ...] = ()
     fingerprint: str | None = Field(default=None, max_length=64)
+    peaks: tuple[int, ...] = ()
 
     @property
     def failures(self) -> int:
@@ -241,6 +243,10 @@ def _header(
     failed: list[list[int]] = [[] for _ in range(problem.job.stages)]
     for worker in sorted(problem.failed):
         failed[worker.stage].append(worker.pipeline)
+    peaks = [0] * problem.job.stages
+    for name, held in metrics.peak_activations.items():
+        stage = Worker.parse(name).stage
+        peaks[stage] = max(peaks[stage], held)
     return Header(
         failed=tuple(map(tuple, failed)),
         metrics=metrics.model_copy(update={"peak_activations": {}}),
@@ -249,6 +255,7 @@ def _header(
         form=form,
         rows=rows,
         types=types,
+        peaks=tuple(peaks) if metrics.peak_activations else (),
     )
 
 

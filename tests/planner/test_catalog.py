@@ -69,7 +69,7 @@ def test_a_plan_for_any_member_of_a_pattern_can_be_added() -> None:
     plan, why = catalog.plan_for({Worker(1, 1)})
     assert plan.failed == ("W1_1",)
     assert check(plan) == []
-    assert why.startswith("planned ahead for 1 failed worker")
+    assert why.startswith("from the catalog: planned ahead for 1 failed worker")
 
 
 def test_the_shorter_plan_is_kept() -> None:

@@ -1,0 +1,233 @@
+"""Catalogs: what is planned ahead, filling them in the background, and taking them away."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Response
+from pydantic import BaseModel, Field
+
+from app.api.runner import in_thread
+from app.catalog_export import json_zip, stored_zip
+from app.catalog_fill import MAX_TOLERANCE, CatalogRequest
+from app.catalog_report import CatalogReport, CatalogSummary
+from app.catalogs import Filling
+from app.console import Console
+from app.errors import ConsoleError
+from planner.catalog_store import CatalogInfo
+from planner.errors import InputError
+from planner.plan import JobDoc, job_doc
+
+Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
+PlanName = Annotated[str, Path(pattern="^[0-9]{6}-[0-9a-f]{24}$")]
+Tolerance = Annotated[int, Query(ge=0, le=MAX_TOLERANCE)]
+
+
+class CatalogAsked(CatalogRequest):
+    """job_id: of a job of this console, whose question is taken instead of the one given here."""
+
+    job_id: Annotated[str, Field(max_length=64)] | None = None
+
+
+class FillingInfo(BaseModel):
+    """done of total: plans that are there. planned: made by this filling. why: it failed."""
+
+    fingerprint: str
+    state: Literal["running", "done", "cancelled", "failed"]
+    done: int
+    total: int
+    planned: int
+    tolerance: int
+    solver: str
+    seconds: float
+    why: str
+
+
+class CatalogLine(BaseModel):
+    """current: made by this version of the planner. created_at: POSIX seconds."""
+
+    fingerprint: str
+    pipelines: int
+    stages: int
+    micro_batches: int
+    technique: str
+    memory: str
+    plans: int
+    failures: int
+    bytes: int
+    created_at: float
+    planner_version: str
+    current: bool
+
+
+class PlanLineInfo(BaseModel):
+    name: str
+    failed: list[str]
+    period: float
+    bound: float
+    gap: float
+    optimal: bool
+    peak: int | None
+    solver: str
+
+
+class CountInfo(BaseModel):
+    """plans: the longest period first. linear: the period if throughput fell as workers do."""
+
+    failures: int
+    wanted: int
+    there: int
+    linear: float | None
+    plans: list[PlanLineInfo]
+
+
+class CatalogDetail(BaseModel):
+    """covered: up to how many failures nothing is missing. reference: the period of fault-free 1F1B."""
+
+    fingerprint: str
+    job: JobDoc
+    technique: str
+    memory: str
+    tolerance: int
+    by_pattern: bool
+    wanted: int
+    there: int
+    covered: int | None
+    reference: float
+    lines: list[CountInfo]
+
+
+class CatalogLines(BaseModel):
+    catalogs: list[CatalogLine]
+
+
+def router(console: Console) -> APIRouter:
+    api = APIRouter(tags=["catalogs"])
+    catalogs = console.catalogs
+
+    @api.get("/catalogs")
+    async def listed() -> CatalogLines:
+        """Newest first."""
+        return CatalogLines(catalogs=[_line(catalog) for catalog in await in_thread(catalogs.list)])
+
+    @api.post("/catalogs", status_code=202)
+    async def fill(asked: CatalogAsked) -> FillingInfo:
+        """Plans what is missing, in the background. The same request again is the same filling while it runs."""
+        return _filling(await in_thread(catalogs.fill, await in_thread(_request, console, asked)))
+
+    @api.get("/catalogs/{fingerprint}")
+    async def catalog(fingerprint: Fingerprint, tolerance: Tolerance | None = None) -> CatalogDetail:
+        """tolerance: by default the console's own."""
+        stored = await in_thread(catalogs.stored, fingerprint)
+        wanted = console.tolerance if tolerance is None else tolerance
+        return _detail(await in_thread(catalogs.report, stored.question, wanted, fingerprint))
+
+    @api.delete("/catalogs/{fingerprint}", status_code=204, tags=["operator"])
+    async def delete(fingerprint: Fingerprint) -> None:
+        await in_thread(catalogs.delete, fingerprint)
+
+    @api.get("/catalogs/{fingerprint}/filling")
+    async def filling(fingerprint: Fingerprint) -> FillingInfo:
+        """The newest filling since the console started."""
+        found = catalogs.filling(fingerprint)
+        if found is None:
+            raise ConsoleError(404, "not_filling", f"catalog: got {fingerprint!r}, expected one that has been filled")
+        return _filling(found)
+
+    @api.delete("/catalogs/{fingerprint}/filling", status_code=202)
+    async def cancel(fingerprint: Fingerprint) -> FillingInfo:
+        """What it has made is kept; the same request goes on from there."""
+        await in_thread(catalogs.cancel, fingerprint)
+        return await filling(fingerprint)
+
+    @api.get("/catalogs/{fingerprint}/plans/{name}", response_model=dict[str, Any])
+    async def plan(fingerprint: Fingerprint, name: PlanName) -> Response:
+        """The Plan document."""
+        made = await in_thread(catalogs.plan, fingerprint, name)
+        return Response(await in_thread(made.to_json), media_type="application/json")
+
+    @api.get("/catalogs/{fingerprint}/export", response_class=Response)
+    async def export(fingerprint: Fingerprint, format: Literal["json", "stored"] = "json") -> Response:
+        """A zip file: a document per plan, or the folder that the command line keeps and goes on from."""
+        data = await in_thread(exported, console, fingerprint, format)
+        named = {"Content-Disposition": f'attachment; filename="catalog-{fingerprint[:12]}.{format}.zip"'}
+        return Response(data, media_type="application/zip", headers=named)
+
+    @api.get("/jobs/{job_id}/catalog")
+    async def of_job(job_id: str, tolerance: Tolerance | None = None) -> CatalogDetail:
+        """That of the job's question, though nothing may be stored of it yet."""
+        job = console.job(job_id)
+        wanted = console.tolerance if tolerance is None else tolerance
+        return _detail(await in_thread(catalogs.report, job.question, wanted))
+
+    return api
+
+
+def exported(console: Console, fingerprint: str, form: Literal["json", "stored"]) -> bytes:
+    """The zip file. Raises ConsoleError."""
+    info, blobs = console.catalogs.stored(fingerprint).info, console.catalogs.blobs(fingerprint)
+    return json_zip(info, blobs) if form == "json" else stored_zip(fingerprint, info, blobs)
+
+
+def _request(console: Console, asked: CatalogAsked) -> CatalogRequest:
+    values = asked.model_dump(exclude={"job_id"})
+    if asked.job_id is not None:
+        question = console.job(asked.job_id).question
+        doc = job_doc(question.job).model_dump()
+        values |= {"job": doc, "technique": question.technique.value, "memory": question.memory.text}
+    request = CatalogRequest.model_validate(values)
+    try:
+        CatalogInfo.of(request.question)
+    except InputError as error:
+        raise ConsoleError(422, "invalid", str(error)) from None
+    return request
+
+
+def _filling(made: Filling) -> FillingInfo:
+    return FillingInfo(
+        fingerprint=made.fingerprint,
+        state=made.state,  # type: ignore[arg-type]
+        done=made.done,
+        total=made.total,
+        planned=made.planned,
+        tolerance=made.request.tolerance,
+        solver=made.request.solver,
+        seconds=made.seconds,
+        why=made.why,
+    )
+
+
+def _line(found: CatalogSummary) -> CatalogLine:
+    info = found.info
+    return CatalogLine(
+        fingerprint=found.fingerprint,
+        pipelines=info.job.pipelines,
+        stages=info.job.stages,
+        micro_batches=info.job.micro_batches,
+        technique=info.technique.value,
+        memory=info.memory,
+        plans=found.plans,
+        failures=found.failures,
+        bytes=found.bytes,
+        created_at=found.created_at,
+        planner_version=info.planner_version,
+        current=found.current,
+    )
+
+
+def _detail(found: CatalogReport) -> CatalogDetail:
+    question = found.question
+    return CatalogDetail(
+        fingerprint=found.fingerprint,
+        job=job_doc(question.job),
+        technique=question.technique.value,
+        memory=question.memory.text,
+        tolerance=found.tolerance,
+        by_pattern=found.by_pattern,
+        wanted=found.wanted,
+        there=found.there,
+        covered=found.covered,
+        reference=found.reference,
+        lines=[CountInfo(**asdict(line)) for line in found.lines],
+    )

@@ -1,0 +1,106 @@
+"""A whole catalog as one file: as documents for any program, or as the command line keeps it."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import zipfile
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from app.errors import ConsoleError
+from planner.catalog_store import INFO, SUFFIX, CatalogInfo
+from planner.errors import PlannerError
+from planner.plan_codec import decode_plan
+
+# A document takes about 100 bytes per op: beyond this the file would have gigabytes.
+MAX_OPS = 2_000_000
+SECONDS = 300.0
+
+_README = """OpenReCycle: a catalog of plans made ahead of failures.
+
+catalog.json        the question that all plans answer: job, technique, memory limit
+plans/<name>.json   a plan document each; a name begins with its number of failures
+index.json          name, failed workers, period, bound and gap of each plan
+
+A plan serves every failure set that differs only in which pipeline is called which.
+"""
+
+
+def stored_zip(fingerprint: str, info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
+    """The folder that `python -m planner catalog --out` writes and goes on from."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:  # plans are compressed already
+        archive.writestr(f"{fingerprint}/{INFO}", info.model_dump_json(indent=1) + "\n")
+        for name in sorted(blobs):
+            archive.writestr(f"{fingerprint}/{name}{SUFFIX}", blobs[name])
+    return out.getvalue()
+
+
+def json_refusal(info: CatalogInfo, plans: int) -> str:
+    """Why there is no JSON of so many plans; empty when there is."""
+    job = info.job
+    ops = 3 * job.pipelines * job.stages * job.micro_batches * plans
+    return f"{ops:,} ops in all, and a file of documents holds at most {MAX_OPS:,}" if ops > MAX_OPS else ""
+
+
+def json_zip(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
+    """A JSON document per plan. Made in a process of its own, for which this thread waits.
+
+    Raises ConsoleError (413) for too many ops, (500) when the process fails.
+    """
+    if why := json_refusal(info, len(blobs)):
+        raise ConsoleError(413, "too_large", f"catalog: {why}; take it as stored")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, info.model_dump_json(), dict(blobs)), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        made = ours.recv_bytes() if ours.poll(SECONDS) else b""
+    except (EOFError, OSError):
+        made = b""
+    finally:
+        process.terminate()
+        process.join()
+        ours.close()
+    if not made:
+        raise ConsoleError(500, "internal", "the catalog could not be written as JSON; the console's log says more")
+    return made
+
+
+def _serve(pipe: Connection, info: str, blobs: Mapping[str, bytes]) -> None:
+    pipe.send_bytes(documents(CatalogInfo.from_json(info), blobs))
+
+
+def documents(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
+    """As `json_zip`, in this process. What is damaged is left out and named in the index."""
+    question = info.question
+    index: list[dict[str, Any]] = []
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("README.txt", _README)
+        archive.writestr("catalog.json", info.model_dump_json(indent=1) + "\n")
+        for name in sorted(blobs):
+            try:
+                plan = decode_plan(blobs[name], question, source=name)
+            except PlannerError as error:
+                index.append({"name": name, "error": str(error)})
+                continue
+            archive.writestr(f"plans/{name}.json", plan.to_json())
+            metrics = plan.metrics
+            index.append(
+                {
+                    "name": name,
+                    "failed": plan.failed,
+                    "fingerprint": plan.fingerprint,
+                    "period": metrics.period,
+                    "lower_bound": metrics.lower_bound,
+                    "gap": metrics.gap,
+                    "solver": plan.solver.name,
+                }
+            )
+        archive.writestr("index.json", json.dumps(index, indent=1) + "\n")
+    return out.getvalue()

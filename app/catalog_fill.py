@@ -1,0 +1,230 @@
+"""Filling a catalog: what is asked for, and the process that plans it.
+
+The process gets the question and what is stored of it already, and sends each plan as it is made;
+who reads its messages stores them, so that nothing is lost when it is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from multiprocessing.connection import Connection
+from typing import Annotated, Any, Literal
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.catalog_report import most_failures
+from app.logs import configure_logging
+from planner.catalog_build import fill, targets
+from planner.catalog_engines import make_engine
+from planner.errors import InputError, PlannerError
+from planner.job import Job, MemoryLimit, Technique
+from planner.plan import JobDoc
+from planner.plan_codec import Effort, Question
+from planner.solvers.portfolio import SOLVERS
+
+log = structlog.get_logger()
+
+# Larger ones take hours: the command line plans those, and `python -m planner catalog` may use a cluster.
+MAX_WORKERS = 4096
+MAX_OPS = 1_500_000
+MAX_TOLERANCE = 1024
+
+Duration = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class CatalogRequest(BaseModel):
+    """What is planned ahead: the question, and for how many failures with how much effort.
+
+    job: replaces the grid and the durations (of F, I, W, O and transfer, in time_unit) by a job's
+    own. solver: `list` takes milliseconds a plan, the others up to time_limit seconds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    job: JobDoc | None = None
+    pipelines: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 3
+    stages: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 4
+    micro_batches: Annotated[int, Field(ge=1, le=4096)] = 6
+    durations: dict[Literal["F", "I", "W", "O", "transfer"], Duration] = Field(default_factory=dict)
+    time_unit: Annotated[str, Field(min_length=1, max_length=20)] = "slot"
+    technique: str = Technique.STAGGERED.value
+    memory: Annotated[str, Field(max_length=20)] = "uniform"
+    tolerance: Annotated[int, Field(ge=0, le=MAX_TOLERANCE)] = 2
+    solver: str = "list"
+    time_limit: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 10.0
+
+    @cached_property
+    def question(self) -> Question:
+        """Raises InputError, also for what is too large for the console."""
+        grid = self.job or self
+        workers, ops = grid.pipelines * grid.stages, 3 * grid.pipelines * grid.stages * grid.micro_batches
+        if not 0 < workers <= MAX_WORKERS:
+            raise InputError("pipelines x stages", workers, f"1 to {MAX_WORKERS:,} workers here; {ELSEWHERE}")
+        if ops > MAX_OPS:
+            raise InputError("ops of one plan", ops, f"at most {MAX_OPS:,} here; {ELSEWHERE}")
+        if self.solver not in SOLVERS:
+            raise InputError("solver", self.solver, "one of " + ", ".join(SOLVERS))
+        times: Mapping[str, float] = {str(kind): value for kind, value in self.durations.items()}
+        if self.job is not None:
+            job = self.job.job()
+        else:
+            job = Job.uniform(
+                self.pipelines, self.stages, self.micro_batches, durations=times, time_unit=self.time_unit
+            )
+        technique = Technique.of(self.technique, field="technique")
+        question = Question(job, technique, MemoryLimit.parse(self.memory, field="memory"))
+        question.problem(frozenset())  # refuses a limit that not even the full grid can keep
+        most = most_failures(question)
+        if self.tolerance > most:
+            why = "each stage needs a living worker" if technique.reroutes else "fault-free plans take no failure"
+            raise InputError("tolerance", self.tolerance, f"a number of failures from 0 to {most}, as {why}")
+        return question
+
+    @property
+    def effort(self) -> Effort:
+        return Effort(solver=self.solver, time_limit=None if self.solver == "list" else self.time_limit)
+
+
+ELSEWHERE = "`python -m planner catalog` takes more"
+
+
+def parse_request(**values: Any) -> CatalogRequest:
+    """Raises InputError naming the field."""
+    try:
+        request = CatalogRequest(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(".".join(map(str, first["loc"])), first["input"], first["msg"]) from None
+    _ = request.question
+    return request
+
+
+# -- the process -----------------------------------------------------------------------------
+
+
+class FillProcess:
+    """The child, begun. `receive` gives what it says until it is gone (EOFError)."""
+
+    def __init__(self, request: CatalogRequest, stored: Mapping[str, bytes], processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        # Not a daemon: those may have no children, and `processes` of them do the planning.
+        self.process = context.Process(target=serve, args=(theirs, processes), name="catalog", daemon=False)
+        self.process.start()
+        theirs.close()
+        # A large catalog does not fit into the pipe, so its sender must not wait for the child.
+        self._sender = threading.Thread(target=self._send, args=(request, dict(stored)), daemon=True)
+        self._sender.start()
+
+    def receive(self) -> dict[str, Any] | tuple[str, bytes]:
+        """A message, or (name, stored plan)."""
+        data = self._pipe.recv_bytes()
+        if data[:1] == b"{":
+            message: dict[str, Any] = json.loads(data)
+            return message
+        name, _, blob = data.partition(b"\0")
+        return name.decode(), blob
+
+    def waiting(self) -> bool:
+        """Is there more to receive now?"""
+        return self._pipe.poll()
+
+    def end(self) -> None:
+        """Whatever it does. What it has sent can still be received."""
+        self.process.terminate()
+
+    def close(self) -> None:
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self._sender.join()
+        self._pipe.close()
+
+    def _send(self, request: CatalogRequest, stored: Mapping[str, bytes]) -> None:
+        try:
+            self._pipe.send_bytes(request.model_dump_json().encode())
+            for name, blob in stored.items():
+                self._pipe.send_bytes(name.encode() + b"\0" + blob)
+            self._pipe.send_bytes(b"{}")
+        except (BrokenPipeError, OSError):
+            return  # the child is gone, which its reader sees
+
+
+class _Sending:
+    """A catalog's plans (planner.catalog_build.Keeper): the stored ones, and new ones, which are sent."""
+
+    def __init__(self, pipe: Connection, blobs: dict[str, bytes]) -> None:
+        self._pipe = pipe
+        self._blobs = blobs
+
+    def names(self) -> list[str]:
+        return sorted(self._blobs)
+
+    def get(self, name: str) -> bytes | None:
+        return self._blobs.get(name)
+
+    def put(self, name: str, blob: bytes) -> None:
+        self._blobs[name] = blob
+        self._pipe.send_bytes(name.encode() + b"\0" + blob)
+
+
+def serve(pipe: Connection, processes: int) -> None:
+    """The child's life: the request and what is stored; then progress and plans; then the end."""
+    configure_logging()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
+    os.nice(5)  # planning ahead must not slow down training on the same machine
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        request = CatalogRequest.model_validate_json(pipe.recv_bytes())
+        stored: dict[str, bytes] = {}
+        while (data := pipe.recv_bytes()) != b"{}":
+            name, _, blob = data.partition(b"\0")
+            stored[name.decode()] = blob
+        _say(pipe, **_fill(pipe, request, stored, processes))
+    except (BrokenPipeError, EOFError, OSError):
+        return
+    except PlannerError as error:
+        _say(pipe, error=str(error))
+    except Exception as error:
+        log.exception("filling a catalog failed")
+        _say(pipe, error=f"the planner failed ({type(error).__name__}); the console's log says more")
+
+
+def _fill(pipe: Connection, request: CatalogRequest, stored: dict[str, bytes], processes: int) -> dict[str, Any]:
+    question = request.question
+    _say(pipe, done=0, total=0)
+    filled = fill(
+        question,
+        targets(question, request.tolerance),
+        _Sending(pipe, stored),
+        engine=make_engine("local", jobs=processes, address=None),
+        effort=request.effort,
+        on_progress=lambda done, total: _say(pipe, done=done, total=total),
+    )
+    return {"finished": filled.finished, "planned": filled.planned}
+
+
+def _say(pipe: Connection, **message: Any) -> None:
+    pipe.send_bytes(json.dumps(message).encode())
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    """Also when the console was killed in the middle of a long solve."""
+    parent.join()
+    os._exit(0)
+
+
+def share_of_cores() -> int:
+    """How many processes plan: half of the cores, as training may run on this machine too."""
+    return max(1, math.floor((os.cpu_count() or 1) / 2))

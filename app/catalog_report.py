@@ -1,0 +1,211 @@
+"""What a catalog holds, by number of failures: what the Catalog page and the API say of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from db.store import Record
+from planner.baseline import reference_period
+from planner.catalog_build import listed_patterns
+from planner.catalog_store import CatalogInfo, plan_name
+from planner.errors import PlannerError
+from planner.plan import job_doc
+from planner.plan_codec import Header, Question
+from planner.version import PLANNER_VERSION
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """One stored plan. period, bound: in the job's time unit. peak: activations, most on one worker."""
+
+    name: str
+    failed: tuple[str, ...]
+    period: float
+    bound: float
+    gap: float
+    optimal: bool
+    peak: int | None
+    solver: str
+
+
+@dataclass(frozen=True)
+class CountLine:
+    """All that is planned for one number of failures. wanted: plans that the tolerance asks for.
+
+    plans: the longest period first, which is the one that a tolerance has to reckon with.
+    linear: the period that a job would have whose throughput falls as its workers do.
+    """
+
+    failures: int
+    wanted: int
+    there: int
+    plans: tuple[PlanLine, ...]
+    linear: float | None
+
+    @property
+    def worst(self) -> PlanLine | None:
+        return self.plans[0] if self.plans else None
+
+    @property
+    def best(self) -> PlanLine | None:
+        return self.plans[-1] if self.plans else None
+
+    @property
+    def gap(self) -> float | None:
+        return max((plan.gap for plan in self.plans), default=None)
+
+    @property
+    def peak(self) -> int | None:
+        known = [plan.peak for plan in self.plans if plan.peak is not None]
+        return max(known, default=None)
+
+
+@dataclass(frozen=True)
+class CatalogReport:
+    """by_pattern: every failure pattern has a plan of its own; else one per number of failures, for the
+    stages where they cost least. limit: activations that the fullest worker may hold. reference: the
+    period of fault-free 1F1B.
+    """
+
+    question: Question
+    fingerprint: str
+    tolerance: int
+    lines: tuple[CountLine, ...]
+    by_pattern: bool
+    limit: int | None
+    reference: float
+
+    @property
+    def wanted(self) -> int:
+        return sum(line.wanted for line in self.lines)
+
+    @property
+    def there(self) -> int:
+        """Of the wanted ones."""
+        return sum(line.there for line in self.lines)
+
+    @property
+    def missing(self) -> int:
+        return self.wanted - self.there
+
+    @property
+    def plans(self) -> int:
+        return sum(len(line.plans) for line in self.lines)
+
+    @property
+    def covered(self) -> int | None:
+        """Up to how many failures nothing is missing; None: not even the fault-free plan is there."""
+        whole = None
+        for line in self.lines:
+            if line.there < line.wanted or not line.plans:
+                break
+            whole = line.failures
+        return whole
+
+
+@dataclass(frozen=True)
+class CatalogSummary:
+    """One stored catalog. created_at: POSIX seconds. current: made by this version of the planner."""
+
+    fingerprint: str
+    info: CatalogInfo
+    plans: int
+    failures: int
+    bytes: int
+    created_at: float
+
+    @property
+    def current(self) -> bool:
+        return self.info.planner_version == PLANNER_VERSION
+
+
+def most_failures(question: Question) -> int:
+    """How many failures leave each stage a living worker."""
+    return question.job.stages * (question.job.pipelines - 1) if question.technique.reroutes else 0
+
+
+def report(question: Question, tolerance: int, fingerprint: str, headers: Mapping[str, Header]) -> CatalogReport:
+    """headers: of the stored plans, by name."""
+    job = question.job
+    tolerance = min(tolerance, most_failures(question))
+    by_count: dict[int, list[PlanLine]] = defaultdict(list)
+    for name, header in headers.items():
+        by_count[header.failures].append(_line(name, header))
+    patterns = listed_patterns(job, tolerance)
+    wanted: dict[int, list[str]] = defaultdict(list)
+    if patterns is not None:
+        for pattern in patterns:
+            wanted[len(pattern)].append(plan_name(pattern))
+    fault_free = min((plan.period for plan in by_count[0]), default=None)
+    lines = []
+    for count in range(max([tolerance, *by_count]) + 1):
+        plans = tuple(sorted(by_count[count], key=lambda plan: (-plan.period, plan.name)))
+        if count > tolerance:
+            asked = there = 0
+        elif patterns is None:
+            asked, there = 1, min(1, len(plans))
+        else:
+            asked = len(wanted[count])
+            there = sum(name in headers for name in wanted[count])
+        workers = job.pipelines * job.stages
+        linear = fault_free * workers / (workers - count) if fault_free is not None else None
+        lines.append(CountLine(count, asked, there, plans, linear))
+    limits = [limit for limit in question.memory.limits(job, question.technique) if limit is not None]
+    return CatalogReport(
+        question,
+        fingerprint,
+        tolerance,
+        tuple(lines),
+        patterns is not None,
+        max(limits, default=None),
+        reference_period(job) / job.ticks_per_unit,
+    )
+
+
+def summary(row: Record) -> CatalogSummary | None:
+    """Of a row of Store.catalogs; None for one that can't be read."""
+    try:
+        info = CatalogInfo.from_json(row["info"], source=row["fingerprint"])
+    except PlannerError:
+        return None
+    return CatalogSummary(row["fingerprint"], info, row["plans"], row["failures"], int(row["bytes"]), row["created_at"])
+
+
+def stale(question: Question, catalogs: Sequence[CatalogSummary]) -> list[tuple[CatalogSummary, str]]:
+    """Catalogs of the same grid that don't answer this question any more, and why not."""
+    own = CatalogInfo.of(question)
+    out = []
+    for catalog in catalogs:
+        info = catalog.info
+        same = (info.job.pipelines, info.job.stages, info.job.micro_batches, info.technique, info.memory)
+        if catalog.fingerprint == own.fingerprint or same != (
+            question.job.pipelines,
+            question.job.stages,
+            question.job.micro_batches,
+            question.technique,
+            question.memory.text,
+        ):
+            continue
+        reasons = []
+        if not catalog.current:
+            reasons.append(f"made by version {info.planner_version} of the planner, now {PLANNER_VERSION}")
+        if info.job != job_doc(question.job):
+            reasons.append("other op times")
+        out.append((catalog, "; ".join(reasons)))
+    return out
+
+
+def _line(name: str, header: Header) -> PlanLine:
+    metrics = header.metrics
+    return PlanLine(
+        name,
+        tuple(map(str, sorted(header.workers))),
+        metrics.period,
+        metrics.lower_bound,
+        metrics.gap,
+        header.solver.status == "optimal",
+        max(header.peaks, default=None),
+        header.solver.name,
+    )

@@ -1,0 +1,318 @@
+"""Catalogs in the console: plans made ahead and stored by the question that they answer.
+
+They are looked up when a worker fails, shown by the Catalog page, and filled in the background.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.catalog_fill import CatalogRequest, FillProcess, share_of_cores
+from app.catalog_report import CatalogReport, CatalogSummary, report, summary
+from app.errors import ConsoleError, unavailable
+from db.store import Store
+from planner.catalog import rename_pipelines
+from planner.catalog_store import CatalogInfo, StoredCatalog, plan_name
+from planner.errors import PlannerError
+from planner.failures import canonical_pattern
+from planner.job import Worker
+from planner.plan import Plan, PlanError
+from planner.plan_codec import Effort, Header, Question, decode_header, encode_plan
+
+log = structlog.get_logger()
+
+# Catalogs that are filled at the same time, and whose headers stay in memory.
+MAX_FILLING = 2
+MAX_KEPT = 16
+# Plans beyond this are not encoded in the console's process, which would hold up its heartbeats.
+KEPT_OPS = 20_000
+
+Headers = Mapping[str, Header]
+
+
+@dataclass
+class Filling:
+    """One filling, by its process' messages. done of total: plans that are there.
+
+    state: running, done, cancelled or failed; why: it failed. began: POSIX seconds.
+    """
+
+    request: CatalogRequest
+    fingerprint: str
+    began: float = field(default_factory=time.time)
+    seconds: float = 0.0
+    done: int = 0
+    total: int = 0
+    planned: int = 0
+    state: str = "running"
+    why: str = ""
+
+    @property
+    def running(self) -> bool:
+        return self.state == "running"
+
+
+class Catalogs:
+    """Thread-safe. on_plans: called with (question, names) when plans came in, in a filling's thread."""
+
+    def __init__(self, store: Store, *, processes: int | None = None) -> None:
+        self._store = store
+        self._processes = processes or share_of_cores()
+        self._lock = threading.Lock()
+        self._access = threading.Lock()  # what is read into memory is not older than what is written
+        self._headers: OrderedDict[str, dict[str, Header]] = OrderedDict()
+        self._fillings: OrderedDict[str, Filling] = OrderedDict()
+        self._processes_of: dict[str, FillProcess] = {}
+        self._threads: list[threading.Thread] = []
+        self.on_plans: Callable[[Question, list[str]], None] = lambda question, names: None
+
+    def close(self) -> None:
+        """Ends every filling; what they have made is kept."""
+        with self._lock:
+            processes, threads = list(self._processes_of.values()), list(self._threads)
+        for process in processes:
+            process.end()
+        for thread in threads:
+            thread.join(10)
+
+    # -- looking up -------------------------------------------------------------------------
+
+    def find(self, question: Question, failed: Iterable[Worker]) -> tuple[Plan, str] | None:
+        """The stored plan for exactly these failures, and in words where it is from; None: there is none.
+
+        A catalog that can't be read is as good as none: whoever asks has just lost a worker.
+        """
+        info = CatalogInfo.of(question)
+        try:
+            found = self._opened(info).find(failed)
+        except (PlannerError, ConsoleError, SQLAlchemyError) as error:
+            log.warning("a catalog is not used", catalog=info.fingerprint, reason=str(error))
+            return None
+        if found is None:
+            return None
+        gap = found.plan.metrics.gap
+        proof = "proven optimal" if gap <= 0 else f"at most {gap:.1%} above the best"
+        return found.plan, f"from the catalog: {found.reason} ({found.plan.solver.name}, {proof})"
+
+    def names(self, question: Question) -> frozenset[str]:
+        """The stored plans of a question. Raises ConsoleError."""
+        return frozenset(self._headers_of(CatalogInfo.of(question).fingerprint))
+
+    def keep(self, question: Question, plan: Plan) -> None:
+        """Adds a plan made elsewhere, unless a better one is stored, or it is too large to be taken apart here."""
+        if 3 * plan.job.pipelines * plan.job.stages * plan.job.micro_batches > KEPT_OPS:
+            return
+        info = CatalogInfo.of(question)
+        pattern, permutation = canonical_pattern(map(Worker.parse, plan.failed), question.job)
+        known = self._headers_of(info.fingerprint).get(plan_name(pattern))
+        if known is not None and (known.metrics.period, -known.metrics.lower_bound) <= (
+            plan.metrics.period,
+            -plan.metrics.lower_bound,
+        ):
+            return
+        plan = rename_pipelines(plan, permutation)
+        self._save(info, {plan_name(pattern): encode_plan(plan, Effort(solver=plan.solver.name.split(" ")[0]))})
+
+    def plan(self, fingerprint: str, name: str) -> Plan:
+        """One stored plan. Raises ConsoleError (404)."""
+        stored = self.stored(fingerprint)
+        try:
+            return stored.plan(name)
+        except PlanError as error:
+            raise ConsoleError(404, "unknown_plan", f"plan: got {name!r}; {error}") from None
+
+    def stored(self, fingerprint: str) -> StoredCatalog:
+        """Raises ConsoleError (404)."""
+        with storing():
+            text = self._store.catalog_info(fingerprint)
+        if text is None:
+            raise ConsoleError(404, "unknown_catalog", f"catalog: got {fingerprint!r}, expected a stored catalog's")
+        try:
+            return self._opened(CatalogInfo.from_json(text, source=f"catalog {fingerprint}"), fingerprint)
+        except PlannerError as error:
+            raise ConsoleError(422, "invalid", str(error)) from None
+
+    def stored_of(self, question: Question) -> StoredCatalog:
+        """What is stored for a question, which may be nothing. Raises ConsoleError."""
+        return self._opened(CatalogInfo.of(question))
+
+    def blobs(self, fingerprint: str) -> dict[str, bytes]:
+        """Every stored plan as it is. Raises ConsoleError."""
+        with storing():
+            return self._store.catalog_blobs(fingerprint).all()
+
+    # -- what there is ----------------------------------------------------------------------
+
+    def list(self) -> list[CatalogSummary]:
+        """Newest first. Raises ConsoleError."""
+        with storing():
+            rows = self._store.catalogs()
+        return [found for row in reversed(rows) if (found := summary(row)) is not None]
+
+    def report(self, question: Question, tolerance: int, fingerprint: str | None = None) -> CatalogReport:
+        """What is planned for up to `tolerance` failures, and what is missing. Raises ConsoleError.
+
+        fingerprint: of a stored catalog that another planner made; by default that of the question.
+        """
+        own = CatalogInfo.of(question).fingerprint
+        return report(question, tolerance, fingerprint or own, self._headers_of(fingerprint or own))
+
+    def delete(self, fingerprint: str) -> None:
+        """Raises ConsoleError when there is none, or it is being filled."""
+        self.stored(fingerprint)
+        filling = self.filling(fingerprint)
+        if filling is not None and filling.running:
+            raise ConsoleError(409, "filling", "the catalog is being filled; cancel that first")
+        with storing():
+            self._store.delete_catalog(fingerprint)
+        with self._lock:
+            self._headers.pop(fingerprint, None)
+            self._fillings.pop(fingerprint, None)
+
+    # -- filling ----------------------------------------------------------------------------
+
+    def filling(self, fingerprint: str) -> Filling | None:
+        """The newest filling of this catalog since the console started."""
+        return self._fillings.get(fingerprint)
+
+    def fill(self, request: CatalogRequest) -> Filling:
+        """Plans what is missing, in the background. The same request again is the same filling while it runs.
+
+        Raises ConsoleError: what can't be planned, or enough is being filled already.
+        """
+        try:
+            info = CatalogInfo.of(request.question)
+        except PlannerError as error:
+            raise ConsoleError(422, "invalid", str(error)) from None
+        stored = self.blobs(info.fingerprint)
+        with self._lock:
+            known = self._fillings.get(info.fingerprint)
+            if known is not None and known.running:
+                if known.request == request:
+                    return known
+                raise ConsoleError(
+                    409, "filling", f"the catalog is being filled up to {known.request.tolerance} failures; cancel that"
+                )
+            if sum(filling.running for filling in self._fillings.values()) >= MAX_FILLING:
+                raise ConsoleError(
+                    409, "busy", f"{MAX_FILLING} catalogs are being filled; wait for one of them, or cancel it"
+                )
+            filling = self._fillings[info.fingerprint] = Filling(request, info.fingerprint)
+            self._fillings.move_to_end(info.fingerprint)
+            for old in [f for f, made in self._fillings.items() if not made.running][:-MAX_KEPT]:
+                del self._fillings[old]
+            process = self._processes_of[info.fingerprint] = FillProcess(request, stored, self._processes)
+            thread = threading.Thread(target=self._collect, args=(info, filling, process), name="catalog", daemon=True)
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            thread.start()
+        return filling
+
+    def cancel(self, fingerprint: str) -> None:
+        """Ends the filling; what it has made is kept, and `fill` goes on from there. Raises ConsoleError (404)."""
+        with self._lock:
+            filling, process = self._fillings.get(fingerprint), self._processes_of.get(fingerprint)
+            if filling is None:
+                raise ConsoleError(
+                    404, "not_filling", f"catalog: got {fingerprint!r}, expected one that is being filled"
+                )
+            if filling.running and process is not None:
+                filling.state = "cancelled"
+                process.end()
+
+    def _collect(self, info: CatalogInfo, filling: Filling, process: FillProcess) -> None:
+        """Stores what the process makes until it says that it is done, or is gone."""
+        begin = time.monotonic()
+        outcome, why = "", ""
+        try:
+            while not outcome:
+                batch: dict[str, bytes] = {}
+                while True:
+                    message = process.receive()
+                    if isinstance(message, tuple):
+                        batch[message[0]] = message[1]
+                    else:
+                        filling.done = message.get("done", filling.done)
+                        filling.total = message.get("total", filling.total)
+                        filling.planned = message.get("planned", filling.planned)
+                        why = message.get("error", "")
+                        outcome = "failed" if why else "done" if "finished" in message else ""
+                    filling.seconds = time.monotonic() - begin
+                    if outcome or len(batch) >= 64 or not process.waiting():
+                        break
+                if batch:
+                    self._save(info, batch)
+                    self.on_plans(info.question, sorted(batch))
+        except (EOFError, OSError):
+            outcome, why = "failed", "the planning process ended before it was done; fill again to go on from here"
+        except ConsoleError as error:
+            outcome, why = "failed", str(error)
+        except Exception:
+            log.exception("a catalog could not be filled", catalog=info.fingerprint)
+            outcome, why = "failed", "the plans could not be stored; the console's log says more"
+        finally:
+            process.end()
+            process.close()
+            with self._lock:
+                self._processes_of.pop(info.fingerprint, None)
+                if filling.running:  # not cancelled meanwhile
+                    filling.state, filling.why = outcome, why
+
+    # -- details ----------------------------------------------------------------------------
+
+    def _opened(self, info: CatalogInfo, fingerprint: str | None = None) -> StoredCatalog:
+        """fingerprint: the stored one, where another planner's rules gave it."""
+        own = fingerprint or info.fingerprint
+        return StoredCatalog(info, self._store.catalog_blobs(own), headers=self._headers_of(own))
+
+    def _headers_of(self, fingerprint: str) -> Headers:
+        """By name. What is damaged is left out: it counts as not there."""
+        with self._lock:
+            known = self._headers.get(fingerprint)
+            if known is not None:
+                self._headers.move_to_end(fingerprint)
+                return dict(known)
+        with self._access:
+            headers = decoded(self.blobs(fingerprint))
+            with self._lock:
+                self._headers[fingerprint] = headers
+                while len(self._headers) > MAX_KEPT:
+                    self._headers.popitem(last=False)
+                return dict(headers)
+
+    def _save(self, info: CatalogInfo, blobs: Mapping[str, bytes]) -> None:
+        headers = decoded(blobs)
+        rows = [(name, header.failures, blobs[name]) for name, header in headers.items()]
+        with self._access:
+            with storing():
+                self._store.save_catalog(info.fingerprint, info.model_dump_json(), rows)
+            with self._lock:
+                if info.fingerprint in self._headers:
+                    self._headers[info.fingerprint].update(headers)
+
+
+def decoded(blobs: Mapping[str, bytes]) -> dict[str, Header]:
+    """The headers of those that are whole."""
+    out = {}
+    for name, blob in blobs.items():
+        try:
+            out[name] = decode_header(blob, source=name)
+        except PlanError as error:
+            log.warning("a stored plan is not used", plan=name, reason=str(error))
+    return out
+
+
+@contextmanager
+def storing() -> Iterator[None]:
+    """Turns an error of the database into a ConsoleError (503)."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise unavailable(type(error).__name__) from error
