@@ -1,0 +1,177 @@
+"""The Planner page's question: to and from links, profiles of every kind, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ui_factory import plan
+
+from app.whatif import PRESETS, WhatIf, own_profile, parse, read_profile, uploaded
+from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.job import Job, StageProfile, Technique, Worker
+from planner.plan import job_doc
+from planner.profiles import load_profile, shipped
+
+MEASURED = Job(
+    3,
+    2,
+    4,
+    profiles=(
+        StageProfile(2.5, 2.0, 1.5, 1.0, (0.0, 0.2, 0.3), 10, 6, 100, 200),
+        StageProfile(3.0, 3.1, 2.9, 1.0, (0.0, 0.2, 0.3), 12, 7, 110, 220),
+    ),
+    transfers=(0.25,),
+    time_unit="ms",
+    backward_transfers=(0.5,),
+    capacity_bytes=(500, 600),
+    speeds=((Worker(2, 1), 0.5),),
+)
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> WhatIf:
+    grid = draw(st.tuples(*[st.integers(1, 6)] * 3))
+    cells = [f"W{p}_{s}" for p in range(grid[0]) for s in range(grid[1])]
+    profile = draw(st.sampled_from([*PRESETS, *shipped()]))
+    return WhatIf(
+        *grid,
+        profile=profile,
+        technique=draw(st.sampled_from(Technique)),
+        memory=draw(st.sampled_from(["1f1b", "uniform", "none", "7"])),
+        solver=draw(st.sampled_from(["auto", "list", "milp"])),
+        seconds=draw(st.sampled_from([0.5, 20.0, 60.0])),
+        heals_in=draw(st.sampled_from([0.0, 3600.0])),
+    ).with_failed(draw(st.sets(st.sampled_from(cells))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(questions())
+def test_a_link_says_the_whole_question(question: WhatIf) -> None:
+    assert parse(question.params()) == (question, [])
+
+
+def test_the_usual_question_needs_no_words() -> None:
+    assert WhatIf().params() == {}
+    assert parse({}) == (WhatIf(), [])
+    assert WhatIf(failed=("W0_1", "W1_2")).params() == {"fail": "W0_1.W1_2"}
+
+
+def test_what_a_link_says_wrongly_is_named_and_the_rest_stands() -> None:
+    made, wrong = parse({"grid": "3x4", "fail": "W1_2", "memory": "lots", "time": "soon", "technique": "adaptive"})
+    assert made == WhatIf(failed=("W1_2",), technique=Technique.ADAPTIVE)
+    assert [error.field for error in wrong] == ["grid", "memory", "time"]
+    for params, words in (
+        ({"fail": "W9_0"}, "fail: got 'W9_0', expected a worker of the grid, W0_0 to W2_3"),
+        ({"fail": "x"}, "fail: got 'x'"),
+        ({"profile": "own:AAAA"}, "profile: got 'own:AAAA'"),
+        ({"profile": "own:é"}, "profile: got"),
+        ({"profile": "gpt-9"}, "expected a preset"),
+        ({"grid": "0x4x6"}, "grid: got '0x4x6'"),
+        ({"time": "nan"}, "time: got 'nan', expected a number from 0.1"),
+    ):
+        made, (error,) = parse(params)
+        assert words in str(error) and made == WhatIf()
+
+
+def test_a_profile_of_ones_own_travels_in_the_link_with_all_it_has() -> None:
+    question = WhatIf.of(MEASURED, ("W0_1",), Technique.DECOUPLED, "bytes")
+    made, wrong = parse(question.params())
+    assert wrong == [] and made.job() == MEASURED
+    assert made.asked().problem().failed == {Worker(0, 1)}
+    smaller = made.with_grid(2, 2, 4).job()
+    assert smaller.profiles[0].reductions == (0.0, 0.2) and smaller.speeds == ()
+    deeper = made.with_grid(3, 4, 4)
+    assert deeper.job().profiles == (*MEASURED.profiles, *MEASURED.profiles[1:] * 2)
+    assert deeper.with_grid(3, 2, 4).job() == MEASURED
+    assert deeper.failed == ("W0_1",)
+
+
+def test_a_profile_that_is_a_preset_is_called_so() -> None:
+    for name in PRESETS:
+        job = WhatIf(profile=name).job()
+        assert own_profile(job_doc(job)) == name
+    assert WhatIf(stages=1, profile="ends").job().profiles == (StageProfile(1.0, 0.0, 2.0),)
+    assert WhatIf.of_plan(plan(("W1_2",), unit="slot")) == WhatIf(failed=("W1_2",))
+
+
+def test_a_zip_bomb_in_a_link_is_refused() -> None:
+    huge = job_doc(MEASURED).model_copy(update={"time_unit": "x" * 5_000_000})
+    with pytest.raises(InputError, match="profile: got"):
+        read_profile(own_profile_of_text(huge.model_dump_json()))
+
+
+def own_profile_of_text(text: str) -> str:
+    import base64
+    import zlib
+
+    return "own:" + base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode().rstrip("=")
+
+
+def test_clicks_kill_and_revive_and_a_smaller_grid_forgets() -> None:
+    question = WhatIf().toggled("W2_3").toggled("W0_0")
+    assert question.failed == ("W0_0", "W2_3")
+    assert question.toggled("W0_0").failed == ("W2_3",)
+    assert question.with_grid(2, 4, 6).failed == ("W0_0",)
+    # Ten pipelines sort by number, not by letter.
+    assert WhatIf(pipelines=11).with_failed({"W10_0", "W2_0"}).failed == ("W2_0", "W10_0")
+
+
+def test_shipped_profiles_fit_any_grid_that_the_model_can_be_cut_for() -> None:
+    question = WhatIf(profile="gpt3-medium", pipelines=2, stages=3, micro_batches=5)
+    assert question.job() == load_profile("gpt3-medium").job_for(2, 3, 5)
+    with pytest.raises(InputError, match="--stages: got 500"):
+        replace(question, stages=500).job()
+
+
+@pytest.mark.parametrize("form", ["job", "plan", "profile"])
+def test_files_are_taken_up(form: str) -> None:
+    asked = WhatIf(solver="list", memory="none", failed=("W1_2",))
+    if form == "job":
+        data = job_doc(MEASURED).model_dump_json()
+        expected = MEASURED
+    elif form == "plan":
+        data = plan(("W1_2",)).to_json()
+        expected = plan(("W1_2",)).job.job()
+    else:
+        measured = load_profile("gpt3-medium")
+        data = measured.model_dump_json()
+        expected = measured.job.job()
+    made = uploaded(data.encode(), asked)
+    assert made.job() == expected
+    assert (made.failed, made.memory, made.solver) == ((), "none", "list")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"not json", "the file is not JSON"),
+        (b"\xff\xfe", "the file is not JSON"),
+        (b"[]", "neither a profile, nor a job, nor a plan"),
+        (b"{}", "pipelines"),
+        (json.dumps({"profile_version": 1}).encode(), "model"),
+        (job_doc(MEASURED).model_copy(update={"transfers": (1, 2)}).model_dump_json().encode(), "transfers: got"),
+        (job_doc(MEASURED).model_copy(update={"micro_batches": 0}).model_dump_json().encode(), "micro_batches: got 0"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused_by_name(data: bytes, words: str) -> None:
+    with pytest.raises(PlannerError, match=words):
+        uploaded(data, WhatIf())
+
+
+def test_absurd_grids_and_dead_stages_are_refused() -> None:
+    with pytest.raises(InputError, match=r"grid: got '99999 x 99999 x 9', expected at most 400,000 ops"):
+        WhatIf(99_999, 99_999, 9).asked()
+    with pytest.raises(InfeasibleError, match="stage 2 has no living peer"):
+        WhatIf(failed=("W0_2", "W1_2", "W2_2")).asked().problem()
+    with pytest.raises(InputError, match="--technique: got 'fault-free'"):
+        WhatIf(failed=("W0_2",), technique=Technique.FAULT_FREE).asked().problem()
+
+
+def test_the_request_for_migrations_has_the_costs() -> None:
+    asked = WhatIf(failed=("W0_2",), state_gb=2.5, copy_gbs=5, heals_in=60).migrations_asked()
+    assert (asked.state_bytes, asked.bandwidth, asked.heals_in) == (2_500_000_000, 5e9, 60)
+    assert WhatIf(failed=("W0_2",)).migrations_asked().heals_in is None
