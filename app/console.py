@@ -48,9 +48,9 @@ from app.views import PlanCache, job_view, summary
 from db.store import Record, Store
 from planner.errors import PlannerError
 from planner.plan import Plan
+from planner.plan_codec import Question
 
 log = structlog.get_logger()
-from planner.plan_codec import Question
 
 MAX_WORKERS = 16_384
 
@@ -111,11 +111,11 @@ class Console:
         self._stop.set()
         if self._ticker.is_alive():
             self._ticker.join(2)
+        self.catalogs.close()
         self._planning.close()
         self._advising.close()
         self.simulations.close()
         self.solves.close()
-        self.catalogs.close()
         self.making.close()
         for job in self._jobs.values():
             with suppress(ConsoleError):
@@ -375,19 +375,19 @@ class Console:
             ladder=self.ladder,
             want_plan=self._planning.make_now,
             on_epoch=self._planning.make_next,
+            look_up=self.catalogs.find,
         )
 
-    def _keep_time(self) -> None:
-        last_tick = last_flush = time.monotonic()
-            look_up=self.catalogs.find,
-        while not self._stop.wait(TICK_SECONDS):
-            now = time.monotonic()
     def _take_plans(self, question: Question, names: list[str]) -> None:
         """Running jobs use better plans of their catalog from the next failure on."""
         for job in list(self._jobs.values()):
             if not job.state.over and job.question == question:
                 self._planning.take(job, names)
 
+    def _keep_time(self) -> None:
+        last_tick = last_flush = time.monotonic()
+        while not self._stop.wait(TICK_SECONDS):
+            now = time.monotonic()
             late, last_tick = now - last_tick - TICK_SECONDS, now
             for job in list(self._jobs.values()):
                 try:
