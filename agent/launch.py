@@ -17,6 +17,7 @@ from agent import channel, worker
 from agent.boundaries import Boundaries
 from agent.checkpoints.checkpointing import CheckpointOptions
 from agent.coordination import Coordination, Deploy, Halt
+from agent.devices import Platform
 from agent.faults import Kill, Rejoin
 from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess, preload
@@ -60,6 +61,7 @@ class LaunchOptions:
     weights: str | None = None
     checkpoints: CheckpointOptions | None = None
     hang_seconds: float = 20.0
+    platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
 
 
@@ -310,6 +312,7 @@ class Launcher:
             boundaries=options.boundaries,
             weights=options.weights,
             checkpoints=options.checkpoints,
+            platform=options.platform,
             paced_by_profile=options.paced_by_profile,
         )
         if joins:

@@ -21,6 +21,7 @@ from agent.checkpoints.checkpoint import CheckpointError, load_stage
 from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions
 from agent.checkpoints.weights import save_weights
 from agent.communicator import Communicator, Groups
+from agent.devices import Platform
 from agent.executor import Executor, Interrupted
 from agent.faults import FaultInjector, Kill
 from agent.heartbeat import HeartbeatThread, Status
@@ -51,7 +52,7 @@ class LoopOptions:
 
     joins: this process replaces a dead one and takes its state from a peer of its stage.
     boundaries: what passes between stages; None: each worker finds out. weights: folder that the
-    trained weights are written to, by one worker of each stage.
+    trained weights are written to, by one worker of each stage. platform: the same for all workers.
     """
 
     job: Job
@@ -64,6 +65,7 @@ class LoopOptions:
     boundaries: Boundaries | None = None
     weights: str | None = None
     checkpoints: CheckpointOptions | None = None
+    platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
 
 

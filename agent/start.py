@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agent.client import ConsoleClient, check_url
+from agent.devices import Platform
 from agent.faults import Kill, Rejoin
 from agent.nodes.role import NodeRole
 from agent.pacing import profile_pace
@@ -67,6 +68,7 @@ class StartOptions:
     demo: bool = False
     role: NodeRole | None = None
     migrate: bool = False
+    platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
 
     def __post_init__(self) -> None:
@@ -167,6 +169,7 @@ def make_launcher(
             boundaries=boundaries,
             weights=options.weights,
             checkpoints=checkpoints,
+            platform=options.platform,
             paced_by_profile=options.paced_by_profile,
         ),
         coordination,

@@ -61,7 +61,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The same everywhere: the number of threads shows in the bits of some kernels.
     torch.set_num_threads(spec.threads)
-    communicator = Communicator(address=spec.address)
+    communicator = Communicator(address=spec.address, transport=spec.options.platform.transport)
     channel = WorkerChannel(pipe, communicator.cancel, lambda: os._exit(FENCED))
     status = Status()
     heartbeat = _heartbeat(spec, status)

@@ -13,6 +13,7 @@ import typer
 
 from agent.commands.node import serve_node
 from agent.commands.shared import check_writable, json_object, parse_bytes, read_token, sentences
+from agent.devices import Platform
 from agent.faults import Kill, Rejoin
 from agent.nodes.role import check_token, role_of
 from agent.recipe import CheckpointWish, Recipe
@@ -68,6 +69,9 @@ def launch(
     autocast: Annotated[str | None, typer.Option(help="bf16: run forwards under torch.autocast.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Largest global norm of the gradients.")] = None,
     non_finite: Annotated[str, typer.Option(help="On a NaN or infinite gradient: skip (the step) or stop.")] = "skip",
+    transport: Annotated[
+        str | None, typer.Option(help="How messages find their receives: tagged, or ordered (as NCCL needs it).")
+    ] = None,
     synchronous: Annotated[bool, typer.Option(help="No stage steps before the global checks are known.")] = False,
     keep_finished: Annotated[
         bool, typer.Option(help="After a death, don't run again what survivors have finished.")
@@ -126,6 +130,7 @@ def launch(
             demo=demo,
             role=role,
             migrate=migrate,
+            platform=Platform.of("cpu", transport),
             paced_by_profile=by_profile,
         )
         if record is not None:

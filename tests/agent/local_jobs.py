@@ -10,6 +10,7 @@ from typing import Any
 
 from agent.checkpoints.checkpointing import CheckpointOptions
 from agent.coordination import LocalCoordination
+from agent.devices import Platform
 from agent.faults import Kill
 from agent.launch import Launcher, LaunchOptions, Stopped
 from agent.recipe import Recipe
@@ -40,6 +41,7 @@ class LocalJob:
         grace: float = 0.3,
         recipe: Recipe | None = None,
         checkpoints: CheckpointOptions | None = None,
+        platform: Platform | None = None,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
         on_epoch: Callable[[LocalJob, Any], None] = lambda job, deployment: None,
@@ -62,6 +64,7 @@ class LocalJob:
                 recipe=recipe or Recipe(),
                 hang_seconds=hang_seconds,
                 checkpoints=checkpoints,
+                platform=platform or Platform(),
             ),
             LocalCoordination(catalog, grace=grace, **coordination),
             self._hear_line,

@@ -25,7 +25,7 @@ from agent.ledger import Redo
 from agent.script import MicroBatch, Script
 from agent.transport.ordered import OrderedTransfers
 from agent.transport.transfers import Layout, Lines, Transfers
-from planner.job import Job, Worker
+from planner.job import Worker
 from planner.schedule import Schedule
 
 WIDE, NARROW = TensorSpec((2,), "float32"), TensorSpec((1,), "int64", gradient=False)
