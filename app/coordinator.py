@@ -3,7 +3,7 @@
     step(state, event, now, ladder) -> Step(state, decisions, reason)
 
 Here: who comes, what they report of an epoch, and how the job ends. app.liveness: who is lost.
-app.epochs: what follows from either.
+app.epochs: what follows from either. app.choosing: what operators and the advisor say to it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from agent.protocol import WorkerState
-from app import epochs, liveness
+from app import choosing, epochs, liveness
+from app.choices import Chosen, DrainAsked, ModeSet, Offered
 from app.epochs import reconsider
 from app.fencing import fence, fenced_text, holder, no_such_worker, refuse
 from app.membership import (
@@ -70,6 +71,7 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
         last_heard=now,
         draining=False,
         detail="",
+        leaving=False,
     )
     notes: list[Decision] = []
     if state.current and member.state in PRESENT:
@@ -82,7 +84,7 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
     else:
         notes.append(Note("info", "worker", f"{member.name} registered", member.name))
         reason = "all workers have registered"
-    return reconsider(state.with_member(arrived), reason, notes)
+    return reconsider(state.with_member(arrived), reason, notes, now)
 
 
 def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder) -> Step:
@@ -110,7 +112,7 @@ def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder)
         text = f"epoch {state.epoch}: all {living} workers have committed an iteration"
         notes.append(Note("info", "recovery" if state.epoch > 1 else "job", text))
         if back := [m.name for m in state.members.values() if m.state is REJOINING]:
-            return reconsider(state, f"{names(back)} re-join" + ("s" if len(back) == 1 else ""), notes)
+            return reconsider(state, f"{names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
     return Step(state, tuple(notes), f"{member.name} {event.state} epoch {event.epoch}")
 
 
@@ -137,7 +139,7 @@ def _console_restarted(state: State, event: ConsoleRestarted, now: float, ladder
         return Step(state)
     members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
     state = replace(state, members=members, pending=None, broken=None)
-    return reconsider(state, event.reason, [Note("info", "console", event.reason)])
+    return reconsider(state, event.reason, [Note("info", "console", event.reason)], now)
 
 
 _HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
@@ -153,4 +155,8 @@ _HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
     IterationsCommitted: _iterations_committed,
     Finished: _finished,
     ConsoleRestarted: _console_restarted,
+    Offered: choosing.offered,
+    Chosen: choosing.chosen,
+    ModeSet: choosing.mode_set,
+    DrainAsked: choosing.drain_asked,
 }

@@ -2,7 +2,7 @@
 
 It opens in two moves: a change of membership makes a Pending and asks for a plan (NeedPlan); PlanReady
 for the same failed workers opens it (OpenEpoch). A failure in between replaces the Pending, so that
-epochs only rise and each has one plan.
+epochs only rise and each has one plan. In manual mode an operator has time to choose in between.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from agent.protocol import WorkerState
 from app import restaffing
+from app.choices import Mode
 from app.membership import (
     PRESENT,
     Decision,
@@ -31,7 +32,7 @@ RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
 
 
-def lose(state: State, causes: dict[str, str], notes: list[Decision]) -> Step:
+def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float) -> Step:
     """Takes workers out. causes: worker -> why, as in `its process ended`."""
     members = dict(state.members)
     for name, cause in causes.items():
@@ -40,10 +41,10 @@ def lose(state: State, causes: dict[str, str], notes: list[Decision]) -> Step:
     reason = "; ".join(f"{name}: {cause}" for name, cause in list(causes.items())[:3])
     if len(causes) > 3:
         reason += f"; and {len(causes) - 3} more"
-    return reconsider(replace(state, members=members), reason, notes)
+    return reconsider(replace(state, members=members), reason, notes, now)
 
 
-def reconsider(state: State, reason: str, notes: list[Decision], *, anew: bool = False) -> Step:
+def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Step:
     """Asks for a new epoch if the membership calls for one. anew: even with the same members."""
     present = [m for m in state.members.values() if m.state in PRESENT]
     moves: tuple[tuple[str, str], ...] = ()
@@ -53,10 +54,8 @@ def reconsider(state: State, reason: str, notes: list[Decision], *, anew: bool =
         ready = all(m.state is STARTING and m.incarnation for m in state.members.values())
         if not ready:
             return Step(replace(state, pending=None), tuple(notes), reason)
-        present = list(state.members.values())
     elif (lost := _lost_stages(state)) and state.checkpoints and present:
         state, moves = restaffing.staff(state)
-        present = [m for m in state.members.values() if m.state in PRESENT]
         restore = True
         moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in moves]
         notes += [Note("warning", "recovery", text, worker) for worker, text in moved]
@@ -73,19 +72,52 @@ def reconsider(state: State, reason: str, notes: list[Decision], *, anew: bool =
         if not (anew or died or wait or state.pending or state.halted):
             return Step(state, tuple(notes), reason)
 
+    pending = pend(state, reason, moves, restore=restore)
+    if not restore and (lost_now := _lost_now(state, pending)):
+        return _let_choose(state, pending, lost_now, notes, now)
+    return ask(state, pending, notes)
+
+
+def pend(state: State, reason: str, moves: tuple[tuple[str, str], ...] = (), *, restore: bool = False) -> Pending:
+    """The epoch of all who are present. moves: those that have just been decided."""
+    present = [m for m in state.members.values() if m.state in (PRESENT if state.current else {STARTING})]
     living = tuple(m.name for m in present)
     living_set = frozenset(living)
-    failed = tuple(name for name in state.members if name not in living_set)
-    pending = Pending(
+    return Pending(
         living=living,
-        failed=failed,
+        failed=tuple(name for name in state.members if name not in living_set),
         joining=tuple(m.name for m in present if m.state is REJOINING),
         reason=reason,
         moves=restaffing.still_valid(state, (*_unknown_moves(state), *moves)),
         restore=restore,
     )
-    state = replace(state, pending=pending, halted="")
-    return Step(state, (*notes, NeedPlan(failed)), reason)
+
+
+def ask(state: State, pending: Pending, notes: list[Decision]) -> Step:
+    """Asks for the plan of the epoch to be."""
+    state = replace(state, pending=replace(pending, until=None), halted="")
+    return Step(state, (*notes, NeedPlan(pending.failed)), pending.reason)
+
+
+def _lost_now(state: State, pending: Pending) -> list[str]:
+    """Those whose loss an operator should be asked about: out since the epoch in force, not by request."""
+    if state.mode is not Mode.MANUAL or state.current is None:
+        return []
+    known = frozenset(state.current.failed)
+    return [name for name in pending.failed if name not in known and not state.members[name].leaving]
+
+
+def _let_choose(state: State, pending: Pending, lost: list[str], notes: list[Decision], now: float) -> Step:
+    """Manual mode: nothing is planned until an operator has chosen, or `patience` is over."""
+    before = state.pending
+    if before is not None and before.until is not None and before.failed == pending.failed:
+        until = before.until
+    else:
+        until = now + state.patience
+        text = f"manual mode: the job waits {state.patience:g} s for an operator to choose how it goes on without "
+        notes.append(Note("warning", "operator", text + names(lost)))
+    pending = replace(pending, until=until)
+    return Step(replace(state, pending=pending, halted=""), tuple(notes), pending.reason)
 
 
 def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
@@ -112,7 +144,7 @@ def _halt_text(state: State, lost: list[int]) -> str:
 
 def plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> Step:
     pending = state.pending
-    if pending is None or pending.failed != event.failed or state.over:
+    if not _awaited(state, event.failed) or pending is None:
         return Step(state, reason="nobody waits for that plan")
     epoch = Epoch(
         state.epoch + 1,
@@ -129,20 +161,27 @@ def plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> St
         member = members[name]
         became = RUNNING if member.state is STARTING else member.state
         members[name] = replace(member, state=became, epoch=epoch.number, acknowledged="", draining=False)
+    offer = state.offer if state.offer and state.offer.failed == epoch.failed else None
     without = f" without {names(epoch.failed)}" if epoch.failed else ""
     text = f"epoch {epoch.number}{without}: {pending.reason}; plan {event.fingerprint[:8]}: {event.origin}"
     return Step(
-        replace(state, members=members, current=epoch, pending=None, broken=None),
+        replace(state, members=members, current=epoch, pending=None, broken=None, offer=offer),
         (OpenEpoch(epoch), Note("info", "epoch", text)),
         pending.reason,
     )
 
 
 def plan_refused(state: State, event: PlanRefused, now: float, ladder: Ladder) -> Step:
-    if state.pending is None or state.pending.failed != event.failed or state.over:
+    if not _awaited(state, event.failed):
         return Step(state, reason="nobody waits for that plan")
     text = f"halted: there is no plan for this job{_without(event.failed)}: {event.detail}"
     return Step(replace(state, pending=None, halted=text), (Note("error", "job", text),), text)
+
+
+def _awaited(state: State, failed: tuple[str, ...]) -> bool:
+    """Does an epoch wait for the plan for these failures, and for nothing else?"""
+    pending = state.pending
+    return pending is not None and pending.until is None and pending.failed == failed and not state.over
 
 
 def _without(failed: tuple[str, ...]) -> str:

@@ -19,9 +19,14 @@ def holder(members: Mapping[str, Member], worker: str, incarnation: str) -> Memb
 
 def fence(state: State, member: Member, incarnation: str) -> Step | None:
     """The refusal of a report from a process that does not count; None: it counts."""
-    if member.incarnation == incarnation and member.state is not WorkerState.FAILED:
+    if counts(member, incarnation):
         return None
     return refuse(state, "fenced", fenced_text(member, incarnation))
+
+
+def counts(member: Member, incarnation: str) -> bool:
+    """Is it the process of this place? One that was asked to leave counts until it has left."""
+    return member.incarnation == incarnation and (member.state is not WorkerState.FAILED or member.leaving)
 
 
 def fenced_text(member: Member, incarnation: str) -> str:

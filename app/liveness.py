@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.protocol import WorkerState
+from app.choosing import overdue
 from app.epochs import lose, reconsider
 from app.fencing import fence, holder, no_such_worker, refuse
 from app.membership import (
@@ -64,13 +65,15 @@ def tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
     if any(members[name] is not state.members[name] for name in members):
         state = replace(state, members=members)
     if dead:
-        return lose(state, dead, notes)
+        return lose(state, dead, notes, now)
+    if state.pending and state.pending.until is not None and now >= state.pending.until:
+        return overdue(state, notes)
     broken = state.broken
     if broken and now - broken.since >= ladder.transfer_grace:
         peer = peer_of(broken.reporter, broken.worker)
         reason = f"{broken.reporter} lost its connection to {peer}, and nobody died: all connect anew"
         notes.append(Note("warning", "epoch", reason, broken.reporter))
-        return reconsider(replace(state, broken=None), reason, notes, anew=True)
+        return reconsider(replace(state, broken=None), reason, notes, now, anew=True)
     return Step(state, tuple(notes), "time went by")
 
 
@@ -80,7 +83,10 @@ def stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
         for name, m in state.members.items()
     }
     text = f"the console stood still for {event.seconds:.1f} s; that time is not held against the workers"
-    return Step(replace(state, members=members), (Note("warning", "console", text),), text)
+    pending = state.pending
+    if pending and pending.until is not None:
+        pending = replace(pending, until=pending.until + event.seconds)  # nobody could choose meanwhile
+    return Step(replace(state, members=members, pending=pending), (Note("warning", "console", text),), text)
 
 
 def exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
@@ -93,6 +99,8 @@ def exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
         # Its process died before it could register: nothing but that incarnation is lost.
         retired = replace(member, retired=(*member.retired, event.incarnation))
         return Step(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
+    if member.leaving:
+        return Step(state.with_member(replace(member, leaving=False)), reason=f"{event.worker} has left, as asked")
     if member.state in (FAILED, FINISHED):
         return Step(state, reason=f"{event.worker} was out already")
     if _is_done(state, member):
@@ -102,7 +110,7 @@ def exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
     if member.incarnation is None:
         state = state.with_member(replace(member, incarnation=event.incarnation))
     detail = f"its process {event.detail or 'ended'}"
-    return lose(state, {member.name: detail}, [])
+    return lose(state, {member.name: detail}, [], now)
 
 
 def transfer_broken(state: State, event: TransferBroken, now: float, ladder: Ladder) -> Step:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent.protocol import JobState, WorkerState
+from app.choices import PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
 from planner.errors import InputError
 
 AckState = Literal["", "adopted", "formed", "resumed"]
@@ -51,7 +52,8 @@ class Member:
     incarnation: of the process that now counts; retired: those that came before it, fenced for
     good. epoch: the newest one that this incarnation is in (0: none yet). acknowledged: how far it
     came in taking up that epoch. draining: it says that its work is done, unless another failure
-    calls it back. detail: why it is FAILED.
+    calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its
+    process may not have gone yet.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Member:
     last_heard: float | None = None
     draining: bool = False
     detail: str = ""
+    leaving: bool = False
 
     @property
     def incarnations(self) -> tuple[str, ...]:
@@ -91,7 +94,10 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Pending:
-    """The epoch to be opened as soon as the plan for `failed` is there."""
+    """The epoch to be opened as soon as the plan for `failed` is there.
+
+    until: in manual mode, how long an operator may choose another way; None: nobody is asked.
+    """
 
     living: tuple[str, ...]
     failed: tuple[str, ...]
@@ -99,6 +105,7 @@ class Pending:
     reason: str
     moves: tuple[tuple[str, str], ...] = ()
     restore: bool = False
+    until: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ class State:
 
     committed: iterations committed so far, of `iterations`. halted: why the job can't go on.
     over: set once the launcher has said that the job ended. checkpoints: does the job write any?
+    patience: seconds that an operator has for a choice in manual mode. offer: the newest one.
     """
 
     members: Mapping[str, Member]
@@ -129,6 +137,9 @@ class State:
     over: JobState | None = None
     over_reason: str = ""
     checkpoints: bool = False
+    mode: Mode = Mode.AUTOMATIC
+    patience: float = PATIENCE
+    offer: Offer | None = None
 
     @classmethod
     def new(cls, pipelines: int, stages: int, iterations: int, *, checkpoints: bool = False) -> State:
@@ -144,6 +155,11 @@ class State:
     def restoring(self) -> bool:
         """Is there a worker that may not have gone back to the checkpoint that this epoch goes back to?"""
         return self.current is not None and self.current.restore and bool(self.unsettled())
+
+    @property
+    def choosing(self) -> bool:
+        """Does the job wait for an operator to choose how it goes on?"""
+        return self.pending is not None and self.pending.until is not None
 
     @property
     def settled(self) -> bool:
@@ -287,6 +303,10 @@ Event = (
     | IterationsCommitted
     | Finished
     | ConsoleRestarted
+    | Offered
+    | Chosen
+    | ModeSet
+    | DrainAsked
 )
 
 
@@ -317,7 +337,7 @@ class Note:
 class Refuse:
     """The event does not count, and nothing changed. code: as in agent.protocol.Problem."""
 
-    code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid"]
+    code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid", "no_choice", "not_running"]
     detail: str
 
 

@@ -1,6 +1,6 @@
-"""Which workers take the empty places of a stage that has lost everybody. Pure, as the coordinator.
+"""Workers that change their stage, in their processes: who takes which empty place. Pure, as the coordinator.
 
-Only counts matter for a plan, so the worker comes from the stage that has most left.
+The stage that has lost everybody is staffed from the one that has most left: only counts matter for a plan.
 """
 
 from __future__ import annotations
@@ -40,25 +40,33 @@ def staff(state: State) -> tuple[State, tuple[tuple[str, str], ...]]:
             return replace(state, members=members), tuple(moves)
         source = fullest[-1]
         target = next(m for m in members.values() if m.stage == empty[0])
-        members[target.name] = replace(
-            target,
-            state=WorkerState.REJOINING,
-            incarnation=source.incarnation,
-            retired=target.incarnations,
-            epoch=0,
-            acknowledged="",
-            last_heard=source.last_heard,
-            draining=False,
-            detail="",
-        )
-        members[source.name] = replace(
-            source,
-            state=WorkerState.FAILED,
-            incarnation=None,
-            epoch=0,
-            acknowledged="",
-            last_heard=None,
-            draining=False,
-            detail=f"its process took the place of {target.name}",
-        )
+        move(members, source.name, target.name)
         moves.append((source.name, target.name))
+
+
+def move(members: dict[str, Member], source: str, to: str) -> None:
+    """The process of `source` takes the empty place `to`, where it first needs the stage's state."""
+    leaves, empty = members[source], members[to]
+    members[to] = replace(
+        empty,
+        state=WorkerState.REJOINING,
+        incarnation=leaves.incarnation,
+        retired=empty.incarnations,
+        epoch=0,
+        acknowledged="",
+        last_heard=leaves.last_heard,
+        draining=False,
+        detail="",
+        leaving=False,
+    )
+    members[source] = replace(
+        leaves,
+        state=WorkerState.FAILED,
+        incarnation=None,
+        epoch=0,
+        acknowledged="",
+        last_heard=None,
+        draining=False,
+        detail=f"its process took the place of {to}",
+        leaving=False,
+    )

@@ -21,6 +21,8 @@ def _text(state: State, now: float, ladder: Ladder) -> str:
     if silent := _most_silent(state, now, ladder):
         age = now - (silent.last_heard or now)
         return f"Waiting for {silent.name}: last heard {age:.1f} s ago, dead at {ladder.dead:g} s."
+    if state.pending and state.pending.until is not None:
+        return _waiting_for_a_choice(state, state.pending.until - now)
     if state.pending:
         without = f" without {names(state.pending.failed)}" if state.pending.failed else ""
         return f"Making the plan for epoch {state.epoch + 1}{without}: {state.pending.reason}."
@@ -34,6 +36,17 @@ def _text(state: State, now: float, ladder: Ladder) -> str:
             "for an exit or a time-out that explains it, then all connect anew."
         )
     return _in_an_epoch(state)
+
+
+def _waiting_for_a_choice(state: State, left: float) -> str:
+    assert state.pending is not None
+    failed, seconds = state.pending.failed, f"{max(0.0, left):.0f} s"
+    offer = state.offer if state.offer and state.offer.failed == failed else None
+    if offer is None:
+        return f"Waiting for you: the ways on without {names(failed)} are being compared; the job goes on in {seconds}."
+    count, best = len(offer.candidates), offer.candidates[0].name
+    ways = "1 candidate" if count == 1 else f"{count} candidates"
+    return f"Waiting for you: {ways} without {names(failed)}; the best ({best}) is taken in {seconds}."
 
 
 def _before_the_first_epoch(state: State) -> str:

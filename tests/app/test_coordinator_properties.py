@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agent.protocol import JobState, WorkerState
 from app import coordinator
+from app.choices import DROP, MIGRATE, REROUTE, Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
 from app.membership import (
     Acknowledged,
     ConsoleRestarted,
@@ -43,7 +44,7 @@ class Membership(RuleBasedStateMachine):
     def old(self, worker: str, pick: int) -> str | None:
         member = self.run_.member(worker)
         fenced = [*member.retired]
-        if member.state is WorkerState.FAILED and member.incarnation:
+        if member.state is WorkerState.FAILED and member.incarnation and not member.leaving:
             fenced.append(member.incarnation)
         return fenced[pick % len(fenced)] if fenced else None
 
@@ -108,6 +109,42 @@ class Membership(RuleBasedStateMachine):
     def console_restarts(self) -> None:
         self.run_.send(ConsoleRestarted())
 
+    @rule(mode=st.sampled_from(Mode), patience=st.sampled_from([2.0, 30.0]))
+    def mode_is_set(self, mode: Mode, patience: float) -> None:
+        self.run_.send(ModeSet(mode, patience, "ada"))
+
+    @rule(worker=name)
+    def drain(self, worker: str) -> None:
+        self.run_.send(DrainAsked(worker, "ada"))
+
+    @rule(sources=st.lists(name, max_size=2, unique=True), dropped=st.sets(name, max_size=2), better=st.booleans())
+    def advice_comes(self, sources: list[str], dropped: set[str], better: bool) -> None:
+        """For the workers that are out, or about to be: sensible or not."""
+        state = self.run_.state
+        now = state.pending or state.current
+        if now is None:
+            return
+        failed = now.failed
+        moves = tuple((source, to) for source, to in zip(sources, failed, strict=False) if source not in failed)
+        after = tuple(n for n in NAMES if n in {*failed, *(a for a, _ in moves)} - {b for _, b in moves})
+        candidates = (
+            Candidate(MIGRATE, after, moves),
+            Candidate(REROUTE, failed),
+            Candidate(DROP, tuple(n for n in NAMES if n in {*failed, *dropped})),
+        )
+        offer = Offer(failed, candidates, MIGRATE if better and moves else "")
+        self.run_.send(Offered(failed, offer))
+
+    @rule()
+    def advice_fails(self) -> None:
+        state = self.run_.state
+        now = state.pending or state.current
+        self.run_.send(Offered(now.failed if now else (), None, "it took too long"))
+
+    @rule(way=st.sampled_from([REROUTE, MIGRATE, DROP, "nothing"]))
+    def operator_chooses(self, way: str) -> None:
+        self.run_.send(Chosen(way, "ada"))
+
     @rule(really=st.sampled_from([False] * 9 + [True]))
     def job_ends(self, really: bool) -> None:
         if really:
@@ -161,6 +198,25 @@ class Membership(RuleBasedStateMachine):
             assert not state.over
             for worker in pending.failed:
                 assert state.members[worker].state in (WorkerState.FAILED, WorkerState.FINISHED)
+
+    @invariant()
+    def each_process_has_one_place(self) -> None:
+        members = self.run_.state.members.values()
+        held = [m.incarnation for m in members if m.incarnation is not None]
+        assert len(held) == len(set(held))
+        for epoch in self.run_.opened:
+            for source, to in epoch.moves:
+                assert to in epoch.living and source != to
+
+    @invariant()
+    def nobody_is_asked_in_vain(self) -> None:
+        """A wait for a choice has an end, is for a loss, and asks for no plan meanwhile."""
+        state = self.run_.state
+        if state.choosing:
+            assert state.pending is not None and state.pending.until is not None and state.current is not None
+            assert state.pending.until <= self.run_.now + 30.001
+            assert set(state.pending.failed) - set(state.current.failed)
+            assert not state.pending.restore
 
     @invariant()
     def there_is_a_sentence(self) -> None:

@@ -1,0 +1,186 @@
+"""What operators and the advisor say: which way the job goes on, who decides that, and who is to leave. Pure.
+
+In automatic mode the job re-routes at once, and takes the advisor's better way, if there is one, as
+soon as all train again. In manual mode it waits for an operator first (app.epochs). Each public
+function but `overdue` takes one kind of event: (state, event, now, ladder) -> Step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agent.protocol import WorkerState
+from app import restaffing
+from app.choices import REROUTE, Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
+from app.epochs import ask, pend, reconsider
+from app.fencing import no_such_worker, refuse
+from app.membership import PRESENT, Decision, Ladder, Member, Note, State, Step, names
+
+RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
+
+
+def offered(state: State, event: Offered, now: float, ladder: Ladder) -> Step:
+    pending, offer = state.pending, event.offer
+    if state.over:
+        return Step(state, reason=f"the job is {state.over}")
+    if pending is not None and pending.until is not None and pending.failed == event.failed:
+        if offer is None:
+            text = f"the ways on could not be compared ({event.reason}): the job re-routes"
+            return ask(state, pending, [Note("warning", "plan", text)])
+        text = f"ways on without {names(event.failed)}: " + "; ".join(f"{c.name}: {c.text}" for c in offer.candidates)
+        return Step(replace(state, offer=offer), (Note("info", "plan", text),), text)
+    if offer is None or out(state) != event.failed:
+        return Step(state, reason="other workers are out by now")
+    state = replace(state, offer=offer)
+    if state.mode is Mode.AUTOMATIC:
+        return _take_better(state, offer, [])
+    return Step(state, reason="the ways on are known")
+
+
+def chosen(state: State, event: Chosen, now: float, ladder: Ladder) -> Step:
+    if state.over:
+        return refuse(state, "job_over", f"the job is {state.over}")
+    pending = state.pending
+    waits = pending is not None and pending.until is not None
+    failed = pending.failed if pending is not None and waits else out(state)
+    if not failed:
+        return refuse(state, "no_choice", "there is nothing to choose: no worker is out, or the job recovers already")
+    if event.failed is not None and sorted(event.failed) != sorted(failed):
+        return refuse(
+            state, "no_choice", f"failed: got {names(event.failed)}, expected {names(failed)}: look at the choices anew"
+        )
+    offer = state.offer if state.offer and state.offer.failed == failed else None
+    known = [c.name for c in offer.candidates] if offer else []
+    candidate = offer.find(event.name) if offer else None
+    if candidate is None and event.name != REROUTE:
+        return refuse(
+            state, "invalid", f"name: got {event.name!r}, expected one of {', '.join(dict.fromkeys((*known, REROUTE)))}"
+        )
+    note = Note("warning", "operator", f"{event.actor} chose to {event.name}" + _numbers(candidate))
+    if waits:
+        return _resolve(state, candidate, f"{event.actor} chose to {event.name}", [note])
+    if candidate is None or candidate.name == REROUTE:
+        return Step(state, reason="the job re-routes already")
+    return _take(state, candidate, f"{event.actor} chose to {event.name}", [note])
+
+
+def mode_set(state: State, event: ModeSet, now: float, ladder: Ladder) -> Step:
+    if state.over:
+        return refuse(state, "job_over", f"the job is {state.over}")
+    text = f"{event.actor} set the mode to {event.mode}"
+    if event.mode is Mode.MANUAL:
+        text += f": when workers are lost, the job waits up to {event.patience:g} s for a choice"
+    notes: list[Decision] = [Note("warning", "operator", text)]
+    state = replace(state, mode=event.mode, patience=event.patience)
+    if event.mode is Mode.AUTOMATIC:
+        if state.choosing:
+            return overdue(state, notes, "automatic mode")
+        if state.offer and out(state) == state.offer.failed:
+            return _take_better(state, state.offer, notes)
+    return Step(state, tuple(notes), text)
+
+
+def drain_asked(state: State, event: DrainAsked, now: float, ladder: Ladder) -> Step:
+    member = state.members.get(event.worker)
+    if member is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
+    if state.over:
+        return refuse(state, "job_over", f"the job is {state.over}")
+    if member.state is not RUNNING:
+        return refuse(state, "not_running", f"worker: {member.name} is {member.state}, expected one that runs")
+    if not state.settled:
+        return refuse(state, "no_choice", f"{member.name} can't leave while the job recovers; try again when it trains")
+    if not _holders(state, member.stage, {member.name}):
+        text = f"worker: {member.name} is the last one that holds stage {member.stage}, expected one with a peer"
+        return refuse(state, "invalid", text)
+    text = f"{event.actor} asked {member.name} to leave"
+    members = dict(state.members)
+    _let_go(members, member.name, f"asked to leave by {event.actor}")
+    notes: list[Decision] = [Note("warning", "operator", text, member.name)]
+    return reconsider(replace(state, members=members), text, notes, now)
+
+
+def overdue(state: State, notes: list[Decision], why: str = "") -> Step:
+    """The job waits for a choice no longer: the best way that is known is taken."""
+    pending = state.pending
+    assert pending is not None
+    best = state.offer.candidates[0] if state.offer and state.offer.failed == pending.failed else None
+    name = best.name if best else REROUTE
+    why = why or f"nobody chose within {state.patience:g} s"
+    notes.append(Note("warning", "operator", f"{why}: the job goes on with the best way, {name}" + _numbers(best)))
+    return _resolve(state, best, f"{why}: {name}", notes)
+
+
+def out(state: State) -> tuple[str, ...] | None:
+    """Who is out, once the others train; None while that is not settled, or when the job can't go on."""
+    if state.over or state.halted or not state.settled or state.current is None:
+        return None
+    return state.current.failed
+
+
+# -- taking a way -------------------------------------------------------------------------------
+
+
+def _resolve(state: State, candidate: Candidate | None, why: str, notes: list[Decision]) -> Step:
+    """Ends the wait for a choice. None: re-route."""
+    pending = state.pending
+    assert pending is not None
+    if candidate is None or candidate.name == REROUTE:
+        return ask(state, replace(pending, reason=f"{pending.reason}; {why}"), notes)
+    return _take(state, candidate, f"{pending.reason}; {why}", notes)
+
+
+def _take_better(state: State, offer: Offer, notes: list[Decision]) -> Step:
+    candidate = offer.find(offer.better) if offer.better else None
+    if candidate is None:
+        return Step(state, tuple(notes), "re-routing is the best way on")
+    return _take(state, candidate, f"{candidate.name}: {candidate.text}", notes)
+
+
+def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -> Step:
+    """Asks for the epoch in which the job goes on by `candidate`; where workers have changed since it was
+    worked out, by re-routing."""
+    if problem := _misfit(state, candidate):
+        notes.append(Note("warning", "plan", f"{candidate.name} is not possible any more: {problem}"))
+        if state.pending is not None:
+            return ask(state, state.pending, notes)
+        return Step(state, tuple(notes), problem)
+    members = dict(state.members)
+    for source, to in candidate.moves:
+        restaffing.move(members, source, to)
+        text = f"{source} gives up its stage and takes the place of {to}, with the state of a peer"
+        notes.append(Note("warning", "recovery", text, to))
+    for name in candidate.failed:
+        if members[name].state in PRESENT:
+            _let_go(members, name, f"its pipeline stands by ({candidate.name})")
+    state = replace(state, members=members)
+    return ask(state, pend(state, why, candidate.moves), notes)
+
+
+def _misfit(state: State, candidate: Candidate) -> str:
+    """Why the candidate can't be taken; "": it can."""
+    members = state.members
+    gone = {*candidate.failed, *(source for source, _ in candidate.moves)}
+    for source, to in candidate.moves:
+        if members[source].state not in (RUNNING, SUSPECT):
+            return f"{source} is {members[source].state}"
+        if members[to].state is not FAILED or members[to].leaving:
+            return f"{to} is not empty"
+    for stage in {m.stage for m in members.values()}:
+        if not _holders(state, stage, gone):
+            return f"nobody would be left who holds stage {stage}"
+    return ""
+
+
+def _holders(state: State, stage: int, gone: set[str]) -> list[str]:
+    """Who has the state of `stage`, but for those who are to go."""
+    here = (m for m in state.members.values() if m.stage == stage and m.name not in gone)
+    return [m.name for m in here if m.state in (RUNNING, SUSPECT)]
+
+
+def _let_go(members: dict[str, Member], name: str, detail: str) -> None:
+    members[name] = replace(members[name], state=FAILED, acknowledged="", detail=detail, leaving=True)
+
+
+def _numbers(candidate: Candidate | None) -> str:
+    return f": {candidate.text}" if candidate and candidate.text else ""

@@ -1,0 +1,283 @@
+"""Moves that the advisor proposes, manual mode, and workers that are asked to leave."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_run import Run, fingerprint
+
+from agent.protocol import JobState, WorkerState
+from app.choices import DROP, MIGRATE, REROUTE, Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
+from app.membership import Acknowledged, ConsoleRestarted, Exited, PlanReady, Stalled, Tick, TransferBroken
+
+OUT = ("W0_0", "W1_0")
+MOVED = Candidate(MIGRATE, ("W1_0", "W2_1"), (("W2_1", "W0_0"),), text="15 samples/s")
+STAYED = Candidate(REROUTE, OUT, text="10 samples/s")
+DROPPED = Candidate(DROP, ("W0_0", "W0_1", "W1_0", "W1_1"), text="5 samples/s")
+OFFER = Offer(OUT, (MOVED, STAYED, DROPPED), MIGRATE)
+
+
+def two_out(mode: Mode = Mode.AUTOMATIC) -> Run:
+    """3 x 2; stage 0 has lost two of three, and the others train (or, in manual mode, wait for a choice)."""
+    run = Run(3, 2).start()
+    run.exit("W0_0")
+    run.resume()
+    if mode is Mode.MANUAL:
+        run.send(ModeSet(mode, 30.0, "ada"))
+    run.exit("W1_0")
+    if mode is Mode.AUTOMATIC:
+        run.resume()
+    return run
+
+
+# -- automatic mode -----------------------------------------------------------------------------
+
+
+def test_the_better_way_is_taken_when_all_train_again() -> None:
+    run = two_out()
+    run.send(Offered(OUT, OFFER))
+    epoch = run.opened[-1]
+    assert (epoch.number, epoch.moves, epoch.restore) == (4, (("W2_1", "W0_0"),), False)
+    assert epoch.failed == ("W1_0", "W2_1") and epoch.joining == ("W0_0",)
+    assert epoch.plan_fingerprint == fingerprint(("W1_0", "W2_1"))
+    assert epoch.reason == "migrate and re-route: 15 samples/s"
+    moved = run.member("W0_0")
+    assert (moved.incarnation, moved.state) == ("W2_1-1", WorkerState.REJOINING)
+    assert moved.retired == ("W0_0-1",)
+    run.resume()
+    assert run.member("W0_0").state is WorkerState.RUNNING
+    assert run.state.job_state is JobState.RUNNING
+
+
+def test_without_a_clearly_better_way_nothing_moves() -> None:
+    run = two_out()
+    before = run.state.epoch
+    run.send(Offered(OUT, Offer(OUT, (STAYED, MOVED))))
+    assert run.state.epoch == before and run.state.offer is not None
+
+
+def test_advice_on_other_failures_is_void() -> None:
+    run = two_out()
+    run.exit("W2_1")
+    before = run.state
+    run.send(Offered(OUT, OFFER))
+    assert run.state is before
+
+
+def test_a_mover_that_dies_on_its_way_is_lost_at_both_places() -> None:
+    run = two_out()
+    run.send(Offered(OUT, OFFER))
+    run.send(Exited("W2_1", "W2_1-1", "launcher", "was killed by SIGKILL"))
+    epoch = run.opened[-1]
+    assert epoch.failed == ("W0_0", "W1_0", "W2_1") and not epoch.moves and not epoch.joining
+    run.resume()
+    # The place that it gave up, and the one that it took, can be filled again.
+    run.back("W2_1")
+    run.resume()
+    run.back("W0_0")
+    run.resume()
+    assert run.opened[-1].failed == ("W1_0",)
+
+
+def test_a_death_during_the_move_tells_the_move_again() -> None:
+    run = two_out()
+    run.send(Offered(OUT, OFFER))
+    run.exit("W1_1")
+    epoch = run.opened[-1]
+    assert epoch.moves == (("W2_1", "W0_0"),) and epoch.failed == ("W1_0", "W1_1", "W2_1")
+    assert epoch.joining == ("W0_0",) and not epoch.restore
+
+
+def test_a_returning_worker_takes_the_place_that_was_given_up() -> None:
+    run = two_out()
+    run.send(Offered(OUT, OFFER))
+    run.resume()
+    run.back("W2_1")
+    epoch = run.opened[-1]
+    assert epoch.failed == ("W1_0",) and epoch.joining == ("W2_1",) and not epoch.moves
+
+
+# -- manual mode --------------------------------------------------------------------------------
+
+
+def test_the_job_waits_for_a_choice() -> None:
+    run = two_out(Mode.MANUAL)
+    assert len(run.opened) == 2 and run.state.choosing and run.state.job_state is JobState.RECOVERING
+    assert run.sentence() == (
+        "Waiting for you: the ways on without W0_0, W1_0 are being compared; the job goes on in 30 s."
+    )
+    run.send(PlanReady(OUT, "too-early", "made"))
+    assert len(run.opened) == 2
+    run.send(Offered(OUT, OFFER))
+    run.wait(10, *run.names)
+    assert run.sentence() == (
+        "Waiting for you: 3 candidates without W0_0, W1_0; the best (migrate and re-route) is taken in 20 s."
+    )
+
+
+def test_what_is_chosen_is_done() -> None:
+    run = two_out(Mode.MANUAL)
+    run.send(Offered(OUT, OFFER))
+    run.send(Chosen(REROUTE, "ada", OUT))
+    assert run.opened[-1].failed == OUT
+    assert run.opened[-1].reason == "W1_0: its process was killed by SIGKILL; ada chose to re-route"
+    assert any(n.text == "ada chose to re-route: 10 samples/s" for n in run.notes)
+    # It trains; the operator may still take another way.
+    run.resume()
+    run.send(Chosen(MIGRATE, "ada"))
+    assert run.opened[-1].moves == MOVED.moves
+
+
+def test_a_dropped_replica_leaves_with_its_living_workers() -> None:
+    run = two_out(Mode.MANUAL)
+    run.send(Offered(OUT, OFFER))
+    run.send(Chosen(DROP, "ada"))
+    epoch = run.opened[-1]
+    assert epoch.living == ("W2_0", "W2_1") and not epoch.joining
+    assert run.member("W0_1").leaving and run.member("W0_1").state is WorkerState.FAILED
+    run.resume()
+    run.send(Exited("W0_1", "W0_1-1", "launcher"))
+    assert not run.member("W0_1").leaving
+    run.back("W0_1")
+    assert "W0_1" in run.opened[-1].living
+
+
+def test_nobody_chooses() -> None:
+    run = two_out(Mode.MANUAL)
+    run.send(Offered(OUT, OFFER))
+    run.wait(29, *run.names)
+    assert run.state.choosing
+    run.wait(1, *run.names)
+    assert run.opened[-1].moves == MOVED.moves
+    assert "nobody chose within 30 s: migrate and re-route" in run.opened[-1].reason
+
+
+def test_nobody_chooses_and_nothing_is_known() -> None:
+    run = two_out(Mode.MANUAL)
+    run.wait(30, *run.names)
+    assert run.opened[-1].failed == OUT and not run.opened[-1].moves
+
+
+def test_ways_that_can_not_be_compared_are_not_waited_for() -> None:
+    run = two_out(Mode.MANUAL)
+    run.send(Offered(OUT, None, "it took more than 60 s"))
+    assert run.opened[-1].failed == OUT
+    assert any("it took more than 60 s" in note.text for note in run.notes)
+
+
+def test_automatic_mode_ends_the_wait_with_the_best() -> None:
+    run = two_out(Mode.MANUAL)
+    run.send(Offered(OUT, OFFER))
+    run.send(ModeSet(Mode.AUTOMATIC, 30.0, "ada"))
+    assert run.opened[-1].moves == MOVED.moves and not run.state.choosing
+
+
+def test_another_death_begins_the_choice_anew() -> None:
+    run = two_out(Mode.MANUAL)
+    run.send(Offered(OUT, OFFER))
+    run.wait(20, *run.names)
+    run.exit("W2_1")
+    assert run.state.choosing and len(run.opened) == 2
+    refused = run.send(Chosen(MIGRATE, "ada", OUT)).refusal
+    assert refused is not None and refused.code == "no_choice" and "look at the choices anew" in refused.detail
+    refused = run.send(Chosen(MIGRATE, "ada")).refusal
+    assert refused is not None and refused.detail == "name: got 'migrate and re-route', expected one of re-route"
+    run.wait(29, "W0_1", "W1_1", "W2_0")
+    assert run.state.choosing
+    run.wait(1, "W0_1", "W1_1", "W2_0")
+    assert run.opened[-1].failed == ("W0_0", "W1_0", "W2_1")
+
+
+def test_who_returns_before_the_choice_needs_none() -> None:
+    run = two_out(Mode.MANUAL)
+    run.back("W1_0")
+    assert not run.state.choosing
+    assert run.opened[-1].failed == ("W0_0",) and run.opened[-1].joining == ("W1_0",)
+
+
+def test_a_console_that_stood_still_or_was_restarted_gives_the_time_back() -> None:
+    run = two_out(Mode.MANUAL)
+    run.wait(20, *run.names)
+    run.now += 100
+    run.send(Stalled(100))
+    run.send(Tick())
+    assert run.state.choosing
+    run.send(ConsoleRestarted())
+    assert run.state.choosing and run.sentence().endswith("in 30 s.")
+
+
+def test_a_returning_worker_and_a_broken_transfer_ask_nobody() -> None:
+    run = Run(3, 2).start()
+    run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
+    run.send(TransferBroken("W0_0", "W0_0-1", "W0_1", 1))
+    run.wait(2, *run.names)
+    assert [e.number for e in run.opened] == [1, 2]
+    run.resume()
+    run.exit("W1_1")
+    run.send(Chosen(REROUTE, "ada"))
+    run.resume()
+    run.back("W1_1")
+    assert run.opened[-1].joining == ("W1_1",)
+
+
+def test_a_stage_that_is_lost_is_staffed_without_a_choice() -> None:
+    run = Run(2, 2, checkpoints=True).start()
+    run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
+    run.exit("W0_1")
+    assert run.state.choosing
+    run.exit("W1_1")
+    assert not run.state.choosing and run.opened[-1].restore
+
+
+def test_nothing_to_choose_is_a_sentence() -> None:
+    run = Run(2, 2).start()
+    refused = run.send(Chosen(REROUTE, "ada")).refusal
+    assert refused is not None and refused.code == "no_choice"
+    assert refused.detail.startswith("there is nothing to choose")
+
+
+def test_a_way_that_no_longer_fits_is_not_taken() -> None:
+    """The one that was to move has failed in the same moment: the offer speaks of fewer failures."""
+    run = two_out(Mode.MANUAL)
+    wrong = Offer(OUT, (Candidate(MIGRATE, ("W1_0", "W2_0"), (("W2_0", "W0_0"),)),), MIGRATE)
+    run.send(Offered(OUT, wrong))
+    run.send(Chosen(MIGRATE, "ada"))
+    assert run.opened[-1].failed == OUT and not run.opened[-1].moves
+    assert any("nobody would be left who holds stage 0" in note.text for note in run.notes)
+
+
+# -- leaving ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_worker_that_is_asked_to_leave_is_out_without_a_failure(mode: Mode) -> None:
+    run = Run(3, 2).start()
+    run.send(ModeSet(mode, 30.0, "ada"))
+    run.send(DrainAsked("W1_0", "ada"))
+    epoch = run.opened[-1]
+    assert epoch.failed == ("W1_0",) and epoch.reason == "ada asked W1_0 to leave"
+    assert not [n for n in run.notes if n.kind == "failure"]
+    # Until it has left it counts, so that it can leave at the boundary; it changes nothing any more.
+    assert run.send(Acknowledged("W1_0", "W1_0-1", 1, "resumed")).refusal is None
+    before = run.state
+    run.resume("W0_0", "W0_1")
+    run.send(Exited("W1_0", "W1_0-1", "launcher", "ended with exit code 3"))
+    assert run.state.epoch == before.epoch and not run.member("W1_0").leaving
+    assert run.send(Acknowledged("W1_0", "W1_0-1", 2, "adopted")).refusal is not None
+    run.resume()
+    run.back("W1_0")
+    assert run.opened[-1].joining == ("W1_0",)
+
+
+def test_who_can_not_leave() -> None:
+    run = Run(2, 2).start()
+    run.exit("W1_0")
+    refused = run.send(DrainAsked("W0_1", "ada")).refusal
+    assert refused is not None and "while the job recovers" in refused.detail
+    run.resume()
+    for worker, words in (
+        ("W0_0", "the last one that holds stage 0"),
+        ("W1_0", "W1_0 is failed, expected one that runs"),
+        ("W9_9", "expected a worker of the job's grid"),
+    ):
+        refused = run.send(DrainAsked(worker, "ada")).refusal
+        assert refused is not None and words in refused.detail
