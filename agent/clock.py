@@ -7,17 +7,12 @@ error, whatever the network did in between.
 
 from __future__ import annotations
 
-import os
-import re
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from agent.client import ConsoleClient
-from agent.protocol import ClockReading
+from agent.protocol import ClockReading, clock_name
 
 ROUND_TRIPS = 8
 
@@ -28,17 +23,6 @@ class Offset:
 
     microseconds: int
     uncertainty: int
-
-
-@cache
-def clock_name() -> str:
-    """Equal for two processes if and only if their monotonic clocks are one."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # A container may have a time namespace of its own, whose clock is shifted.
-        return f"{boot}-{Path('/proc/self/ns/time').stat().st_ino}"
-    except OSError:
-        return re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()[:32]}-{os.getpid()}")
 
 
 def offset_to_console(client: ConsoleClient) -> Offset:

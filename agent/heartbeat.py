@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
-from agent.clock import Offset, clock_name, offset_to_console
+from agent.clock import Offset, offset_to_console
 from agent.outbox import Outbox
 from agent.protocol import (
     MEASURED_OPS,
@@ -25,6 +25,7 @@ from agent.protocol import (
     MeasuredOps,
     Registered,
     Registration,
+    clock_name,
 )
 from agent.timeline import Recorded, Timeline
 

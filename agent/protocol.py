@@ -7,7 +7,12 @@ start, so that a report of a dead process can't be taken for one of its successo
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -167,10 +172,21 @@ class HeartbeatReply(Message):
 
 
 class ClockReading(Message):
-    """GET /clock. The console's monotonic clock, in microseconds. name: see agent.clock.clock_name."""
+    """GET /clock. The console's monotonic clock, in microseconds. name: its `clock_name`."""
 
     name: Identifier
     microseconds: Count
+
+
+@cache
+def clock_name() -> str:
+    """Equal for two processes if and only if their monotonic clocks are one."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # A container may have a time namespace of its own, whose clock is shifted.
+        return f"{boot}-{Path('/proc/self/ns/time').stat().st_ino}"
+    except OSError:
+        return re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()[:32]}-{os.getpid()}")
 
 
 class MeasuredOps(Message):
@@ -178,7 +194,7 @@ class MeasuredOps(Message):
 
     One entry per op in kinds, pipelines and micro_batches (the home of the micro-batch; the worker's
     own pipeline and -1 for O), starts_us (microseconds since started_us) and durations_us.
-    started_us: on the worker's monotonic clock, whose name is clock; offset_us, added to it, gives
+    started_us: on the worker's monotonic clock, whose `clock_name` is clock; offset_us, added to it, gives
     the console's, within ± uncertainty_us.
     """
 

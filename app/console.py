@@ -38,6 +38,7 @@ from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
 from app.library import Library
 from app.live import LiveJob
 from app.making import Making
+from app.measuring import Measuring
 from app.membership import Ladder
 from app.planning import Planning
 from app.sentence import sentence
@@ -45,6 +46,7 @@ from app.simulations import Simulations
 from app.solving import Solves
 from app.view import JobSummary, JobView
 from app.views import PlanCache, job_view, summary
+from db.observations import Observations
 from db.store import Record, Store
 from planner.errors import PlannerError
 from planner.plan import Plan
@@ -75,6 +77,8 @@ class Console:
         self.catalogs.on_plans = self._take_plans
         self._planning = Planning(tolerance, self.catalogs)
         self._advising = Advising(store)
+        self.observations = Observations(store.database)
+        self.measuring = Measuring(self.observations, self.ladder.heartbeat)
         self.simulations = Simulations()
         self.making = Making()
         self.library = Library(store, self._plans)
@@ -397,6 +401,7 @@ class Console:
                     if missing := job.plan_missing():
                         job.ask_for(missing)
                     self._advising.consider(job)
+                    self.measuring.consider(job)
                 except ConsoleError as error:
                     log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)
                 except Exception:

@@ -78,11 +78,13 @@ class Observations:
         now = time.time()
         with self._database.write() as session:
             known = select(EventRow.seq).where(EventRow.job_id == job_id, EventRow.seq.in_(seqs))
-            rows = [{"job_id": job_id, "seq": seq, "actor": actor, "at": now} for seq in session.scalars(known)]
+            rows: list[Record] = [
+                {"job_id": job_id, "seq": seq, "actor": actor, "at": now} for seq in session.scalars(known)
+            ]
             if not rows:
                 return 0
             seen = select(EventSeenRow.seq).where(EventSeenRow.job_id == job_id, EventSeenRow.seq.in_(seqs))
-            new = {int(row["seq"]) for row in rows} - set(session.scalars(seen))
+            new = {row["seq"] for row in rows} - set(session.scalars(seen))
             session.execute(self._database.insert_new(EventSeenRow), rows)
             if new:
                 detail = ", ".join(str(seq) for seq in sorted(new))

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from agent.protocol import API, Heartbeat, HeartbeatReply, Problem
-from app.api import agents, exports, jobs, problems
+from app.api import agents, exports, jobs, measured, plans, problems
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
@@ -32,26 +32,31 @@ def create_api(console: Console) -> FastAPI:
     problems.install(api)
     api.include_router(agents.router(console))
     api.include_router(jobs.router(console))
+    api.include_router(plans.router(console))
+    api.include_router(measured.router(console))
     api.include_router(exports.router(console))
 
     # Answered by the lean route of `create_routes`; declared here for the OpenAPI document.
     @api.post("/jobs/{job_id}/heartbeats", tags=["agents"])
     async def heartbeat(job_id: str, message: Heartbeat) -> HeartbeatReply:
-        return HeartbeatReply(epoch=console.heartbeat(job_id, message))
+        return HeartbeatReply(epoch=console.heartbeat(job_id, message), measure=console.measuring.wanted(job_id))
 
     return api
 
 
 def create_routes(console: Console) -> list[BaseRoute]:
     async def heartbeat(request: Request) -> Response:
+        job_id = request.path_params["job_id"]
         try:
             message = Heartbeat.model_validate_json(await request.body())
-            epoch = console.heartbeat(request.path_params["job_id"], message)
+            epoch = console.heartbeat(job_id, message)
         except ValidationError as error:
             return problems.validation_problem(error.errors(include_url=False))  # type: ignore[arg-type]
         except ConsoleError as error:
             return problems.problem(error.status, error.code, error.detail)
-        return Response(b'{"epoch":%d}' % epoch, media_type="application/json")
+        wanted = console.measuring.wanted(job_id)
+        measure = b"" if wanted is None else b',"measure":%d' % wanted
+        return Response(b'{"epoch":%d%s}' % (epoch, measure), media_type="application/json")
 
     async def healthz(request: Request) -> Response:
         """The process serves requests."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agent.clock import Offset, clock_name, measure_offset
+from agent.clock import Offset, measure_offset
 from agent.heartbeat import measured_ops
-from agent.protocol import ClockReading
+from agent.protocol import ClockReading, clock_name
 from agent.timeline import Timeline
 from planner.job import Worker
 from planner.schedule import Op

@@ -1,0 +1,204 @@
+"""A measured iteration as a planner Schedule and Plan, so that whatever draws plans draws it too."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING
+
+from app.measuring import Measured
+from planner.job import Job, Problem, StageProfile, Worker
+from planner.normalization import SECONDS
+from planner.plan import MetricsDoc, Plan, SolverDoc
+from planner.schedule import Op, Schedule
+
+if TYPE_CHECKING:
+    from app.console import Console
+
+_KEEP = 8
+_AROUND = 4
+"""Iterations before and after the measured one that its period is the median of."""
+
+
+@dataclass(frozen=True)
+class MeasuredIteration:
+    """An iteration of a job as it ran. Times are milliseconds; the schedule's unit is ms too.
+
+    plan: the ops as a Plan document, made by `measured`; its period is that of the schedule, by the
+    planner's definition, and its references and bound are those of `planned`, the plan it ran.
+    period_ms: median time from commit to commit, of the iterations around it; None before they are in.
+    planned_ms: the plan's period; None where its unit is no time (slots).
+    at: POSIX seconds. uncertainty_ms: by how much workers of different hosts may be shifted.
+    """
+
+    job_id: str
+    iteration: int
+    epoch: int
+    at: float
+    uncertainty_ms: float
+    schedule: Schedule
+    plan: Plan
+    planned: Plan
+    period_ms: float | None
+    planned_ms: float | None
+
+    @property
+    def over_plan(self) -> float | None:
+        """Real period / planned period - 1."""
+        if self.period_ms is None or not self.planned_ms:
+            return None
+        return self.period_ms / self.planned_ms - 1
+
+
+def measured_iteration(console: Console, job_id: str, *, watch: bool = False) -> MeasuredIteration | None:
+    """The newest one; None when none has been measured yet.
+
+    watch: somebody looks, so have it measured again soon. Raises ConsoleError.
+    """
+    found = console.measuring.newest(console.job(job_id), watch=watch)
+    if found is None:
+        return None
+    planned = console.plan(found.plan_fingerprint)
+    schedule, plan = _cache.get(job_id, found, planned)
+    around = console.iterations(job_id, after=found.iteration - _AROUND - 1, limit=2 * _AROUND + 1)
+    # The first of an epoch holds a recovery.
+    settled = [r["seconds"] for before, r in pairwise(around) if r["epoch"] == before["epoch"] == found.epoch]
+    unit = SECONDS.get(planned.job.time_unit)
+    return MeasuredIteration(
+        job_id,
+        found.iteration,
+        found.epoch,
+        found.at,
+        found.uncertainty_us / 1000,
+        schedule,
+        plan,
+        planned,
+        1000 * median(settled) if settled else None,
+        1000 * unit * planned.metrics.period if unit else None,
+    )
+
+
+def as_schedule(found: Measured, planned: Plan) -> Schedule:
+    """The ops with the times they had. The job's op times are the medians of those measured, by stage."""
+    problem = planned.problem()
+    job = _measured_job(found, problem.job)
+    scale = job.ticks_per_unit / 1000  # ticks per microsecond
+    ops = {}
+    for name, own in found.workers.items():
+        worker = Worker.parse(name)
+        columns = zip(own.kinds, own.pipelines, own.micro_batches, own.starts_us, own.durations_us, strict=True)
+        ops[worker] = tuple(
+            Op(
+                k,
+                p,
+                m,
+                worker.stage,
+                worker,
+                round(start * scale),
+                round((start + took) * scale) - round(start * scale),
+            )
+            for k, p, m, start, took in columns
+        )
+    failed = frozenset(job.workers()) - frozenset(ops)
+    return Schedule(Problem(job, failed, problem.technique, problem.memory), ops)
+
+
+def as_plan(schedule: Schedule, planned: Plan) -> Plan:
+    """The schedule as a Plan document, compared with what `planned` was compared with."""
+    job, metrics = schedule.problem.job, planned.metrics
+    unit = _unit_ms(schedule, planned)
+    period = float(job.units(schedule.period))
+    bound = min(metrics.lower_bound * unit, period)
+    reference = metrics.period / (1 + metrics.slowdown_vs_1f1b) * unit
+    best = metrics.period / (1 + metrics.slowdown_vs_best) * unit
+    return Plan.of(
+        schedule,
+        metrics=MetricsDoc(
+            makespan=job.units(schedule.makespan),
+            period=job.units(schedule.period),
+            lower_bound=round(bound, 6),
+            gap=period / bound - 1,
+            bubble_fraction=schedule.bubble_fraction,
+            slowdown_vs_1f1b=period / reference - 1,
+            slowdown_vs_best=period / best - 1,
+            peak_activations={str(w): n for w, n in sorted(schedule.peak_activations.items())},
+        ),
+        solver=SolverDoc(name="measured", status="feasible", seconds=0.0, message="An iteration as it ran."),
+    )
+
+
+def _measured_job(found: Measured, planned: Job) -> Job:
+    """The grid, with the median of each stage's op times in milliseconds, whole microseconds."""
+    times: list[dict[str, list[int]]] = [{} for _ in range(planned.stages)]
+    for name, own in found.workers.items():
+        stage = times[Worker.parse(name).stage]
+        for kind, took in zip(own.kinds, own.durations_us, strict=True):
+            stage.setdefault(kind, []).append(took)
+    profiles = []
+    for stage, profile in zip(times, planned.profiles, strict=True):
+        both = profile.input_backward + profile.weight_backward
+        share = profile.input_backward / both if both else 0.5
+        fused = _ms(stage.get("B", ()))
+        profiles.append(
+            StageProfile(
+                forward=_ms(stage.get("F", ())),
+                input_backward=_ms(stage["I"]) if "I" in stage else round(fused * share, 3),
+                weight_backward=_ms(stage["W"]) if "W" in stage else round(fused * (1 - share), 3),
+                optimizer=_ms(stage.get("O", ())),
+                activation_bytes=profile.activation_bytes,
+                weight_backward_bytes=profile.weight_backward_bytes,
+                weight_bytes=profile.weight_bytes,
+                optimizer_bytes=profile.optimizer_bytes,
+            )
+        )
+    return Job(
+        planned.pipelines,
+        planned.stages,
+        planned.micro_batches,
+        profiles=tuple(profiles),
+        time_unit="ms",
+        capacity_bytes=planned.capacity_bytes,
+    )
+
+
+def _unit_ms(schedule: Schedule, planned: Plan) -> float:
+    """Milliseconds that a unit of the plan takes: known, or, of slots, as long as their ops took."""
+    if (seconds := SECONDS.get(planned.job.time_unit)) is not None:
+        return 1000 * seconds
+    ran = sum(schedule.problem.job.units(op.duration) for op in schedule.compute_ops())
+    slots = sum(op.duration for ops in planned.workers.values() for op in ops if op.kind != "O")
+    return ran / slots if ran and slots else 1.0
+
+
+def _ms(microseconds: Iterable[int]) -> float:
+    values = list(microseconds)
+    return round(median(values) / 1000, 3) if values else 0.0
+
+
+class _Cache:
+    """The newest schedules, since many viewers look at one iteration. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: OrderedDict[tuple[str, int, int, float], tuple[Schedule, Plan]] = OrderedDict()
+
+    def get(self, job_id: str, found: Measured, planned: Plan) -> tuple[Schedule, Plan]:
+        key = (job_id, found.epoch, found.iteration, found.at)
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        schedule = as_schedule(found, planned)
+        made = schedule, as_plan(schedule, planned)
+        with self._lock:
+            self._made[key] = made
+            while len(self._made) > _KEEP:
+                self._made.popitem(last=False)
+        return made
+
+
+_cache = _Cache()

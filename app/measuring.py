@@ -1,0 +1,268 @@
+"""Has jobs measure an iteration now and then, and keeps the newest one of each.
+
+All workers must record the same iteration, so it is named ahead of time, in the replies to their
+heartbeats, and far enough ahead that all have heard of it before it begins.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+from pydantic import BaseModel
+from sqlalchemy.exc import SQLAlchemyError
+
+from agent.protocol import Heartbeat, MeasuredOps
+from app.errors import ConsoleError
+from app.live import LiveJob
+from db.observations import Observations
+
+log = structlog.get_logger()
+
+# Nobody need look: a job of so many ops at most is measured after each change of its members, and
+# again after this many seconds.
+UNASKED_OPS = 20_000
+UNASKED_SECONDS = 60.0
+# Somebody looks: seconds between two measurements, and the more the larger the iteration.
+LEAST_PAUSE = 2.0
+OPS_PER_SECOND = 20_000
+WATCH_SECONDS = 15.0
+"""How long somebody who has asked counts as looking."""
+MOST_MISSED = 5
+"""A job of trainers that record nothing is not asked again, until somebody looks or its members change."""
+
+
+class WorkerOps(BaseModel):
+    """One entry per op, in order; starts_us: microseconds since the iteration's first op of all."""
+
+    kinds: str
+    pipelines: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    starts_us: tuple[int, ...]
+    durations_us: tuple[int, ...]
+
+
+class Measured(BaseModel):
+    """One iteration as it ran. at: POSIX seconds. uncertainty_us: by how much times of workers of
+    different hosts may be shifted against each other (0: one host)."""
+
+    iteration: int
+    epoch: int
+    plan_fingerprint: str
+    at: float
+    uncertainty_us: int
+    workers: dict[str, WorkerOps]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """until: monotonic seconds, when it is given up."""
+
+    iteration: int
+    epoch: int
+    living: frozenset[str]
+    plan_fingerprint: str
+    until: float
+
+
+@dataclass
+class Progress:
+    """How fast a job commits iterations, from looking at it now and then."""
+
+    at: float
+    committed: int
+    epoch: int
+    seconds: float | None = None
+
+    def look(self, now: float, committed: int, epoch: int) -> float | None:
+        """Seconds per iteration of late; None: not known yet."""
+        if epoch != self.epoch:
+            self.at, self.committed, self.epoch = now, committed, epoch
+        elif committed - self.committed >= 2 and now - self.at >= 0.5:
+            self.seconds = (now - self.at) / (committed - self.committed)
+            self.at, self.committed = now, committed
+        elif self.seconds is not None and now - self.at > 2 * self.seconds:
+            # It has become slower than it was, and how slow is not known yet.
+            self.seconds = max(self.seconds, (now - self.at) / (committed - self.committed + 1))
+        return self.seconds
+
+
+@dataclass
+class Measurement:
+    """Of one job. wish: read by heartbeats without the lock."""
+
+    progress: Progress
+    wish: Wish | None = None
+    parts: dict[str, MeasuredOps] = field(default_factory=dict)
+    newest: Measured | None = None
+    done_at: float = -math.inf
+    watched_until: float = -math.inf
+    missed: int = 0
+    missed_in: int = 0
+
+
+class Measuring:
+    """For all jobs of a console. Thread-safe."""
+
+    def __init__(self, store: Observations, heartbeat: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._heartbeat, self._clock = store, heartbeat, clock
+        self._of: dict[str, Measurement] = {}
+        self._lock = threading.Lock()
+
+    # -- asked ------------------------------------------------------------------------------
+
+    def wanted(self, job_id: str) -> int | None:
+        """The iteration that workers are to record, for the reply to a heartbeat. Waits for nothing."""
+        found = self._of.get(job_id)
+        wish = found.wish if found else None
+        return wish.iteration if wish else None
+
+    def newest(self, job: LiveJob, *, watch: bool = False) -> Measured | None:
+        """The newest iteration that is measured. watch: somebody looks, so have it measured again soon."""
+        with self._lock:
+            found = self._measurement(job)
+            if watch:
+                found.watched_until = self._clock() + WATCH_SECONDS
+            return found.newest
+
+    # -- told -------------------------------------------------------------------------------
+
+    def take(self, job: LiveJob, message: MeasuredOps) -> str:
+        """One worker's part; returns what became of it. Raises ConsoleError for one that can't be."""
+        check_ops(message, job)
+        with self._lock:
+            found = self._measurement(job)
+            wish = found.wish
+            if wish is None or (message.epoch, message.iteration) != (wish.epoch, wish.iteration):
+                return f"iteration {message.iteration} is not asked for any more"
+            if message.worker not in wish.living:
+                return f"{message.worker} was not in epoch {wish.epoch}"
+            found.parts[message.worker] = message
+            if len(found.parts) < len(wish.living):
+                return f"{len(found.parts)} of {len(wish.living)} workers are here"
+            measured = assemble(found.parts, wish.plan_fingerprint, time.time())
+            found.newest, found.wish, found.parts = measured, None, {}
+            found.done_at, found.missed = self._clock(), 0
+        try:
+            self._store.put_measured(job.job_id, measured.iteration, measured.model_dump_json(), measured.at)
+        except SQLAlchemyError as error:
+            log.warning("a measured iteration could not be stored", job=job.job_id, reason=type(error).__name__)
+        job.topic.publish()
+        return f"iteration {message.iteration} is measured"
+
+    def consider(self, job: LiveJob) -> None:
+        """Asks for another measurement if one is due; gives up on one that does not come."""
+        now, state = self._clock(), job.state
+        with self._lock:
+            found = self._measurement(job)
+            seconds = found.progress.look(now, state.committed, state.epoch)
+            if found.wish is not None and (now > found.wish.until or found.wish.epoch != state.epoch):
+                late = found.wish.epoch == state.epoch
+                found.missed, found.missed_in = (found.missed + 1 if late else 0), state.epoch
+                found.wish, found.parts = None, {}
+            current = state.current
+            if found.wish is not None or current is None or seconds is None or not state.settled or state.over:
+                return
+            if state.halted or not self._due(found, job, now):
+                return
+            beats = [contact.beat for contact in list(job.contacts.values())]
+            ahead = 2.5 * self._heartbeat * (1 + found.missed)
+            iteration = _foremost(state.committed, beats) + math.ceil(ahead / seconds) + 2
+            if iteration >= job.spec.iterations:
+                return
+            until = now + 2 * (ahead + 4 * seconds) + 4 * self._heartbeat + 2.0
+            found.parts = {}
+            found.wish = Wish(iteration, current.number, frozenset(current.living), current.plan_fingerprint, until)
+
+    # -- details ----------------------------------------------------------------------------
+
+    def _due(self, found: Measurement, job: LiveJob, now: float) -> bool:
+        spec, epoch = job.spec, job.state.epoch
+        ops = 3 * spec.pipelines * spec.stages * spec.micro_batches
+        silent = found.missed >= MOST_MISSED and found.missed_in == epoch
+        if now < found.watched_until and not silent:
+            return now - found.done_at >= max(LEAST_PAUSE, ops / OPS_PER_SECOND)
+        if ops > UNASKED_OPS or silent:
+            return False
+        return found.newest is None or found.newest.epoch != epoch or now - found.done_at >= UNASKED_SECONDS
+
+    def _measurement(self, job: LiveJob) -> Measurement:
+        found = self._of.get(job.job_id)
+        if found is None:
+            state = job.state
+            found = Measurement(Progress(self._clock(), state.committed, state.epoch))
+            found.newest = self._stored(job.job_id)
+            self._of[job.job_id] = found
+        return found
+
+    def _stored(self, job_id: str) -> Measured | None:
+        try:
+            text = self._store.measured(job_id)
+            return None if text is None else Measured.model_validate_json(text)
+        except (SQLAlchemyError, ValueError) as error:
+            log.warning("a stored measured iteration is not used", job=job_id, reason=type(error).__name__)
+            return None
+
+
+def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float) -> Measured:
+    """Puts the workers' parts of one iteration on one time axis.
+
+    Workers with one clock need no alignment; between clocks, each clock's best reading counts.
+    """
+    clocks: dict[str, MeasuredOps] = {}
+    for part in parts.values():
+        best = clocks.setdefault(part.clock, part)
+        if part.uncertainty_us < best.uncertainty_us:
+            clocks[part.clock] = part
+    begins = {name: part.started_us + clocks[part.clock].offset_us for name, part in parts.items()}
+    first = min(begins[name] + min(part.starts_us) for name, part in parts.items())
+    uncertain = sorted((part.uncertainty_us for part in clocks.values()), reverse=True)
+    any_part = next(iter(parts.values()))
+    return Measured(
+        iteration=any_part.iteration,
+        epoch=any_part.epoch,
+        plan_fingerprint=plan_fingerprint,
+        at=at,
+        uncertainty_us=sum(uncertain[:2]) if len(uncertain) > 1 else 0,
+        workers={
+            name: WorkerOps(
+                kinds=part.kinds,
+                pipelines=part.pipelines,
+                micro_batches=part.micro_batches,
+                starts_us=tuple(begins[name] - first + start for start in part.starts_us),
+                durations_us=part.durations_us,
+            )
+            for name, part in sorted(parts.items())
+        },
+    )
+
+
+def check_ops(message: MeasuredOps, job: LiveJob) -> None:
+    """Raises ConsoleError when these can't be ops of the job."""
+    spec = job.spec
+    member = job.state.members.get(message.worker)
+    if member is None:
+        raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
+    if member.incarnation != message.incarnation:
+        raise ConsoleError(409, "fenced", f"incarnation: {message.incarnation} of {message.worker} counts no more")
+    if max(message.pipelines) >= spec.pipelines:
+        got = max(message.pipelines)
+        raise ConsoleError(422, "invalid", f"pipelines: got {got}, expected below {spec.pipelines}")
+    for kind, micro_batch in zip(message.kinds, message.micro_batches, strict=True):
+        if (micro_batch == -1) != (kind == "O") or micro_batch >= spec.micro_batches:
+            raise ConsoleError(
+                422,
+                "invalid",
+                f"micro_batches: got {micro_batch} for {kind}, expected 0 to {spec.micro_batches - 1}, and -1 for O",
+            )
+    ops = list(zip(message.kinds, message.pipelines, message.micro_batches, strict=True))
+    if len(set(ops)) < len(ops) or not message.kinds.endswith("O"):
+        raise ConsoleError(422, "invalid", "kinds: each op is expected once, and O at the end")
+
+
+def _foremost(committed: int, beats: list[Heartbeat]) -> int:
+    return max([committed, *(beat.iteration for beat in beats)])

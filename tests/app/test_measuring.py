@@ -1,0 +1,238 @@
+"""Measured iterations: who is asked for which one, and what is made of what the workers post."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ui_console import ConsoleHere, JobHere, until
+
+from agent.protocol import MeasuredOps
+from app.errors import ConsoleError
+from app.live import LiveJob
+from app.measured import as_plan, as_schedule, measured_iteration
+from app.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
+from db.observations import Observations
+from planner.job import Worker
+from planner.plan import Plan
+from planner.schedule import Schedule
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+def parts_of(
+    schedule: Schedule,
+    *,
+    iteration: int,
+    epoch: int = 1,
+    begin: int = 5_000_000,
+    clocks: dict[str, tuple[str, int, int]] | None = None,
+) -> list[MeasuredOps]:
+    """What workers post who run exactly by `schedule`. clocks: name, offset and uncertainty of some of them."""
+    scale = 1000 / schedule.problem.job.ticks_per_unit
+    made = []
+    for worker, ops in schedule.ops.items():
+        clock, offset, uncertainty = (clocks or {}).get(str(worker), ("one", 0, 0))
+        first = round(ops[0].start * scale)
+        made.append(
+            MeasuredOps(
+                worker=str(worker),
+                incarnation=f"{worker}-a",
+                epoch=epoch,
+                iteration=iteration,
+                clock=clock,
+                started_us=begin + first - offset,
+                offset_us=offset,
+                uncertainty_us=uncertainty,
+                kinds="".join(op.kind for op in ops),
+                pipelines=tuple(op.pipeline for op in ops),
+                micro_batches=tuple(op.micro_batch for op in ops),
+                starts_us=tuple(round(op.start * scale) - first for op in ops),
+                durations_us=tuple(round(op.duration * scale) for op in ops),
+            )
+        )
+    return made
+
+
+def plan_of(here: ConsoleHere, job: JobHere) -> Plan:
+    plan = here.console.view(job.job_id).plan
+    assert plan is not None
+    return plan
+
+
+class Asking:
+    """A Measuring of its own, on a clock that the test turns, of a job that commits one iteration a second."""
+
+    def __init__(self, here: ConsoleHere, job: JobHere) -> None:
+        self.now, self.job, self.console = 1000.0, job, here.console
+        self.live: LiveJob = here.console.job(job.job_id)
+        self.measuring = Measuring(Observations(here.database), 1.0, clock=lambda: self.now)
+        self.committed, self.epoch = 0, 1
+
+    def run(self, seconds: int) -> int | None:
+        """That many iterations go by; returns which one is wanted then."""
+        for _ in range(seconds):
+            self.job.commit(self.committed, self.committed, self.epoch)
+            self.committed += 1
+            self.now += 1.0
+            self.measuring.consider(self.live)
+        return self.measuring.wanted(self.job.job_id)
+
+    def post(self, plan: Plan, iteration: int) -> list[str]:
+        parts = parts_of(plan.schedule(), iteration=iteration, epoch=self.epoch)
+        return [self.measuring.take(self.live, part) for part in parts]
+
+
+@pytest.fixture
+def asking(here: ConsoleHere) -> Asking:
+    return Asking(here, JobHere(here.console, "measured", iterations=2000).register())
+
+
+def test_an_iteration_ahead_is_asked_for_and_kept(here: ConsoleHere, asking: Asking) -> None:
+    assert asking.run(1) is None, "how long iterations take is not known yet"
+    wanted = asking.run(2)
+    assert wanted is not None and wanted >= asking.committed + 3, "far enough for a heartbeat of everybody's"
+    said = asking.post(plan_of(here, asking.job), wanted)
+    assert said[0] == "1 of 12 workers are here" and said[-1] == f"iteration {wanted} is measured"
+    assert asking.measuring.wanted(asking.job.job_id) is None
+    newest = asking.measuring.newest(asking.live)
+    assert newest is not None and (newest.iteration, newest.epoch, newest.uncertainty_us) == (wanted, 1, 0)
+    again = Measuring(Observations(here.database), 1.0)
+    assert again.newest(asking.live) == newest, "it is in the database"
+
+
+def test_more_often_while_somebody_looks(here: ConsoleHere, asking: Asking) -> None:
+    wanted = asking.run(3)
+    assert wanted is not None
+    asking.post(plan_of(here, asking.job), wanted)
+    assert asking.run(20) is None, "nobody looks, nothing has changed"
+    asking.measuring.newest(asking.live, watch=True)
+    assert asking.run(3) is not None
+    asking.post(plan_of(here, asking.job), asking.measuring.wanted(asking.job.job_id) or 0)
+    asking.now += UNASKED_SECONDS
+    assert asking.run(3) is not None, "once in a while also unasked"
+
+
+def test_what_does_not_come_is_given_up_and_asked_for_further_ahead(asking: Asking) -> None:
+    first = asking.run(3)
+    assert first is not None
+    lead = first - asking.committed
+    while asking.run(1) == first:
+        assert asking.committed < 100
+    second = asking.measuring.wanted(asking.job.job_id)
+    assert second is not None and second - asking.committed > lead
+    asking.run(1000)
+    assert asking.measuring.wanted(asking.job.job_id) is None, f"after {MOST_MISSED} it is left alone"
+
+
+def test_only_what_is_asked_for_counts(here: ConsoleHere, asking: Asking) -> None:
+    plan = plan_of(here, asking.job)
+    wanted = asking.run(3)
+    assert wanted is not None
+    assert "not asked for" in asking.post(plan, wanted + 1)[0]
+    part = parts_of(plan.schedule(), iteration=wanted)[0]
+    bad: dict[str, dict[str, object]] = {
+        "fenced": {"incarnation": "another"},
+        "unknown_worker": {"worker": "W9_9"},
+        "pipelines: got 3, expected below 3": {"pipelines": (3,) * len(part.kinds)},
+        "micro_batches: got 6 for F, expected 0 to 5": {"micro_batches": (6,) * len(part.kinds)},
+        "each op is expected once": {"micro_batches": (0,) * (len(part.kinds) - 1) + (-1,)},
+    }
+    for expected, change in bad.items():
+        with pytest.raises(ConsoleError) as error:
+            asking.measuring.take(asking.live, part.model_copy(update=change))
+        assert expected in (error.value.code, error.value.detail) or expected in error.value.detail
+    assert asking.measuring.newest(asking.live) is None
+
+
+def test_a_change_of_members_makes_a_wish_void(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "changes", iterations=2000).register()
+    asking = Asking(here, job)
+    wanted = asking.run(3)
+    assert wanted is not None
+    plan = plan_of(here, job)
+    job.die("W1_2").heal("W1_2", 2)
+    asking.epoch = 2
+    asking.now += 1
+    asking.measuring.consider(asking.live)
+    again = asking.measuring.wanted(job.job_id)
+    for iteration in {wanted, again}:
+        part = parts_of(plan.schedule(), iteration=iteration or 0)[0]
+        assert "not asked for" in asking.measuring.take(asking.live, part), "of the epoch before"
+    assert again is not None, "the new epoch is measured without anybody's asking"
+    assert asking.post(plan_of(here, job), again)[-1] == f"iteration {again} is measured"
+    newest = asking.measuring.newest(asking.live)
+    assert newest is not None and newest.epoch == 2 and "W1_2" not in newest.workers
+
+
+def test_what_ran_exactly_by_plan_gives_the_plan_again(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "exact").register().commit(0, 5, 1)
+    job.die("W1_2").heal("W1_2", 2)
+    planned = plan_of(here, job)
+    parts = {p.worker: p for p in parts_of(planned.schedule(), iteration=3, epoch=2)}
+    found = assemble(parts, planned.fingerprint, 1.0)
+    schedule = as_schedule(found, planned)
+
+    def times(of: Schedule) -> dict[Worker, list[tuple[str, int, int, float, float]]]:
+        unit = of.problem.job.units
+        return {
+            w: [(o.kind, o.pipeline, o.micro_batch, unit(o.start), unit(o.end)) for o in ops]
+            for w, ops in of.ops.items()
+        }
+
+    assert times(schedule) == times(planned.schedule())
+    assert schedule.problem.failed == {Worker(1, 2)}
+    plan = as_plan(schedule, planned)
+    assert plan.metrics.period == planned.metrics.period
+    assert plan.metrics.slowdown_vs_1f1b == pytest.approx(planned.metrics.slowdown_vs_1f1b)
+    assert plan.metrics.gap == pytest.approx(planned.metrics.gap)
+    assert plan.solver.name == "measured"
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_clocks_of_two_hosts_are_put_on_one(here: ConsoleHere) -> None:
+    """Each clock's best reading counts for all of its workers, and what it leaves uncertain is said."""
+    job = JobHere(here.console, "two hosts").register()
+    planned = plan_of(here, job)
+    far = {f"W{p}_{s}": ("far", 777_000 + 40 * p, 30 + 10 * p) for p in range(3) for s in (2, 3)}
+    near = {f"W{p}_{s}": ("near", -5_000, 20) for p in range(3) for s in (0, 1)}
+    parts = {p.worker: p for p in parts_of(planned.schedule(), iteration=3, clocks=far | near)}
+    # Pipeline 0 has the true offset; those of the others are off, as slower round trips make them.
+    for name, (_, offset, _) in far.items():
+        parts[name] = parts[name].model_copy(update={"started_us": parts[name].started_us + offset - 777_000})
+    found = assemble(parts, planned.fingerprint, 1.0)
+    assert found.uncertainty_us == 50
+    one_clock = assemble({p.worker: p for p in parts_of(planned.schedule(), iteration=3)}, planned.fingerprint, 1.0)
+    assert found.workers == one_clock.workers
+
+
+def test_the_real_period_beside_the_planned_one(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "paced", iterations=4000).register()
+    console, live = here.console, here.console.job(job.job_id)
+    done = 0
+
+    def wanted() -> int | None:
+        nonlocal done
+        if live.state.committed < 3000:
+            job.commit(done, done + 1, 1)
+            done += 2
+        return console.measuring.wanted(job.job_id)
+
+    until(lambda: wanted() is not None, "the console's own clock asks for an iteration")
+    iteration = wanted()
+    assert iteration is not None
+    planned = plan_of(here, job)
+    for part in parts_of(planned.schedule(), iteration=iteration):
+        console.measuring.take(live, part)
+    found = measured_iteration(console, job.job_id)
+    assert found is not None and found.iteration == iteration
+    assert found.planned_ms == planned.metrics.period == found.plan.metrics.period
+    job.commit(done, iteration + 6, 1)
+    found = measured_iteration(console, job.job_id)
+    assert found is not None and found.period_ms == 1000
+    assert found.over_plan == pytest.approx(1000 / planned.metrics.period - 1)
