@@ -1,0 +1,113 @@
+"""Plans apart from any job, over HTTP: made in the background, kept, read, forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from ui_console import ConsoleHere, until
+from ui_factory import plan
+
+from app.api.routes import create_routes
+from planner.job import Job
+from planner.plan import Plan, job_doc
+
+API = "/api/v1"
+JOB = job_doc(Job.uniform(3, 4, 6)).model_dump(mode="json")
+HARD = job_doc(Job.uniform(6, 6, 12, durations={"F": 1, "I": 1.3, "W": 0.7, "transfer": 0.4})).model_dump(mode="json")
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    here = ConsoleHere(tmp_path_factory.mktemp("api"))
+    yield TestClient(Starlette(routes=create_routes(here.console)), raise_server_exceptions=False)
+    here.close()
+
+
+def over(client: TestClient, solve: str) -> dict[str, Any]:
+    until(lambda: client.get(f"{API}/solves/{solve}").json()["state"] in ("done", "failed"), "the solve is over")
+    return client.get(f"{API}/solves/{solve}").json()  # type: ignore[no-any-return]
+
+
+def refused(answer: Any, status: int, words: str) -> None:
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["detail"]
+
+
+def test_a_plan_is_made_kept_read_and_forgotten(client: TestClient) -> None:
+    asked = client.post(
+        f"{API}/solves",
+        json={"kind": "plan", "job": JOB, "failed": ["W1_2"], "technique": "decoupled", "memory": "none"},
+    )
+    assert asked.status_code == 202
+    solve = asked.json()["id"]
+    assert asked.headers["Location"].endswith(solve)
+    done = over(client, solve)
+    assert (done["state"], done["incumbent"], done["bound"]) == ("done", 29, 29)
+    assert client.get(f"{API}/solves/{solve}", params={"after": len(done["points"])}).json()["points"] == []
+    assert solve in [s["id"] for s in client.get(f"{API}/solves").json()["solves"]]
+    document = Plan.from_json(client.get(f"{API}/solves/{solve}/plan").content)
+    assert document.fingerprint == done["plan_fingerprint"]
+
+    kept = client.post(f"{API}/plans", json={"name": "barrier", "solve": solve})
+    assert (kept.status_code, kept.json()) == (201, {"fingerprint": document.fingerprint})
+    (row,) = client.get(f"{API}/plans").json()["plans"]
+    assert (row["name"], row["period"], row["failed"], row["workers"]) == ("barrier", 29, ["W1_2"], 12)
+    assert Plan.from_json(client.get(f"{API}/plans/{document.fingerprint}").content) == document
+    assert client.delete(f"{API}/plans/{document.fingerprint}").status_code == 204
+    refused(client.get(f"{API}/plans/{document.fingerprint}"), 404, "expected the fingerprint of a plan")
+    refused(client.delete(f"{API}/plans/{document.fingerprint}"), 404, "expected the fingerprint of a plan")
+
+
+def test_stopping_keeps_the_best_so_far(client: TestClient) -> None:
+    body = {"kind": "plan", "job": HARD, "failed": ["W0_1", "W1_4"], "memory": "7", "time_limit": 300}
+    solve = client.post(f"{API}/solves", json=body).json()["id"]
+    refused(client.get(f"{API}/solves/{solve}/plan"), 409, "it is not done")
+    until(lambda: client.get(f"{API}/solves/{solve}").json()["incumbent"] is not None, "there is a plan")
+    stopped = client.post(f"{API}/solves/{solve}/stop").json()
+    assert stopped["stopped"]
+    assert over(client, solve)["plan_fingerprint"]
+
+
+def test_migrations(client: TestClient) -> None:
+    body = {"kind": "migrations", "job": JOB, "failed": ["W0_2", "W1_2"], "memory": "none"}
+    found = over(client, client.post(f"{API}/solves", json=body).json()["id"])["migrations"]
+    assert (found["period_now"], found["period"], len(found["migrations"])) == (54, 27, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"failed": ["W0_2", "W1_2", "W2_2"]}, "stage 2 has no living peer"),
+        ({"failed": ["W7_7"]}, "failed: got 'W7_7'"),
+        ({"failed": ["x"]}, "failed.0: got 'x'"),
+        ({"job": {**JOB, "pipelines": 10**9}}, "at most 400,000 ops here"),
+        ({"job": {**JOB, "transfers": [1]}}, "transfers: got 1"),
+        ({"memory": "lots"}, "memory: got 'lots'"),
+        ({"solver": "magic"}, "solver: got 'magic'"),
+        ({"time_limit": 0}, "time_limit: got 0"),
+        ({"kind": "miracle"}, "miracle"),
+        ({"surprise": 1}, "surprise: got 1, expected no field of that name"),
+    ],
+)
+def test_what_can_not_be_planned_is_refused_at_once(client: TestClient, change: dict[str, Any], words: str) -> None:
+    refused(client.post(f"{API}/solves", json={"kind": "plan", "job": JOB, **change}), 422, words)
+
+
+def test_a_plan_from_elsewhere_is_checked(client: TestClient) -> None:
+    good = plan(("W2_1",))
+    body = good.model_dump(mode="json")
+    assert client.post(f"{API}/plans", json={"name": "from elsewhere", "plan": body}).status_code == 201
+    boasting = {**body, "metrics": {**body["metrics"], "period": 1}}
+    refused(client.post(f"{API}/plans", json={"name": "x", "plan": boasting}), 422, "plan: ")
+    refused(client.post(f"{API}/plans", json={"name": "x"}), 422, "plan, solve: expected one of them")
+    refused(client.post(f"{API}/plans", json={"name": "", "plan": body}), 422, "name: got ''")
+    refused(client.post(f"{API}/plans", json={"name": "x", "solve": "none"}), 404, "solve: got 'none'")
+
+
+@pytest.mark.parametrize("tail", ["/solves/none", "/solves/none/plan", "/plans/none"])
+def test_unknown_ones(client: TestClient, tail: str) -> None:
+    refused(client.get(API + tail), 404, "got 'none'")
