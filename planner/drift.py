@@ -1,0 +1,167 @@
+"""Do workers still take what the profile says of them? When one does not for long, plans need other speeds.
+
+`ratio` compares one report of a worker's op times with the profile; `observe` takes one round of such
+ratios after the other, and says which workers' speed should be planned with. Pure: no clock, no I/O.
+
+A worker is compared with the others: when all of them are slower than the profile says (a shared
+machine, another clock), plans are as good as before, and only last longer. That is `scale`, and is
+said, but no speed changes.
+
+Nothing changes before a whole window of rounds agrees, and after a change the window begins anew:
+two changes of a worker are at least `Limits.window` rounds apart. A worker counts as slow beyond
+`slow`, and as nominal again below `well`; in between it stays what it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from planner.errors import InputError
+from planner.job import FASTEST, SLOWEST, Job, Worker
+from planner.normalization import SECONDS
+
+
+@dataclass(frozen=True)
+class Limits:
+    """slow: how many times longer than the others' a worker's ops take before it counts as slow; well:
+    below this it counts as nominal again; change: by how much a slow worker's factor must move to be
+    taken anew. scale: the same for all workers together, against the profile. window: rounds that
+    must agree; a quarter of them may be off. Raises InputError.
+    """
+
+    slow: float = 1.25
+    well: float = 1.1
+    change: float = 1.2
+    scale: float = 1.3
+    window: int = 12
+
+    def __post_init__(self) -> None:
+        for name in ("slow", "well", "change", "scale"):
+            if not 1 < getattr(self, name) < math.inf:
+                raise InputError(name, getattr(self, name), "a factor above 1")
+        if self.well >= self.slow:
+            raise InputError("well", self.well, f"less than slow, {self.slow:g}")
+        if not 4 <= self.window <= 10_000:
+            raise InputError("window", self.window, "a number of rounds from 4 to 10,000")
+
+
+@dataclass(frozen=True)
+class Track:
+    """assumed: the factor that is planned with (1: nominal). recent: the newest factors, oldest first."""
+
+    assumed: float = 1.0
+    recent: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class DriftState:
+    """workers: of those that were ever heard. scale: of all of them together; None before a window is full."""
+
+    workers: Mapping[Worker, Track] = field(default_factory=dict)
+    scale: float | None = None
+    scales: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What one round led to. changed: workers whose factor is another from now on, with the one before
+    and the new one. scale: of all workers together, where that has just changed; it is 1 when ops
+    take what the profile says."""
+
+    state: DriftState
+    changed: Mapping[Worker, tuple[float, float]]
+    scale: float | None = None
+
+    @property
+    def speeds(self) -> tuple[tuple[Worker, float], ...]:
+        """Of all workers that are not nominal, as planner.job.Job has them."""
+        return speeds(self.state)
+
+
+def speeds(state: DriftState) -> tuple[tuple[Worker, float], ...]:
+    """Rounded to percents, so that plans of equal speeds are equal."""
+    slow = {w: track.assumed for w, track in state.workers.items() if track.assumed != 1}
+    return tuple((w, min(FASTEST, max(SLOWEST, round(1 / factor, 2)))) for w, factor in sorted(slow.items()))
+
+
+def ratio(job: Job, worker: Worker, milliseconds: Mapping[str, float]) -> float | None:
+    """How many times longer than the profile says the worker's ops took, by their mean times.
+
+    milliseconds: by op kind (F, I, W, B); a step is left out, it waits for others. A profile without
+    a unit of time gives numbers that only workers of one stage can be compared by. None: nothing to
+    compare.
+    """
+    ticks = job.ticks[worker.stage]
+    kinds = {"F": ticks.forward, "I": ticks.input_backward, "W": ticks.weight_backward, "B": ticks.backward}
+    seen = [kind for kind, ms in milliseconds.items() if kinds.get(kind) and math.isfinite(ms) and ms > 0]
+    if not seen:
+        return None
+    tick = 1000 * SECONDS.get(job.time_unit, 1e-3) / job.ticks_per_unit
+    return sum(milliseconds[kind] for kind in seen) / (tick * sum(kinds[kind] for kind in seen))
+
+
+def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits: Limits) -> Drift:
+    """Takes one round: the `ratio` of every worker that was heard. Those that were not keep their window."""
+    timed = job.time_unit in SECONDS
+    scale = _low_median(ratios.values()) if timed and ratios else 1.0
+    workers, changed = dict(state.workers), dict[Worker, tuple[float, float]]()
+    for worker, own in ratios.items():
+        peers = ratios if timed else {w: r for w, r in ratios.items() if w.stage == worker.stage}
+        track = workers.get(worker, Track())
+        recent = (*track.recent, own / _low_median(peers.values()))[-limits.window :]
+        assumed = _judged(track.assumed, recent, limits)
+        if assumed != track.assumed:
+            changed[worker] = (track.assumed, assumed)
+            recent = ()
+        workers[worker] = Track(assumed, recent)
+    state = replace(state, workers=workers)
+    if not timed or not ratios:
+        return Drift(state, changed)
+    scales = (*state.scales, scale)[-limits.window :]
+    known = 1.0 if state.scale is None else state.scale
+    moved = _agreed(scales, known, limits.scale, limits.window)
+    if moved is None:
+        return Drift(replace(state, scales=scales), changed)
+    # What is close to the profile again is said to be as the profile says.
+    moved = 1.0 if 1 / limits.well < moved < limits.well else moved
+    return Drift(replace(state, scale=moved, scales=()), changed, moved)
+
+
+def forget(state: DriftState, workers: Iterable[Worker]) -> DriftState:
+    """Without what is known of these: another process, perhaps on another machine, has their place."""
+    gone = set(workers)
+    return replace(state, workers={w: track for w, track in state.workers.items() if w not in gone})
+
+
+def _judged(assumed: float, recent: tuple[float, ...], limits: Limits) -> float:
+    """The factor to plan with."""
+    if len(recent) < limits.window:
+        return assumed
+    low, middle, high = _quartiles(recent)
+    if assumed != 1 and high <= limits.well:
+        return 1.0
+    if assumed == 1:
+        return middle if low >= limits.slow else 1.0
+    moved = _agreed(recent, assumed, limits.change, limits.window)
+    return assumed if moved is None or moved < limits.slow else moved
+
+
+def _agreed(recent: tuple[float, ...], known: float, change: float, window: int) -> float | None:
+    """The median, once a whole window is off from what is known by more than a factor, to one side."""
+    if len(recent) < window:
+        return None
+    low, middle, high = _quartiles(recent)
+    return middle if low >= known * change or high <= known / change else None
+
+
+def _quartiles(values: tuple[float, ...]) -> tuple[float, float, float]:
+    ranked, last = sorted(values), len(values) - 1
+    return ranked[last // 4], ranked[last // 2], ranked[last - last // 4]
+
+
+def _low_median(values: Iterable[float]) -> float:
+    """Of an even number the lower one of the middle: of two workers, the faster one is the measure."""
+    ranked = sorted(values)
+    return ranked[(len(ranked) - 1) // 2]
