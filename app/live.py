@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import Command, Heartbeat, JobSpec, JobState, WorkerState
+from agent.protocol import Command, Heartbeat, JobSpec
 from app import coordinator, fencing
 from app.advice import Verdict
 from app.errors import ConsoleError, unavailable
 from app.membership import (
-    ACK_ORDER,
     Beat,
     ConsoleRestarted,
     Decision,
@@ -36,7 +35,7 @@ from app.membership import (
     Tick,
 )
 from app.notify import Topic
-from app.rows import Contact, differs, epoch_row, member_row, read_contact, read_epoch, read_member
+from app.rows import Contact, differs, epoch_row, member_row, read_contact, read_state
 from db.store import Change, Record, Store
 from planner.catalog import Catalog
 from planner.errors import PlannerError
@@ -49,7 +48,7 @@ log = structlog.get_logger()
 # Below this many ops a plan that is missing is made at once, by the thread that needs it: a few ms.
 INLINE_OPS = 1_500
 
-_STATUS = {"unknown_worker": 404, "fenced": 409, "not_member": 409, "job_over": 409, "invalid": 422}
+_STATUS = {"unknown_worker": 404, "invalid": 422}  # of a refusal; 409 for every other
 
 
 class LiveJob:
@@ -127,11 +126,12 @@ class LiveJob:
         process: tuple[str, int] | None = None,
         acknowledgement: Record | None = None,
         plan: Plan | None = None,
+        audit: Record | None = None,
     ) -> str:
         """Takes one event, stores what follows from it, and returns the reason.
 
-        process: (host, pid) of a registering worker. acknowledgement: its row, stored if the event
-        is accepted. plan: the one that a PlanReady speaks of. Raises ConsoleError when the event is
+        process: (host, pid) of a registering worker. acknowledgement, audit: rows that are stored if the
+        event is accepted. plan: the one that a PlanReady speaks of. Raises ConsoleError when the event is
         refused or can't be stored; then nothing has changed.
         """
         with self.lock:
@@ -140,7 +140,7 @@ class LiveJob:
             old, now = self.state, self._clock()
             step = coordinator.step(old, event, now, self.ladder)
             if step.refusal:
-                raise ConsoleError(_STATUS[step.refusal.code], step.refusal.code, step.refusal.detail)
+                raise ConsoleError(_STATUS.get(step.refusal.code, 409), step.refusal.code, step.refusal.detail)
             decisions, wanted = list(step.decisions), None
             state, reason = step.state, step.reason
             for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:
@@ -152,7 +152,7 @@ class LiveJob:
                 step = coordinator.step(state, answer, now, self.ladder)
                 decisions += step.decisions
                 state, reason = step.state, step.reason
-            change = self._change(old, state, decisions, plan, process, acknowledgement, event)
+            change = self._change(old, state, decisions, plan, process, acknowledgement, audit, event)
             self._save(change)
             self.state = state
             if process is not None:
@@ -174,7 +174,7 @@ class LiveJob:
         member = fencing.holder(state.members, beat.worker, beat.incarnation)
         if member is None:
             raise ConsoleError(404, "unknown_worker", fencing.no_such_worker(state, beat.worker))
-        if member.incarnation != beat.incarnation or member.state is WorkerState.FAILED:
+        if not fencing.counts(member, beat.incarnation):
             raise ConsoleError(409, "fenced", fencing.fenced_text(member, beat.incarnation))
         self._fresh.append((beat, self._clock()))
         return state.epoch
@@ -240,7 +240,7 @@ class LiveJob:
     def plan_missing(self) -> tuple[str, ...] | None:
         """What a pending epoch waits for, if nobody makes it: its answer could not be stored, say."""
         pending = self.state.pending
-        return pending.failed if pending and self.asked_for is None else None
+        return pending.failed if pending and pending.until is None and self.asked_for is None else None
 
     def file_plan(self, plan: Plan) -> None:
         """Adds a plan that was made ahead."""
@@ -305,6 +305,7 @@ class LiveJob:
         plan: Plan | None,
         process: tuple[str, int] | None,
         acknowledgement: Record | None,
+        audit: Record | None,
         event: Event,
     ) -> Change:
         workers = [member_row(member) for name, member in new.members.items() if differs(member, old.members[name])]
@@ -314,9 +315,11 @@ class LiveJob:
                     row.update(host=process[0], pid=process[1])
         self._follow_moves(old, workers)
         opened = next((d.epoch for d in decisions if isinstance(d, OpenEpoch)), None)
-        job = {}
+        job: Record = {}
         if new.job_state != old.job_state or new.halted != old.halted:
             job = {"state": new.job_state.value, "reason": new.halted or new.over_reason}
+        if (new.mode, new.patience) != (old.mode, old.patience):
+            job |= {"mode": new.mode.value, "patience": new.patience}
         return Change(
             job=job,
             workers=workers,
@@ -376,29 +379,11 @@ class LiveJob:
 
     def _read(self, job_row: Record) -> None:
         store, job_id = self._store, self.job_id
-        epochs = store.epochs(job_id)
-        current = read_epoch(epochs[-1]) if epochs else None
-        acknowledged: dict[tuple[str, str], str] = {}
-        for row in store.acknowledgements(job_id, current.number) if current else ():
-            key = (row["worker"], row["incarnation"])
-            acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
-        members = dict(self.state.members)
-        for row in store.workers(job_id):
-            members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
-        over = JobState(job_row["state"]) if job_row["state"] in ("finished", "stopped") else None
+        state = read_state(store, job_row, self.spec)
         self._event_seq = store.last_event(job_id)
         self.commands = [Command(seq=r["seq"], kind=r["kind"], worker=r["worker"]) for r in store.commands(job_id)]
         self.version += 1
-        self.state = State(
-            members=members,
-            iterations=self.spec.iterations,
-            current=current,
-            committed=store.committed_iterations(job_id),
-            halted=job_row["reason"] if job_row["state"] == "halted" else "",
-            over=over,
-            over_reason=job_row["reason"] if over else "",
-            checkpoints=self.spec.checkpoints,
-        )
+        self.state = state
 
 
 def _state_rows(old: State, new: State) -> list[Record]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from agent.protocol import Heartbeat, WorkerState
-from app.membership import Epoch, Member
-from db.store import Record
+from agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
+from app.choices import Mode
+from app.membership import ACK_ORDER, Epoch, Member, State
+from db.store import Record, Store
 
 
 @dataclass(frozen=True)
@@ -89,3 +90,30 @@ def read_contact(row: Record) -> Contact:
         resident_bytes=row["resident_bytes"],
     )
     return Contact(beat, row["heard_at"])
+
+
+def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
+    """What the database says of a job; nobody has been heard in it yet."""
+    job_id = job_row["id"]
+    epochs = store.epochs(job_id)
+    current = read_epoch(epochs[-1]) if epochs else None
+    acknowledged: dict[tuple[str, str], str] = {}
+    for row in store.acknowledgements(job_id, current.number) if current else ():
+        key = (row["worker"], row["incarnation"])
+        acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
+    state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
+    members = dict(state.members)
+    for row in store.workers(job_id):
+        members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
+    over = JobState(job_row["state"]) if job_row["state"] in ("finished", "stopped") else None
+    return replace(
+        state,
+        members=members,
+        current=current,
+        committed=store.committed_iterations(job_id),
+        halted=job_row["reason"] if job_row["state"] == "halted" else "",
+        over=over,
+        over_reason=job_row["reason"] if over else "",
+        mode=Mode(job_row["mode"]),
+        patience=job_row["patience"],
+    )

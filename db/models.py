@@ -43,7 +43,10 @@ def _job_key() -> Mapped[str]:
 
 
 class JobRow(Base):
-    """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs one."""
+    """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs one.
+
+    mode: who decides how it goes on, automatic or manual. patience: seconds that it waits in manual mode.
+    """
 
     __tablename__ = "job"
 
@@ -52,6 +55,8 @@ class JobRow(Base):
     spec: Mapped[str] = mapped_column(Text)
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str] = mapped_column(Text, default="")
+    mode: Mapped[str] = mapped_column(String(16), default="automatic", server_default="automatic")
+    patience: Mapped[float] = mapped_column(Double, default=60.0, server_default="60")
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
     created_at: Mapped[float] = mapped_column(Double)
 

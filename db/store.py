@@ -43,9 +43,9 @@ CATALOG_BATCH = 64  # plans per statement; a large one has some 10^5 bytes
 class Change:
     """What one step of the coordinator adds to a job's history: stored in one transaction.
 
-    job: columns of the job row that changed. workers, epoch, events, acknowledgement, states: rows
+    job: columns of the job row that changed. workers, epoch, events, acknowledgement, states, audit: rows
     without their job_id; `plan` is (fingerprint, JSON document, failed workers, made ahead). states:
-    which workers came into another state.
+    which workers came into another state. audit: what an operator did.
     """
 
     job: Record = field(default_factory=dict)
@@ -55,9 +55,11 @@ class Change:
     events: Sequence[Record] = ()
     acknowledgement: Record | None = None
     states: Sequence[Record] = ()
+    audit: Record | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.job or self.workers or self.plan or self.epoch or self.events or self.acknowledgement)
+        parts = (self.job, self.workers, self.plan, self.epoch, self.events, self.acknowledgement, self.audit)
+        return any(parts)
 
 
 class Store:
@@ -128,6 +130,8 @@ class Store:
             if change.acknowledgement:
                 statement = self._insert_new(AcknowledgementRow)
                 session.execute(statement.values(job_id=job_id, **change.acknowledgement))
+            if change.audit:
+                session.execute(insert(AuditRow).values(job_id=job_id, **change.audit))
             if change.states:
                 session.execute(insert(WorkerStateRow), [{"job_id": job_id, **s} for s in change.states])
 
