@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from agent.protocol import WorkerState
 from app.ui.charts import overview as large
 from app.ui.charts import rows
+from app.ui.charts.bars import ASIDE_OPACITY, BAR_HEIGHT
 from app.ui.charts.gantt import gantt
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.vega import LiveChart
@@ -27,6 +28,7 @@ from app.ui.charts.worker_grid import LOOKS, worker_grid
 from app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
 from app.view import JobView
 from planner.job import Worker
+from planner.paths import critical_path, micro_batch_path
 from planner.schedule import Op, Schedule
 
 
@@ -288,3 +290,69 @@ def test_large_schedule_is_drawn_quickly_and_small_enough() -> None:
     assert detail.ops <= large.MAX_DETAIL
     assert len(figure.to_json()) < 400_000
     assert seconds < 2, f"the overview took {seconds:.1f} s of CPU"
+
+
+# -- paths and memory ------------------------------------------------------------------------
+
+
+def kinds(figure: go.Figure) -> list[str]:
+    return [t.meta["kind"] for t in figure.data]
+
+
+def test_the_path_of_a_micro_batch_stands_out_and_the_rest_steps_back() -> None:
+    schedule = schedule_of(("W1_2",), unit="slot")
+    figure = gantt(schedule, LIGHT, path=(1, 2))
+    assert sorted(drawn(figure)) == sorted(drawn(gantt(schedule, LIGHT))), "nothing is lost or doubled"
+    ahead = [t for t in op_traces(figure) if not t.meta["aside"]]
+    assert {c for t in ahead for c in t.customdata} == {"1.2"}
+    assert all(t.opacity == ASIDE_OPACITY for t in op_traces(figure) if t.meta["aside"])
+    outline = next(t for t in figure.data if t.meta["kind"] == "path")
+    whole = micro_batch_path(schedule, 1, 2)
+    assert len(outline.x) == sum(op.kind != "W" for op in whole)
+    assert set(outline.y) == {rows.Rows.of(list(schedule.problem.job.workers())).at[op.worker] for op in whole}
+
+
+def test_the_critical_path_is_threaded_and_its_waits_are_shown() -> None:
+    schedule = schedule_of(("W1_2", "W0_2"), memory="1f1b", technique="decoupled", unit="slot")
+    figure = gantt(schedule, LIGHT, critical=True)
+    outline = next(t for t in figure.data if t.meta["kind"] == "critical")
+    path = critical_path(schedule)
+    assert list(outline.base) == [link.op.start for link in path]
+    waiting = [link for link in path if link.waited]
+    bars = [t for t in figure.data if t.meta["kind"] == "wait"]
+    assert [list(t.x) for t in bars] == ([[link.waited for link in waiting]] if waiting else [])
+    assert "critical" not in kinds(gantt(schedule, LIGHT))
+
+
+@pytest.mark.parametrize("limit", ["none", "uniform", "1f1b"])
+def test_what_is_held_is_drawn_on_the_same_time_axis_below_its_limit(limit: str) -> None:
+    schedule = schedule_of(("W1_2",), memory=limit, technique="staggered" if limit != "1f1b" else "decoupled")
+    figure = gantt(schedule, LIGHT, held=True)
+    assert figure.layout.xaxis.anchor == "y2"
+    assert figure.layout.yaxis.domain[0] > figure.layout.yaxis2.domain[1]
+    shown = rows.Rows.of(list(schedule.problem.job.workers()))
+    area = next(t for t in figure.data if t.meta["kind"] == "memory")
+    peaks = dict.fromkeys(schedule.ops, 0.0)
+    for y, words in zip(area.y, area.hovertext, strict=True):
+        if y is not None:
+            worker = Worker.parse(words[3 : words.index("</b>")])
+            peaks[worker] = max(peaks[worker], shown.at[worker] + BAR_HEIGHT / 2 - y)
+    limits = schedule.problem.limits
+    top = max(max(limits[w.stage] or 0, n) for w, n in schedule.peak_activations.items())
+    assert peaks == pytest.approx({w: BAR_HEIGHT * n / top for w, n in schedule.peak_activations.items()})
+    assert ("memory limit" in kinds(figure)) == (limit != "none")
+    figures = [a.text for a in figure.layout.annotations]
+    worker = Worker(0, 2)
+    own = limits[worker.stage]
+    assert str(schedule.peak_activations[worker]) + (f" of {own}" if own else "") in figures
+    assert f"{100 * schedule.worker_bubble_fraction(worker):.0f} %" in figures
+
+
+def test_a_window_keeps_what_lies_in_it_only() -> None:
+    schedule = schedule_of(("W1_2",), unit="slot", memory="none")
+    figure = gantt(schedule, LIGHT, window=(5, 12), fault_free_end=27)
+    assert list(figure.layout.xaxis.range) == [5, 12]
+    assert "ghost" not in kinds(figure) and not any(s.line.dash == "dot" for s in figure.layout.shapes)
+    assert all(end > 5 and start < 12 for *_, start, end in drawn(figure))
+    late = gantt(schedule, LIGHT, window=(20, 30), fault_free_end=27)
+    assert "ghost" in kinds(late) and any(s.line.dash == "dot" for s in late.layout.shapes)

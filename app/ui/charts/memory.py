@@ -1,0 +1,109 @@
+"""Activations that each worker holds over time, against its limit, in rows like those of the Gantt chart."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+
+from app.ui.charts.bars import BAR_HEIGHT, Sheet
+from planner.job import Worker
+
+ROW_PIXELS = 20
+FILL_OPACITY = 0.7
+
+
+def held_traces(sheet: Sheet, end: float) -> list[go.Scatter]:
+    """One trace with an area per worker, one with the limits. end: ticks, where an area may end at last.
+
+    All rows have one scale: the largest limit or peak among them.
+    """
+    top = scale(sheet)
+    curves = go.Scatter(
+        x=[],
+        y=[],
+        yaxis=sheet.axis,
+        mode="lines",
+        fill="toself",
+        name="Activations held",
+        line={"width": 0},
+        fillcolor=_faint(sheet.colours.ops["F"]),
+        hoverinfo="text",
+        meta={"kind": "memory"},
+    )
+    x: list[float | int | None] = []
+    y: list[float | None] = []
+    words: list[str] = []
+    for worker in sheet.living:
+        for tick, held in _outline(sheet, worker, end):
+            x.append(sheet.x(tick))
+            y.append(_height(sheet, worker, held, top))
+            words.append(f"<b>{worker}</b> holds {held}{_of(sheet, worker)}")
+        x.append(None)
+        y.append(None)
+        words.append("")
+    curves.x, curves.y, curves.hovertext = x, y, words
+    limits = _limits(sheet, end, top)
+    return [curves, limits] if limits is not None else [curves]
+
+
+def scale(sheet: Sheet) -> int:
+    limits = [sheet.schedule.problem.limits[w.stage] or 0 for w in sheet.living]
+    return max([*limits, *(sheet.schedule.peak_activations[w] for w in sheet.living), 1])
+
+
+def peak_words(sheet: Sheet, worker: Worker) -> str:
+    """`3 of 4`: the most that the worker holds, and its limit."""
+    limit = sheet.schedule.problem.limits[worker.stage]
+    peak = sheet.schedule.peak_activations[worker]
+    return f"{peak}" if limit is None else f"{peak} of {limit}"
+
+
+def _outline(sheet: Sheet, worker: Worker, end: float) -> list[tuple[float, int]]:
+    """Corners of the area: along the steps, and back to the ground."""
+    steps = sheet.schedule.held_activations(worker)
+    corners: list[tuple[float, int]] = []
+    before = 0
+    for tick, held in steps:
+        corners += [(tick, before), (tick, held)]
+        before = held
+    if not corners:
+        return []
+    last = max(corners[-1][0], 0) if before == 0 else end
+    return [*corners, (last, before), (last, 0), (corners[0][0], 0)]
+
+
+def _limits(sheet: Sheet, end: float, top: int) -> go.Scatter | None:
+    x: list[float | int | None] = []
+    y: list[float | None] = []
+    for worker in sheet.living:
+        limit = sheet.schedule.problem.limits[worker.stage]
+        if limit is not None:
+            level = _height(sheet, worker, limit, top)
+            x += [sheet.x(0), sheet.x(end), None]
+            y += [level, level, None]
+    if not x:
+        return None
+    return go.Scatter(
+        x=x,
+        y=y,
+        yaxis=sheet.axis,
+        mode="lines",
+        name="Memory limit",
+        line={"width": 1.5, "dash": "dot", "color": sheet.colours.muted},
+        hoverinfo="skip",
+        meta={"kind": "memory limit"},
+    )
+
+
+def _height(sheet: Sheet, worker: Worker, held: int, top: int) -> float:
+    """Rows count downwards."""
+    return sheet.rows.at[worker] + BAR_HEIGHT / 2 - BAR_HEIGHT * held / top
+
+
+def _of(sheet: Sheet, worker: Worker) -> str:
+    limit = sheet.schedule.problem.limits[worker.stage]
+    return " activations" if limit is None else f" of {limit} activations"
+
+
+def _faint(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {FILL_OPACITY})"
