@@ -355,7 +355,7 @@ class CatalogBlobs:
         """Every plan by its name, at once."""
         query = select(CatalogPlanRow.name, CatalogPlanRow.data).where(CatalogPlanRow.fingerprint == self._fingerprint)
         with self._database.read() as session:
-            return dict(session.execute(query).tuples().all())
+            return {row.name: row.data for row in session.execute(query)}
 
 
 def _rows(session: Session, query: Any) -> list[Record]:

@@ -1,0 +1,328 @@
+"""Catalogs of the console: filled by real processes, looked up at a failure, exported."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ui_console import ConsoleHere, JobHere, until
+
+from app.catalog_export import documents, json_refusal, stored_zip
+from app.catalog_fill import CatalogRequest, parse_request
+from app.catalog_report import stale, summary
+from app.catalogs import Catalogs, Filling
+from app.errors import ConsoleError
+from app.ui import catalog_words
+from app.ui.charts.catalog import catalog_curves
+from app.ui.theme import DARK, LIGHT
+from db.session import Database
+from db.store import Store
+from planner.bounds import period_bound
+from planner.catalog_store import CatalogInfo, open_folder, plan_name
+from planner.check import check
+from planner.errors import InputError
+from planner.failures import canonical_pattern
+from planner.job import Worker
+from planner.plan import Plan, job_doc
+from planner.plan_codec import Effort, encode_plan
+from planner.solvers.portfolio import make_plan
+from planner.version import PLANNER_VERSION
+
+SMALL = {"pipelines": 2, "stages": 2, "micro_batches": 3, "tolerance": 1}
+# Tasks of one plan each, so that it can be caught in the middle.
+LONG = {"pipelines": 4, "stages": 4, "micro_batches": 6, "tolerance": 3, "solver": "cp-sat", "time_limit": 30.0}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    yield Store(database)
+    database.close()
+
+
+@pytest.fixture
+def catalogs(store: Store) -> Iterator[Catalogs]:
+    made = Catalogs(store, processes=1)
+    yield made
+    made.close()
+
+
+def ended(filling: Filling) -> Filling:
+    until(lambda: not filling.running, "the filling ends")
+    return filling
+
+
+def test_filling_makes_every_pattern_and_stores_it(catalogs: Catalogs, store: Store) -> None:
+    request = parse_request(**SMALL)
+    seen: list[str] = []
+    catalogs.on_plans = lambda question, names: seen.extend(names)
+    filling = ended(catalogs.fill(request))
+    assert (filling.state, filling.why, filling.planned) == ("done", "", 3)
+    assert (filling.done, filling.total) == (3, 3)
+    report = catalogs.report(request.question, 1)
+    assert [(line.failures, line.wanted, line.there) for line in report.lines] == [(0, 1, 1), (1, 2, 2)]
+    assert report.covered == 1 and report.missing == 0 and report.by_pattern
+    assert sorted(seen) == store.catalog_blobs(report.fingerprint).names()
+    for line in report.lines:
+        for plan in line.plans:
+            document = catalogs.plan(report.fingerprint, plan.name)
+            assert check(document) == []
+            assert document.metrics.period == plan.period
+            assert plan.bound <= plan.period and plan.bound <= period_bound(document.problem())
+            assert plan.peak == max(document.metrics.peak_activations.values())
+    linear = report.lines[1].linear
+    assert linear == pytest.approx(report.lines[0].plans[0].period * 4 / 3)
+    again = ended(catalogs.fill(request))
+    assert (again.state, again.planned, again.done) == ("done", 0, 3), "nothing is planned twice"
+
+
+def test_several_processes_share_a_filling(store: Store) -> None:
+    catalogs = Catalogs(store, processes=2)
+    request = parse_request(pipelines=3, stages=3, micro_batches=3, tolerance=2)
+    assert ended(catalogs.fill(request)).state == "done"
+    report = catalogs.report(request.question, 2)
+    assert report.missing == 0 and report.there == report.wanted > 10
+    catalogs.close()
+
+
+def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalogs, store: Store) -> None:
+    request = parse_request(**LONG)
+    filling = catalogs.fill(request)
+    assert catalogs.fill(request) is filling, "the same request is the same filling"
+    until(lambda: filling.done >= 2, "some plans are made")
+    with pytest.raises(ConsoleError, match="being filled up to 3 failures"):
+        catalogs.fill(parse_request(**LONG | {"tolerance": 2}))
+    with pytest.raises(ConsoleError, match="cancel that first"):
+        catalogs.delete(filling.fingerprint)
+    catalogs.cancel(filling.fingerprint)
+    until(lambda: not catalogs._processes_of, "its process is gone")
+    assert filling.state == "cancelled"
+    kept = store.catalog_blobs(filling.fingerprint).all()
+    assert 2 <= len(kept) < filling.total
+    resumed = catalogs.fill(request)
+    until(lambda: resumed.total > 0, "it has looked at what is there")
+    assert resumed.done >= len(kept)
+    catalogs.cancel(filling.fingerprint)
+    until(lambda: not catalogs._processes_of, "its process is gone")
+    after = store.catalog_blobs(filling.fingerprint).all()
+    assert kept.items() <= after.items()
+
+
+def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs, store: Store) -> None:
+    filling = catalogs.fill(parse_request(**LONG))
+    until(lambda: filling.done >= 1, "a plan is made")
+    catalogs._processes_of[filling.fingerprint].process.kill()
+    assert "ended before it was done" in ended(filling).why
+    assert filling.state == "failed"
+    assert store.catalog_blobs(filling.fingerprint).names()
+
+
+def test_no_more_than_two_at_a_time(catalogs: Catalogs) -> None:
+    fillings = [catalogs.fill(parse_request(**LONG | {"micro_batches": m})) for m in (6, 7)]
+    with pytest.raises(ConsoleError, match="2 catalogs are being filled"):
+        catalogs.fill(parse_request(**SMALL))
+    catalogs.close()
+    assert all(not ended(filling).running for filling in fillings)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"pipelines": 0}, "pipelines"),
+        ({"pipelines": 4096, "stages": 4096}, "pipelines x stages"),
+        ({"pipelines": 64, "stages": 64, "micro_batches": 4096}, "ops of one plan"),
+        ({"tolerance": 9}, "tolerance: got 9, expected a number of failures from 0 to 8"),
+        ({"tolerance": 1, "technique": "fault-free"}, "fault-free plans take no failure"),
+        ({"technique": "magic"}, "technique"),
+        ({"memory": "lots"}, "memory"),
+        ({"solver": "oracle"}, "solver"),
+        ({"time_limit": float("nan")}, "time_limit"),
+        ({"durations": {"F": -1}}, "durations.F"),
+        ({"durations": {"X": 1}}, "durations.X"),
+    ],
+)
+def test_requests_name_the_field_that_is_wrong(values: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_request(**values)
+    assert words in str(error.value)
+
+
+def test_large_grids_get_one_plan_per_count(catalogs: Catalogs) -> None:
+    request = parse_request(pipelines=8, stages=6, micro_batches=8, tolerance=6)
+    assert ended(catalogs.fill(request)).state == "done"
+    report = catalogs.report(request.question, 6)
+    assert not report.by_pattern
+    assert [line.wanted for line in report.lines] == [1] * 7
+    assert report.covered == 6
+    periods = [line.worst.period for line in report.lines if line.worst]
+    assert periods == sorted(periods)
+
+
+def make(request: CatalogRequest, failed: str = "") -> Plan:
+    workers = frozenset(map(Worker.parse, failed.split()))
+    return make_plan(request.question.problem(workers), solver="list")
+
+
+def test_a_better_plan_replaces_a_worse_one_and_no_other(catalogs: Catalogs) -> None:
+    request = parse_request(pipelines=3, stages=4, micro_batches=6)
+    plan = make(request, "W1_2")
+    worse = plan.model_copy(update={"metrics": plan.metrics.model_copy(update={"period": plan.metrics.period + 1})})
+    for kept in (worse, plan, worse):
+        catalogs.keep(request.question, kept)
+    report = catalogs.report(request.question, 1)
+    assert [line.there for line in report.lines] == [0, 1]
+    assert report.covered is None
+    (line,) = report.lines[1].plans
+    assert line.period == plan.metrics.period
+    # Pipelines are interchangeable: one plan serves all three workers of the stage.
+    for name in ("W0_2", "W1_2", "W2_2"):
+        found = catalogs.find(request.question, [Worker.parse(name)])
+        assert found is not None
+        assert found[0].failed == (name,)
+        assert check(found[0]) == []
+        assert found[1].startswith("from the catalog: planned ahead for these failures (list")
+    assert catalogs.find(request.question, [Worker(0, 1)]) is None
+
+
+def test_damaged_plans_count_as_missing_and_are_made_again(catalogs: Catalogs, store: Store) -> None:
+    request = parse_request(**SMALL)
+    info = CatalogInfo.of(request.question)
+    name = plan_name(canonical_pattern([Worker(0, 1)], request.question.job)[0])
+    store.save_catalog(info.fingerprint, info.model_dump_json(), [(name, 1, b"ORP1 and rubbish")])
+    assert catalogs.report(request.question, 1).there == 0
+    assert catalogs.find(request.question, [Worker(0, 1)]) is None
+    assert ended(catalogs.fill(request)).planned == 3
+    assert catalogs.find(request.question, [Worker(1, 1)]) is not None
+
+
+def test_catalogs_of_other_op_times_or_planners_are_stale(catalogs: Catalogs, store: Store) -> None:
+    request = parse_request(**SMALL)
+    question = request.question
+    slower = parse_request(**SMALL, durations={"F": 2.0}).question
+    elsewhere = parse_request(**SMALL | {"stages": 3}).question
+    old = CatalogInfo.of(question).model_copy(update={"planner_version": "0"})
+    blob = (plan_name(frozenset()), 0, encode_plan(make(request), Effort(solver="list")))
+    for info in (CatalogInfo.of(question), CatalogInfo.of(slower), CatalogInfo.of(elsewhere), old):
+        store.save_catalog(info.fingerprint, info.model_dump_json(), [blob])
+    why = {catalog.fingerprint: reason for catalog, reason in stale(question, catalogs.list())}
+    assert why == {
+        CatalogInfo.of(slower).fingerprint: "other op times",
+        old.fingerprint: f"made by version 0 of the planner, now {PLANNER_VERSION}",
+    }
+    states = catalog_words.stored_table(catalogs.list(), ["x"] * 4, time.time())
+    assert len(states["plans"]) == 4 and set(states["plans"]) == {1}
+    catalogs.delete(old.fingerprint)
+    assert len(catalogs.list()) == 3
+    with pytest.raises(ConsoleError, match="expected a stored catalog's"):
+        catalogs.delete(old.fingerprint)
+    assert summary({"info": "{}", "fingerprint": "x"}) is None
+
+
+def test_exports_hold_every_plan(catalogs: Catalogs, store: Store, tmp_path: Path) -> None:
+    request = parse_request(**SMALL)
+    fingerprint = ended(catalogs.fill(request)).fingerprint
+    info, blobs = catalogs.stored(fingerprint).info, catalogs.blobs(fingerprint)
+    with zipfile.ZipFile(io.BytesIO(documents(info, blobs | {"000009-damaged": b"rubbish"}))) as archive:
+        assert archive.testzip() is None
+        index = json.loads(archive.read("index.json"))
+        assert {"name": "000009-damaged"}.items() <= index[-1].items() and "error" in index[-1]
+        for row in index[:-1]:
+            plan = Plan.from_json(archive.read(f"plans/{row['name']}.json").decode())
+            assert check(plan) == []
+            assert (plan.fingerprint, plan.metrics.period) == (row["fingerprint"], row["period"])
+        assert len(index) == len(blobs) + 1
+    with zipfile.ZipFile(io.BytesIO(stored_zip(fingerprint, info, blobs))) as archive:
+        archive.extractall(tmp_path)
+    opened = open_folder(tmp_path / fingerprint)
+    assert opened.info == info and len(opened) == len(blobs)
+    assert opened.find([Worker(1, 0)]) is not None
+    assert json_refusal(info, len(blobs)) == ""
+    assert "2,000,000" in json_refusal(info, 10**6)
+
+
+# -- in a console ------------------------------------------------------------------------------
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    until(condition, "it is so")
+
+
+def test_a_second_job_begins_with_the_first_ones_plans(tmp_path: Path) -> None:
+    here = ConsoleHere(tmp_path)
+    first = here.console.job(JobHere(here.console, "first").job_id)
+    wait(lambda: first.planned_ahead == first.plans_to_make)
+    wait(lambda: len(here.console.catalogs.names(first.question)) == 5)
+    calls = []
+    here.console._planning._maker.submit = lambda *args, **more: calls.append(args)  # type: ignore[method-assign]
+    second = here.console.job(JobHere(here.console, "second").job_id)
+    wait(lambda: len(here.console.plans(second.job_id)) == 5)
+    assert calls == [], "nothing was planned again"
+    here.close()
+
+
+def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ConsoleHere(tmp_path)
+    monkeypatch.setattr(here.console._planning, "make_ahead", lambda job: None)
+    job = JobHere(here.console, "waits for its plans").register()
+    question = here.console.job(job.job_id).question
+    request = parse_request(
+        job=job_doc(question.job), technique="staggered", memory="uniform", tolerance=1, solver="cp-sat", time_limit=5
+    )
+    assert ended(here.console.catalogs.fill(request)).state == "done"
+    job.die("W1_2")
+    view = here.console.view(job.job_id)
+    opened = next(event.text for event in view.events if event.kind == "epoch")
+    assert "from the catalog: planned ahead for 1 failed worker (" in opened
+    stored = here.console.catalogs.find(question, [Worker(1, 2)])
+    assert stored is not None and view.plan is not None
+    assert view.plan.metrics.period == stored[0].metrics.period
+    here.close()
+
+
+def test_a_job_too_large_for_memory_is_looked_up_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.live.INLINE_OPS", 1)
+    monkeypatch.setattr("app.planning.KEPT_OPS", 1)
+    here = ConsoleHere(tmp_path)
+    monkeypatch.setattr(here.console._planning, "make_ahead", lambda job: None)
+    job = JobHere(here.console, "large")
+    question = here.console.job(job.job_id).question
+    request = parse_request(job=job_doc(question.job), technique="staggered", memory="uniform", tolerance=1)
+    assert ended(here.console.catalogs.fill(request)).state == "done"
+    job.register()
+    assert here.console.job(job.job_id).catalog.plans[0].failed == (), "only what it needed"
+    job.die("W1_2")
+    wait(lambda: here.console.view(job.job_id).epoch == 2)
+    opened = next(event.text for event in here.console.view(job.job_id).events if event.kind == "epoch")
+    assert "from the catalog: planned ahead for these failures" in opened
+    here.close()
+
+
+# -- what is drawn of it -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK])
+@pytest.mark.parametrize(
+    "values", [SMALL, {"pipelines": 8, "stages": 6, "micro_batches": 8, "tolerance": 4, "memory": "none"}]
+)
+def test_curves_and_tables_say_the_same(catalogs: Catalogs, colours: object, values: dict[str, object]) -> None:
+    request = parse_request(**values)
+    ended(catalogs.fill(request))
+    report = catalogs.report(request.question, request.tolerance)
+    figure = catalog_curves(report, colours, revision="x")  # type: ignore[arg-type]
+    drawn = {trace.name: list(trace.y) for trace in figure.data if trace.name}
+    table = catalog_words.counts_table(report)
+    assert drawn["Longest plan" if report.by_pattern else "Plan"] == table["longest period (slot)"]
+    assert drawn["Proven lower bound"] == table["its lower bound (slot)"]
+    assert ("Shortest plan" in drawn) == report.by_pattern
+    assert drawn["If throughput fell as workers do"][0] == table["longest period (slot)"][0]
+    words = catalog_words.chart_words(report)
+    assert words.startswith("Period by number of failures. 0 failures: ")
+    assert {card.label for card in catalog_words.cards(report)} >= {"Plans", "Covered", "Proven optimal"}
