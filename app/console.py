@@ -35,6 +35,7 @@ from app import membership as m
 from app.advising import Advising
 from app.catalogs import Catalogs
 from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
+from app.goodput import Accounts
 from app.library import Library
 from app.live import LiveJob
 from app.making import Making
@@ -79,6 +80,7 @@ class Console:
         self._advising = Advising(store)
         self.observations = Observations(store.database)
         self.measuring = Measuring(self.observations, self.ladder.heartbeat)
+        self.accounts = Accounts(store, self.observations)
         self.simulations = Simulations()
         self.making = Making()
         self.library = Library(store, self._plans)
@@ -195,7 +197,8 @@ class Console:
     def view(self, job_id: str, iterations: int = 600, events: int = 200) -> JobView:
         job = self.job(job_id)
         with _storing():
-            return job_view(job, self._store, self._plans, self.sentence(job), iterations, events)
+            figures = self.accounts.of(job)
+            return job_view(job, self._store, self._plans, self.sentence(job), figures, iterations, events)
 
     def sentence(self, job: LiveJob) -> str:
         return sentence(job.state, time.monotonic(), self.ladder)

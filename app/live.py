@@ -35,6 +35,7 @@ from app.membership import (
     Tick,
 )
 from app.notify import Topic
+from app.op_times import OpTimes
 from app.rows import Contact, differs, epoch_row, member_row, read_contact, read_state
 from db.store import Change, Record, Store
 from planner.catalog import Catalog
@@ -84,6 +85,8 @@ class LiveJob:
         self.topic = Topic()
         self.state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
         self.contacts: dict[str, Contact] = {}
+        self.op_times = OpTimes()
+        self.slow: dict[str, float] = {}  # workers, and how many times their peers' op times they take
         self.processes: dict[str, tuple[str, int]] = {}
         self.commands: list[Command] = []
         self.version = 0  # rises with everything that is stored: what views are cached by
@@ -195,10 +198,30 @@ class LiveJob:
             if known is None or not same or beat.seq > known.beat.seq:
                 # An older one that came late still shows that the worker lives, and no more.
                 self.contacts[beat.worker] = Contact(beat, time.time())
+                self.op_times.report(beat.worker, beat.incarnation, beat.op_milliseconds)
                 self._unsaved.add(beat.worker)
             beats[beat.worker] = Beat(beat.incarnation, heard, beat.phase == "draining")
         if beats:
             self.apply(Heard(beats))
+            self._judge_speed()
+
+    def _judge_speed(self) -> None:
+        """Says who has become slow beside its peers, and who is not any more."""
+        current = self.state.current
+        if current is None or not self.state.settled:
+            return
+        speeds = {str(worker): speed for worker, speed in self.job.speeds}
+        before, self.slow = self.slow, self.op_times.slow(current.living, self.slow, speeds)
+        notes = [
+            Note("warning", "worker", f"{name} is slow: its ops take {self.slow[name]:.1f} times its peers'", name)
+            for name in sorted(self.slow.keys() - before.keys())
+        ]
+        notes += [
+            Note("info", "worker", f"{name} is as fast as its peers again", name)
+            for name in sorted((before.keys() - self.slow.keys()) & set(current.living))
+        ]
+        if notes:
+            self.record(*notes)
 
     def unsaved_contacts(self) -> list[Record]:
         """Worker columns out of the heartbeats since the last call."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.protocol import JobSpec, JobState, WorkerState
+from app.goodput import Figures
 from planner.plan import Plan
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One cell of the grid, now. takes_rerouted: micro-batches of other pipelines per iteration."""
+    """One cell of the grid, now. takes_rerouted: micro-batches of other pipelines per iteration.
+    slow: how many times its peers' op times it takes, where that is too long; else 0."""
 
     name: str
     pipeline: int
@@ -31,6 +33,7 @@ class WorkerView:
     pid: int = 0
     acknowledged: str = ""
     detail: str = ""
+    slow: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class JobView:
 
     iterations: the newest ones, oldest first. events: the newest ones, newest first.
     fault_free_samples_per_second: what the fault-free plan predicts, None when not paced.
+    figures: ETTR, goodput and the fault-free rate so far.
     advice: the best way on with the workers that are out, None while nothing is known of it.
     """
 
@@ -96,6 +100,7 @@ class JobView:
     plans_to_make: int = 0
     fault_free_samples_per_second: float | None = None
     advice: str | None = None
+    figures: Figures | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from app.goodput import Figures, planned_rate
 from app.live import LiveJob
 from app.membership import Member
 from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
@@ -73,7 +74,9 @@ class _History:
     recoveries: tuple[RecoveryView, ...]
 
 
-def job_view(job: LiveJob, store: Store, plans: PlanCache, sentence: str, iterations: int, events: int) -> JobView:
+def job_view(
+    job: LiveJob, store: Store, plans: PlanCache, sentence: str, figures: Figures, iterations: int, events: int
+) -> JobView:
     state = job.state
     fingerprint = state.current.plan_fingerprint if state.current else None
     rerouted = plans.rerouted(fingerprint) if fingerprint else {}
@@ -92,8 +95,9 @@ def job_view(job: LiveJob, store: Store, plans: PlanCache, sentence: str, iterat
         recoveries=history.recoveries,
         planned_ahead=job.planned_ahead,
         plans_to_make=job.plans_to_make,
-        fault_free_samples_per_second=_fault_free_rate(job),
+        fault_free_samples_per_second=planned_rate(job),
         advice=job.advice,
+        figures=figures,
     )
 
 
@@ -118,6 +122,7 @@ def worker_view(job: LiveJob, member: Member, takes_rerouted: int = 0) -> Worker
         pid=pid,
         acknowledged=member.acknowledged,
         detail=member.detail,
+        slow=job.slow.get(member.name, 0.0),
     )
 
 
@@ -167,14 +172,3 @@ def _history(job: LiveJob, store: Store, iterations: int, events: int) -> _Histo
         job.view_cache.clear()
     job.view_cache[key] = history
     return history
-
-
-def _fault_free_rate(job: LiveJob) -> float | None:
-    """Samples per second that the fault-free plan predicts; None when its times are not real ones."""
-    if not job.spec.paced or job.job.time_unit != "ms":
-        return None
-    plan = job.catalog.find(())
-    if plan is None:
-        return None
-    samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
-    return samples / (plan.metrics.period / 1000)

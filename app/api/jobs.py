@@ -109,4 +109,6 @@ def _detail(console: Console, job_id: str) -> JobDetail:
         plans_to_make=view.plans_to_make,
         fault_free_samples_per_second=view.fault_free_samples_per_second,
         advice=view.advice,
+        ettr=view.figures.ettr if view.figures else None,
+        goodput=view.figures.goodput if view.figures else None,
     )

@@ -24,7 +24,8 @@ class JobInfo(BaseModel):
 
 class JobDetail(JobInfo):
     """committed: iterations so far. plan_fingerprint: of the plan in force. advice: which way on is best
-    with the workers that are out, and why; null when none is, and until it is worked out."""
+    with the workers that are out, and why; null when none is, and until it is worked out. ettr:
+    productive time / wall time so far; goodput: the same weighted with throughput / fault-free throughput."""
 
     spec: JobSpec
     committed: int
@@ -33,10 +34,13 @@ class JobDetail(JobInfo):
     plans_to_make: int
     fault_free_samples_per_second: float | None
     advice: str | None = None
+    ettr: float | None = None
+    goodput: float | None = None
 
 
 class WorkerInfo(BaseModel):
-    """heartbeat_age: seconds. takes_rerouted: micro-batches of other pipelines per iteration."""
+    """heartbeat_age: seconds. takes_rerouted: micro-batches of other pipelines per iteration. slow: how
+    many times its peers' op times it takes, where that is too long; else 0."""
 
     name: str
     pipeline: int
@@ -53,6 +57,7 @@ class WorkerInfo(BaseModel):
     pid: int
     acknowledged: str
     detail: str
+    slow: float = 0.0
 
 
 class EventInfo(BaseModel):
