@@ -19,6 +19,8 @@ from agent.recipe import Autocast
 from agent.workload import Workload
 from planner.errors import InputError
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agent.boundaries import CPU
 from agent.devices import Transport
 from agent.store import StoreClient
 from agent.transport.group import GlooGroup, Group, Pending, Timeouts, TransferError, first_line
+from agent.transport.nccl import NcclGroup
 from agent.transport.ordered import OrderedTransfers
 from agent.transport.tagged import TaggedTransfers
 from agent.transport.transfers import Layout, Lines, Transfers
@@ -39,22 +41,27 @@ class Groups:
         timeouts: Timeouts,
         address: str = LOOPBACK,
         transport: Transport = "tagged",
+        device: torch.device = CPU,
     ) -> None:
-        """Blocks until all of `living` are there. Raises TransferError."""
+        """Blocks until all of `living` are there. device: where data and sums are. Raises TransferError."""
         self.epoch = epoch
         self._rank = {w: i for i, w in enumerate(living)}
         self._me, self._ordered = me, transport == "ordered"
         stage = [w for w in living if w.stage == me.stage]
 
-        def form(name: str, members: Sequence[Worker]) -> Group:
+        def gloo(name: str, members: Sequence[Worker]) -> Group:
             place = members.index(me), len(members)
             return GlooGroup(store, f"epoch{epoch}/{name}", *place, timeouts, address)
 
+        def nccl(name: str, members: Sequence[Worker]) -> Group:
+            return NcclGroup(store, f"epoch{epoch}/{name}", members.index(me), len(members), timeouts, device)
+
+        data = nccl if device.type == "cuda" else gloo
         try:
-            self._control = form("world", living)
-            peers = form(f"stage{me.stage}", stage) if len(stage) > 1 else None
+            self._control = gloo("world", living)
+            peers = data(f"stage{me.stage}", stage) if len(stage) > 1 else None
             forward, backward = (
-                (form("forward", living), form("backward", living)) if self._ordered else (self._control, self._control)
+                (data("forward", living), data("backward", living)) if self._ordered else (self._control, self._control)
             )
         except RuntimeError as error:
             raise TransferError(f"the groups of epoch {epoch} could not be formed: {first_line(error)}") from None
@@ -90,10 +97,18 @@ class Groups:
 
     def cancel(self) -> None:
         """Makes every wait on these groups fail within milliseconds. From any thread."""
-        groups = self._control, self._lines.peers, self._lines.forward, self._lines.backward
-        for group in dict.fromkeys(groups):
-            if group is not None:
-                group.cancel()
+        for group in self._all:
+            group.cancel()
+
+    def halt(self) -> None:
+        """Ends the groups' life, when nobody exchanges anything in them any more."""
+        for group in self._all:
+            group.halt()
+
+    @property
+    def _all(self) -> list[Group]:
+        lines = self._lines
+        return [g for g in dict.fromkeys((self._control, lines.peers, lines.forward, lines.backward)) if g is not None]
 
 
 class Communicator:
@@ -110,7 +125,9 @@ class Communicator:
         self._forming: int | None = None
         self._newest = 0
 
-    def form(self, epoch: int, me: Worker, living: Sequence[Worker], store: tuple[str, int]) -> Groups:
+    def form(
+        self, epoch: int, me: Worker, living: Sequence[Worker], store: tuple[str, int], device: torch.device = CPU
+    ) -> Groups:
         """Waits until all of `living` are ready at the store (host, port), then connects.
 
         The groups in use live on until then: a peer may still be fetching what this worker sent
@@ -132,7 +149,7 @@ class Communicator:
             if meeting.get(go) != _GO:
                 raise TransferError(f"epoch {epoch} is superseded")
             self.abandon()
-            groups = Groups(meeting, epoch, me, living, self._timeouts, self._address, self._transport)
+            groups = Groups(meeting, epoch, me, living, self._timeouts, self._address, self._transport, device)
         except (RuntimeError, OSError) as error:
             if isinstance(error, TransferError):
                 raise
@@ -165,4 +182,5 @@ class Communicator:
 
 
 def _bury(coffin: list[Groups]) -> None:
+    coffin[0].halt()
     coffin.clear()

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from agent.boundaries import Boundaries, Boundary, Gradients, check_output
+from agent.boundaries import CPU, Boundaries, Boundary, Gradients, check_output
 from agent.communicator import Groups
+from agent.devices import completion, on_device
 from agent.faults import FaultInjector
 from agent.ledger import Redo
 from agent.op_times import OpTimes
@@ -26,8 +27,6 @@ from agent.transport.transfers import Layout, Transfers
 from agent.verdicts import Steps
 from agent.workload import Workload
 from planner.job import Job, Worker
-
-CPU = torch.device("cpu")
 
 
 class Interrupted(Exception):
@@ -67,7 +66,7 @@ class Executor:
         self._last = me.stage == job.stages - 1
         self._incoming: Boundary = boundaries[me.stage - 1] if me.stage else ()
         self._outgoing: Boundary = () if self._last else boundaries[me.stage]
-        self._where = device
+        self._where, self._complete = device, completion(device)
         self._layout = Layout(job, self._incoming, self._outgoing, max(map(len, boundaries), default=1), device)
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
         self._iteration = 0
@@ -161,11 +160,11 @@ class Executor:
         x = (
             self._received("F", key)
             if key in self._script.before
-            else self._workload.inputs(self._seed, self._iteration, *key)
+            else self._here(self._workload.inputs(self._seed, self._iteration, *key))
         )
         started = time.monotonic()
         if self._last:
-            targets = self._workload.targets(self._seed, self._iteration, *key)
+            targets = self._here(self._workload.targets(self._seed, self._iteration, *key))
             share = 1.0 / (self._job.pipelines * self._job.micro_batches)
             self._stage.forward(key, x, seed=seed, loss=lambda y: self._workload.loss(y, targets) * share)
             self._finish("F", started)
@@ -228,7 +227,12 @@ class Executor:
                 self._received("I", key)
             self._send_gradients(key, tuple(t.empty(self._where) for t in self._incoming))
 
+    def _here(self, data: Any) -> Any:
+        return data if self._where.type == "cpu" else on_device(data, self._where)
+
     def _finish(self, kind: str, started: float) -> None:
+        if self._complete is not None:
+            self._complete()
         seconds = self._device.finish(kind, started)
         self.times.add(kind, seconds)
         if self.timeline.recording:

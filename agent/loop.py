@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from agent.assembly import assemble
-from agent.boundaries import Boundaries, boundaries_of
+from agent.boundaries import CPU, Boundaries, boundaries_of
 from agent.channel import Orders, WorkerChannel
 from agent.checkpoints.checkpoint import CheckpointError, load_stage
 from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions
 from agent.checkpoints.weights import save_weights
 from agent.communicator import Communicator, Groups
-from agent.devices import Platform
+from agent.devices import Platform, kind_number
 from agent.executor import Executor, Interrupted
 from agent.faults import FaultInjector, Kill
 from agent.heartbeat import HeartbeatThread, Status
@@ -73,7 +73,7 @@ class WorkerLoop:
     """Trains one stage of one pipeline until the job is over.
 
     channel brings epochs and takes reports; heartbeat, where there is a console, tells it how each
-    epoch was taken up.
+    epoch was taken up. device: where the stage computes.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class WorkerLoop:
         channel: WorkerChannel,
         status: Status,
         heartbeat: HeartbeatThread | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self._options, self._workload = options, workload
         self._communicator, self._channel = communicator, channel
@@ -92,7 +93,8 @@ class WorkerLoop:
         self._boundaries = options.boundaries
         if self._boundaries is None:
             self._boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
-        self._makeup = Makeup(str(torch.__version__), torch.get_num_threads())
+        self._device = device
+        self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
         self._kills = options.kills
         self._take_place(me, options.checkpoints)
         self._has_state = not options.joins
@@ -108,7 +110,9 @@ class WorkerLoop:
         options, channel = self._options, self._channel
         assert self._boundaries is not None
         self._me = me
-        stage, split = assemble(self._workload, options.job, me.stage, options.seed, options.recipe, self._boundaries)
+        stage, split = assemble(
+            self._workload, options.job, me.stage, options.seed, options.recipe, self._boundaries, self._device
+        )
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
         self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.recipe)
@@ -126,6 +130,7 @@ class WorkerLoop:
             self._say_committed,
             self._boundaries,
             options.recipe.keep_finished,
+            self._device,
         )
         self._checkpointer: Checkpointer | None = None
         if checkpoints is not None:
@@ -166,6 +171,11 @@ class WorkerLoop:
             orders = self._channel.wait_for_epoch(self._epoch)
             if orders is None:
                 return
+            if str(orders.cell) not in orders.deployment.living:
+                # It was asked to leave, and has: the launcher ends it when nobody needs it any more.
+                self._epoch, self._status.phase = orders.epoch, "draining"
+                self._channel.wait_for_epoch(self._epoch)
+                continue
             whole = True
             try:
                 self._live_through(orders)
@@ -188,7 +198,7 @@ class WorkerLoop:
         living = [Worker.parse(name) for name in orders.deployment.living]
         if self._options.paced_by_profile:
             self._executor.set_pace(profile_pace(self._options.job, self._me, living))
-        groups = self._communicator.form(orders.epoch, self._me, living, orders.store)
+        groups = self._communicator.form(orders.epoch, self._me, living, orders.store, self._device)
         agreement = self._agree(groups, living)
         redo = self._compare_finished(groups, agreement)
         self._channel.say("formed", epoch=orders.epoch, iteration=agreement.iteration)

@@ -15,7 +15,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -54,7 +54,8 @@ class WorkerProcess:
 
     put_out: it was held for dead while it still is a process: whatever it says is void. since: the
     epoch with which it came to its place; what it says of earlier ones concerns its place before,
-    came_from.
+    came_from. slot: the lowest number that no other process of this node had at its start, so also its
+    GPU's where it has one.
     """
 
     worker: Worker
@@ -68,6 +69,7 @@ class WorkerProcess:
     put_out: bool = False
     since: int = 0
     came_from: Worker | None = None
+    slot: int = 0
 
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
@@ -118,15 +120,20 @@ class ProcessPool:
         self._aside: list[WorkerProcess] = []
 
     def start(self, worker: Worker, make_spec: Callable[[str], Any], now: float) -> WorkerProcess:
-        """Starts a process for `worker`; make_spec maps its new incarnation to what it is told."""
+        """Starts a process for `worker`; make_spec maps its new incarnation to what it is told, to which its
+        slot is added."""
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
-        process = self.context.Process(
-            target=self._target, args=(make_spec(incarnation), theirs), name=str(worker), daemon=True
-        )
+        # Those put aside still hold what they held, until they have ended.
+        taken = {entry.slot for entry in self.entries}
+        slot = next(n for n in range(len(taken) + 1) if n not in taken)
+        spec = make_spec(incarnation)
+        if hasattr(spec, "slot"):
+            spec = replace(spec, slot=slot)
+        process = self.context.Process(target=self._target, args=(spec, theirs), name=str(worker), daemon=True)
         process.start()
         theirs.close()
-        entry = WorkerProcess(worker, incarnation, process, ours, now)
+        entry = WorkerProcess(worker, incarnation, process, ours, now, slot=slot)
         threading.Thread(target=_write_outbox, args=(entry,), name=f"to-{worker}", daemon=True).start()
         self.running[worker] = entry
         return entry

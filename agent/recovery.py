@@ -71,16 +71,18 @@ def agree(committed: Mapping[Worker, int | None], attempt: int = 0) -> Agreement
 
 @dataclass(frozen=True)
 class Makeup:
-    """What must be equal on all workers for their numbers to be. threads: of torch, per worker."""
+    """What must be equal on all workers for their numbers to be. threads: of torch, per worker.
+    device: what kind it computes on, as a number."""
 
     torch_version: str
     threads: int
+    device: int = 0
 
     def numbers(self) -> tuple[int, ...]:
-        """(threads, major, minor, patch): how it travels. What follows the version's third number
+        """(threads, device, major, minor, patch): how it travels. What follows the version's third number
         names a build (2.13.0+cpu) and shows less."""
         found = [int(n) for n in re.findall(r"\d+", self.torch_version.partition("+")[0])[:3]]
-        return (self.threads, *found, *(0,) * (3 - len(found)))
+        return (self.threads, self.device, *found, *(0,) * (3 - len(found)))
 
 
 def check_alike(rows: Mapping[Worker, tuple[int, ...]]) -> None:
@@ -93,8 +95,13 @@ def check_alike(rows: Mapping[Worker, tuple[int, ...]]) -> None:
                 f"{worker} computes with {mine[0]} threads and {first} with {other[0]}: the number shows in the "
                 "bits of sums, so it must be the same on all workers (OMP_NUM_THREADS)"
             )
+        if mine[1] != other[1]:
+            raise NoAgreementError(
+                f"{worker} and {first} compute on devices of different kinds, which shows in the bits: all workers of "
+                "a job need the same model of GPU, and the same CUDA and NCCL"
+            )
         if mine != other:
-            version, expected = (".".join(map(str, row[1:])) for row in (mine, other))
+            version, expected = (".".join(map(str, row[2:])) for row in (mine, other))
             raise NoAgreementError(
                 f"{worker} has torch {version} and {first} has {expected}: all workers need the same version"
             )

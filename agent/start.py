@@ -113,6 +113,7 @@ def make_launcher(
     """
     # It takes as long to import torch as this process does, so both do it at the same time.
     start_server(preload(options.workload))
+    options.platform.check(_workers_here(options))
     from agent import launch
     from agent.boundaries import boundaries_of
     from agent.console_link import ConsoleCoordination, create_job
@@ -214,6 +215,15 @@ def parse_pace(text: str | None) -> dict[str, float]:
         if missing:
             raise InputError("--pace", text, f"a time above 0 for {', '.join(missing)} too")
     return out
+
+
+def _workers_here(options: StartOptions) -> int:
+    """On this node."""
+    if options.role is None:
+        return options.job.pipelines * options.job.stages
+    from agent.nodes.placement import place
+
+    return sum(node == options.role.rank for node in place(options.job, options.role.nodes).values())
 
 
 def _checkpoints(options: StartOptions, say: Callable[[str], None]) -> CheckpointOptions | None:

@@ -35,6 +35,7 @@ from agent.callables import (
 )
 from agent.checkpoints.weights import load_weights
 from agent.data import DatasetBatches, MicroBatchSampler, Sampler
+from agent.devices import Platform
 from agent.faults import Kill, Rejoin
 from agent.processes import preload, start_server
 from agent.protocol import Recovery
@@ -92,8 +93,8 @@ class ResilientTrainer:
         a file that `python -m agent profile` wrote, a shipped profile's name, or what either holds.
     boundaries: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
     seed: of parameters, data order and dropout. technique, memory, mode, autocast, clip_norm,
-        non_finite, staggered, keep_finished, pace: as `python -m agent launch --help` says; pace is
-        "profile" for the times that job or profile have.
+        non_finite, staggered, keep_finished, device, transport, pace: as `python -m agent launch --help`
+        says; pace is "profile" for the times that job or profile have.
     console: address of a console that watches and decides; token: its token. name: there.
         demo: the console may kill and restart these processes.
     weights: folder that the trained weights are written to, a file per stage; kept in memory if not given.
@@ -131,6 +132,8 @@ class ResilientTrainer:
         staggered: bool = True,
         keep_finished: bool = False,
         pace: str | None = None,
+        device: str = "cpu",
+        transport: str | None = None,
         console: str | None = None,
         token: str | None = None,
         name: str = "job",
@@ -189,6 +192,7 @@ class ResilientTrainer:
                 kills=tuple(Kill.parse(text, job) for text in kill),
                 rejoins=tuple(Rejoin.parse(text, job) for text in rejoin),
                 recipe=Recipe(mode, autocast, clip_norm, non_finite, staggered, keep_finished),
+                platform=Platform.of(device, transport),
                 console=console,
                 token=token,
                 name=name,

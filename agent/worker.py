@@ -43,7 +43,8 @@ class ConsoleLink:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker process needs to know; plain data. address: of its host, as its peers reach it."""
+    """Everything a worker process needs to know; plain data. address: of its host, as its peers reach it.
+    slot: see agent.processes; set when the process is started."""
 
     worker: Worker
     incarnation: str
@@ -52,6 +53,7 @@ class WorkerSpec:
     console: ConsoleLink | None
     threads: int = 1
     address: str = LOOPBACK
+    slot: int = 0
 
 
 def main(spec: WorkerSpec, pipe: Connection) -> None:
@@ -61,13 +63,17 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The same everywhere: the number of threads shows in the bits of some kernels.
     torch.set_num_threads(spec.threads)
-    communicator = Communicator(address=spec.address, transport=spec.options.platform.transport)
+    platform = spec.options.platform
+    communicator = Communicator(address=spec.address, transport=platform.transport)
     channel = WorkerChannel(pipe, communicator.cancel, lambda: os._exit(FENCED))
     status = Status()
     heartbeat = _heartbeat(spec, status)
     threading.Thread(target=_say_alive, args=(channel, status), name="alive", daemon=True).start()
     try:
-        loop = WorkerLoop(spec.worker, spec.options, spec.workload.load(), communicator, channel, status, heartbeat)
+        device = platform.take(spec.slot, deterministic=spec.options.recipe.mode == "deterministic")
+        loop = WorkerLoop(
+            spec.worker, spec.options, spec.workload.load(), communicator, channel, status, heartbeat, device
+        )
         channel.say("ready", incarnation=spec.incarnation, pid=os.getpid())
         if heartbeat is not None:
             heartbeat.start()

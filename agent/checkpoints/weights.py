@@ -20,7 +20,11 @@ def save_weights(folder: str, stage: int, module: nn.Module) -> None:
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(module.state_dict(), partial)
+        # On the CPU, so that they can be read where there is no such device.
+        state = module.state_dict()
+        for name, value in state.items():
+            state[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+        torch.save(state, partial)
         partial.replace(file)
     # torch reports a full disk as a RuntimeError of its own.
     except (OSError, RuntimeError) as error:

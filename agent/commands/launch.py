@@ -69,8 +69,9 @@ def launch(
     autocast: Annotated[str | None, typer.Option(help="bf16: run forwards under torch.autocast.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Largest global norm of the gradients.")] = None,
     non_finite: Annotated[str, typer.Option(help="On a NaN or infinite gradient: skip (the step) or stop.")] = "skip",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU of its own for every worker, over NCCL.")] = "cpu",
     transport: Annotated[
-        str | None, typer.Option(help="How messages find their receives: tagged, or ordered (as NCCL needs it).")
+        str | None, typer.Option(help="How messages find their receives: tagged (on CPUs), or ordered (as NCCL needs).")
     ] = None,
     synchronous: Annotated[bool, typer.Option(help="No stage steps before the global checks are known.")] = False,
     keep_finished: Annotated[
@@ -130,7 +131,7 @@ def launch(
             demo=demo,
             role=role,
             migrate=migrate,
-            platform=Platform.of("cpu", transport),
+            platform=Platform.of(device, transport),
             paced_by_profile=by_profile,
         )
         if record is not None:

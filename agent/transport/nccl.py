@@ -1,0 +1,121 @@
+"""A process group over NCCL, for tensors on a GPU.
+
+NOT RUN: written where no GPU was at hand, from NCCL's manual and the interface of torch 2.13. What it shares
+with gloo (order, agreement, recovery) is tested on CPUs; this file's own waiting and cancelling with
+stand-ins. What it relies on:
+- Sends and receives of one pair of ranks, on a group of its own, are carried out in the order of the
+  calls. torch makes a communicator of two ranks for each such pair, with its first message.
+- Communicators get on independently of each other. NCCL does not promise it in general: a kernel that
+  waits for its peer holds a few multiprocessors, and streams share the device's queues when there are more
+  than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.devices: 32, the most there is). A worker has two
+  streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe,
+  more are not known to be.
+- `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive.
+- A group in which somebody died is of no use afterwards: an epoch has new ones, under new names.
+
+A failure shows nowhere by itself: torch's own handling would end the process, so it is switched off,
+and a kernel whose peer is gone waits until `cancel`, which the news of the next epoch brings, or until the
+time-out. What a kernel that was ended early has left in a tensor is nobody's data: so nothing that a
+transfer brings is used before its end has been seen on the host, and no cancel before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from agent.transport.group import Timeouts, TransferError, first_line
+
+dist: Any = torch.distributed
+
+_NO_TAG = 0
+_GLANCE_SECONDS = 2e-5
+
+
+class NcclPending:
+    """An operation in the group's stream. cancelled: of its group."""
+
+    def __init__(self, work: Any, tensor: Tensor, seconds: float, cancelled: threading.Event) -> None:
+        self._work, self.tensor = work, tensor
+        self._seconds, self._cancelled = seconds, cancelled
+
+    def wait(self) -> Tensor:
+        # By glances: no wait of torch's is known to end when another thread aborts the group.
+        deadline = time.monotonic() + self._seconds
+        while not self._completed():
+            if self._cancelled.is_set():
+                break
+            if time.monotonic() > deadline:
+                raise TransferError(f"no answer from a peer within {self._seconds:g} s")
+            time.sleep(_GLANCE_SECONDS)
+        # An abort completes what it ends: so this is asked after, not before.
+        if self._cancelled.is_set():
+            raise TransferError("the transfer was cancelled")
+        self._join()
+        return self.tensor
+
+    def _completed(self) -> bool:
+        try:
+            return bool(self._work.is_completed())
+        except RuntimeError as error:
+            raise TransferError(first_line(error)) from None
+
+    def _join(self) -> None:
+        """Orders the caller's stream behind the group's, which is a formality by now."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise TransferError(first_line(error)) from None
+
+
+class NcclGroup:
+    """device: this worker's GPU, which no other rank uses: NCCL has no communicator with two ranks on one."""
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, timeouts: Timeouts, device: torch.device) -> None:
+        self.rank = rank
+        self._seconds, self._device = timeouts.transfer, device
+        self._cancelled, self._aborting = threading.Event(), threading.Lock()
+        self._aborted = False
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeouts.transfer)
+        self._group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+
+    def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
+        assert tag == _NO_TAG, "NCCL has no tags"
+        return self._start(tensor, lambda: self._group.send([tensor], to, _NO_TAG))
+
+    def receive(self, source: int, buffer: Tensor, tag: int) -> NcclPending:
+        assert tag == _NO_TAG, "NCCL has no tags"
+        return self._start(buffer, lambda: self._group.recv([buffer], source, _NO_TAG))
+
+    def sum(self, tensor: Tensor) -> None:
+        self._start(tensor, lambda: self._group.allreduce([tensor])).wait()
+
+    def cancel(self) -> None:
+        # The flag first: whoever sees an operation end because of the abort must see the flag too.
+        self._cancelled.set()
+        with self._aborting:
+            if not self._aborted:
+                self._aborted = True
+                with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
+                    self._group.abort()
+
+    def halt(self) -> None:
+        # abort, never shutdown or destroy: those wait for peers, which may be dead.
+        self.cancel()
+        torch.cuda.synchronize(self._device)
+
+    def _start(self, tensor: Tensor, operation: Any) -> NcclPending:
+        if self._cancelled.is_set():
+            raise TransferError("the group was cancelled")
+        try:
+            return NcclPending(operation(), tensor, self._seconds, self._cancelled)
+        except RuntimeError as error:
+            raise TransferError(first_line(error)) from None

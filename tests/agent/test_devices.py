@@ -1,0 +1,217 @@
+"""What a job may compute on, and what it is told where it may not. No GPU is needed, or used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor
+from typer.testing import CliRunner
+
+from agent.cli import app
+from agent.devices import Platform, completion, kind_number, on_device
+from agent.processes import ProcessPool
+from agent.transport import nccl
+from agent.transport.group import Timeouts, TransferError
+from planner.errors import InputError
+from planner.job import Worker
+from tests.agent import own_jobs
+
+CPU = torch.device("cpu")
+WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "words"),
+    [
+        ("tpu", None, "--device: got 'tpu', expected cpu or cuda"),
+        ("cpu", "pigeon", "--transport: got 'pigeon', expected tagged or ordered"),
+        ("cuda", "tagged", "--transport: got 'tagged', expected ordered with --device cuda"),
+    ],
+)
+def test_what_there_is_not(device: str, transport: str | None, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Platform.of(device, transport)
+
+
+def test_what_suits_the_device() -> None:
+    assert Platform.of("cpu", None) == Platform() == Platform("cpu", "tagged")
+    assert Platform.of("cpu", "ordered") == Platform("cpu", "ordered")
+    assert Platform.of("cuda", None) == Platform("cuda", "ordered")
+    Platform().check(10_000)
+    assert Platform().take(7, deterministic=True) == CPU
+    assert kind_number(CPU) == 0 and completion(CPU) is None
+
+
+@WITHOUT_CUDA
+def test_without_cuda_in_torch_one_sentence_says_so() -> None:
+    done = CliRunner().invoke(app, ["launch", "--device", "cuda"])
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "--device: got 'cuda', expected cpu, since this torch (" in done.stderr
+    assert "is built without CUDA" in done.stderr
+
+
+@WITHOUT_CUDA
+def test_the_trainer_names_its_argument() -> None:
+    with pytest.raises(InputError, match=r"^device: got 'cuda', expected cpu, since"):
+        own_jobs.trainer(device="cuda").fit(iterations=1)
+    with pytest.raises(InputError, match=r"^transport: got 'tagged'"):
+        own_jobs.trainer(device="cuda", transport="tagged")
+
+
+@pytest.mark.parametrize(
+    ("built", "with_nccl", "available", "gpus", "words"),
+    [
+        (True, False, True, 8, "is built without NCCL"),
+        (True, True, False, 0, "a GPU and a driver that torch can use"),
+        (
+            True,
+            True,
+            True,
+            5,
+            "a GPU of its own for each of the 6 workers on this node, which has 5: NCCL takes no two",
+        ),
+        (True, True, True, 6, ""),
+    ],
+)
+def test_what_a_node_must_have(
+    built: bool, with_nccl: bool, available: bool, gpus: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: with_nccl)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if not words:
+        Platform("cuda", "ordered").check(6)
+        return
+    with pytest.raises(InputError, match=words):
+        Platform("cuda", "ordered").check(6)
+
+
+class _Batch(NamedTuple):
+    tokens: Tensor
+    name: str
+
+
+def test_data_of_any_form_goes_to_the_device() -> None:
+    meta = torch.device("meta")
+    data = {"a": [torch.zeros(2), 3], "b": (_Batch(torch.zeros(1), "x"), None)}
+    moved = on_device(data, meta)
+    assert moved["a"][0].device == meta and moved["a"][1] == 3
+    assert isinstance(moved["b"][0], _Batch) and moved["b"][0].tokens.device == meta
+    assert moved["b"][0].name == "x" and moved["b"][1] is None
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a process is told here."""
+
+    slot: int = -1
+
+
+def say_slot(told: Told, pipe: Connection) -> None:
+    """The process."""
+    pipe.send_bytes(str(told.slot).encode())
+    pipe.poll(60.0)
+
+
+@pytest.mark.processes
+def test_every_process_of_a_node_has_a_slot_of_its_own() -> None:
+    """So a GPU of its own: one that is put out keeps it until it has ended."""
+    pool = ProcessPool(say_slot, [])
+    try:
+        entries = [pool.start(Worker(n, 0), lambda _: Told(), 0.0) for n in range(3)]
+        assert [e.slot for e in entries] == [0, 1, 2]
+        assert [e.pipe.recv_bytes() for e in entries] == [b"0", b"1", b"2"]
+        pool.put_out(entries[1], "silent")
+        assert pool.start(Worker(1, 0), lambda _: Told(), 0.0).slot == 3
+        entries[1].process.join(10)
+        pool.forget(entries[1])
+        assert pool.start(Worker(3, 0), lambda _: Told(), 0.0).slot == 1
+    finally:
+        pool.kill_all()
+
+
+# -- NCCL's waiting and cancelling, with stand-ins for what only a GPU has ------------------------
+
+
+class _Work:
+    """An operation that is over when `done` says so."""
+
+    def __init__(self, done: Callable[[], bool]) -> None:
+        self.is_completed = done
+        self.joined = False
+
+    def wait(self) -> None:
+        self.joined = True
+
+
+class _Backend:
+    """ProcessGroupNCCL as the code sees it: operations go on until they are done, or aborted."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.done, self.aborted, self.tags = False, 0, set[int]()
+        self.works: list[_Work] = []
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Work:
+        self.tags.add(tag)
+        return self.allreduce(tensors)
+
+    recv = send
+
+    def allreduce(self, tensors: list[Tensor]) -> _Work:
+        self.works.append(_Work(lambda: self.done or self.aborted > 0))
+        return self.works[-1]
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Any:
+    backend: Any = type("Backend", (_Backend,), {"Options": SimpleNamespace})
+    monkeypatch.setattr(nccl, "dist", SimpleNamespace(ProcessGroupNCCL=backend, PrefixStore=lambda name, store: store))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    made: Any = nccl.NcclGroup(None, "epoch1/forward", 0, 2, Timeouts(transfer=0.2), CPU)
+    return made
+
+
+def test_a_transfer_is_over_when_the_device_says_so(group: Any) -> None:
+    pending = group.receive(1, torch.zeros(2), 0)
+    group._group.done = True
+    assert pending.wait() is pending.tensor
+    assert group._group.works[0].joined and group._group.tags == {0}
+    group.sum(torch.zeros(1))
+
+
+def test_a_peer_that_says_nothing_is_given_up(group: Any) -> None:
+    with pytest.raises(TransferError, match=r"no answer from a peer within 0\.2 s"):
+        group.send(1, torch.zeros(2), 0).wait()
+
+
+def test_what_an_abort_ends_is_no_data(group: Any) -> None:
+    """The device says that the operation is over; nobody may take what is in the tensor for an answer."""
+    group._seconds = 30.0
+    pending = group.receive(1, torch.zeros(2), 0)
+    canceller = threading.Timer(0.05, group.cancel)
+    started = time.monotonic()
+    canceller.start()
+    with pytest.raises(TransferError, match="cancelled"):
+        pending.wait()
+    assert time.monotonic() - started < 10
+    canceller.join()
+    for start in (lambda: group.send(1, torch.zeros(1), 0), lambda: group.sum(torch.zeros(1))):
+        with pytest.raises(TransferError, match="cancelled"):
+            start()
+    assert not group._group.works[0].joined and len(group._group.works) == 1
+    group.halt()
+    assert group._group.aborted == 1, "an aborted communicator must not be aborted again"
