@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,17 +17,18 @@ from torch import Tensor
 from agent.assembly import assemble
 from agent.boundaries import Tensors, boundaries_of, tensors_of
 from agent.optimizer import StageOptimizer, stage_optimizer
-from agent.profiling.profiler import Effort, PartSpec, measure_part, size_of
+from agent.profiling.profiler import Effort, PartSpec, measure_part, size_of, timing_of
 from agent.profiling.shapes import parts_of, shape_of
+from agent.profiling.stages import Rounds, StageError, measure_stages
 from agent.profiling.traffic import TrafficError, measure_traffic
 from agent.recipe import Recipe
 from agent.stage import Stage
-from agent.workload import load_workload
+from agent.workload import NamedWorkload, load_workload
 from planner.errors import InputError
 from planner.job import Job
 from planner.profiles import Hardware, Measurements, Part, Reductions, Timing
 
-__all__ = ["TrafficError", "measure_model", "measure_workload"]
+__all__ = ["StageError", "TrafficError", "measure_model", "measure_workload"]
 
 Say = Callable[[str], None]
 Grid = tuple[int, int, int]
@@ -70,10 +72,10 @@ def measure_model(name: str, batch: int, grid: Grid, recipe: Recipe, effort: Eff
 def measure_workload(
     path: str, options: Mapping[str, Any], grid: Grid, recipe: Recipe, effort: Effort, say: Say
 ) -> Measurements:
-    """Of any workload: each of its stages as a worker puts it together, fed with what the one before
-    puts out.
+    """Of any workload: each of its stages as a worker puts it together and runs it. Bytes are those of one
+    micro-batch, fed with what the stage before puts out.
 
-    grid: pipelines, stages, micro-batches. Raises InputError or TrafficError.
+    grid: pipelines, stages, micro-batches. Raises InputError, StageError or TrafficError.
     """
     pipelines, stages, micro_batches = grid
     workload, job = load_workload(path, dict(options)), Job.uniform(*grid)
@@ -90,14 +92,16 @@ def measure_workload(
         return made, stage_optimizer(workload, made.module, made.gradients, recipe)
 
     parts, sizes = [], []
+    say(f"measuring the bytes that {stages} stages of {path} keep")
     for stage in range(stages):
-        say(f"measuring stage {stage} of {path}")
         last = stage == stages - 1
         spec = PartSpec(f"stage {stage}", partial(trained, stage), x, scaled_loss if last else None)
-        part, x = measure_part(spec, effort)
+        part, x = measure_part(spec, replace(effort, repeats=1, warm_up=0))
         parts.append(part)
         if not last:
             sizes.append(size_of(x))
+    rounds = measure_stages(NamedWorkload(path, options), job, recipe, effort, say)
+    parts = [_timed(part, found) for part, found in zip(parts, rounds, strict=True)]
     transfers, reductions = _traffic(tuple(sizes), parts, pipelines, effort, say)
     return Measurements(
         model=path,
@@ -113,12 +117,18 @@ def measure_workload(
     )
 
 
+def _timed(part: Part, found: Rounds) -> Part:
+    names = {"F": "forward", "I": "input_backward", "W": "weight_backward", "O": "step"}
+    return part.model_copy(update={name: timing_of(found[kind]) for kind, name in names.items()})
+
+
 def _traffic(
     sizes: tuple[int, ...], parts: list[Part], pipelines: int, effort: Effort, say: Say
 ) -> tuple[tuple[Timing, ...], Reductions | None]:
     say("measuring transfers and reductions")
     largest = max(part.reduced_bytes for part in parts)
-    return measure_traffic(sizes, largest, pipelines, repeats=max(5, effort.repeats), warm_up=effort.warm_up)
+    repeats = max(5, effort.repeats)
+    return measure_traffic(sizes, largest, pipelines, repeats=repeats, warm_up=effort.warm_up, clock=effort.clock)
 
 
 def _hardware(effort: Effort, recipe: Recipe) -> Hardware:

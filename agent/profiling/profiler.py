@@ -27,7 +27,7 @@ from planner.profiles import Clock, Part, Timing
 
 T = TypeVar("T")
 
-_CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 _KEY = (0, 0)
 
 
@@ -80,7 +80,7 @@ class PartSpec:
 def measure_part(spec: PartSpec, effort: Effort) -> tuple[Part, Tensors]:
     """The part, and its output (its scaled loss, where it is the last)."""
     (stage, optimizer), weight_bytes = kept_bytes(spec.build)
-    watch = Stopwatch(_CLOCKS[effort.clock])
+    watch = Stopwatch(CLOCKS[effort.clock])
     dy: Gradients = None
 
     def forward() -> Tensors:

@@ -1,0 +1,232 @@
+"""Op times of a workload's stages, as its workers take them.
+
+Each stage runs through the executor that trains, in a process of its own, with neighbours that answer
+at once: an op's time is all that passes from its beginning to the next one's, data loading, seeding and
+what Python does between ops included. As many stages run at the same time as workers will on this
+machine, since they share its memory and caches then, too.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agent import channel
+from agent.assembly import assemble
+from agent.boundaries import Boundaries, Boundary, boundaries_of
+from agent.executor import Executor
+from agent.faults import FaultInjector
+from agent.optimizer import stage_optimizer
+from agent.processes import ProcessPool, WorkerProcess, preload
+from agent.profiling.profiler import CLOCKS, Effort
+from agent.recipe import Recipe
+from agent.script import MicroBatch, Script
+from agent.transport.transfers import Transfers
+from agent.verdicts import Steps
+from agent.workload import NamedWorkload
+from planner.job import Job, Worker
+from planner.schedule import Op
+
+_PATIENCE_SECONDS = 600.0
+_FAILED = 1
+
+
+class StageError(RuntimeError):
+    """A process that was to be measured ended early."""
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What a process that measures is told; plain data."""
+
+    cell: Worker
+    job: Job
+    workload: NamedWorkload
+    recipe: Recipe
+    effort: Effort
+    threads: int
+
+
+Rounds = dict[str, list[float]]
+"""By op kind, seconds of one op: the mean of each round (iteration)."""
+
+
+def measure_stages(
+    workload: NamedWorkload, job: Job, recipe: Recipe, effort: Effort, say: Callable[[str], None]
+) -> list[Rounds]:
+    """By stage. Raises StageError."""
+    threads = torch.get_num_threads()
+    found: list[Rounds] = [{} for _ in range(job.stages)]
+    for together in batches(job, max(1, (os.cpu_count() or 1) // threads)):
+        say("measuring ops of " + ", ".join(f"stage {cell.stage}" for cell in together) + " at the same time")
+        pool = ProcessPool(_process, [*preload(workload), "agent.profiling.stages"])
+        try:
+            running = []
+            for place, cell in enumerate(together):
+                run = StageRun(cell, job, workload, recipe, effort, threads)
+                running.append(pool.start(Worker(place, 0), lambda _, run=run: run, time.monotonic()))  # type: ignore[misc]
+            for entry in running:
+                _hear(entry, "ready")
+            for entry in running:
+                entry.post("go")
+            for cell, entry in zip(together, running, strict=True):
+                for kind, seconds in _hear(entry, "measured")["seconds"].items():
+                    found[cell.stage].setdefault(kind, []).extend(seconds)
+        finally:
+            pool.kill_all()
+    return found
+
+
+def batches(job: Job, width: int) -> list[list[Worker]]:
+    """Cells of the grid that are measured at the same time: every stage, `width` at once, or fewer where
+    the job has fewer workers. Of the last batch some may have been measured before."""
+    width = min(width, job.pipelines * job.stages)
+    cells = [Worker(p, s) for p in range(max(1, min(job.pipelines, width // job.stages))) for s in range(job.stages)]
+    out = [cells[i : i + width] for i in range(0, len(cells), width)]
+    out[-1] += cells[: width - len(out[-1])]
+    return out
+
+
+def _hear(entry: WorkerProcess, kind: str) -> channel.Message:
+    try:
+        if not entry.pipe.poll(_PATIENCE_SECONDS):
+            raise StageError(f"measuring a stage did not end within {_PATIENCE_SECONDS:.0f} s")
+        message = channel.receive(entry.pipe)
+    except (EOFError, OSError):
+        raise StageError("a process that measures a stage ended early") from None
+    if message["kind"] != kind:
+        raise StageError(f"stage can't be run: {message['text']}")
+    return message
+
+
+# -- the process -------------------------------------------------------------------------------
+
+
+def _process(run: StageRun, pipe: Connection) -> None:
+    torch.set_num_threads(run.threads)
+    try:
+        bench = Bench(run)
+        channel.send(pipe, "ready")
+        channel.receive(pipe)
+        for _ in range(run.effort.warm_up):
+            bench.round()
+        rounds = [bench.round() for _ in range(run.effort.repeats)]
+        seconds = {kind: [one[kind] for one in rounds] for kind in rounds[0]}
+        channel.send(pipe, "measured", seconds=seconds)
+        # The others must not have the machine to themselves before they are done, too.
+        while True:
+            bench.round()
+    except Exception as error:
+        channel.send(pipe, "failed", text=f"{type(error).__name__}: {error}")
+        os._exit(_FAILED)
+
+
+class Bench:
+    """One stage with its executor, and a script of F, I and W in 1F1B's order."""
+
+    def __init__(self, run: StageRun) -> None:
+        workload, me, job = run.workload.load(), run.cell, run.job
+        between = boundaries_of(workload, job.stages, 0, run.recipe.autocast)
+        stage, _ = assemble(workload, job, me.stage, 0, run.recipe, between)
+        optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.recipe)
+        steps = Steps(me, run.recipe, optimizer, lambda *_: None)
+        self._clock, self._marks = CLOCKS[run.effort.clock], list[float]()
+        self._executor = Executor(
+            *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda: None), {}),
+            *(self._mark, lambda *_: None, between),
+        )
+        self._script = script_of(me, job)
+        groups: Any = Alone(me, between)  # as far as the executor asks
+        steps.begin(groups, [me], 0, {})
+        self._groups = groups
+        self._iteration = 0
+
+    def round(self) -> dict[str, float]:
+        """Mean seconds of one op of each kind, over one iteration."""
+        self._marks.clear()
+        started = self._clock()
+        self._executor.run(self._iteration, self._script, self._groups)
+        ended = self._clock()
+        self._iteration += 1
+        # O asks twice whether to go on.
+        *marks, before, _ = self._marks
+        times: dict[str, list[float]] = {"O": [ended - before + marks[0] - started]}
+        for op, begin, end in zip(self._script.ops, marks, [*marks[1:], before], strict=False):
+            times.setdefault(op.kind, []).append(end - begin)
+        return {kind: statistics.fmean(seconds) for kind, seconds in times.items()}
+
+    def _mark(self) -> bool:
+        """The executor asks this before every op."""
+        self._marks.append(self._clock())
+        return False
+
+
+def script_of(me: Worker, job: Job) -> Script:
+    """1F1B with each backward as I and W, of one pipeline's micro-batches."""
+    keys: list[MicroBatch] = [(me.pipeline, m) for m in range(job.micro_batches)]
+    ahead = min(job.stages - me.stage, job.micro_batches)
+    order = [("F", key) for key in keys[:ahead]]
+    for m, key in enumerate(keys):
+        order += [("I", key), ("W", key)]
+        order += [("F", k) for k in keys[ahead + m : ahead + m + 1]]
+    ops = tuple(Op(kind, *key, me.stage, me, 0, 0) for kind, key in order)
+    step = Op("O", me.pipeline, -1, me.stage, me, 0, 0)
+    before = {} if me.stage == 0 else dict.fromkeys(keys, Worker(me.pipeline, me.stage - 1))
+    after = {} if me.stage == job.stages - 1 else dict.fromkeys(keys, Worker(me.pipeline, me.stage + 1))
+    return Script((*ops, step), before, after, {})
+
+
+class Alone:
+    """Groups of one worker whose neighbours have everything ready, and forget what they are sent."""
+
+    def __init__(self, me: Worker, between: Boundaries) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._incoming = _numbers(between[me.stage - 1] if me.stage else (), generator, 1.0)
+        outgoing = between[me.stage] if me.stage < len(between) else ()
+        # Gradients of a mean over the boundary are as small.
+        self._gradients = _numbers(outgoing, generator, 1.0 / max(1, sum(t.empty().numel() for t in outgoing)))
+
+    def transfers(self, layout: Any) -> Transfers:
+        return _Instant(self._incoming, self._gradients, layout)
+
+
+def _numbers(boundary: Boundary, generator: torch.Generator, scale: float) -> dict[int, Tensor]:
+    out = {}
+    for i, spec in enumerate(boundary):
+        tensor = spec.empty()
+        # Integers may be indices: 0 is always one.
+        floating = tensor.is_floating_point()
+        out[i] = tensor.normal_(generator=generator).mul_(scale) if floating else tensor.zero_()
+    return out
+
+
+class _Instant(Transfers):
+    def __init__(self, incoming: Mapping[int, Tensor], gradients: Mapping[int, Tensor], layout: Any) -> None:
+        nobody: Any = None
+        super().__init__(nobody, layout)
+        wanted = {i: gradients[i] for i, spec in enumerate(layout.outgoing) if spec.gradient}
+        self._ready = {"F": incoming, "I": wanted}
+
+    def send(self, kind: str, key: MicroBatch, tensors: Mapping[int, Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.contiguous()
+
+    def receive(self, kind: str, key: MicroBatch) -> dict[int, Tensor]:
+        return {i: tensor.clone() for i, tensor in self._ready[kind].items()}
+
+    def reduce(self, tensor: Tensor) -> None:
+        pass
+
+    def _post(self, kind: str, key: MicroBatch) -> None:
+        pass
+
+    def _tag(self, kind: str, key: MicroBatch, index: int) -> int:
+        return 0

@@ -1,0 +1,82 @@
+"""Stages that are profiled run as workers run them: the executor's ops, all of them, side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agent.boundaries import TensorSpec
+from agent.profiling.profiler import CLOCKS, Effort
+from agent.profiling.stages import Alone, StageError, StageRun, Bench, batches, measure_stages, script_of
+from agent.recipe import Recipe
+from agent.workload import NamedWorkload
+from planner.job import Job, Worker
+
+TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
+GPT = NamedWorkload("agent.examples.gpt:Gpt", TINY)
+
+
+def told(stages: int, width: int, pipelines: int = 2) -> list[list[str]]:
+    return [list(map(str, batch)) for batch in batches(Job(pipelines, stages, 1), width)]
+
+
+def test_as_many_stages_at_once_as_the_machine_runs_workers() -> None:
+    assert told(2, 2) == [["W0_0", "W0_1"]]
+    assert told(4, 2) == [["W0_0", "W0_1"], ["W0_2", "W0_3"]]
+    # Nobody is measured alone where others would run beside it.
+    assert told(3, 2) == [["W0_0", "W0_1"], ["W0_2", "W0_0"]]
+    assert told(1, 8) == [["W0_0", "W1_0"]]
+    assert told(2, 8) == [["W0_0", "W0_1", "W1_0", "W1_1"]]
+    assert told(1, 8, pipelines=1) == [["W0_0"]]
+
+
+@pytest.mark.parametrize(("stage", "order"), [(0, "FFIWFIWIWO"), (1, "FIWFIWFIWO")])
+def test_the_order_is_that_of_1f1b(stage: int, order: str) -> None:
+    script = script_of(Worker(1, stage), Job(2, 2, 3))
+    assert "".join(op.kind for op in script.ops) == order
+    assert set(script.before.values()) == ({Worker(1, 0)} if stage else set())
+    assert set(script.after.values()) == (set() if stage else {Worker(1, 1)})
+
+
+def test_a_round_times_every_op_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts how often it is looked at: the times add up to the whole round."""
+    looks = iter(range(10_000))
+    monkeypatch.setitem(CLOCKS, "cpu", lambda: float(next(looks)))
+    bench = Bench(StageRun(Worker(0, 1), Job(1, 2, 3), GPT, Recipe(), Effort(1, 0, "cpu"), 1))
+    for _ in range(2):
+        before = next(looks)
+        times = bench.round()
+        whole = next(looks) - before - 2
+        assert times.keys() == {"F", "I", "W", "O"}
+        assert 3 * (times["F"] + times["I"] + times["W"]) + times["O"] == whole
+
+
+def test_neighbours_have_what_a_stage_waits_for() -> None:
+    between = ((TensorSpec((2, 3), "float32"), TensorSpec((4,), "int64", False)), (TensorSpec((5,), "float32"),))
+    job = Job(1, 3, 2)
+    alone = Alone(Worker(0, 1), between)
+
+    class Layout:
+        outgoing = between[1]
+
+    transfers = alone.transfers(Layout())
+    data = transfers.receive("F", (0, 0))
+    assert data[0].shape == (2, 3) and data[0].abs().sum() > 0 and data[1].tolist() == [0] * 4
+    assert list(transfers.receive("I", (0, 0))) == [0]
+    # What is received is the receiver's own.
+    data[0].zero_()
+    assert transfers.receive("F", (0, 1))[0].abs().sum() > 0
+    transfers.begin(0, script_of(Worker(0, 1), job))
+    transfers.send("F", (0, 0), {0: torch.zeros(5)})
+    transfers.let_go()
+
+
+@pytest.mark.processes
+def test_stages_are_measured_in_processes_of_their_own() -> None:
+    said: list[str] = []
+    found = measure_stages(GPT, Job(1, 2, 2), Recipe(), Effort(3, 1, "cpu"), said.append)
+    assert len(found) == 2 and all(stage.keys() == {"F", "I", "W", "O"} for stage in found)
+    assert all(len(times) % 3 == 0 and min(times) > 0 for stage in found for times in stage.values())
+    assert "stage 0" in " ".join(said)
+    with pytest.raises(StageError, match="stage can't be run: InputError"):
+        measure_stages(NamedWorkload("no.such:thing"), Job(1, 1, 1), Recipe(), Effort(1, 0), said.append)
