@@ -1,4 +1,4 @@
-"""The loops of `dispatch` and `windows`, compiled where numba is installed and the problem is large.
+"""The loops of `dispatch`, `order_times` and `windows`, compiled where numba is installed and the problem is large.
 
 Same source, same results. Without numba it runs as plain Python on lists, more than 20 times slower.
 """
@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from planner.solvers import dispatch, windows
+from planner.solvers import dispatch, order_times, windows
 
 # Below this many ops plain Python is done before numba has been imported.
 WORTH_COMPILING = 15_000
@@ -35,8 +35,9 @@ def compiled_functions() -> tuple[Callable[..., int], Callable[..., None]]:
 
 @lru_cache(maxsize=1)
 def compiled_windows() -> dict[str, Callable[..., Any]]:
-    """The functions of `windows` in the same way, by name."""
-    loops = {f.__name__: _build(windows, f) for f in (windows.mirror, windows.earliest, windows.weight_starts)}
+    """The functions of `order_times` and `windows` in the same way, by name."""
+    times = (order_times.mirror, order_times.earliest, order_times.weight_starts)
+    loops = {f.__name__: _build(order_times, f) for f in times}
     return {**loops, "redispatch": _build(windows, windows.redispatch, **_heap())}
 
 

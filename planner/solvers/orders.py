@@ -1,4 +1,4 @@
-"""Orders of a problem's ops (see `windows`): what they are worth, and a part of one dispatched anew."""
+"""Orders of a problem's ops (see `order_times`): what they are worth, and a part of one dispatched anew."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from planner.solvers import windows
+from planner.solvers import order_times, windows
 from planner.solvers.compiled import compiled_windows
 from planner.solvers.table import Result, Table
 
@@ -44,7 +44,7 @@ class Orders:
         self.table = table
         job = table.problem.job
         self.n, self.items, self.stages = table.n, table.items, job.stages
-        loops = compiled_windows() if compiled else vars(windows)
+        loops = compiled_windows() if compiled else {**vars(order_times), **vars(windows)}
         self._mirror, self._earliest = loops["mirror"], loops["earliest"]
         self._weight_starts, self._redispatch = loops["weight_starts"], loops["redispatch"]
         self.route = np.asarray(table.route, dtype=np.int64)

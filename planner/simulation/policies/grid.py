@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 
 from planner.simulation.costs import RecoveryCosts
@@ -10,7 +11,7 @@ from planner.simulation.planned import PlannedJob, Rate
 from planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
 
 
-class GridPolicy:
+class GridPolicy(ABC):
     """A worker that is lost stops the job; one that comes back joins at an iteration's end.
 
     Subclasses say how many workers take part (`used`), how fast the job then is (`rate`), and what
@@ -36,9 +37,9 @@ class GridPolicy:
         """How many of so many take part."""
         return min(workers, self.workers)
 
+    @abstractmethod
     def rate(self, workers: int) -> Rate | None:
         """With so many in the job; None: it can't train."""
-        raise NotImplementedError
 
     def loss(self, left: int, replaced: int) -> Stop:
         """Workers of the job were lost; so many will take part, `replaced` of them new in their place."""
