@@ -75,3 +75,31 @@ def test_a_planned_move_keeps_the_bits() -> None:
     last = max(m["epoch"] for _, m in job.messages if m["kind"] == "formed")
     assert [w[-2:] for w in sorted(job.said("formed", epoch=last), key=lambda w: w[-1])] == ["_0", "_0", "_1", "_1"]
     assert job.iterations[-1]["living"] == 4
+
+
+def test_two_that_return_at_once_both_find_a_place() -> None:
+    """W1_1 is back first, and the failure that is left costs least in the middle stage: one from there takes the
+    place of W0_0, where a new process is just being started. That one finds the place that was given up."""
+    grid: dict[str, Any] = {"pipelines": 3, "stages": 3, "micro_batches": 2}
+    moved: list[str] = []
+
+    def line(job: LocalJob, said: dict[str, Any]) -> None:
+        if "failure" in said and len(job.dead) == 2:
+            job.start("W1_1")
+        if len([i for i in job.iterations if i["living"] == 9 and i["epoch"] > 3]) >= 3:
+            job.stop()
+
+    def message(job: LocalJob, worker: str, said: dict[str, Any]) -> None:
+        if said["kind"] == "ready" and worker == "W1_1" and len(job.dead) == 2:
+            job.start("W0_0")
+
+    def epoch(job: LocalJob, deployment: Any) -> None:
+        assert job.launcher._deployed is not None
+        moved.extend(f"{source} to {to}" for source, to in job.launcher._deployed.moves)
+
+    job = LocalJob(
+        **grid, kills=("W1_1@1:F1", "W0_0@3:F1"), migrate=True, on_line=line, on_message=message, on_epoch=epoch
+    ).run()
+    assert moved and all(move.endswith("_1 to W0_0") for move in moved)
+    assert job.iterations[-1]["living"] == 9
+    assert job.losses == fault_free_losses(len(job.losses), **grid)

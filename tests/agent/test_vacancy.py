@@ -17,6 +17,7 @@ class _Process:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.came_from, self.since = worker, cast("Worker | None", None), 0
+        self.member = True
 
 
 def pool_of(*names: str) -> ProcessPool:
@@ -51,3 +52,23 @@ def test_a_worker_finds_the_place_that_is_empty(
         pool.running.pop(Worker.parse("W1_1"), None)
     found = pool.vacancy(Worker.parse(wanted), CELLS)
     assert found == (None if place is None else Worker.parse(place))
+
+
+def test_a_process_that_is_being_started_makes_room_for_one_that_moves_in() -> None:
+    pool = pool_of("W0_0", "W0_1", "W1_0")
+    first, second = Worker.parse("W0_0"), Worker.parse("W0_1")
+    moves, starts = pool.running[first], pool.running[second]
+    starts.member = False
+    pool.move(first, second, 2)
+    assert pool.running[second] is moves and pool.running[first] is starts
+    assert (moves.worker, starts.worker) == (second, first)
+    pool.move(first, second, 2)
+    assert pool.running[second] is moves and pool.running[first] is starts, "said twice, it has moved"
+    assert pool.vacancy(second, CELLS) not in (first, second, None)
+
+
+def test_a_member_makes_room_for_nobody() -> None:
+    pool = pool_of("W0_0", "W0_1")
+    before = dict(pool.running)
+    pool.move(Worker.parse("W0_0"), Worker.parse("W0_1"), 2)
+    assert pool.running == before
