@@ -179,6 +179,8 @@ class Launcher:
             case "formed":
                 self._certain(self._record.formed(cell, message["epoch"], message["iteration"], at))
                 self._coordination.formed(cell, message["epoch"])
+                if self._record.formed_by_all:
+                    self._release_the_leaving()
             case "committed":
                 self._certain(self._record.committed_by(cell, message["iteration"], message["loss"], at))
             case "done":
@@ -239,30 +241,47 @@ class Launcher:
             self._record.moved(source, to)
         joining = {Worker.parse(name) for name in deployment.joining}
         self._certain(self._record.epoch_opened(deployment.epoch, living, now, after, joining))
+        leaving = {Worker.parse(name) for name in deployment.leaving}
         for cell, entry in list(self._pool.running.items()):
-            if entry.member and cell not in living:
+            if cell in leaving:
+                self._record.released(cell)
+            elif entry.member and cell not in living:
                 self._pool.put_out(entry, "put out of the job")
                 self._record.died(cell, now)
         self._send_deployments(after)
 
     def _boundary(self, event: Deploy) -> int | None:
-        """For an epoch that does nothing but add workers: the iteration that the others finish first.
+        """For an epoch in which workers come, change their place or leave, and none was lost: the iteration
+        that all finish first.
 
         One more than the foremost is known to be in, so that the news is there before it ends.
         """
         deployment = event.deployment
-        if self._deployed is None or not deployment.joining or event.restore or not self._record.formed_by_all:
+        if self._deployed is None or event.restore or not self._record.formed_by_all:
             return None
-        if set(deployment.living) - set(deployment.joining) != set(self._deployed.deployment.living):
+        going = {*(str(source) for source, _ in event.moves), *deployment.leaving}
+        stay = set(self._deployed.deployment.living) - going
+        if set(deployment.living) - set(deployment.joining) != stay or not (deployment.joining or going):
             return None
         return self._record.newest + 1
+
+    def _release_the_leaving(self) -> None:
+        """Those that were asked to go have finished their iteration, and nobody needs them any more."""
+        assert self._deployed is not None
+        for name in self._deployed.deployment.leaving:
+            entry = self._pool.running.get(Worker.parse(name))
+            if entry is not None and entry.member:
+                self._pool.put_out(entry, "left as asked")
+                self._coordination.exited(entry.worker, entry.incarnation, "left as asked")
 
     def _send_deployments(self, after: int | None) -> None:
         """Tells every member of the newest epoch. after: see agent.channel.Orders."""
         assert self._deployed is not None
         deployment, plan = self._deployed.deployment, self._deployed.plan
         self._after = after
-        for name in deployment.living:
+        if after is None:
+            self._release_the_leaving()
+        for name in (*deployment.living, *deployment.leaving):
             entry = self._pool.running.get(Worker.parse(name))
             if entry is None:
                 continue

@@ -75,7 +75,8 @@ class JobSpec(Message):
     all stages are alike, by durations: F, I, W, O, transfer in milliseconds. With neither, each op
     takes one slot. paced: each op is stretched to its duration (a demo on a machine without
     accelerators). demo: its processes may be killed from the console. checkpoints: the job writes
-    some, so that a stage whose last worker is gone can be staffed anew.
+    some, so that a stage whose last worker is gone can be staffed anew. migrate: its workers may be
+    told to change their stage, in their processes (Deployment.moves).
     """
 
     name: Name
@@ -92,6 +93,8 @@ class JobSpec(Message):
     paced: bool = False
     demo: bool = False
     checkpoints: bool = False
+    # Left out, too: what does not run on this agent's launcher can't do it.
+    migrate: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
     seed: Count = 0
 
     def job(self) -> Job:
@@ -227,6 +230,7 @@ class Deployment(Message):
     One epoch: who is in it, and the plan they run. joining: living workers that must take state
     from a peer of their stage first. moves: (from, to) of workers that give up their stage and take
     an empty place on another one, in their processes. restore: all go back to the newest checkpoint.
+    leaving: of those that were living, who is to go when the iteration in hand is done.
     """
 
     epoch: Annotated[int, Field(ge=1)]
@@ -236,6 +240,7 @@ class Deployment(Message):
     joining: tuple[WorkerName, ...] = ()
     moves: tuple[tuple[WorkerName, WorkerName], ...] = ()
     restore: bool = False
+    leaving: Annotated[tuple[WorkerName, ...], Field(exclude_if=lambda value: not value)] = ()
     reason: Text = ""
 
 

@@ -92,7 +92,7 @@ class RunRecord:
         previous, self._living = self._living, frozenset(living)
         self._epoch = epoch
         if after is not None:
-            for worker in self._living - previous:
+            for worker in (self._living - previous) | set(joining):
                 # It takes over what the others will have committed, and holds up nothing until then.
                 self._workers[worker] = _Progress(committed=after + 1)
         # Held for dead while its process still is: the launcher ends it, and `died` follows.
@@ -132,6 +132,11 @@ class RunRecord:
         self._workers.pop(worker, None)
         self._workers.pop(to, None)
         self._living = self._living - {worker} | {to}
+
+    def released(self, worker: Worker) -> None:
+        """The worker is out of the newest epoch because it was asked to go: that is no failure."""
+        self._workers.pop(worker, None)
+        self._evicted.pop(worker, None)
 
     def left(self, worker: Worker, at: int) -> None:
         """The worker has abandoned the iteration in flight."""

@@ -46,8 +46,9 @@ class StartOptions:
     pace: milliseconds by op kind, {} for as fast as it goes. paced_by_profile: ops take as long as the
     job says of their stage and worker, and pace is {}. console: address, or None for a job
     that decides alone. demo: the console may kill and restart these processes. weights: folder for
-    the trained weights. role: where this launcher leads a job of several nodes. migrate: a worker may
-    change its stage wherever that shortens the plan (without a console).
+    the trained weights. role: where this launcher leads a job of several nodes. migrate: workers may
+    change their stage: where that shortens the plan (without a console), or trains clearly more until the
+    expected repair (with one). None: only with a console.
     """
 
     job: Job
@@ -67,7 +68,7 @@ class StartOptions:
     checkpoints: CheckpointWish | None = None
     demo: bool = False
     role: NodeRole | None = None
-    migrate: bool = False
+    migrate: bool | None = None
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
 
@@ -129,7 +130,7 @@ def make_launcher(
     coordination: Coordination
     if options.console is None:
         coordination = LocalCoordination(
-            _catalog(options), migrate=options.migrate, checkpoint=_restore_point(options.checkpoints, say)
+            _catalog(options), migrate=bool(options.migrate), checkpoint=_restore_point(options.checkpoints, say)
         )
     else:
         url, token = options.console, options.token
@@ -145,6 +146,7 @@ def make_launcher(
                 paced=bool(options.pace) or options.paced_by_profile,
                 demo=options.demo,
                 checkpoints=options.checkpoints is not None,
+                migrate=options.migrate is not False,
                 seed=options.seed,
             ),
         )
@@ -278,6 +280,7 @@ def job_spec(
     paced: bool = False,
     demo: bool = False,
     checkpoints: bool = False,
+    migrate: bool = False,
     seed: int = 0,
 ) -> JobSpec:
     """What a console is told of a job. Raises InputError naming the option that it would not take."""
@@ -297,6 +300,7 @@ def job_spec(
             paced=paced,
             demo=demo,
             checkpoints=checkpoints,
+            migrate=migrate,
             seed=seed,
         )
     except ValidationError as error:

@@ -100,6 +100,7 @@ class ResilientTrainer:
     weights: folder that the trained weights are written to, a file per stage; kept in memory if not given.
     checkpoint: folder for checkpoints, of which one is written every checkpoint_every iterations and
         checkpoint_keep stay. resume: which one to go on from, "newest" or an iteration.
+    migrate: may workers change their stage to shorten the plan? None: only where a console decides.
     kill, rejoin: faults to train through, such as "W1_2@10:F3" and "W1_2@15".
     on_iteration: called with (iteration, loss) of each that is committed. on_recovery: with each
         failure that was survived. Both in the process that called `fit`.
@@ -143,6 +144,7 @@ class ResilientTrainer:
         checkpoint_every: int = 100,
         checkpoint_keep: int = 3,
         resume: str | int | None = None,
+        migrate: bool | None = None,
         kill: Sequence[str] = (),
         rejoin: Sequence[str] = (),
         on_iteration: Callable[[int, float], None] | None = None,
@@ -197,6 +199,7 @@ class ResilientTrainer:
                 token=token,
                 name=name,
                 demo=demo,
+                migrate=migrate,
                 checkpoints=None
                 if checkpoint is None
                 else CheckpointWish(

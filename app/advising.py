@@ -1,6 +1,7 @@
 """When a job is advised on its way on, and on what grounds: once for each set of workers that are out.
 
-It is done after the recovery, in a process of its own: neither a recovery nor a plan waits for it.
+It is done after the recovery, in a process of its own: neither a recovery nor a plan waits for it. In
+manual mode it is done first, for the operator to choose by.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.advice import AdviceRequest, Verdict
+from app.choices import Mode, Offer, Offered
+from app.choosing import out
 from app.errors import ConsoleError
 from app.job_history import changes, repair_times
 from app.jobs import PlanMaker
@@ -21,7 +24,7 @@ from app.live import LiveJob
 from app.membership import Note, State
 from db.store import Record, Store
 from planner.job import Worker
-from planner.plan import job_doc
+from planner.plan import Plan, job_doc
 from planner.simulation.costs import RecoveryCosts
 
 log = structlog.get_logger()
@@ -34,10 +37,12 @@ EVENTS = 100
 
 @dataclass(frozen=True)
 class Grounds:
-    """Seconds: what recoveries and repairs take in this job, as measured, or assumed. basis: which, in words."""
+    """Seconds: what recoveries, copies of a stage's state and repairs take in this job, as measured, or
+    assumed. basis: which, in words."""
 
     detect: float
     recover: float
+    copy: float
     repair: float
     basis: str
 
@@ -59,8 +64,9 @@ class Advising:
         self._maker.cancel(job.job_id)
 
     def consider(self, job: LiveJob) -> None:
-        """Has `job` advised if other workers are out than when it last was, and all others train again."""
-        failed = out(job.state)
+        """Has `job` advised if other workers are out than when it last was, and all others train again, or
+        an operator is to choose."""
+        failed = _in_question(job.state)
         if failed is None or failed == job.advice_asked:
             return
         if not failed:
@@ -72,13 +78,16 @@ class Advising:
             log.warning("advice waits for the database", job=job.job_id, reason=type(error).__name__)
             return
         if request is None:
+            if job.state.choosing:
+                self._offer(job, Offered(failed, None, "no iteration has been timed yet"))
             return
         job.advice_asked = failed
 
         def done(verdict: Verdict | None, why: str) -> None:
             if verdict is None:
                 log.warning("no advice", job=job.job_id, failed=failed, reason=why)
-            elif out(job.state) == failed:
+                self._offer(job, Offered(failed, None, why))
+            elif _in_question(job.state) == failed:
                 self._tell(job, failed, verdict)
             elif job.advice_asked == failed:
                 # The job recovers again; if the same workers are out then, it is advised then.
@@ -89,10 +98,21 @@ class Advising:
     def _tell(self, job: LiveJob, failed: tuple[str, ...], verdict: Verdict) -> None:
         job.verdict = failed, verdict
         try:
-            if not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
+            if not job.state.choosing and not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
                 job.record(Note("warning" if verdict.calls_for_an_operator else "info", "plan", verdict.reason))
+            for plan in verdict.plans:
+                job.file_plan(Plan.from_json(plan, source="the advising process"))
         except (ConsoleError, SQLAlchemyError) as error:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
+        offer = Offer(failed, verdict.candidates, verdict.better) if verdict.candidates else None
+        self._offer(job, Offered(failed, offer, "the job has no way on that it could take by itself"))
+
+    def _offer(self, job: LiveJob, event: Offered) -> None:
+        try:
+            job.apply(event)
+        except ConsoleError as error:
+            log.warning("the ways on could not be stored", job=job.job_id, reason=error.detail)
+            job.advice_asked = ()  # they are asked for again
 
     def _request(self, job: LiveJob, failed: tuple[str, ...]) -> AdviceRequest | None:
         """None: nobody knows yet how long the job's time unit is."""
@@ -103,7 +123,8 @@ class Advising:
         unit = unit_seconds(job, epochs, store.iterations(job.job_id, limit=ITERATIONS, newest=True))
         if unit is None and job.job.time_unit == "slot":
             return None
-        known = grounds(store.recoveries(job.job_id), repair_times(changes(epochs)))
+        copies = copy_times(epochs, store.acknowledgements(job.job_id))
+        known = grounds(store.recoveries(job.job_id), repair_times(changes(epochs)), copies)
         work = None
         if spec.checkpoints:
             # When the last one was written is not reported: on average half an interval ago.
@@ -118,32 +139,50 @@ class Advising:
             unit_seconds=unit,
             detect=known.detect,
             recover=known.recover,
+            copy=known.copy,
             heals_in=known.repair,
             since_checkpoint=work,
             basis=known.basis,
+            migrate=spec.migrate,
+            automatic=job.state.mode is Mode.AUTOMATIC,
         )
 
 
-def out(state: State) -> tuple[str, ...] | None:
-    """Who is out, once the others train; None while that is not settled, or when the job can't go on."""
-    if state.over or state.halted or not state.settled or state.current is None:
-        return None
-    return state.current.failed
+def _in_question(state: State) -> tuple[str, ...] | None:
+    """Without whom the job is to go on, or does; None while that is not settled."""
+    if state.pending is not None and state.choosing:
+        known = state.offer is not None and state.offer.failed == state.pending.failed
+        return None if known else state.pending.failed
+    return out(state)
 
 
-def grounds(recoveries: Sequence[Record], repairs: Sequence[float]) -> Grounds:
-    """recoveries: rows of the database. repairs: seconds from a failure to the return."""
+def copy_times(epochs: Sequence[Record], acknowledgements: Sequence[Record]) -> list[float]:
+    """Seconds that the others waited while newcomers took a stage's state, one per epoch that had any:
+    from the last that had left the iteration before to the last that was ready for the next."""
+    taken = {e["epoch"] for e in epochs if e["joining"] and not e["restore"]}
+    at: dict[tuple[int, str], float] = {}
+    for row in acknowledgements:
+        key = row["epoch"], row["state"]
+        at[key] = max(at.get(key, row["at"]), row["at"])
+    both = [(at.get((e, "adopted")), at.get((e, "formed"))) for e in sorted(taken)]
+    return [max(0.0, formed - adopted) for adopted, formed in both if formed is not None and adopted is not None]
+
+
+def grounds(recoveries: Sequence[Record], repairs: Sequence[float], copies: Sequence[float] = ()) -> Grounds:
+    """recoveries: rows of the database. repairs: seconds from a failure to the return. copies: see copy_times."""
     assumed = RecoveryCosts()
     seen = [r["detected_ms"] / 1000 for r in recoveries if r["death_known"]]
     formed = [max(0.0, r["reformed_ms"] - r["detected_ms"]) / 1000 for r in recoveries]
     repair = fmean(repairs) if repairs else 0.0
     recovery = f"as in {_count(len(formed), 'recovery', 'recoveries')} measured" if formed else "assumed"
     repaired = f"the mean of {_count(len(repairs), 'repair', 'repairs')}" if repair > 0 else "assumed"
+    copied = f"as in {_count(len(copies), 'return or move', 'returns and moves')}" if copies else "assumed"
     return Grounds(
         median(seen) if seen else assumed.detect,
         median(formed) if formed else assumed.recover,
+        median(copies) if copies else assumed.migrate,
         repair if repair > 0 else REPAIR_SECONDS,
-        f"Recovery costs are {recovery}, the time to repair is {repaired}.",
+        f"Recovery costs are {recovery}, the time to repair is {repaired}, that of a copy {copied}.",
     )
 
 

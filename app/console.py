@@ -314,7 +314,8 @@ class Console:
 
     def deployment(self, job_id: str, after: int) -> Deployment | None:
         """The newest deployment, if its epoch is above `after`. Does not block."""
-        epoch = self.job(job_id).state.current
+        state = self.job(job_id).state
+        epoch = state.current
         if epoch is None or epoch.number <= after:
             return None
         return Deployment(
@@ -325,6 +326,7 @@ class Console:
             joining=epoch.joining,
             moves=epoch.moves,
             restore=epoch.restore,
+            leaving=tuple(name for name in epoch.failed if state.members[name].leaving),
             reason=epoch.reason[:2000],
         )
 

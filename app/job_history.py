@@ -15,13 +15,22 @@ Row = tuple[float, str, str]
 
 
 def changes(epochs: Iterable[Record], begin: float = 0.0) -> list[Row]:
-    """(seconds since `begin`, worker, `failed` or `joined`) of a job's epochs, oldest first."""
+    """(seconds since `begin`, worker, `failed` or `joined`) of a job's epochs, oldest first.
+
+    A worker that changes its stage is neither: the failure goes on at the place that it gave up, under
+    the name that it began with.
+    """
     rows: list[Row] = []
     failed: set[str] = set()
+    began_as: dict[str, str] = {}  # place that is out -> where that failure began
     for epoch in epochs:
         at, now = epoch["opened_at"] - begin, set(epoch["failed"])
+        for source, to in epoch["moves"]:
+            if to in failed and to not in now and source in now and source not in failed:
+                failed = failed - {to} | {source}
+                began_as[source] = began_as.pop(to, to)
         rows += [(at, worker, "failed") for worker in sorted(now - failed)]
-        rows += [(at, worker, "joined") for worker in sorted(failed - now)]
+        rows += [(at, began_as.pop(worker, worker), "joined") for worker in sorted(failed - now)]
         failed = now
     return rows
 

@@ -10,11 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.baseline import reference_period
 from planner.catalog import Catalog
 from planner.catalog_store import Found, StoredCatalog
+from planner.distribution import CopyCost
 from planner.errors import InfeasibleError, InputError
 from planner.failures import failures_per_stage
 from planner.job import Problem, Worker
+from planner.normalization import Migration, normalize
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.planned import PlannedJob, Rate
 from planner.solvers.list_scheduler import ListScheduler
@@ -22,18 +25,24 @@ from planner.solvers.list_scheduler import ListScheduler
 # Ops above which nothing is planned while a failure waits: the count's own period stands for it.
 PLANNED_OPS = 200_000
 
+REROUTE, MIGRATE = "re-route", "migrate and re-route"
+
+# From here on a share is called the whole: plans are counted in ticks.
+WHOLE = 0.995
+
 
 @dataclass(frozen=True)
 class Option:
     """One way on. pause: seconds until training goes on. redo: seconds of earlier work that is lost.
 
-    rate: samples per second from then on.
+    rate: samples per second from then on. migrations: who changes stage for it, where that is known.
     """
 
     name: str
     pause: float
     rate: float
     redo: float = 0.0
+    migrations: tuple[Migration, ...] = ()
 
     def samples(self, horizon: float, before: float) -> float:
         """Trained within `horizon` seconds, less what is lost of the work done at rate `before`."""
@@ -89,19 +98,23 @@ def advise(
         raise InputError("spares", state.spares, "a number of workers of at least 0")
     for worker in state.failed:
         planned.job.check_worker(worker, field="failed")
-    options = _options(state, planned, costs, catalog)
+    options = _options(state, planned, costs, catalog, heals_in)
     if not options:
         raise InfeasibleError(
             f"{planned.workers - len(state.failed)} living workers can't go on", "bring back a failed worker"
         )
     full = planned.full.per_second
     ranked = best_option(options, heals_in, full)
-    absorbed, load = _load(state, planned)
-    return Advice(ranked[0], tuple(ranked), heals_in, absorbed, _sentence(ranked, heals_in, full, load))
+    absorbed, load = _load(state, planned, next((o.rate for o in options if o.name == REROUTE), None))
+    return Advice(ranked[0], tuple(ranked), heals_in, absorbed, _sentence(ranked, heals_in, planned, load))
 
 
 def _options(
-    state: JobState, planned: PlannedJob, costs: RecoveryCosts, catalog: Catalog | StoredCatalog | None
+    state: JobState,
+    planned: PlannedJob,
+    costs: RecoveryCosts,
+    catalog: Catalog | StoredCatalog | None,
+    heals_in: float,
 ) -> list[Option]:
     failures = len(state.failed)
     living = planned.workers - failures
@@ -114,10 +127,9 @@ def _options(
             out.append(Option(name, pause, rate.per_second, redo))
 
     here = _rerouted_here(state.failed, planned, catalog)
-    offer("re-route", seen, here)
-    best = planned.rerouted(failures)
-    if best is not None and failures and (here is None or best.seconds < here.seconds):
-        offer("migrate and re-route", seen + costs.migrate, best)
+    offer(REROUTE, seen, here)
+    if failures and (moved := _migrated(state.failed, planned, costs, heals_in, here)):
+        out.append(moved)
     offer("re-partition", seen + costs.repartition, planned.repartitioned(living))
     broken = len({worker.pipeline for worker in state.failed})
     if failures:
@@ -130,6 +142,43 @@ def _options(
     return out
 
 
+def _migrated(
+    failed: frozenset[Worker], planned: PlannedJob, costs: RecoveryCosts, heals_in: float, here: Rate | None
+) -> Option | None:
+    """With the failures moved to where they cost least; None when they are there already.
+
+    On a large grid the count's own period stands for a plan, and who would move is left open.
+    """
+    seen = costs.detect + costs.recover
+    if _large(planned) or not planned.technique.reroutes:
+        best = planned.rerouted(len(failed))
+        if best is None or (here is not None and best.seconds >= here.seconds):
+            return None
+        return Option(MIGRATE, seen + costs.migrate, best.per_second)
+    # One copy takes `migrate` seconds; the peers of a stage send one each at a time.
+    cost = CopyCost((1,) * planned.job.stages, 1 / costs.migrate) if costs.migrate else None
+    try:
+        moved = normalize(
+            planned.job,
+            failed,
+            technique=planned.technique,
+            memory=planned.memory,
+            cost=cost,
+            heals_in=heals_in,
+            unit_seconds=planned.unit,
+        )
+    except InfeasibleError:
+        return None
+    if not moved.migrations:
+        return None
+    rate = Rate(moved.period * planned.tick, planned.samples)
+    return Option(MIGRATE, seen + moved.pause, rate.per_second, migrations=moved.migrations)
+
+
+def _large(planned: PlannedJob) -> bool:
+    return 3 * planned.workers * planned.job.micro_batches > PLANNED_OPS
+
+
 def _rerouted_here(
     failed: frozenset[Worker], planned: PlannedJob, catalog: Catalog | StoredCatalog | None
 ) -> Rate | None:
@@ -138,21 +187,21 @@ def _rerouted_here(
     plan = found.plan if isinstance(found, Found) else found
     if plan is not None:
         return Rate(plan.metrics.period * planned.unit, planned.samples)
-    job = planned.job
-    if 3 * planned.workers * job.micro_batches > PLANNED_OPS:
+    if _large(planned):
         return planned.rerouted(len(failed))
     try:
-        schedule = ListScheduler().solve(Problem(job, failed, planned.technique, planned.memory)).schedule
+        schedule = ListScheduler().solve(Problem(planned.job, failed, planned.technique, planned.memory)).schedule
     except (InfeasibleError, InputError):
         return None
     return Rate(schedule.period * planned.tick, planned.samples)
 
 
-def _load(state: JobState, planned: PlannedJob) -> tuple[bool, str]:
-    """Do the bubbles hold what each peer has to take beside its own? And in words.
+def _load(state: JobState, planned: PlannedJob, rate: float | None) -> tuple[bool, str]:
+    """Do 1F1B's bubbles hold what each peer has to take beside its own? And in words.
 
     1F1B leaves stages - 1 slots idle on every worker of an iteration, so staggered iterations take
-    up to so many further micro-batches for nothing.
+    up to so many further micro-batches without becoming longer than 1F1B's. rate: what re-routing
+    comes to in truth, which limits on memory and the optimizer's step may keep below that.
     """
     job = planned.job
     worst, extra = 0, 0
@@ -163,19 +212,38 @@ def _load(state: JobState, planned: PlannedJob) -> tuple[bool, str]:
         if more > extra:
             worst, extra = stage, more
     bubbles = job.stages - 1
-    if extra <= bubbles:
-        return True, f"the bubbles hold the {extra} further micro-batches per peer" if extra else ""
-    return False, (
-        f"the bubbles can't absorb the load: stage {worst}'s peers have {extra} further micro-batches each, "
-        f"and 1F1B leaves room for {bubbles}"
+    if not extra:
+        return True, ""
+    if extra > bubbles:
+        return False, (
+            f"the bubbles can't absorb the load: stage {worst}'s peers have {extra} further micro-batches each, "
+            f"and 1F1B leaves room for {bubbles}"
+        )
+    share = rate / one_f_one_b(planned).per_second if rate is not None else 0.0
+    held = f"1F1B's bubbles have room for the {extra} further micro-batches per peer"
+    if share >= WHOLE:
+        return True, f"{held}, so re-routing is as fast as fault-free 1F1B"
+    return True, f"{held}, though re-routing reaches {share:.0%} of its speed within the memory limit and the steps"
+
+
+def one_f_one_b(planned: PlannedJob) -> Rate:
+    """Fault-free 1F1B: what the paper counts slowdowns from."""
+    return Rate(reference_period(planned.job) * planned.tick, planned.samples)
+
+
+def shares(rate: float, planned: PlannedJob) -> str:
+    """A rate beside both that it is to be compared with, in words."""
+    return (
+        f"{rate / planned.full.per_second:.0%} of the fault-free plan, "
+        f"{rate / one_f_one_b(planned).per_second:.0%} of fault-free 1F1B"
     )
 
 
-def _sentence(ranked: Sequence[Option], horizon: float, full: float, load: str) -> str:
-    best = ranked[0]
+def _sentence(ranked: Sequence[Option], horizon: float, planned: PlannedJob, load: str) -> str:
+    best, full = ranked[0], planned.full.per_second
     text = (
-        f"{best.name}: {best.rate:.4g} samples/s ({best.rate / full:.0%} of fault-free) after a pause of "
-        f"{best.pause:.3g} s, {max(0.0, best.samples(horizon, full)):,.0f} samples in the {_span(horizon)} to the "
+        f"{best.name}: {best.rate:.4g} samples/s ({shares(best.rate, planned)}) after a pause of "
+        f"{best.pause:.3g} s, {max(0.0, best.samples(horizon, full)):,.0f} samples in the {span(horizon)} to the "
         "expected repair"
     )
     if len(ranked) > 1:
@@ -187,7 +255,8 @@ def _sentence(ranked: Sequence[Option], horizon: float, full: float, load: str) 
     return f"{text}; {load}" if load else text
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """A time in words, in the unit that suits it."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

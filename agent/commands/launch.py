@@ -84,8 +84,12 @@ def launch(
         str | None, typer.Option(help="Of --checkpoint: newest, newest-intact (passes over damaged) or an iteration.")
     ] = None,
     migrate: Annotated[
-        bool, typer.Option(help="Move workers to other stages wherever that shortens the plan.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--migrate/--no-migrate",
+            help="May workers change their stage to shorten the plan? By default where a console decides, if it pays.",
+        ),
+    ] = None,
     nodes: Annotated[int | None, typer.Option(help="Launchers of this job, one per node.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="This one's number; 0 leads.")] = None,
     lead: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, as every node reaches it.")] = None,

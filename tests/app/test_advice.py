@@ -10,11 +10,14 @@ from ui_console import ConsoleHere, JobHere, until
 
 from agent.protocol import FailureReport
 from app.advice import AdviceRequest, Verdict, decide
-from app.advising import REPAIR_SECONDS, grounds, out
+from app.advising import REPAIR_SECONDS, copy_times, grounds
+from app.choices import DROP, MIGRATE, REROUTE, Candidate
+from app.choosing import out
 from app.job_history import changes, repair_times
 from app.jobs import PlanMaker
+from planner.check import check
 from planner.job import Job
-from planner.plan import job_doc
+from planner.plan import Plan, job_doc
 from planner.policy import Advice, Option, best_option
 from planner.simulation.costs import RecoveryCosts
 
@@ -41,14 +44,48 @@ def test_a_clearly_better_way_is_left_to_the_operator() -> None:
     verdict = decide(advice(Option("re-route", 0, 5.0), Option("re-partition", 0, 8.0)), ["W1_2"], 10.0, "")
     assert (verdict.way, verdict.advised) == ("re-route", "re-partition")
     assert verdict.calls_for_an_operator
-    assert "The job re-routes (5 samples/s): to re-partition would train 60% more" in verdict.reason
-    assert "this version can't do it in place" in verdict.reason
-    assert "so an operator would have to." in verdict.reason
+    assert (
+        "The job re-routes (5 samples/s): to re-partition would train 60% more; this job can't do it, "
+        "for its layers can't change their stage." in verdict.reason
+    )
     assert verdict.reason.endswith("It is assumed that each stage has 8 layers of equal cost that can move.")
 
 
+MOVE = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W1_2"),))
+
+
+@pytest.mark.parametrize(
+    ("automatic", "way", "words"),
+    [(True, MIGRATE, "and this job does so now."), (False, REROUTE, "and an operator may choose it.")],
+)
+def test_a_clearly_better_move_is_made(automatic: bool, way: str, words: str) -> None:
+    options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 5, 8.0))
+    verdict = decide(advice(*options), ["W1_2"], 10.0, "", [MOVE], automatic=automatic, migrate=True)
+    assert (verdict.way, verdict.advised, verdict.better) == (way, MIGRATE, MIGRATE)
+    assert verdict.calls_for_an_operator == (not automatic)
+    assert f"to migrate and re-route would train 60% more, {words}" in verdict.reason
+
+
+def test_the_next_best_is_done_where_the_best_can_not_be() -> None:
+    options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0), Option("re-partition", 0, 9.0))
+    verdict = decide(advice(*options), ["W1_2"], 10.0, "", [MOVE], automatic=True, migrate=True)
+    assert (verdict.way, verdict.advised, verdict.better) == (MIGRATE, "re-partition", MIGRATE)
+    assert "to re-partition would train 80% more; this job can't do it" in verdict.reason
+    assert "To migrate and re-route would train 60% more, and this job does so now." in verdict.reason
+
+
+def test_a_job_that_may_not_move_says_so() -> None:
+    options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0))
+    verdict = decide(advice(*options), ["W1_2"], 10.0, "", [])
+    assert (verdict.way, verdict.advised, verdict.better) == (REROUTE, MIGRATE, "")
+    assert "would train 60% more; this job may not, as it was started." in verdict.reason
+
+
 def test_a_way_that_is_hardly_better_is_not_worth_it() -> None:
-    verdict = decide(advice(Option("re-route", 0, 8.0), Option("migrate and re-route", 0, 8.3)), ["W1_2"], 10.0, "")
+    verdict = decide(
+        advice(Option("re-route", 0, 8.0), Option("migrate and re-route", 0, 8.3)), ["W1_2"], 10.0, "", [MOVE]
+    )
+    assert not verdict.better
     assert not verdict.calls_for_an_operator
     assert verdict.reason.endswith("The job re-routes (8 samples/s), which trains less by under 5%.")
 
@@ -75,26 +112,40 @@ def recovery(detected: float, reformed: float, *, known: bool = True) -> dict[st
 
 def test_costs_are_measured_where_there_is_history() -> None:
     rows = [recovery(100, 300), recovery(200, 1200), recovery(0, 400, known=False)]
-    known = grounds(rows, [60.0, 120.0])
-    assert (known.detect, known.recover, known.repair) == pytest.approx((0.15, 0.4, 90.0))
+    known = grounds(rows, [60.0, 120.0], [0.5, 3.0])
+    assert (known.detect, known.recover, known.copy, known.repair) == pytest.approx((0.15, 0.4, 1.75, 90.0))
     assert known.basis == (
-        "Recovery costs are as in 3 recoveries measured, the time to repair is the mean of 2 repairs."
+        "Recovery costs are as in 3 recoveries measured, the time to repair is the mean of 2 repairs, "
+        "that of a copy as in 2 returns and moves."
     )
+
+
+def test_a_copy_takes_from_the_last_that_left_to_the_last_that_is_ready() -> None:
+    epochs = [
+        {"epoch": 1, "joining": [], "restore": False},
+        {"epoch": 2, "joining": ["W0_0"], "restore": False},
+        {"epoch": 3, "joining": ["W0_0"], "restore": True},
+        {"epoch": 4, "joining": ["W0_0"], "restore": False},
+    ]
+    said = [(2, "adopted", 10.0), (2, "adopted", 12.0), (2, "formed", 12.5), (2, "formed", 13.0), (4, "adopted", 20.0)]
+    rows = [{"epoch": e, "state": state, "at": at} for e, state, at in said]
+    assert copy_times(epochs, rows) == [1.0]
 
 
 def test_without_history_defaults_are_said_to_be_assumed() -> None:
     known = grounds([], [])
     assumed = RecoveryCosts()
-    assert (known.detect, known.recover, known.repair) == (assumed.detect, assumed.recover, REPAIR_SECONDS)
-    assert known.basis == "Recovery costs are assumed, the time to repair is assumed."
+    assert (known.detect, known.recover, known.copy) == (assumed.detect, assumed.recover, assumed.migrate)
+    assert known.repair == REPAIR_SECONDS
+    assert known.basis == "Recovery costs are assumed, the time to repair is assumed, that of a copy assumed."
 
 
 def test_repairs_are_what_came_back_between_epochs() -> None:
     epochs = [
-        {"opened_at": 100.0, "failed": []},
-        {"opened_at": 110.0, "failed": ["W0_1"]},
-        {"opened_at": 130.0, "failed": ["W0_1", "W1_0"]},
-        {"opened_at": 150.0, "failed": ["W1_0"]},
+        {"opened_at": 100.0, "failed": [], "moves": []},
+        {"opened_at": 110.0, "failed": ["W0_1"], "moves": []},
+        {"opened_at": 130.0, "failed": ["W0_1", "W1_0"], "moves": []},
+        {"opened_at": 150.0, "failed": ["W1_0"], "moves": []},
     ]
     assert changes(epochs, 100.0) == [
         (10.0, "W0_1", "failed"),
@@ -102,6 +153,19 @@ def test_repairs_are_what_came_back_between_epochs() -> None:
         (50.0, "W0_1", "joined"),
     ]
     assert repair_times(changes(epochs)) == [40.0]
+
+
+def test_a_worker_that_moves_is_no_repair() -> None:
+    """W0_1 fails, W2_0 takes its place, told twice; who fills W2_0 in the end ends the failure of W0_1."""
+    move = [["W2_0", "W0_1"]]
+    epochs = [
+        {"opened_at": 0.0, "failed": ["W0_1"], "moves": []},
+        {"opened_at": 5.0, "failed": ["W2_0"], "moves": move},
+        {"opened_at": 6.0, "failed": ["W2_0", "W1_0"], "moves": move},
+        {"opened_at": 60.0, "failed": ["W1_0"], "moves": []},
+    ]
+    assert changes(epochs) == [(0.0, "W0_1", "failed"), (6.0, "W1_0", "failed"), (60.0, "W0_1", "joined")]
+    assert repair_times(changes(epochs)) == [60.0]
 
 
 # -- in the child process -----------------------------------------------------------------------
@@ -119,6 +183,7 @@ def ask(**given: object) -> tuple[Verdict | None, str]:
         "unit_seconds": None,
         "detect": 0.1,
         "recover": 0.2,
+        "copy": 1.0,
         "heals_in": HOUR,
         "since_checkpoint": None,
         "basis": "Basis.",
@@ -140,6 +205,26 @@ def test_the_process_says_when_bubbles_can_not_absorb_the_load() -> None:
     assert not verdict.absorbed
     assert "the bubbles can't absorb the load: stage 2's peers have 12 further micro-batches each" in verdict.reason
     assert verdict.reason.startswith("With W0_2, W1_2 out, the best way on is ")
+    assert [c.name for c in verdict.candidates] == [REROUTE, DROP] and not verdict.better
+
+
+def test_the_process_makes_the_plans_of_all_ways_that_the_job_can_take() -> None:
+    verdict, why = ask(migrate=True)
+    assert verdict is not None, why
+    best, stay, drop = verdict.candidates
+    assert (best.name, stay.name, drop.name) == (MIGRATE, REROUTE, DROP) and verdict.better == MIGRATE
+    ((source, to),) = best.moves
+    assert to in ("W0_2", "W1_2") and source.endswith(("_0", "_1", "_3")) and best.failed != stay.failed
+    assert stay.failed == ("W0_2", "W1_2")
+    assert drop.failed == tuple(f"W{p}_{s}" for p in (0, 1) for s in range(4))
+    plans = {plan.fingerprint: plan for plan in map(Plan.from_json, verdict.plans)}
+    for way in verdict.candidates:
+        assert plans[way.plan].failed == way.failed and check(plans[way.plan]) == []
+        assert way.rate == pytest.approx(18 / (plans[way.plan].metrics.period / 1000))
+        assert way.slowdown_vs_1f1b == pytest.approx(plans[way.plan].metrics.slowdown_vs_1f1b)
+    assert best.samples > stay.samples > drop.samples
+    assert f"{source} takes the place of {to}: " in best.text
+    assert drop.text.startswith("pipelines 0, 1 stand by, and the others run all micro-batches: ")
 
 
 def test_advice_that_takes_too_long_is_given_up() -> None:
@@ -181,7 +266,7 @@ def test_each_new_set_of_failures_is_advised_once(here: ConsoleHere, tmp_path: P
     first = console.view(job.job_id).advice
     assert first is not None
     assert first.startswith("With W1_2 out, the best way on is ")
-    assert "the bubbles hold the 3 further micro-batches per peer" in first
+    assert "1F1B's bubbles have room for the 3 further micro-batches per peer" in first
     until(lambda: advised(job) == [first], "it is in the feed")
 
     job.commit(10, 12, 2).die("W0_2")

@@ -27,9 +27,41 @@ def test_the_worked_example_is_absorbed() -> None:
     advice = advise(JobState(ONE), PLANNED, COSTS, heals_in=3600)
     assert advice.absorbed
     assert advice.choice.name == advice.options[0].name
-    assert "the bubbles hold the 3 further micro-batches per peer" in advice.sentence
+    assert advice.sentence.endswith(
+        "1F1B's bubbles have room for the 3 further micro-batches per peer, so re-routing is as fast as fault-free 1F1B"
+    )
     samples = [option.samples(3600, PLANNED.full.per_second) for option in advice.options]
     assert samples == sorted(samples, reverse=True)
+
+
+def test_room_in_the_bubbles_is_not_called_speed_where_it_is_none() -> None:
+    """At `uniform` memory the best plan known is 29 slots, and 1F1B's 27."""
+    advice = advise(JobState(ONE), PlannedJob(JOB, samples=18), COSTS, heals_in=3600)
+    (route,) = [o for o in advice.options if o.name == "re-route"]
+    share = route.rate / (18 / 27)
+    assert share < 0.99
+    assert advice.sentence.endswith(
+        f"though re-routing reaches {share:.0%} of its speed within the memory limit and the steps"
+    )
+
+
+def test_a_migration_says_who_moves_and_is_planned_as_it_would_be() -> None:
+    two = frozenset({Worker(0, 2), Worker(1, 2)})
+    advice = advise(JobState(two), PLANNED, COSTS, heals_in=3600)
+    options = {o.name: o for o in advice.options}
+    moved = options["migrate and re-route"]
+    assert moved.migrations and all(m.takes in two and m.source == Worker(2, 2) for m in moved.migrations)
+    after = two - {m.takes for m in moved.migrations} | {m.worker for m in moved.migrations}
+    plan = make_plan(Catalog(JOB, Technique.STAGGERED, MemoryLimit("none")).problem(after), solver="list")
+    assert moved.rate == pytest.approx(18 / plan.metrics.period)
+    assert moved.rate > options["re-route"].rate
+    assert moved.pause == pytest.approx(COSTS.detect + COSTS.recover + COSTS.migrate)
+
+
+def test_a_copy_that_takes_longer_than_the_repair_moves_nobody() -> None:
+    two = frozenset({Worker(0, 2), Worker(1, 2)})
+    advice = advise(JobState(two), PLANNED, RecoveryCosts(migrate=500), heals_in=400)
+    assert "migrate and re-route" not in {o.name for o in advice.options}
 
 
 def test_it_says_when_bubbles_run_out() -> None:
@@ -42,10 +74,15 @@ def test_it_says_when_bubbles_run_out() -> None:
 
 def test_the_sentence_has_the_numbers() -> None:
     advice = advise(JobState(ONE), PLANNED, COSTS, heals_in=600)
-    match = re.match(r"(.+?): ([\d.]+) samples/s \((\d+)% of fault-free\) after a pause of ([\d.]+) s", advice.sentence)
+    match = re.match(
+        r"(.+?): ([\d.]+) samples/s \((\d+)% of the fault-free plan, (\d+)% of fault-free 1F1B\) "
+        r"after a pause of ([\d.]+) s",
+        advice.sentence,
+    )
     assert match and match[1] == advice.choice.name
     assert float(match[2]) == pytest.approx(advice.choice.rate, rel=1e-3)
-    assert float(match[4]) == pytest.approx(advice.choice.pause)
+    assert int(match[4]) == round(100 * advice.choice.rate * 27 / 18)
+    assert float(match[5]) == pytest.approx(advice.choice.pause)
     assert "in the 10 min to the expected repair; next is" in advice.sentence
 
 

@@ -1,0 +1,113 @@
+"""What the console decides beyond re-routing, carried out by real processes: the bits stay those of a run
+without failures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agent.consoles import JobConsole, console, until
+from tests.agent.runs import TINY, Run, launch
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+
+GRID = ("--pipelines", "3", "--stages", "2", "--micro-batches", "2")
+ITERATIONS = 150
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Nothing happens to it."""
+    folder = tmp_path_factory.mktemp("reference")
+    run = launch(folder / "run.jsonl", *GRID, *TINY, "--iterations", str(ITERATIONS))
+    assert run.status == 0, run.errors
+    return run
+
+
+class Job:
+    """A paced job that a real console decides on."""
+
+    def __init__(self, server: JobConsole, record: Path, *arguments: str) -> None:
+        self.server, self.record = server, record
+        command = [sys.executable, "-m", "agent", "launch", "--record", str(record), *GRID, *TINY]
+        command += ["--console", server.root, "--demo", "--iterations", str(ITERATIONS), "--pace", "F=4ms,I=4ms,W=4ms"]
+        self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL)
+        self.job_id = server.job_id()
+
+    def read(self, path: str = "") -> Any:
+        return self.server.read(f"/jobs/{self.job_id}{path}")
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        answer = self.server.post(f"/jobs/{self.job_id}{path}", body)
+        answer.raise_for_status()
+        return answer.json()
+
+    def epochs(self) -> list[dict[str, Any]]:
+        return list(self.read("/epochs")["epochs"])
+
+    def texts(self) -> list[str]:
+        return [event["text"] for event in self.read("/events?after=0&limit=2000")["events"]]
+
+    def commits(self, more: int = 3) -> None:
+        """Training goes on."""
+        after = self.read()["committed"]
+        until(lambda: self.read()["committed"] >= min(after + more, ITERATIONS), "training")
+
+    def settles(self, living: int) -> int:
+        """Waits until so many workers train by the newest epoch; returns its number."""
+        until(lambda: self.read()["living"] == living and self.read()["state"] == "running", f"{living} that train")
+        return int(self.read()["epoch"])
+
+    def ends(self, reference: Run) -> list[dict[str, Any]]:
+        """Waits for the end; the losses and the parameters must be the reference's. Returns the record."""
+        assert self.process.wait(120) == 0
+        lines = [json.loads(line) for line in self.record.read_text().splitlines()]
+        assert [line["loss"] for line in lines if "loss" in line] == reference.losses
+        assert lines[-1]["final"] == reference.final
+        return lines
+
+
+@contextmanager
+def job(folder: Path, *arguments: str) -> Iterator[Job]:
+    with console(folder) as server:
+        running = Job(server, folder / "run.jsonl", *arguments)
+        try:
+            yield running
+        finally:
+            if running.process.poll() is None:
+                running.process.terminate()
+            running.process.wait(20)
+
+
+def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Path) -> None:
+    """Two of three workers of stage 0 die. One of stage 1 takes over there, because that trains more; it takes
+    its state from the one that lives. A worker that is started anew takes the place that it gave up."""
+    with job(tmp_path, "--kill", "W0_0@1:F1", "--kill", "W1_0@3:I0") as running:
+        moved = until(lambda: next((e for e in running.epochs() if e["moves"]), None), "a move")
+        ((source, to),) = moved["moves"]
+        assert source in ("W0_1", "W1_1", "W2_1") and to in ("W0_0", "W1_0")
+        assert not moved["restore"] and moved["joining"] == [to]
+        assert sorted(name[-1] for name in moved["failed"]) == ["0", "1"]
+        assert "migrate and re-route" in moved["reason"] and "samples/s" in moved["reason"]
+        running.settles(4)
+        texts = running.texts()
+        assert any("to migrate and re-route would train" in t and "this job does so now" in t for t in texts)
+        assert f"{source} gives up its stage and takes the place of {to}, with the state of a peer" in texts
+        # It stays where it is: with the failures spread, nothing else is clearly better.
+        running.commits(5)
+        assert running.epochs()[-1]["epoch"] == moved["epoch"]
+        running.ask(f"/workers/{source}/restart")
+        running.settles(5)
+        back = running.epochs()[-1]
+        assert source in back["joining"] and not back["moves"]
+        running.ends(reference)
+    # The others finished their iteration before it moved: nothing was run twice for it.
+    lines = [json.loads(line) for line in running.record.read_text().splitlines()]
+    assert sorted(line["failure"]["worker"] for line in lines if "failure" in line) == ["W0_0", "W1_0"]
