@@ -59,16 +59,16 @@ class _Chain:
         """The step of the stage that sets the period (without staggering: of the whole grid)."""
         schedule = self.schedule
         first: dict[int, int] = {}
-        ends: dict[int, Op] = {}
+        ends: dict[int, tuple[int, int, Op]] = {}
         for worker, ops in schedule.ops.items():
             stage = worker.stage
             first[stage] = min(first.get(stage, ops[0].start), ops[0].start)
-            if stage not in ends or ops[-1].end > ends[stage].end:
-                ends[stage] = ops[-1]
+            # Of peers that step together, the one that the step waited for.
+            found = (ops[-1].end, ops[-2].end if len(ops) > 1 else 0, ops[-1])
+            ends[stage] = max(ends.get(stage, found), found)
         if not schedule.problem.technique.staggers:
-            return Link(max(ends.values(), key=lambda op: op.end), 0)
-        slowest = max(first, key=lambda s: ends[s].end - first[s])
-        return Link(ends[slowest], 0)
+            return Link(max(ends.values())[-1], 0)
+        return Link(ends[max(first, key=lambda s: ends[s][0] - first[s])][-1], 0)
 
     def cause(self, op: Op) -> tuple[Op, int] | None:
         """What `op` waited for longest, and the tick at which that let it go; None at the beginning."""

@@ -5,7 +5,7 @@ Every text that comes from outside is escaped here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -15,10 +15,13 @@ import streamlit as st
 from agent.protocol import JobState
 from app.errors import ConsoleError
 from app.ui import text
+from app.ui.charts.bars import KIND_ORDER
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.facts import Card, op_time_words
 from app.ui.theme import OP_WORDS, Palette, palette
 from app.view import EventView, JobView, RecoveryView
+from planner.job import Worker
+from planner.schedule import Schedule
 
 _CSS = Path(__file__).parent / "assets" / "console.css"
 
@@ -152,6 +155,13 @@ def op_legend(kinds: list[str], *, rerouted: bool, ghost: bool) -> None:
         entries.append(("or-op-ghost", "Next iteration"))
     shapes = "".join(f'<span class="or-key"><i class="or-shape {c}"></i>{escape(words)}</span>' for c, words in entries)
     st.html(f'<div class="or-legend">{shapes}</div>')
+
+
+def legend_of(schedule: Schedule, workers: Sequence[Worker], *, ghost: bool) -> None:
+    """The legend of what occurs in these rows."""
+    shown = {(op.kind, op.rerouted) for w in workers for op in schedule.ops.get(w, ())}
+    kinds = [kind for kind in KIND_ORDER if any(kind == k for k, _ in shown)]
+    op_legend(kinds, rerouted=any(moved for _, moved in shown), ghost=ghost)
 
 
 def job_title(view: JobView, *, pace: bool = True) -> None:

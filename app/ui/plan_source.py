@@ -6,9 +6,8 @@ import streamlit as st
 
 from app.console import Console
 from app.errors import ConsoleError
-from app.making import TIME_LIMIT
 from app.references import OfJob, Reference, parse_reference
-from app.sources import Awaited, Source, find, names, saved_names
+from app.sources import Awaited, Source, find, measured_name, names, saved_names
 from planner.errors import InputError
 
 PICKER = "plan-picker"
@@ -20,7 +19,8 @@ def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Sour
 
     None: there is no plan to show yet, or it is being made; the page has then said so.
     """
-    options = {**(names(console, job_id) if job_id else {}), **saved_names(console)}
+    of_job = {**names(console, job_id), **measured_name(console, job_id)} if job_id else {}
+    options = {**of_job, **saved_names(console)}
     wanted = _wanted(console, job_id)
     if wanted is not None:
         options.setdefault(str(wanted.reference), wanted.name)
@@ -65,7 +65,7 @@ def _wait(console: Console, reference: Reference) -> None:
     except ConsoleError:
         st.rerun()  # the page says why
     if isinstance(found, Awaited):
-        st.caption(f"Planning: {found.name} … {found.seconds:.0f} s of at most about {TIME_LIMIT:.0f} s.")
+        st.caption(found.words)
     else:
         st.rerun()
 

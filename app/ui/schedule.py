@@ -1,8 +1,6 @@
-"""Schedule: a plan as a Gantt chart, with its figures and the same facts in tables."""
+"""Schedule: a plan, or an iteration as it ran, as a Gantt chart, with its figures and the same facts in tables."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import streamlit as st
 
@@ -10,20 +8,21 @@ from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.sources import Source
 from app.ui import components, facts
-from app.ui.charts import overview as large
-from app.ui.charts import rows
-from app.ui.charts.gantt import KIND_ORDER, gantt
-from app.ui.charts.overview import Detail
+from app.ui.charts.gantt import gantt
+from app.ui.charts.overview import MAX_BARS, Detail
 from app.ui.exports import export_button
 from app.ui.picker import open_job
 from app.ui.plan_source import pick_plan
+from app.ui.schedule_facts import critical_words, measured_words
+from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
+from app.ui.schedule_large import large_chart
 from app.ui.tables import operations_table, workers_table
-from app.ui.theme import BOX_CONFIG, CHART_CONFIG, Palette
+from app.ui.theme import CHART_CONFIG, Palette
 from planner.job import Worker
 from planner.plan import Plan
 from planner.schedule import Schedule
 
-SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "One pipeline", "stage": "One stage"}
+HELD = "measured-iteration"
 
 
 def page() -> None:
@@ -49,12 +48,15 @@ def page() -> None:
         )
     if source is None:
         return
+    source = _still(source)
     plan = source.plan
     schedule = st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)
     with filters:
-        workers = _choose_workers(schedule)
+        workers = choose_workers(schedule)
+    with st.container(horizontal=True, vertical_alignment="bottom", key="drawn"):
+        wish = choose_view(plan, schedule)
     components.cards(facts.plan_cards(plan, schedule))
-    detail = _chart(plan, schedule, workers, colours)
+    detail = _chart(plan, schedule, workers, wish, colours)
     _tables(console, source, schedule, workers, detail)
 
 
@@ -73,89 +75,57 @@ def _follow(console: Console, job_id: str, shown: str | None) -> None:
         st.rerun()
 
 
-def _choose_workers(schedule: Schedule) -> list[Worker]:
-    job = schedule.problem.job
-    touched = rows.touched_workers(schedule)
-    options = [key for key in SHOW if key != "failure" or touched]
-    show = st.segmented_control(
-        "Show",
-        options,
-        default="all",
-        required=True,
-        format_func=SHOW.__getitem__,
-        key="show",
-        bind="query-params",
-        wrap=True,
-    )
-    if show == "pipeline":
-        pipeline = st.selectbox("Pipeline", range(job.pipelines), key="pipeline", width=120)
-        return rows.pipeline_workers(schedule, pipeline)
-    if show == "stage":
-        stage = st.selectbox("Stage", range(job.stages), key="stage", width=120)
-        return rows.stage_workers(schedule, stage)
-    return touched if show == "failure" else list(job.workers())
+def _still(source: Source) -> Source:
+    """A measured iteration stays the same while it is looked at, until a newer one is asked for."""
+    if source.measured is None:
+        return source
+    held: Source = st.session_state.get(HELD, source)
+    if held.measured is None or held.reference != source.reference:
+        held = source
+    st.session_state[HELD] = held
+    newest, shown = source.measured, held.measured or source.measured
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.markdown(measured_words(shown))
+        if newest.at != shown.at and st.button(f"Show iteration {newest.iteration}", key="newest"):
+            st.session_state[HELD] = source
+            st.rerun()
+    return held
 
 
-def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], colours: Palette) -> Detail | None:
+def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail | None:
     """Returns the part that is shown op by op, where that is not all of it."""
     ops = sum(len(schedule.ops.get(w, ())) for w in workers)
-    revision = f"{plan.fingerprint}-{len(workers)}"
-    if ops > large.MAX_BARS:
-        return _large_chart(schedule, workers, colours, revision)
-    job = schedule.problem.job
-    fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * job.ticks_per_unit
-    figure = gantt(schedule, colours, workers=workers, fault_free_end=fault_free, revision=revision)
-    _legend(schedule, workers, ghost=True)
-    with st.container(key="wide-chart"):
-        st.plotly_chart(figure, theme=None, key="gantt", config=CHART_CONFIG, alt=facts.schedule_words(plan, schedule))
-    st.caption(facts.reading_help(plan))
-    return None
-
-
-def _legend(schedule: Schedule, workers: Sequence[Worker], *, ghost: bool) -> None:
-    shown = {(op.kind, op.rerouted) for w in workers for op in schedule.ops.get(w, ())}
-    kinds = [kind for kind in KIND_ORDER if any(kind == k for k, _ in shown)]
-    components.op_legend(kinds, rerouted=any(moved for _, moved in shown), ghost=ghost)
-
-
-def _large_chart(schedule: Schedule, workers: list[Worker], colours: Palette, revision: str) -> Detail:
-    """Beyond MAX_BARS ops: a picture of all, and bars for the part that a box or the fields choose."""
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        first = st.selectbox("First row", [str(w) for w in workers], key="first-row", width=160)
-        start = st.number_input("From time", min_value=0.0, value=0.0, key="from-time", width=160)
-        st.caption("Or draw a box on the overview; a double click there takes it away.")
-    box = _drawn_box(st.session_state.get("overview"))
-    names = [str(w) for w in workers]
-    if box:
-        detail = large.detail_of_box(schedule, workers, *box)
-    else:
-        detail = large.detail_of(schedule, workers, names.index(first), 16, start * schedule.problem.job.ticks_per_unit)
-    st.plotly_chart(
-        large.overview(schedule, colours, workers=workers, detail=detail, revision=revision),
-        theme=None,
-        key="overview",
-        on_select="rerun",
-        selection_mode="box",
-        config=BOX_CONFIG,
-        alt=f"Overview of {len(workers):,} workers over one iteration.",
-    )
-    components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
-    _legend(schedule, detail.workers, ghost=False)
+    revision = f"{plan.fingerprint}-{len(workers)}-{wish.window}"
+    if ops > MAX_BARS:
+        return large_chart(schedule, workers, wish, colours, revision)
+    fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
     figure = gantt(
-        schedule, colours, workers=detail.workers, window=detail.window, revision=f"{revision}-{detail.window}"
+        schedule,
+        colours,
+        workers=workers,
+        fault_free_end=fault_free,
+        window=wish.window,
+        path=wish.path,
+        critical="critical" in wish.draw,
+        held="held" in wish.draw,
+        next_iteration="next" in wish.draw,
+        revision=revision,
     )
+    components.legend_of(schedule, workers, ghost="next" in wish.draw)
     with st.container(key="wide-chart"):
-        st.plotly_chart(figure, theme=None, key="gantt", config=CHART_CONFIG, alt="The chosen part, op by op.")
-    return detail
-
-
-def _drawn_box(state: object) -> tuple[tuple[float, float], tuple[float, float]] | None:
-    selection = state.get("selection") if isinstance(state, dict) else None
-    boxes = selection.get("box") if selection else None
-    if not boxes:
-        return None
-    x, y = boxes[0]["x"], boxes[0]["y"]
-    return (float(x[0]), float(x[1])), (float(y[0]), float(y[1]))
+        st.plotly_chart(
+            figure,
+            theme=None,
+            key="gantt",
+            config=CHART_CONFIG,
+            on_select=clicked,
+            selection_mode="points",
+            alt=facts.schedule_words(plan, schedule),
+        )
+    st.caption(facts.reading_help(plan))
+    if "critical" in wish.draw:
+        st.caption(critical_words(schedule))
+    return None
 
 
 def _tables(console: Console, source: Source, schedule: Schedule, workers: list[Worker], detail: Detail | None) -> None:

@@ -1,0 +1,74 @@
+"""Schedules of more ops than there can be bars: a picture of all of it, and bars for a part."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app.ui import components
+from app.ui.charts import overview as large
+from app.ui.charts.gantt import gantt
+from app.ui.charts.overview import Detail
+from app.ui.schedule_filters import Wish
+from app.ui.theme import BOX_CONFIG, CHART_CONFIG, Palette
+from planner.job import Worker
+from planner.schedule import Schedule
+
+BOX = "box"
+ROWS = 16
+
+
+def large_chart(schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette, revision: str) -> Detail:
+    """Draws both; a box on the picture, or the fields, choose the part, which is returned."""
+    names = [str(w) for w in workers]
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        first = st.selectbox("First row", names, key="first-row", bind="query-params", width=160)
+        st.caption("Or draw a box on the overview; a double click there takes it away.")
+    box = _box(len(workers))
+    if box:
+        detail = large.detail_of_box(schedule, workers, *box)
+    else:
+        start = wish.window[0] if wish.window else 0.0
+        detail = large.detail_of(schedule, workers, names.index(first), ROWS, start)
+    st.plotly_chart(
+        large.overview(schedule, colours, workers=workers, detail=detail, revision=revision),
+        theme=None,
+        key="overview",
+        on_select=_remember_box,
+        selection_mode="box",
+        config=BOX_CONFIG,
+        alt=f"Overview of {len(workers):,} workers over one iteration.",
+    )
+    components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
+    components.legend_of(schedule, detail.workers, ghost=False)
+    figure = gantt(
+        schedule,
+        colours,
+        workers=detail.workers,
+        window=detail.window,
+        path=wish.path,
+        critical="critical" in wish.draw,
+        held="held" in wish.draw,
+        next_iteration=False,
+        revision=f"{revision}-{detail.window}",
+    )
+    with st.container(key="wide-chart"):
+        st.plotly_chart(figure, theme=None, key="detail", config=CHART_CONFIG, alt="The chosen part, op by op.")
+    return detail
+
+
+def _box(rows: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    """`?box=20,60,100,140`: from and to of the time, then of the rows."""
+    try:
+        x0, x1, y0, y1 = map(float, st.query_params.get(BOX, "").split(","))
+    except ValueError:
+        return None
+    return ((x0, x1), (y0, y1)) if x0 < x1 and -1 <= y0 < y1 <= rows else None
+
+
+def _remember_box() -> None:
+    state = st.session_state.get("overview")
+    boxes = state["selection"].get("box") if state else None
+    if boxes:
+        st.query_params[BOX] = ",".join(f"{value:.6g}" for axis in "xy" for value in sorted(boxes[0][axis]))
+    else:
+        st.query_params.pop(BOX, None)
