@@ -90,3 +90,13 @@ class DrainAsked:
 
     worker: str
     actor: str
+
+
+@dataclass(frozen=True)
+class UsePlan:
+    """An operator wants the plan of this fingerprint in force, with the same workers. failed: those that it
+    does without."""
+
+    fingerprint: str
+    failed: tuple[str, ...]
+    actor: str

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from agent.protocol import WorkerState
 from app import restaffing
-from app.choices import REROUTE, Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
-from app.epochs import ask, pend, reconsider
+from app.choices import REROUTE, Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
+from app.epochs import ask, pend, plan_ready, reconsider
 from app.fencing import no_such_worker, refuse
-from app.membership import PRESENT, Decision, Ladder, Member, Note, State, Step, names
+from app.membership import PRESENT, Decision, Ladder, Member, Note, PlanReady, State, Step, names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 
@@ -98,6 +98,37 @@ def drain_asked(state: State, event: DrainAsked, now: float, ladder: Ladder) -> 
     _let_go(members, member.name, f"asked to leave by {event.actor}")
     notes: list[Decision] = [Note("warning", "operator", text, member.name)]
     return reconsider(replace(state, members=members), text, notes, now)
+
+
+def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
+    """Opens an epoch with the same members and another plan."""
+    if state.over:
+        return refuse(state, "job_over", f"the job is {state.over}")
+    failed = out(state)
+    if failed is None or state.current is None:
+        return refuse(
+            state, "no_choice", "a plan can't be put in force while the job recovers; try again when it trains"
+        )
+    if sorted(event.failed) != sorted(failed):
+        expected = names(failed) or "none"
+        return refuse(
+            state,
+            "invalid",
+            f"failed: got a plan without {names(event.failed) or 'anybody failed'}, expected {expected}",
+        )
+    if event.fingerprint == state.current.plan_fingerprint:
+        return Step(state, reason="that plan is in force already")
+    text = f"{event.actor} put plan {event.fingerprint[:8]} in force"
+    pending = pend(state, text)
+    if pending.failed != failed:
+        return refuse(state, "no_choice", "a worker is about to re-join; try again when it trains")
+    step = plan_ready(
+        replace(state, pending=pending),
+        PlanReady(pending.failed, event.fingerprint, "an operator's choice"),
+        now,
+        ladder,
+    )
+    return Step(step.state, (Note("warning", "operator", text), *step.decisions), text)
 
 
 def overdue(state: State, notes: list[Decision], why: str = "") -> Step:

@@ -14,7 +14,7 @@ from typing import Any
 
 from agent.protocol import WorkerState
 from app import choosing, epochs, liveness
-from app.choices import Chosen, DrainAsked, ModeSet, Offered
+from app.choices import Chosen, DrainAsked, ModeSet, Offered, UsePlan
 from app.epochs import reconsider
 from app.fencing import fence, fenced_text, holder, no_such_worker, refuse
 from app.membership import (
@@ -159,4 +159,5 @@ _HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
     Chosen: choosing.chosen,
     ModeSet: choosing.mode_set,
     DrainAsked: choosing.drain_asked,
+    UsePlan: choosing.use_plan,
 }

@@ -350,6 +350,7 @@ class LiveJob:
             epoch=epoch_row(opened) if opened else None,
             events=self.note(d for d in decisions if isinstance(d, Note)),
             acknowledgement=acknowledgement,
+            audit=audit,
             states=_state_rows(old, new),
         )
 

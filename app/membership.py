@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent.protocol import JobState, WorkerState
-from app.choices import PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
+from app.choices import PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
 from planner.errors import InputError
 
 AckState = Literal["", "adopted", "formed", "resumed"]
@@ -307,6 +307,7 @@ Event = (
     | Chosen
     | ModeSet
     | DrainAsked
+    | UsePlan
 )
 
 

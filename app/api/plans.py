@@ -7,7 +7,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.api.jobs import Actor
+from app.api.models import Outcome
 from app.api.runner import in_thread
+from app.applying import use_plan
 from app.console import Console
 from app.errors import ConsoleError
 from app.solving import Point, Solve, SolveState
@@ -48,6 +51,12 @@ class PlanToSave(BaseModel):
     name: Annotated[str, Field(max_length=200)]
     plan: Plan | None = None
     solve: Annotated[str, Field(max_length=64)] | None = None
+
+
+class PlanToUse(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    fingerprint: Annotated[str, Field(max_length=64)]
 
 
 class Kept(BaseModel):
@@ -98,6 +107,12 @@ def router(console: Console) -> APIRouter:
     async def forget(fingerprint: str) -> None:
         """Jobs that have the plan keep it."""
         await in_thread(console.library.forget, fingerprint)
+
+    @api.put("/jobs/{job_id}/plan", tags=["operator"])
+    async def use(job_id: str, message: PlanToUse, x_actor: Actor = "API") -> Outcome:
+        """Puts a saved plan in force, with the same workers: it must be for the job's grid, profile and failures."""
+        plan = await in_thread(console.library.saved_plan, message.fingerprint)
+        return Outcome(reason=await in_thread(use_plan, console, job_id, plan, x_actor))
 
     @api.get("/solves", tags=["plans"])
     async def solves() -> SolveList:

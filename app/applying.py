@@ -1,0 +1,73 @@
+"""Puts a plan of somebody's own in force in a job that it fits."""
+
+from __future__ import annotations
+
+import time
+
+from app.choices import UsePlan
+from app.console import Console, plain
+from app.errors import ConsoleError
+from app.live import LiveJob
+from app.membership import names
+from planner.check import check
+from planner.job import MemoryLimit, Worker
+from planner.plan import Plan, job_doc
+
+# Checking takes a second for so many ops; a larger plan is checked by whoever made it.
+MAX_CHECKED_OPS = 100_000
+
+
+def misfit(job: LiveJob, plan: Plan) -> str:
+    """Why the job can't run `plan` now; "": it can."""
+    if job.state.over:
+        return f"it has {job.state.over}"
+    own, document = job_doc(job.job), plan.job
+    if (own.pipelines, own.stages, own.micro_batches) != (
+        document.pipelines,
+        document.stages,
+        document.micro_batches,
+    ):
+        grids = [f"{d.pipelines} × {d.stages} × {d.micro_batches}" for d in (document, own)]
+        return f"the plan is for a grid of {grids[0]}, the job's is {grids[1]}"
+    if own != document:
+        return "the plan was made for another profile; take the job over and plan again"
+    current = job.state.current
+    if current is None:
+        return "its workers have not all registered"
+    if sorted(current.failed) != sorted(plan.failed):
+        without = [names(failed) or "nobody" for failed in (plan.failed, current.failed)]
+        return f"the plan goes without {without[0]}, the job without {without[1]}"
+    if current.plan_fingerprint == plan.fingerprint:
+        return "it is in force already"
+    return _too_much(job, plan)
+
+
+def use_plan(console: Console, job_id: str, plan: Plan, actor: str) -> str:
+    """Opens an epoch with the same workers and this plan; returns what the coordinator makes of it.
+
+    Raises ConsoleError (404, 409, 422) naming what does not fit; then nothing has changed.
+    """
+    job = console.job(job_id)
+    if why := misfit(job, plan):
+        raise ConsoleError(409, "misfit", f"plan {plan.fingerprint[:8]}: {why}")
+    if sum(map(len, plan.workers.values())) <= MAX_CHECKED_OPS and (wrong := check(plan)):
+        raise ConsoleError(422, "invalid", f"plan: {wrong[0]}")
+    who = plain(actor).strip()[:80] or "unknown"
+    audit = {
+        "at": time.time(),
+        "actor": who,
+        "action": "use plan",
+        "target": plan.fingerprint,
+        "detail": "",
+    }
+    return job.apply(UsePlan(plan.fingerprint, plan.failed, who), plan=plan, audit=audit)
+
+
+def _too_much(job: LiveJob, plan: Plan) -> str:
+    """Would a worker hold more activations than the job's own limit allows?"""
+    limits = MemoryLimit.parse(job.spec.memory, field="memory").limits(job.job, plan.technique)
+    for name, held in plan.metrics.peak_activations.items():
+        limit = limits[Worker.parse(name).stage]
+        if limit is not None and held > limit:
+            return f"{name} would hold {held} activations, and the job's memory limit {job.spec.memory} allows {limit}"
+    return ""
