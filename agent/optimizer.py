@@ -126,8 +126,8 @@ class StageOptimizer:
         return True
 
     def _update(self, coefficient: float) -> None:
-        if coefficient != 1.0:
-            gradients = [p.grad for p in self._trained if p.grad is not None]
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        if coefficient != 1.0 and gradients:  # torch takes no empty list
             torch._foreach_mul_(gradients, coefficient)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

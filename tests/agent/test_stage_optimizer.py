@@ -235,3 +235,15 @@ def test_the_norm_is_that_of_torch() -> None:
     torch_norm = nn.utils.get_total_norm([p.grad for p in stage.module.parameters() if p.grad is not None])
     assert norm == pytest.approx(float(torch_norm), rel=1e-6)
     assert _stage(clips=False).measure() == Slot()
+
+
+def test_a_stage_that_is_not_trained_has_nothing_to_clip() -> None:
+    module = nn.Linear(2, 2).requires_grad_(False)
+    stage = StageOptimizer(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), GradientSum(module.parameters(), terms=1), clips=True
+    )
+    before = stage.parameters_sha256()
+    stage.step(Verdict(0.5))
+    stage.step(None)
+    assert stage.settle(Verdict(0.5))
+    assert stage.parameters_sha256() == before and stage.committed == 2
