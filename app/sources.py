@@ -1,0 +1,153 @@
+"""What stands behind a reference: the plan, and what people call it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from app.console import Console
+from app.errors import ConsoleError
+from app.making import TIME_LIMIT, Question
+from app.measured import MeasuredIteration, measured_iteration
+from app.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
+from planner.errors import PlannerError
+from planner.job import Technique
+from planner.plan import Plan, job_doc
+
+TECHNIQUES = {
+    Technique.FAULT_FREE: "Fault-free 1F1B",
+    Technique.ADAPTIVE: "Adaptive pipelining",
+    Technique.DECOUPLED: "Adaptive + decoupled backward",
+    Technique.STAGGERED: "Adaptive + decoupled + staggered",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """name: the plan's, for people. job_id: of the job that it belongs to, if it does.
+
+    measured: the iteration that `plan` was read off, where it is one that ran.
+    """
+
+    reference: Reference
+    name: str
+    plan: Plan
+    job_id: str | None = None
+    measured: MeasuredIteration | None = None
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What is not there yet. words: what it waits for."""
+
+    reference: Reference
+    name: str
+    words: str
+
+
+def find(console: Console, reference: Reference) -> Source | Awaited:
+    """Raises ConsoleError when nothing stands behind it, or no such plan can be made."""
+    match reference:
+        case OfJob(job_id, fingerprint):
+            plan, name = _of_job(console, job_id, fingerprint)
+            return Source(reference, name, plan, job_id)
+        case Made():
+            return _made(console, reference)
+        case Saved(fingerprint):
+            return Source(reference, _saved_name(console, fingerprint), console.library.saved_plan(fingerprint))
+        case OfCatalog(fingerprint, plan_name):
+            plan = console.catalogs.plan(fingerprint, plan_name)
+            return Source(reference, f"Catalog {fingerprint[:8]}: {without(plan.failed)}", plan)
+        case Measured(job_id):
+            return _measured(console, reference, job_id)
+
+
+def names(console: Console, job_id: str) -> dict[str, str]:
+    """Every plan of a job by its reference: the one in force first, then fewest failures first."""
+    job = console.job(job_id)
+    out = {}
+    epoch = job.state.current
+    if epoch is not None:
+        out[str(OfJob(job_id))] = f"In force, epoch {epoch.number}: {without(epoch.failed)}"
+    for record in sorted(console.plans(job_id), key=lambda r: (len(r["failed"]), r["failed"])):
+        out[str(OfJob(job_id, record["fingerprint"]))] = without(record["failed"])
+    return out
+
+
+def measured_name(console: Console, job_id: str) -> dict[str, str]:
+    """The job's measured iteration, unless it can't get one any more."""
+    if console.job(job_id).state.over and measured_iteration(console, job_id) is None:
+        return {}
+    return {str(Measured(job_id)): "As it ran: the newest measured iteration"}
+
+
+def saved_names(console: Console) -> dict[str, str]:
+    """Every plan of the library by its reference, newest first."""
+    return {str(Saved(row["fingerprint"])): f"Saved: {row['name']}" for row in console.library.saved()}
+
+
+def techniques(job_id: str, failed: tuple[str, ...], memory: str) -> Iterator[Made]:
+    """What a job could run under, one technique after another, with these workers lost."""
+    for technique in Technique:
+        lost = failed if technique.reroutes else ()
+        yield Made(technique, "1f1b" if technique is Technique.FAULT_FREE else memory, job_id, lost)
+
+
+def made_name(made: Made) -> str:
+    words = TECHNIQUES[made.technique]
+    return f"{words}, {without(made.failed)}, memory {made.memory}" if made.technique.reroutes else words
+
+
+def without(failed: tuple[str, ...] | list[str]) -> str:
+    """`fault-free`, or `without W1_2 and W0_0`."""
+    if not failed:
+        return "fault-free"
+    shown = list(failed[:4])
+    if len(failed) > 4:
+        return f"without {', '.join(shown)} and {len(failed) - 4} more"
+    return "without " + " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def _of_job(console: Console, job_id: str, fingerprint: str) -> tuple[Plan, str]:
+    job = console.job(job_id)
+    if fingerprint != IN_FORCE:
+        plan = console.plan(fingerprint)
+        return plan, f"{job.spec.name}: {without(plan.failed)}"
+    epoch = job.state.current
+    if epoch is None:
+        raise ConsoleError(404, "no_plan", f"job {job.spec.name!r} has no plan in force yet")
+    return console.plan(epoch.plan_fingerprint), f"{job.spec.name} in force: {without(epoch.failed)}"
+
+
+def _measured(console: Console, reference: Measured, job_id: str) -> Source | Awaited:
+    job = console.job(job_id)
+    found = measured_iteration(console, job_id, watch=True)
+    if found is not None:
+        name = f"{job.spec.name}, iteration {found.iteration} as it ran"
+        return Source(reference, name, found.plan, job_id, found)
+    if job.state.over:
+        raise ConsoleError(404, "not_measured", f"no iteration of job {job.spec.name!r} was measured before it ended")
+    name = f"{job.spec.name} as it runs"
+    return Awaited(reference, name, "Waiting for all workers of the job to report one iteration op by op.")
+
+
+def _saved_name(console: Console, fingerprint: str) -> str:
+    found = (row["name"] for row in console.library.saved() if row["fingerprint"] == fingerprint)
+    return next(found, fingerprint[:12])
+
+
+def _made(console: Console, made: Made) -> Source | Awaited:
+    try:
+        job = made.of_slots or console.job(made.grid).job
+        answer = console.making.get(Question(job_doc(job), made.failed, made.technique, made.memory))
+    except PlannerError as error:
+        raise ConsoleError(422, "invalid", str(error)) from None
+    job_id = None if made.of_slots else made.grid
+    if not answer.done:
+        seconds = time.monotonic() - answer.asked
+        words = f"Planning: {made_name(made)} … {seconds:.0f} s of at most about {TIME_LIMIT:.0f} s."
+        return Awaited(made, made_name(made), words)
+    if answer.plan is None:
+        raise ConsoleError(422, "no_plan", answer.why)
+    return Source(made, made_name(made), answer.plan, job_id)
