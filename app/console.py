@@ -34,6 +34,7 @@ from agent.protocol import (
 from app import membership as m
 from app.advising import Advising
 from app.catalogs import Catalogs
+from app.children import begin_without_pages
 from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
 from app.goodput import Accounts
 from app.library import Library
@@ -92,6 +93,7 @@ class Console:
 
     def start(self) -> None:
         """Takes up every job of the database."""
+        begin_without_pages()
         self._planning.start()
         self._advising.start()
         for row in self._store.jobs():

@@ -1,0 +1,160 @@
+"""A catalog by number of failures: period against the linear and the proven bound, gap, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+
+from app.catalog_report import CatalogReport, CountLine
+from app.ui.theme import Palette, style
+
+# Above so many counts, markers would run into one another.
+MARKED = 60
+
+
+def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) -> go.Figure:
+    """Three panels over one axis of failures. A point of the longest plans carries its count in customdata."""
+    lines = [line for line in report.lines if line.plans]
+    unit = report.question.job.time_unit
+    unit = unit + "s" if unit == "slot" else unit
+    figure = go.Figure()
+    x = [line.failures for line in lines]
+    mode = "lines+markers" if len(lines) <= MARKED else "lines"
+    if report.by_pattern:
+        _spread(figure, lines, x, colours)
+    figure.add_scatter(
+        x=[line.failures for line in report.lines if line.linear is not None],
+        y=[line.linear for line in report.lines if line.linear is not None],
+        name="Linear: fault-free × workers / living",
+        mode="lines",
+        line={"color": colours.muted, "width": 1.5, "dash": "dash"},
+        hovertemplate=f"%{{y:,.6g}} {unit} if throughput fell as workers do<extra></extra>",
+    )
+    figure.add_scatter(
+        x=x,
+        y=[line.worst.period for line in lines if line.worst],
+        name="Longest plan" if report.by_pattern else "Plan",
+        mode=mode,
+        line={"color": colours.accent, "width": 2.5},
+        marker={"size": 9},
+        customdata=x,
+        hovertext=[_sentence(line, unit) for line in lines],
+        hoverinfo="text",
+    )
+    figure.add_scatter(
+        x=x,
+        y=[line.worst.bound for line in lines if line.worst],
+        name="Proven lower bound",
+        mode="lines",
+        line={"color": colours.good, "width": 2, "dash": "dot"},
+        hovertemplate=f"no plan can be below %{{y:,.6g}} {unit}<extra></extra>",
+    )
+    _reference(figure, report, colours, unit)
+    figure.add_bar(
+        x=x,
+        y=[100 * (line.gap or 0.0) for line in lines],
+        yaxis="y2",
+        marker={"color": colours.ops["W"], "line": {"width": 0}},
+        showlegend=False,
+        hovertemplate="at most %{y:.2f} % above the best<extra></extra>",
+    )
+    figure.add_bar(
+        x=x,
+        y=[line.peak for line in lines],
+        yaxis="y3",
+        marker={"color": colours.ops["I"], "line": {"width": 0}},
+        showlegend=False,
+        hovertemplate="%{y} activations at most on one worker<extra></extra>",
+    )
+    style(figure, colours, height=560, revision=revision)
+    small = {"tickfont": {"size": 12, "color": colours.muted}, "gridcolor": colours.line, "nticks": 4}
+    title = {"size": 13, "color": colours.muted}
+    figure.update_layout(
+        margin={"l": 62, "r": 12, "t": 40, "b": 44},
+        dragmode=False,
+        clickmode="event+select",
+        bargap=0.35 if len(lines) <= MARKED else 0,
+        legend={"orientation": "h", "x": 0, "y": 1.01, "yanchor": "bottom", "font": {"size": 12}},
+        xaxis={
+            "title": {"text": "failed workers"},
+            "anchor": "y3",
+            "showgrid": False,
+            "range": [-0.5, report.lines[-1].failures + 0.5],
+            "dtick": 1 if len(report.lines) <= 16 else None,
+            "tickformat": "d",
+        },
+        yaxis={"title": {"text": f"period ({unit})"}, "domain": [0.46, 1], "rangemode": "normal"},
+        yaxis2={"title": {"text": "gap (%)", "font": title}, "domain": [0.24, 0.39], "rangemode": "tozero", **small},
+        yaxis3={"title": {"text": "memory", "font": title}, "domain": [0, 0.17], "rangemode": "tozero", **small},
+    )
+    if not any(line.gap for line in lines):
+        figure.update_layout(yaxis2={"range": [0, 1]})
+        _note(figure, "y2", "every plan is proven optimal", colours)
+    if report.limit is not None:
+        figure.add_hline(y=report.limit, yref="y3", line={"color": colours.text, "width": 1.25, "dash": "dot"})
+        figure.update_layout(yaxis3={"range": [0, 1.35 * max([report.limit, *(line.peak or 0 for line in lines)])]})
+        _note(figure, "y3", f"limit {report.limit}", colours, at=report.limit)
+    return figure
+
+
+def _spread(figure: go.Figure, lines: Sequence[CountLine], x: list[int], colours: Palette) -> None:
+    """From the shortest to the longest plan of a count."""
+    for name, y, fill in (
+        ("Shortest plan", [line.best.period for line in lines if line.best], None),
+        ("", [line.worst.period for line in lines if line.worst], "tonexty"),
+    ):
+        figure.add_scatter(
+            x=x,
+            y=y,
+            name=name,
+            mode="lines",
+            line={"color": colours.accent, "width": 1 if name else 0},
+            fill=fill,
+            fillcolor="rgba(71, 113, 197, 0.16)",
+            showlegend=bool(name),
+            hoverinfo="skip",
+        )
+
+
+def _sentence(line: CountLine, unit: str) -> str:
+    worst, best = line.worst, line.best
+    assert worst is not None and best is not None
+    failed = "1 failed worker" if line.failures == 1 else f"{line.failures:,} failed workers"
+    names = ", ".join(worst.failed[:6]) + (" …" if len(worst.failed) > 6 else "")
+    text = f"<b>{failed if line.failures else 'fault-free'}</b>"
+    if len(line.plans) > 1:
+        text += f" · {len(line.plans):,} plans, {best.period:,.6g} to {worst.period:,.6g} {unit}"
+    text += f"<br>longest: {worst.period:,.6g} {unit}" if len(line.plans) > 1 else f"<br>{worst.period:,.6g} {unit}"
+    if names:
+        text += f" without {names}"
+    return text + "<br>click: open on Schedule"
+
+
+def _reference(figure: go.Figure, report: CatalogReport, colours: Palette, unit: str) -> None:
+    """Where fault-free 1F1B is."""
+    figure.add_hline(y=report.reference, line={"color": colours.text, "width": 1, "dash": "dot"})
+    figure.add_annotation(
+        x=0,
+        xref="x domain",
+        xanchor="left",
+        y=report.reference,
+        yanchor="bottom",
+        text=f"fault-free 1F1B: {report.reference:,.6g} {unit}",
+        showarrow=False,
+        font={"size": 12, "color": colours.text},
+    )
+
+
+def _note(figure: go.Figure, axis: str, words: str, colours: Palette, at: float | None = None) -> None:
+    figure.add_annotation(
+        x=1 if at is not None else 0.5,
+        xref="x domain",
+        xanchor="right" if at is not None else "center",
+        y=at if at is not None else 0.5,
+        yref=axis if at is not None else f"{axis} domain",
+        yanchor="bottom" if at is not None else "middle",
+        text=words,
+        showarrow=False,
+        font={"size": 12, "color": colours.muted},
+    )

@@ -1,0 +1,151 @@
+"""Help: the idea in five pictures, what words and colours mean, first steps, one's own job."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from html import escape
+
+import streamlit as st
+
+from app.console import get_console
+from app.idea import JOB, Picture, pictures
+from app.security import COOKIE
+from app.ui import components
+from app.ui.charts.idea import picture, picture_words
+from app.ui.charts.worker_grid import LOOKS
+from app.ui.snippets import launch_line, reporter, token_line, trainer
+from app.ui.theme import OP_WORDS, Palette
+from app.ui.words import WORDS
+
+SECTIONS = {
+    "idea": "The idea",
+    "steps": "First steps",
+    "own": "Your own job",
+    "colours": "Colours",
+    "words": "Words",
+    "keys": "Keyboard",
+}
+MARKS = (
+    ("or-op-moved", "Re-routed: runs on a peer, as its own worker has failed"),
+    ("or-op-bubble", "Bubble: the worker waits"),
+    ("or-op-ghost", "Faint: the next iteration"),
+    ("or-look-failed", "Failed worker; its row is tinted"),
+    ("or-mark-dotted", "Dotted line: where fault-free 1F1B ends"),
+)
+
+
+def page() -> None:
+    colours = components.use_style()
+    st.html(
+        '<h1 class="or-title">Help</h1><div class="or-about">A training job goes on when workers die: their '
+        "micro-batches run on living peers of the same stage, in slots that were idle anyway.</div>"
+    )
+    section = st.segmented_control(
+        "Section",
+        list(SECTIONS),
+        default="idea",
+        required=True,
+        format_func=SECTIONS.__getitem__,
+        key="section",
+        bind="query-params",
+        label_visibility="collapsed",
+        wrap=True,
+    )
+    {"idea": _idea, "steps": _steps, "own": _own, "colours": _colours, "words": _words, "keys": _keys}[section](colours)
+
+
+def _idea(colours: Palette) -> None:
+    components.quiet(
+        f"The worked example of the ReCycle paper: {JOB.pipelines} pipelines of {JOB.stages} stages, "
+        f"{JOB.micro_batches} micro-batches each, one slot for F, I and W. The planner has just made these plans."
+    )
+    components.op_legend(["F", "B", "I", "W"], rerouted=True, ghost=True)
+    drawn = st.cache_data(show_spinner=False)(_drawn)(colours.name, colours)
+    for number, (title, text, data, alt) in enumerate(drawn, start=1):
+        st.html(
+            f'<figure class="or-idea"><figcaption><h2 class="or-heading">{number}. {escape(title)}</h2>'
+            f"<p>{escape(text)}</p></figcaption>"
+            f'<div tabindex="0" role="group" aria-label="Picture {number}"><img src="data:image/svg+xml;base64,{data}" '
+            f'alt="{escape(alt)}"></div></figure>'
+        )
+
+
+def _drawn(theme: str, _colours: Palette) -> list[tuple[str, str, str, str]]:
+    """(title, text, SVG in base64, words) of each picture, all on one time axis."""
+    made: list[Picture] = list(pictures())
+    schedules = [p.plan.schedule() for p in made]
+    end = max(max(s.period, s.makespan) for s in schedules) + 3
+    reference = schedules[0].period
+    out = []
+    for one, schedule in zip(made, schedules, strict=True):
+        svg = picture(schedule, _colours, end=end, reference=reference)
+        out.append((one.title, one.text, b64encode(svg.encode()).decode(), picture_words(schedule)))
+    return out
+
+
+def _steps(colours: Palette) -> None:
+    demo = any(job.state != "finished" for job in get_console().list_jobs())
+    first = "A job is here already: open **Live**." if demo else "Start the demo job, 12 real processes: `make run`."
+    st.markdown(
+        f"1. {first}\n"
+        "2. On **Live**, click a worker, say `W1_2`, then **Kill**, and confirm. A demo job's process really dies.\n"
+        "3. Watch: the worker turns to *failed*, its peers take re-routed work, the sentence says why, and "
+        "*Latest recovery* shows each step in milliseconds. The loss goes on as if nothing had happened.\n"
+        "4. **Schedule** shows the plan now in force. Hatched bars are re-routed, grey is idle.\n"
+        "5. Back on **Live**, click the dead worker, then **Restart**. It takes its state from a peer, and the full "
+        "plan is back.\n"
+        "6. **Catalog** shows what further failures would cost, and **Simulate** what months of them will."
+    )
+    components.quiet("What a page shows is in its address: send the link, and others see the same.")
+
+
+def _own(colours: Palette) -> None:
+    address = (st.context.url or "http://127.0.0.1:8501").split("?")[0].removesuffix("/help").rstrip("/")
+    if COOKIE in list(st.context.cookies):
+        st.markdown("This console asks for a token. Processes that report to it find it in their environment:")
+        st.code(token_line(), language="bash")
+    st.markdown("A training script of your own: stages, loss and data, and the console to report to.")
+    st.code(trainer(address), language="python")
+    st.markdown("From the command line, with a class that says the same (`agent.workload.Workload`):")
+    st.code(launch_line(address), language="bash", wrap_lines=True)
+    st.markdown("A trainer that keeps its own loop reports to the console and gets its plans:")
+    st.code(reporter(address), language="python")
+    components.quiet(
+        "Training never waits for the console: when it is away, reports are kept and sent later. "
+        f"The REST API is described at {address}/api/v1/openapi.json."
+    )
+
+
+def _colours(colours: Palette) -> None:
+    st.markdown("The colours stay apart for the colour-blind, and nothing is said by colour alone.")
+    for title, rows in (
+        ("Ops", [(f"or-op-{kind}", words) for kind, words in OP_WORDS.items()]),
+        ("Marks", list(MARKS)),
+        ("Workers", [(f"or-look-{name}", words) for name, (words, _, _) in LOOKS.items()]),
+    ):
+        components.heading(title)
+        entries = "".join(f'<li><i class="or-shape {css}"></i>{escape(words)}</li>' for css, words in rows)
+        st.html(f'<ul class="or-swatches">{entries}</ul>')
+
+
+def _words(colours: Palette) -> None:
+    for title, words in WORDS:
+        components.heading(title)
+        st.html(
+            '<dl class="or-facts">'
+            + "".join(f"<dt>{escape(word)}</dt><dd>{escape(meaning)}</dd>" for word, meaning in words)
+            + "</dl>"
+        )
+
+
+def _keys(colours: Palette) -> None:
+    st.markdown(
+        "- **Tab** and **Shift+Tab** go from one control to the next; the worker grid's cells are among them.\n"
+        "- **Enter** or **Space** presses what has the focus: on a cell of the grid, it opens the worker.\n"
+        "- **Esc** closes a dialog, a menu or an opened chart.\n"
+        "- **Arrow keys** go through a table's cells, the entries of a menu, and the choices of a switch.\n"
+        "- Every chart has a table beneath it with the same facts, and a description for screen readers."
+    )
+
+
+components.guard(page)

@@ -1,0 +1,48 @@
+"""What connects a job of one's own to this console, to copy. No Streamlit here."""
+
+from __future__ import annotations
+
+
+def token_line() -> str:
+    """The token's name; its value is for whoever runs the console to give."""
+    return "export OPENRECYCLE_TOKEN=...   # the token that this console was started with"
+
+
+def trainer(address: str) -> str:
+    return f"""from agent import Job, ResilientTrainer
+
+trainer = ResilientTrainer(
+    stages=build_stage,  # (stage, stages) -> torch.nn.Module
+    loss=torch.nn.functional.cross_entropy,
+    data=my_dataset,
+    batch_size=16,
+    optimizer=partial(torch.optim.AdamW, lr=3e-3),
+    job=Job.uniform(pipelines=2, stages=3, micro_batches=4),
+    console="{address}",
+)
+trainer.fit(iterations=1000)"""
+
+
+def launch_line(address: str) -> str:
+    return (
+        "python -m agent launch --workload my_model:MyWorkload --pipelines 2 --stages 3 --micro-batches 4 "
+        f"--iterations 1000 --console {address}"
+    )
+
+
+def reporter(address: str) -> str:
+    return f"""from agent import Job, Reporter
+
+reporter = Reporter(
+    console="{address}",
+    run="run-42",  # the same in all processes of the run, and new for each run
+    job=Job.uniform(pipelines=2, stages=3, micro_batches=4),
+    worker="W0_1",  # this process
+    iterations=1000,
+    on_plan=lambda deployment, plan: print(deployment.failed, plan.workers["W0_1"]),
+)
+for i in range(1000):
+    with reporter.op("F"):  # likewise I, W, B and O
+        ...
+    reporter.iteration(i, loss=0.5)
+reporter.close()"""

@@ -1,0 +1,51 @@
+"""What the words mean that the console uses: the Help page's list."""
+
+from __future__ import annotations
+
+WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "The job",
+        (
+            ("Pipeline", "One copy of the whole model, cut into stages. Pipelines train on different data."),
+            ("Stage", "A run of consecutive layers. All workers of one stage hold the same weights."),
+            ("Worker W1_2", "The process (and its accelerator) that runs stage 2 of pipeline 1."),
+            ("Peer", "A worker of the same stage, in another pipeline: it can do the other's work."),
+            ("Micro-batch", "The part of a batch that goes through a pipeline at once; 1·3 is number 3 of pipeline 1."),
+            ("Iteration", "All micro-batches forwards and backwards, and one update of the weights."),
+        ),
+    ),
+    (
+        "The plan",
+        (
+            ("F, I, W", "Forward; gradient of the input, which the stage before waits for; gradient of the weights."),
+            ("B", "I and W in one piece, where the backward is not split."),
+            ("O", "A stage's reduction of its gradients and its optimizer step."),
+            ("1F1B", "The usual order: some forwards, then one forward and one backward in turn."),
+            ("Bubble", "Time in which a worker waits."),
+            ("Period", "The time from one iteration to the next, when they follow each other at once."),
+            ("Makespan", "From an iteration's first op to its last. With staggering the period can be shorter."),
+            ("Lower bound", "What no plan whatever can be below: proven, not estimated."),
+            ("Gap", "How far a plan may be from the best possible: period / bound − 1. At 0 it is proven optimal."),
+            ("Slowdown", "The period against fault-free 1F1B, and against our own best plan without failures."),
+            ("Memory limit", "How many micro-batches a worker may hold at once, from F to W."),
+            ("Catalog", "Plans made ahead, one for each way to fail, so that recovery is a look-up."),
+            (
+                "Migration",
+                "A living worker takes the place of a dead one of another stage, with the weights of a peer there.",
+            ),
+        ),
+    ),
+    (
+        "The run",
+        (
+            ("Heartbeat", "A worker's sign of life, every few seconds at most. Its age is shown on hover."),
+            ("Epoch", "One membership and one plan. Each failure and each return opens the next one."),
+            ("Fenced", "A worker of an old epoch: nothing that it says counts until it re-joins."),
+            ("Re-join", "A worker comes back: it takes its state from a peer, and joins between two iterations."),
+            ("Throughput", "Samples per second, and as a share of what the job did with all workers."),
+            ("Goodput", "Training that counts, over what the same time would have given without any failure."),
+            ("ETTR", "Effective training time ratio: time in iterations that count, over all time."),
+            ("MTBF", "Mean time between failures."),
+        ),
+    ),
+)

@@ -1,0 +1,177 @@
+"""The Catalog page in every state, run as Streamlit runs it, over a real console."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+from ui_console import ConsoleHere, JobHere, until
+
+from app.catalog_fill import parse_request
+from app.console import Console, set_console
+from planner.catalog_store import CatalogInfo, plan_name
+from planner.plan_codec import Effort, encode_plan
+from planner.solvers.portfolio import make_plan
+from planner.version import PLANNER_VERSION
+
+MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
+QUESTION = {"pipelines": 2, "stages": 2, "tolerance": 1}
+LONG = {"pipelines": 4, "stages": 4, "micro_batches": 6, "tolerance": 2, "solver": "cp-sat", "time_limit": 60.0}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    """One for all: each test asks a question of its own."""
+    made = ConsoleHere(tmp_path_factory.mktemp("catalogs"))
+    set_console(made.console)
+    yield made
+    set_console(None)
+    made.close()
+
+
+def open_page(**query: str) -> AppTest:
+    test = AppTest.from_file(MAIN, default_timeout=30)
+    for name, value in query.items():
+        test.query_params[name] = value
+    test.run()
+    test.switch_page("catalog.py").run()
+    assert not test.exception, test.exception[0].message
+    return test
+
+
+def words(test: AppTest) -> str:
+    parts = [element.proto.body for element in test.get("html")]
+    parts += [m.value for kind in ("markdown", "caption", "error", "warning") for m in test.get(kind)]
+    return "\n".join(parts)
+
+
+def own(micro_batches: int) -> dict[str, str]:
+    """The address of a small question."""
+    query = {f"cat_{name}": str(value) for name, value in QUESTION.items()}
+    return {"job": "own", "cat_micro_batches": str(micro_batches), **query}
+
+
+def filled(console: Console, **changes: object) -> str:
+    filling = console.catalogs.fill(parse_request(**QUESTION | changes))
+    until(lambda: not filling.running, "the catalog is filled")
+    assert filling.state == "done", filling.why
+    return filling.fingerprint
+
+
+def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleHere) -> None:
+    test = open_page(**own(2))
+    assert "Nothing is planned ahead for this question yet: 3 plans are to be made" in words(test)
+    assert not test.get("plotly_chart")
+    test.button(key="fill").click().run()
+    (filling,) = (f for f in here.console.catalogs._fillings.values() if f.request.micro_batches == 2)
+    until(lambda: not filling.running, "the catalog is filled")
+    test.run()
+    assert "3 plans made in" in words(test)
+    assert "all there" in words(test)
+    figure = json.loads(test.get("plotly_chart")[0].proto.spec)
+    assert "Linear: fault-free × workers / living" in {trace.get("name") for trace in figure["data"]}
+    counts = next(frame.value for frame in test.dataframe if "missing" in frame.value)
+    assert list(counts["failures"]) == [0, 1] and list(counts["missing"]) == [0, 0]
+
+
+def test_a_job_shows_its_own_catalog(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "plans ahead")
+    live = here.console.job(job.job_id)
+    until(lambda: len(here.console.catalogs.names(live.question)) == 5, "it is planned ahead")
+    test = open_page(job=job.job_id)
+    assert test.number_input(key=f"cat_tolerance-{job.job_id}").value == here.console.tolerance == 1
+    assert "all there" in words(test)
+    test.number_input(key=f"cat_tolerance-{job.job_id}").set_value(2).run()
+    assert "16 missing" in words(test)
+    assert "asked for 2" in words(test)
+    assert "milliseconds" not in words(test)
+
+
+def test_while_it_is_filled_there_is_progress_and_cancel(here: ConsoleHere) -> None:
+    query = {f"cat_{name}": str(value) for name, value in LONG.items() if name not in ("solver", "time_limit")}
+    query |= {"job": "own", "cat_solver": "CP-SAT (optimal)", "cat_seconds": "60.0"}
+    test = open_page(**query)
+    test.button(key="fill").click().run()
+    (filling,) = (f for f in here.console.catalogs._fillings.values() if f.running)
+    assert filling.request == parse_request(**LONG | {"durations": filling.request.durations})
+    until(lambda: filling.done >= 1, "a plan is there")
+    test.run()
+    (progress,) = test.get("progress")
+    assert "plans are there, after" in progress.proto.text
+    assert not [button for button in test.button if button.key == "fill"]
+    test.button(key="cancel-fill").click().run()
+    until(lambda: not here.console.catalogs._processes_of, "its process is gone")
+    test.run()
+    assert "Fill goes on from there" in words(test)
+    assert test.button(key="fill").label == "Fill"
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({"job": "own", "cat_memory": "lots"}, "memory: got 'lots', expected 1f1b, uniform, none"),
+        ({"job": "own", "cat_pipelines": "1024", "cat_stages": "512"}, "pipelines x stages: got 524288"),
+        ({**own(3), "cat_tolerance": "3"}, "tolerance: got 3, expected a number of failures from 0 to 2"),
+        ({"job": "nobody"}, "job: got 'nobody'"),
+        ({"catalog": "0" * 32}, "catalog: got '00000000000000000000000000000000'"),
+    ],
+)
+def test_what_is_wrong_is_said(here: ConsoleHere, query: dict[str, str], expected: str) -> None:
+    assert expected in words(open_page(**query))
+
+
+def test_two_fillings_are_enough(here: ConsoleHere) -> None:
+    fillings = [here.console.catalogs.fill(parse_request(**LONG | {"micro_batches": m})) for m in (7, 8)]
+    test = open_page(**own(4))
+    test.button(key="fill").click().run()
+    assert "2 catalogs are being filled" in words(test)
+    for filling in fillings:
+        here.console.catalogs.cancel(filling.fingerprint)
+    until(lambda: not here.console.catalogs._processes_of, "they are gone")
+
+
+def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> None:
+    store = here.console._store
+    fingerprint = filled(here.console, micro_batches=5)
+    question = parse_request(**QUESTION, micro_batches=5).question
+    old = CatalogInfo.of(question).model_copy(update={"planner_version": "0"})
+    blob = encode_plan(make_plan(question.problem(frozenset())), Effort(solver="list"))
+    store.save_catalog(old.fingerprint, old.model_dump_json(), [(plan_name(frozenset()), 0, blob)])
+    test = open_page(**own(5))
+    states = next(frame.value for frame in test.dataframe if "state" in frame.value)
+    stale_words = f"stale: made by version 0 of the planner, now {PLANNER_VERSION}"
+    assert sorted(set(states["state"]) - {"another question"}) == [stale_words, "this one"]
+    stale = open_page(catalog=old.fingerprint)
+    assert "This catalog is stale: version 0 of the planner made it." in words(stale)
+    assert "all there" in words(stale), "for as many failures as it was made"
+    assert [b.label for b in stale.button if b.key == "fill"] == [], "no job uses it, so nothing is added to it"
+    shown = open_page(catalog=fingerprint)
+    assert "Covered" in words(shown)
+    shown.selectbox(key="stored").set_value(old.fingerprint).run()
+    shown.button(key="act-kill-catalog").click().run()
+    left = [c.fingerprint for c in here.console.catalogs.list()]
+    assert fingerprint in left and old.fingerprint not in left
+    shown.button(key="leave-catalog").click().run()
+    assert not shown.exception and "catalog" not in shown.query_params
+
+
+def test_large_grids_say_that_they_have_one_plan_per_count(here: ConsoleHere) -> None:
+    filled(here.console, pipelines=8, stages=6, micro_batches=8, tolerance=4)
+    test = open_page(job="own", cat_pipelines="8", cat_stages="6", cat_micro_batches="8", cat_tolerance="4")
+    assert "One plan per number of failures" in words(test)
+    assert "one plan per count, reached by migrations" in words(test)
+
+
+def test_a_plan_opens_on_schedule(here: ConsoleHere) -> None:
+    fingerprint = filled(here.console, micro_batches=3)
+    test = open_page(**own(3))
+    test.selectbox(key="catalog-count").set_value(1).run()
+    test.button(key="open-plan").click().run()
+    assert not test.exception, test.exception[0].message
+    name = here.console.catalogs.report(parse_request(**QUESTION, micro_batches=3).question, 1).lines[1].plans[0].name
+    assert test.query_params["plan"] in (f"catalog:{fingerprint}:{name}", [f"catalog:{fingerprint}:{name}"])
+    assert "slots" in words(test)
+    assert json.loads(test.get("plotly_chart")[0].proto.spec)["data"]

@@ -1,0 +1,114 @@
+"""The Help page: its pictures are plans, its snippets are code, its words are those of the pages."""
+
+from __future__ import annotations
+
+import ast
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from streamlit.testing.v1 import AppTest
+from ui_console import ConsoleHere, JobHere
+
+from app.console import set_console
+from app.idea import pictures
+from app.ui import snippets
+from app.ui.charts.idea import picture, picture_words
+from app.ui.help import SECTIONS
+from app.ui.theme import DARK, LIGHT, Palette
+from planner.check import check
+
+MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    made = ConsoleHere(tmp_path_factory.mktemp("help"))
+    set_console(made.console)
+    yield made
+    set_console(None)
+    made.close()
+
+
+def open_page(section: str = "") -> AppTest:
+    test = AppTest.from_file(MAIN, default_timeout=30)
+    if section:
+        test.query_params["section"] = SECTIONS[section]
+    test.run()
+    test.switch_page("help.py").run()
+    assert not test.exception, test.exception[0].message
+    return test
+
+
+def words(test: AppTest) -> str:
+    parts = [element.proto.body for element in test.get("html")]
+    return "\n".join(parts + [m.value for m in test.get("markdown")])
+
+
+def test_the_pictures_are_plans_that_check() -> None:
+    made = pictures()
+    assert [p.plan.metrics.period for p in made[:4]] == [27, 36, 29, 27]
+    assert all(check(p.plan) == [] and p.plan.solver.status == "optimal" for p in made)
+    assert "+33 %" in made[1].text and "+7 %" in made[2].text and "as many as without" in made[3].text
+    assert made[4].plan.metrics.period < 30
+    assert f"{made[4].plan.metrics.period} slots instead of 55 slots" in made[4].title
+    assert " takes the place of " in made[4].text
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK])
+def test_each_op_is_drawn_once_and_the_failed_say_so(colours: Palette) -> None:
+    for one in pictures():
+        schedule = one.plan.schedule()
+        root = ElementTree.fromstring(picture(schedule, colours, end=60, reference=27))
+        texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+        numbers = [t for t in texts if t.replace("·", "").isdigit()]
+        assert len(numbers) == sum(1 for op in schedule.compute_ops())
+        assert sum("·" in t for t in numbers) == sum(op.rerouted for op in schedule.compute_ops())
+        assert sum(t.startswith("✕ failed") for t in texts) == len(one.plan.failed)
+        assert f"{schedule.period} slots" in texts
+        assert f"over {schedule.period} slots" in picture_words(schedule)
+
+
+def test_the_idea_shows_five_pictures_with_words(here: ConsoleHere) -> None:
+    page = words(open_page())
+    assert page.count('<img src="data:image/svg+xml;base64,') == 5
+    for one in pictures():
+        assert one.title in page
+        assert picture_words(one.plan.schedule()) in page
+    first = page.split("base64,")[1].split('"')[0]
+    assert ElementTree.fromstring(b64decode(first)).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("steps", ["make run", "Restart"]),
+        ("colours", ["Forward", "Failed", "Re-joining", "or-look-suspect", "or-op-moved"]),
+        ("words", ["Period", "Lower bound", "ETTR", "Fenced"]),
+        ("keys", ["Shift+Tab", "Esc"]),
+    ],
+)
+def test_every_section_has_its_own_link(here: ConsoleHere, section: str, expected: list[str]) -> None:
+    page = words(open_page(section))
+    assert all(word in page for word in expected)
+
+
+def test_with_a_job_the_first_step_is_to_look_at_it(here: ConsoleHere) -> None:
+    JobHere(here.console, "here already")
+    assert "A job is here already" in words(open_page("steps"))
+
+
+def test_snippets_name_this_console_and_no_token(here: ConsoleHere) -> None:
+    test = open_page("own")
+    codes = [code.value for code in test.code]
+    assert len(codes) == 3, "a console without a token needs no line for it"
+    assert all("http://" in code for code in codes)
+    for code in (snippets.trainer("http://h:1"), snippets.reporter("http://h:1")):
+        tree = ast.parse(code)
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        agent = __import__("agent")
+        assert all(hasattr(agent, name) for name in names)
+        assert "http://h:1" in code
+    assert snippets.token_line().startswith("export OPENRECYCLE_TOKEN=...")
