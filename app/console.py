@@ -1,7 +1,6 @@
 """The console as a service: what the REST API and the pages call. Thread-safe.
 
-Every report goes through the coordinator of its job and into the database before it is answered;
-heartbeats alone are kept in memory and written behind.
+What agents and launchers say is in app.reports, what operators ask for in app.operators.
 """
 
 from __future__ import annotations
@@ -9,40 +8,26 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import (
-    Acknowledgement,
-    Command,
-    Deployment,
-    FailureReport,
-    Heartbeat,
-    Iteration,
-    JobCreated,
-    JobFinished,
-    JobSpec,
-    JobState,
-    Recovery,
-    Registered,
-    Registration,
-    WorkerState,
-)
+from agent.protocol import JobCreated, JobSpec, JobState
 from app import membership as m
 from app.advising import Advising
 from app.catalogs import Catalogs
 from app.children import begin_without_pages
-from app.errors import ConsoleError, unavailable, unknown_job, unknown_plan
+from app.errors import ConsoleError, storing, unknown_job, unknown_plan
 from app.goodput import Accounts
 from app.library import Library
 from app.live import LiveJob
 from app.making import Making
 from app.measuring import Measuring
 from app.membership import Ladder
+from app.operators import Operators
 from app.planning import Planning
+from app.reports import Reports, plain
 from app.sentence import sentence
 from app.simulations import Simulations
 from app.solving import Solves
@@ -62,7 +47,7 @@ TICK_SECONDS = 0.25
 FLUSH_SECONDS = 1.0
 
 
-class Console:
+class Console(Reports):
     """One per process and database. `start` before use, `close` at the end.
 
     tolerance: plans are made ahead for up to this many failures.
@@ -79,6 +64,7 @@ class Console:
         self.catalogs.on_plans = self._take_plans
         self._planning = Planning(tolerance, self.catalogs)
         self._advising = Advising(store)
+        self.operators = Operators(self.job, store)
         self.observations = Observations(store.database)
         self.measuring = Measuring(self.observations, self.ladder.heartbeat)
         self.accounts = Accounts(store, self.observations)
@@ -132,7 +118,7 @@ class Console:
 
     def ready(self) -> None:
         """Raises ConsoleError when the database does not answer."""
-        with _storing():
+        with storing():
             self._store.ping()
 
     # -- jobs -------------------------------------------------------------------------------
@@ -156,7 +142,7 @@ class Console:
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
         text = spec.model_dump_json()
         # Under the lock, so that whoever is given an earlier job's id finds that job.
-        with self._lock, _storing():
+        with self._lock, storing():
             row = self._store.create_job(
                 job_id,
                 name=spec.name,
@@ -192,13 +178,17 @@ class Console:
             raise unknown_job(job_id)
         return job
 
+    def job_ended(self, job: LiveJob) -> None:
+        self._planning.cancel(job)
+        self._advising.cancel(job)
+
     def list_jobs(self) -> list[JobSummary]:
         """Newest first."""
         return [summary(job, self.sentence(job)) for job in reversed(list(self._jobs.values()))]
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200) -> JobView:
         job = self.job(job_id)
-        with _storing():
+        with storing():
             figures = self.accounts.of(job)
             return job_view(job, self._store, self._plans, self.sentence(job), figures, iterations, events)
 
@@ -207,7 +197,7 @@ class Console:
 
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""
-        with _storing():
+        with storing():
             plan = self._plans.get(plain(fingerprint))
         if plan is None:
             raise unknown_plan(fingerprint)
@@ -216,7 +206,7 @@ class Console:
     def plan_document(self, job_id: str, fingerprint: str) -> str:
         """The stored JSON, as it is. Raises ConsoleError (404)."""
         self.job(job_id)
-        with _storing():
+        with storing():
             document = self._store.plan(plain(fingerprint))
         if document is None:
             raise unknown_plan(fingerprint)
@@ -225,23 +215,23 @@ class Console:
     def plans(self, job_id: str) -> list[Record]:
         """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""
         self.job(job_id)
-        with _storing():
+        with storing():
             return self._store.job_plans(job_id)
 
     def events(self, job_id: str, after: int, limit: int) -> list[Record]:
         self.job(job_id)
-        with _storing():
+        with storing():
             return self._store.events(job_id, after=after, limit=limit)
 
     def iterations(self, job_id: str, after: int, limit: int) -> list[Record]:
         self.job(job_id)
-        with _storing():
+        with storing():
             return self._store.iterations(job_id, after=after, limit=limit)
 
     def epochs(self, job_id: str) -> list[Record]:
         """Every epoch with its acknowledgements, oldest first."""
         self.job(job_id)
-        with _storing():
+        with storing():
             epochs, acks = self._store.epochs(job_id), self._store.acknowledgements(job_id)
         by_epoch: dict[int, list[Record]] = {}
         for ack in acks:
@@ -250,130 +240,6 @@ class Console:
             {**{k: v for k, v in e.items() if k != "job_id"}, "acknowledgements": by_epoch.get(e["epoch"], [])}
             for e in epochs
         ]
-
-    # -- reports of agents and launchers ----------------------------------------------------
-
-    def register(self, job_id: str, message: Registration) -> Registered:
-        job = self.job(job_id)
-        job.apply(m.Registered(message.worker, message.incarnation), process=(plain(message.host), message.pid))
-        return Registered(worker=message.worker, epoch=job.state.epoch)
-
-    def heartbeat(self, job_id: str, message: Heartbeat) -> int:
-        """Touches no database and waits for nothing: may be called from the event loop."""
-        return self.job(job_id).heard(message)
-
-    def failure(self, job_id: str, message: FailureReport) -> str:
-        """Returns what the coordinator makes of it."""
-        job = self.job(job_id)
-        if message.cause == "exit":
-            late = message.age_milliseconds / 1000
-            seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
-            return job.apply(
-                m.Exited(message.worker, message.incarnation, message.reporter, plain(message.detail) + seen)
-            )
-        return job.apply(
-            m.TransferBroken(
-                message.reporter, message.incarnation, message.worker, message.epoch, plain(message.detail)
-            )
-        )
-
-    def acknowledge(self, job_id: str, message: Acknowledgement) -> str:
-        row = {**message.model_dump(), "at": time.time()}
-        event = m.Acknowledged(message.worker, message.incarnation, message.epoch, message.state)
-        return self.job(job_id).apply(event, acknowledgement=row)
-
-    def committed(self, job_id: str, iterations: Sequence[Iteration]) -> None:
-        job = self.job(job_id)
-        for report in iterations:
-            if report.iteration >= job.spec.iterations:
-                raise ConsoleError(
-                    422,
-                    "invalid",
-                    f"iterations.iteration: got {report.iteration}, expected below {job.spec.iterations}, "
-                    "the number that the job runs",
-                )
-        now = time.time()
-        with _storing():
-            self._store.add_iterations(job_id, [{**i.model_dump(), "committed_at": now} for i in iterations])
-            count = self._store.committed_iterations(job_id)
-        job.stored()
-        job.apply(m.IterationsCommitted(count))
-
-    def recovered(self, job_id: str, message: Recovery) -> None:
-        job = self.job(job_id)
-        if message.worker not in job.state.members:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
-        text = f"epoch {message.epoch}: training resumed {message.resumed_ms:.0f} ms after {message.worker} died"
-        with job.lock, _storing():
-            if self._store.add_recovery(job_id, {**message.model_dump(), "at": time.time()}):
-                job.record(m.Note("info", "recovery", text, message.worker))
-
-    def finish(self, job_id: str, message: JobFinished) -> None:
-        job = self.job(job_id)
-        job.apply(m.Finished(JobState(message.state), plain(message.reason)))
-        self._planning.cancel(job)
-        self._advising.cancel(job)
-
-    def deployment(self, job_id: str, after: int) -> Deployment | None:
-        """The newest deployment, if its epoch is above `after`. Does not block."""
-        state = self.job(job_id).state
-        epoch = state.current
-        if epoch is None or epoch.number <= after:
-            return None
-        return Deployment(
-            epoch=epoch.number,
-            plan_fingerprint=epoch.plan_fingerprint,
-            living=epoch.living,
-            failed=epoch.failed,
-            joining=epoch.joining,
-            moves=epoch.moves,
-            restore=epoch.restore,
-            leaving=tuple(name for name in epoch.failed if state.members[name].leaving),
-            reason=epoch.reason[:2000],
-        )
-
-    def commands(self, job_id: str, after: int) -> list[Command]:
-        """The commands with seq > after. Does not block."""
-        return [c for c in self.job(job_id).commands if c.seq > after]
-
-    # -- operators --------------------------------------------------------------------------
-
-    def request_kill(self, job_id: str, worker: str, actor: str) -> None:
-        """Asks the launcher to kill a worker's process. Only for demo jobs. Raises ConsoleError."""
-        job, member = self._member(job_id, worker)
-        if not job.spec.demo:
-            raise ConsoleError(
-                403, "not_a_demo", "demo: got false; only processes of a demo job may be killed from the console"
-            )
-        if member.incarnation is None or member.state in (WorkerState.FAILED, WorkerState.FINISHED):
-            raise ConsoleError(409, "not_running", f"worker: {worker} is {member.state}, expected one that runs")
-        self._command(job, "kill", worker, actor)
-
-    def request_restart(self, job_id: str, worker: str, actor: str) -> None:
-        """Asks the launcher to start a new process for a failed worker. Raises ConsoleError."""
-        job, member = self._member(job_id, worker)
-        if member.state is not WorkerState.FAILED:
-            raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
-        self._command(job, "restart", worker, actor)
-
-    def _member(self, job_id: str, worker: str) -> tuple[LiveJob, m.Member]:
-        job = self.job(job_id)
-        member = job.state.members.get(worker)
-        if member is None:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
-        if job.state.over:
-            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
-        return job, member
-
-    def _command(self, job: LiveJob, kind: str, worker: str, actor: str) -> None:
-        actor = plain(actor).strip()[:80] or "unknown"
-        with job.lock, _storing():
-            events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker}", worker)])
-            seq = self._store.add_command(job.job_id, kind=kind, worker=worker, actor=actor, events=events)
-            job.stored(len(events))
-            job.commands.append(Command(seq=seq, kind=kind, worker=worker))  # type: ignore[arg-type]
-        log.info("operator command", job=job.job_id, kind=kind, worker=worker, actor=actor)
-        job.topic.publish()
 
     # -- details ----------------------------------------------------------------------------
 
@@ -425,20 +291,6 @@ class Console:
             except SQLAlchemyError as error:
                 # Only the latest heartbeat counts, and another one is on its way.
                 log.warning("heartbeats could not be stored", reason=type(error).__name__)
-
-
-@contextmanager
-def _storing() -> Iterator[None]:
-    """Turns an error of the database into a ConsoleError (503)."""
-    try:
-        yield
-    except SQLAlchemyError as error:
-        raise unavailable(type(error).__name__) from error
-
-
-def plain(text: str) -> str:
-    """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
-    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 _console: Console | None = None

@@ -84,13 +84,13 @@ def router(console: Console) -> APIRouter:
     @api.post("/{job_id}/workers/{worker}/kill", status_code=202, tags=["operator"])
     async def kill(job_id: str, worker: str, x_actor: Actor = "API") -> Outcome:
         """Asks the launcher of a demo job to kill this worker's process."""
-        await in_thread(console.request_kill, job_id, worker, x_actor)
+        await in_thread(console.operators.kill, job_id, worker, x_actor)
         return Outcome(reason=f"the launcher is asked to kill {worker}")
 
     @api.post("/{job_id}/workers/{worker}/restart", status_code=202, tags=["operator"])
     async def restart(job_id: str, worker: str, x_actor: Actor = "API") -> Outcome:
         """Asks the launcher to start a new process for this failed worker."""
-        await in_thread(console.request_restart, job_id, worker, x_actor)
+        await in_thread(console.operators.restart, job_id, worker, x_actor)
         return Outcome(reason=f"the launcher is asked to start {worker} again")
 
     return api

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from agent.protocol import API, Heartbeat, HeartbeatReply, Problem
-from app.api import agents, exports, jobs, measured, plans, problems
+from app.api import agents, exports, jobs, measured, operator, plans, problems
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
@@ -32,6 +32,7 @@ def create_api(console: Console) -> FastAPI:
     problems.install(api)
     api.include_router(agents.router(console))
     api.include_router(jobs.router(console))
+    api.include_router(operator.router(console))
     api.include_router(plans.router(console))
     api.include_router(measured.router(console))
     api.include_router(exports.router(console))

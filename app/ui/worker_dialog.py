@@ -86,7 +86,7 @@ def _kill(console: Console, view: JobView, worker: WorkerView) -> None:
         "kill",
         f"Kill {worker.name}",
         f"SIGKILL sent to {worker.name}",
-        lambda: console.request_kill(view.job_id, worker.name, ACTOR),
+        lambda: console.operators.kill(view.job_id, worker.name, ACTOR),
     )
 
 
@@ -99,7 +99,7 @@ def _restart(console: Console, view: JobView, worker: WorkerView) -> None:
         "restart",
         f"Restart {worker.name}",
         f"Starting a new process for {worker.name}",
-        lambda: console.request_restart(view.job_id, worker.name, ACTOR),
+        lambda: console.operators.restart(view.job_id, worker.name, ACTOR),
     )
 
 

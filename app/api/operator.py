@@ -1,0 +1,99 @@
+"""How a job goes on while workers are out, who decides that, and workers that are asked to leave."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+from pydantic import BaseModel, ConfigDict, Field
+
+from agent.protocol import WorkerName
+from app.api.models import Outcome
+from app.api.runner import in_thread
+from app.choices import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
+from app.console import Console
+
+Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
+
+
+class CandidateInfo(BaseModel):
+    """One way on that the job can take by itself. failed: the places that are empty under it. moves: (from,
+    to) of workers that change their stage.
+
+    rate: samples per second by its plan. share: of the fault-free plan's rate. slowdown_vs_1f1b: of its
+    period, 0.08 = 8 % longer than fault-free 1F1B. pause: seconds until it trains. samples: until the
+    expected repair. plan: fingerprint; "" where it is not made yet. text: all this in words.
+    """
+
+    name: str
+    failed: list[str]
+    moves: list[tuple[str, str]]
+    rate: float
+    share: float
+    slowdown_vs_1f1b: float
+    pause: float
+    samples: float
+    plan: str
+    text: str
+
+
+class ChoiceInfo(BaseModel):
+    """mode: who decides when workers are lost. patience: seconds that the job waits in manual mode. waiting:
+    does it stand still for a choice now? seconds_left: then, until the best is taken.
+
+    failed: the workers that are out. candidates: best first; empty until they are worked out, and when
+    nobody is out. better: the name of one that is clearly better than re-routing, "" where none is.
+    """
+
+    mode: Mode
+    patience: float
+    waiting: bool
+    seconds_left: float | None
+    failed: list[str]
+    candidates: list[CandidateInfo]
+    better: str
+
+
+class ChoiceMade(BaseModel):
+    """name: of a candidate. failed: the workers that were out in what the operator saw; when others are by
+    now, the choice is refused (409)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(min_length=1, max_length=80)]
+    failed: Annotated[list[WorkerName] | None, Field(max_length=16_384)] = None
+
+
+class ModeWanted(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Mode
+    patience: Annotated[float, Field(ge=LEAST_PATIENCE, le=MOST_PATIENCE, allow_inf_nan=False)] = PATIENCE
+
+
+def router(console: Console) -> APIRouter:
+    api = APIRouter(prefix="/jobs", tags=["operator"])
+    operators = console.operators
+
+    @api.post("/{job_id}/workers/{worker}/drain", status_code=202, responses={409: {}})
+    async def drain(job_id: str, worker: str, x_actor: Actor = "API") -> Outcome:
+        """Asks this worker to leave when the iteration in hand is done; nothing is run twice for it."""
+        return Outcome(reason=await in_thread(operators.drain, job_id, worker, x_actor))
+
+    @api.get("/{job_id}/choice")
+    async def choice(job_id: str) -> ChoiceInfo:
+        """Who decides how the job goes on, and the ways that it can take while workers are out."""
+        return ChoiceInfo(**await in_thread(operators.choice, job_id))
+
+    @api.post("/{job_id}/choice", responses={409: {}})
+    async def choose(job_id: str, body: ChoiceMade, x_actor: Actor = "API") -> Outcome:
+        """Takes one of the ways on: at once when the job waits for it, else at the next boundary."""
+        failed = None if body.failed is None else tuple(body.failed)
+        return Outcome(reason=await in_thread(operators.choose, job_id, body.name, failed, x_actor))
+
+    @api.put("/{job_id}/mode", responses={409: {}})
+    async def mode(job_id: str, body: ModeWanted, x_actor: Actor = "API") -> Outcome:
+        """Automatic; or manual: when workers are lost, the job waits up to `patience` seconds for a choice."""
+        return Outcome(reason=await in_thread(operators.set_mode, job_id, body.mode, body.patience, x_actor))
+
+    return api

@@ -1,0 +1,112 @@
+"""What operators ask of a job: its workers killed, started again, or asked to leave, and how it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import structlog
+
+from agent.protocol import Command, WorkerState
+from app import membership as m
+from app.choices import LEAST_PATIENCE, MOST_PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer
+from app.choosing import out
+from app.errors import ConsoleError, storing
+from app.live import LiveJob
+from app.reports import plain
+from db.store import Record, Store
+
+log = structlog.get_logger()
+
+
+class Operators:
+    """Thread-safe. find: a job by its id; raises ConsoleError. actor: who asks, for the feed and the audit log."""
+
+    def __init__(self, find: Callable[[str], LiveJob], store: Store) -> None:
+        self._find, self._store = find, store
+
+    def kill(self, job_id: str, worker: str, actor: str) -> None:
+        """Asks the launcher to kill a worker's process. Only for demo jobs. Raises ConsoleError."""
+        job, member = self._member(job_id, worker)
+        if not job.spec.demo:
+            raise ConsoleError(
+                403, "not_a_demo", "demo: got false; only processes of a demo job may be killed from the console"
+            )
+        if member.incarnation is None or member.state in (WorkerState.FAILED, WorkerState.FINISHED):
+            raise ConsoleError(409, "not_running", f"worker: {worker} is {member.state}, expected one that runs")
+        self._command(job, "kill", worker, actor)
+
+    def restart(self, job_id: str, worker: str, actor: str) -> None:
+        """Asks the launcher to start a new process for a failed worker. Raises ConsoleError."""
+        job, member = self._member(job_id, worker)
+        if member.state is not WorkerState.FAILED:
+            raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
+        self._command(job, "restart", worker, actor)
+
+    def _member(self, job_id: str, worker: str) -> tuple[LiveJob, m.Member]:
+        job = self._find(job_id)
+        member = job.state.members.get(worker)
+        if member is None:
+            raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
+        if job.state.over:
+            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+        return job, member
+
+    def _command(self, job: LiveJob, kind: str, worker: str, actor: str) -> None:
+        actor = _named(actor)
+        with job.lock, storing():
+            events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker}", worker)])
+            seq = self._store.add_command(job.job_id, kind=kind, worker=worker, actor=actor, events=events)
+            job.stored(len(events))
+            job.commands.append(Command(seq=seq, kind=kind, worker=worker))  # type: ignore[arg-type]
+        log.info("operator command", job=job.job_id, kind=kind, worker=worker, actor=actor)
+        job.topic.publish()
+
+    # -- how a job goes on --------------------------------------------------------------------
+
+    def drain(self, job_id: str, worker: str, actor: str) -> str:
+        """Asks a worker to leave when the iteration in hand is done. Raises ConsoleError."""
+        job, _ = self._member(job_id, worker)
+        who = _named(actor)
+        return job.apply(DrainAsked(worker, who), audit=_audit(who, "drain", worker))
+
+    def set_mode(self, job_id: str, mode: Mode, patience: float, actor: str) -> str:
+        """patience: seconds that the job waits for a choice in manual mode. Raises ConsoleError."""
+        if not LEAST_PATIENCE <= patience <= MOST_PATIENCE:
+            expected = f"{LEAST_PATIENCE:g} to {MOST_PATIENCE:g} seconds"
+            raise ConsoleError(422, "invalid", f"patience: got {patience!r}, expected {expected}")
+        who = _named(actor)
+        return self._find(job_id).apply(ModeSet(mode, patience, who), audit=_audit(who, "mode", f"{mode} {patience:g}"))
+
+    def choose(self, job_id: str, name: str, failed: tuple[str, ...] | None, actor: str) -> str:
+        """Takes one of the ways on. failed: without whom, in what the operator saw. Raises ConsoleError."""
+        who = _named(actor)
+        return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=_audit(who, "choose", plain(name)))
+
+    def choice(self, job_id: str) -> Record:
+        """Who decides, and what there is to choose from. waiting: does the job stand still for it?
+        seconds_left: then, until the best is taken."""
+        state = self._find(job_id).state
+        pending = state.pending
+        waiting = pending is not None and pending.until is not None
+        failed = pending.failed if pending is not None and waiting else out(state)
+        left = pending.until - time.monotonic() if pending is not None and pending.until is not None else None
+        offer = state.offer if state.offer and state.offer.failed == failed else Offer((), ())
+        return {
+            "mode": state.mode,
+            "patience": state.patience,
+            "waiting": waiting,
+            "seconds_left": None if left is None else max(0.0, left),
+            "failed": list(failed or ()),
+            "candidates": [asdict(candidate) for candidate in offer.candidates],
+            "better": offer.better,
+        }
+
+
+def _named(actor: str) -> str:
+    return plain(actor).strip()[:80] or "unknown"
+
+
+def _audit(actor: str, action: str, target: str) -> Record:
+    return {"at": time.time(), "actor": actor, "action": action, "target": target[:255], "detail": ""}

@@ -1,0 +1,130 @@
+"""What agents and launchers say and ask, of every job. A part of app.console.Console.
+
+Every report goes through the coordinator of its job and into the database before it is answered;
+heartbeats alone are kept in memory and written behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from agent.protocol import (
+    Acknowledgement,
+    Command,
+    Deployment,
+    FailureReport,
+    Heartbeat,
+    Iteration,
+    JobFinished,
+    JobState,
+    Recovery,
+    Registered,
+    Registration,
+)
+from app import membership as m
+from app.errors import ConsoleError, storing
+from app.live import LiveJob
+from db.store import Store
+
+
+class Reports:
+    """Thread-safe. Every method raises ConsoleError: for an unknown job or worker, a process that does
+    not count, or a database that does not answer."""
+
+    _store: Store
+
+    def job(self, job_id: str) -> LiveJob:
+        """Raises ConsoleError (404)."""
+        raise NotImplementedError
+
+    def job_ended(self, job: LiveJob) -> None:
+        """Nothing more is to be done for `job`."""
+        raise NotImplementedError
+
+    def register(self, job_id: str, message: Registration) -> Registered:
+        job = self.job(job_id)
+        job.apply(m.Registered(message.worker, message.incarnation), process=(plain(message.host), message.pid))
+        return Registered(worker=message.worker, epoch=job.state.epoch)
+
+    def heartbeat(self, job_id: str, message: Heartbeat) -> int:
+        """Touches no database and waits for nothing: may be called from the event loop."""
+        return self.job(job_id).heard(message)
+
+    def failure(self, job_id: str, message: FailureReport) -> str:
+        """Returns what the coordinator makes of it."""
+        job = self.job(job_id)
+        if message.cause == "exit":
+            late = message.age_milliseconds / 1000
+            seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
+            return job.apply(
+                m.Exited(message.worker, message.incarnation, message.reporter, plain(message.detail) + seen)
+            )
+        return job.apply(
+            m.TransferBroken(
+                message.reporter, message.incarnation, message.worker, message.epoch, plain(message.detail)
+            )
+        )
+
+    def acknowledge(self, job_id: str, message: Acknowledgement) -> str:
+        row = {**message.model_dump(), "at": time.time()}
+        event = m.Acknowledged(message.worker, message.incarnation, message.epoch, message.state)
+        return self.job(job_id).apply(event, acknowledgement=row)
+
+    def committed(self, job_id: str, iterations: Sequence[Iteration]) -> None:
+        job = self.job(job_id)
+        for report in iterations:
+            if report.iteration >= job.spec.iterations:
+                raise ConsoleError(
+                    422,
+                    "invalid",
+                    f"iterations.iteration: got {report.iteration}, expected below {job.spec.iterations}, "
+                    "the number that the job runs",
+                )
+        now = time.time()
+        with storing():
+            self._store.add_iterations(job_id, [{**i.model_dump(), "committed_at": now} for i in iterations])
+            count = self._store.committed_iterations(job_id)
+        job.stored()
+        job.apply(m.IterationsCommitted(count))
+
+    def recovered(self, job_id: str, message: Recovery) -> None:
+        job = self.job(job_id)
+        if message.worker not in job.state.members:
+            raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
+        text = f"epoch {message.epoch}: training resumed {message.resumed_ms:.0f} ms after {message.worker} died"
+        with job.lock, storing():
+            if self._store.add_recovery(job_id, {**message.model_dump(), "at": time.time()}):
+                job.record(m.Note("info", "recovery", text, message.worker))
+
+    def finish(self, job_id: str, message: JobFinished) -> None:
+        job = self.job(job_id)
+        job.apply(m.Finished(JobState(message.state), plain(message.reason)))
+        self.job_ended(job)
+
+    def deployment(self, job_id: str, after: int) -> Deployment | None:
+        """The newest deployment, if its epoch is above `after`. Does not block."""
+        state = self.job(job_id).state
+        epoch = state.current
+        if epoch is None or epoch.number <= after:
+            return None
+        return Deployment(
+            epoch=epoch.number,
+            plan_fingerprint=epoch.plan_fingerprint,
+            living=epoch.living,
+            failed=epoch.failed,
+            joining=epoch.joining,
+            moves=epoch.moves,
+            restore=epoch.restore,
+            leaving=tuple(name for name in epoch.failed if state.members[name].leaving),
+            reason=epoch.reason[:2000],
+        )
+
+    def commands(self, job_id: str, after: int) -> list[Command]:
+        """The commands with seq > after. Does not block."""
+        return [c for c in self.job(job_id).commands if c.seq > after]
+
+
+def plain(text: str) -> str:
+    """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
