@@ -18,8 +18,7 @@ is a gradient element of about 4096 in the usual scale). A larger one counts as 
 iteration with a spike of that size is not stepped, just as one with a NaN. A scale per parameter
 would widen this only for jobs whose training is lost anyway, so there is none.
 
-Measured and tested on CPUs only: on another device each addition would wait for the device to say
-whether a term is in range.
+Measured on CPUs only. On another device a term out of range is counted there, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -56,31 +55,52 @@ class GradientSum:
     of a moving buffer (see agent.backward.buffers), one count per tensor of the terms added to it, the
     loss, and the count of rejected terms. terms: how many terms are added to a tensor at most
     per iteration, over all workers of the stage. settled: the micro-batches whose whole
-    contribution is in this worker's sum.
+    contribution is in this worker's sum. device: where the sum is when nothing is trained.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, terms: int, buffers: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        terms: int,
+        buffers: Iterable[Tensor] = (),
+        device: torch.device | None = None,
+    ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.moving = list(buffers)
         tensors: list[Tensor] = [*self.parameters, *self.moving]
         bounds = list(pairwise(accumulate((t.numel() for t in tensors), initial=0)))
         size = bounds[-1][1] if bounds else 0
-        device = tensors[0].device if tensors else torch.device("cpu")
-        self.buffer = torch.zeros(size + len(tensors) + 2, dtype=self._dtype_for(tensors), device=device)
-        self._sums = {id(t): self.buffer[a:b] for t, (a, b) in zip(tensors, bounds, strict=True)}
-        self._counts = self.buffer[size : size + len(tensors)]
-        self._count_of = {id(t): self._counts[i] for i, t in enumerate(tensors)}
-        self._gradients = self.buffer[: sum(p.numel() for p in self.parameters)]
+        device = tensors[0].device if tensors else device or torch.device("cpu")
+        self._buffer = torch.zeros(size + len(tensors) + 2, dtype=self._dtype_for(tensors), device=device)
+        self._sums = {id(t): self._buffer[a:b] for t, (a, b) in zip(tensors, bounds, strict=True)}
+        self._shaped = {id(t): self._sums[id(t)].view(t.shape) for t in tensors}
+        self._counts = self._buffer[size : size + len(tensors)]
+        # Not in the buffer yet: one addition for all tensors costs as much as one for each.
+        self._uncounted = dict.fromkeys(map(id, tensors), 0)
+        self._gradients = self._buffer[: sum(p.numel() for p in self.parameters)]
         self._limit = 2.0**62 / max(1, terms)
         self._chunk = _CHUNK if device.type == "cpu" else max(1, size)
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._temporaries: dict[tuple[torch.dtype, int], Tensor] = {}
         self.settled: set[MicroBatch] = set()
 
+    @property
+    def buffer(self) -> Tensor:
+        if any(self._uncounted.values()):
+            counts = torch.tensor(list(self._uncounted.values()), dtype=self._buffer.dtype)
+            self._counts.add_(counts.to(self._buffer.device))
+            self._uncounted = dict.fromkeys(self._uncounted, 0)
+        return self._buffer
+
     def add(self, tensor: Tensor, term: Tensor) -> None:
         """Adds one micro-batch's gradient of a parameter (same shape)."""
         self._add(self._sums[id(tensor)], term.detach().reshape(-1))
-        self._count_of[id(tensor)].add_(1)
+        self._uncounted[id(tensor)] += 1
+
+    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
+        """The same of left @ right, which may be of a lower type than the parameter."""
+        self.add(tensor, (left @ right).to(tensor.dtype))
 
     def add_change(self, buffer: Tensor, change: Tensor) -> None:
         """Adds what one micro-batch's forward added to a moving buffer (same shape, fp64)."""
@@ -88,16 +108,16 @@ class GradientSum:
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds one micro-batch's (already scaled) loss, a scalar."""
-        self._add(self.buffer[_LOSS:_REJECTED], loss.detach().reshape(-1))
+        self._add(self._buffer[_LOSS:_REJECTED], loss.detach().reshape(-1))
 
     @property
     def rejected(self) -> int:
         """Terms that were NaN, infinite or too large; where it is not 0 the sums mean nothing."""
-        return int(self.buffer[_REJECTED])
+        return int(self._buffer[_REJECTED])
 
     @property
     def loss(self) -> float:
-        return int(self.buffer[_LOSS]) / _SCALE
+        return int(self._buffer[_LOSS]) / _SCALE
 
     def squared_norm(self) -> float:
         """Squared L2 norm of the summed gradients of this stage, in fp64; equal on all its workers.
@@ -109,21 +129,25 @@ class GradientSum:
 
     def write_gradients(self) -> None:
         """Sets `.grad` of every parameter to the sum, rounded to its type; None where no micro-batch used it."""
-        for parameter, count in zip(self.parameters, self._counts.tolist(), strict=False):
-            total = self._rounded(self._sums[id(parameter)], parameter.dtype) if count else None
-            parameter.grad = total.view(parameter.shape) if total is not None else None
+        for parameter, count in zip(self.parameters, self._counted(), strict=False):
+            parameter.grad = self._rounded(self._shaped[id(parameter)], parameter.dtype) if count else None
 
     def write_buffers(self) -> None:
         """Moves every moving buffer by the mean change over the micro-batches."""
-        for tensor, count in zip(self.moving, self._counts[len(self.parameters) :].tolist(), strict=True):
+        for tensor, count in zip(self.moving, self._counted()[len(self.parameters) :], strict=True):
             if count:
-                mean = (self._float64(self._sums[id(tensor)]) / (count * _CHANGE_SCALE)).view(tensor.shape)
+                mean = self._float64(self._shaped[id(tensor)]) / (count * _CHANGE_SCALE)
                 moved = tensor.to(torch.float64) + mean
                 tensor.copy_(moved if tensor.is_floating_point() else moved.round_())
 
     def clear(self) -> None:
-        self.buffer.zero_()
+        self._buffer.zero_()
+        self._uncounted = dict.fromkeys(self._uncounted, 0)
         self.settled.clear()
+
+    def _counted(self) -> list[int]:
+        """Terms per tensor."""
+        return list(map(int, self.buffer[-2 - len(self._counts) : -2].tolist()))
 
     # -- what depends on the form of the sum --------------------------------------------------
 
@@ -141,8 +165,14 @@ class GradientSum:
                 scaled.copy_(part).mul_(_SCALE)
             low, high = torch.aminmax(scaled)
             # Written so that NaN fails it too.
+            if part.device.type != "cpu":
+                # The same without waiting for the device's answer: a misfit is counted, and times 0.
+                fits = ((-self._limit < low) & (high < self._limit)).to(torch.int64)
+                self._buffer[_REJECTED].add_(1 - fits)
+                into.addcmul_(self._temporary(torch.int64, part.numel()).copy_(scaled.round_()), fits)
+                continue
             if not (-self._limit < low.item() and high.item() < self._limit):
-                self.buffer[_REJECTED] += 1
+                self._buffer[_REJECTED] += 1
                 return
             into.add_(self._temporary(torch.int64, part.numel()).copy_(scaled.round_()))
 
@@ -161,7 +191,7 @@ class GradientSum:
             scratch = self._scratch.get(dtype)
             if scratch is None or scratch.numel() < size:
                 self._temporaries.clear()  # they may show the smaller scratch
-                scratch = self._scratch[dtype] = torch.empty(size, dtype=dtype, device=self.buffer.device)
+                scratch = self._scratch[dtype] = torch.empty(size, dtype=dtype, device=self._buffer.device)
             view = self._temporaries[dtype, size] = scratch[:size]
         return view
 
@@ -182,11 +212,23 @@ class FastSum(GradientSum):
     @property
     def rejected(self) -> int:
         """1 where any sum is NaN or infinite, else 0."""
-        return int(not math.isfinite(self.buffer.sum().item()))
+        return int(not math.isfinite(self._buffer.sum().item()))
 
     @property
     def loss(self) -> float:
-        return float(self.buffer[_LOSS])
+        return float(self._buffer[_LOSS])
+
+    def add(self, tensor: Tensor, term: Tensor) -> None:
+        self._shaped[id(tensor)].add_(term.detach())
+        self._uncounted[id(tensor)] += 1
+
+    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
+        if left.dtype == right.dtype == self._buffer.dtype:
+            # Summed while it is computed: nothing is written only to be read again.
+            self._shaped[id(tensor)].addmm_(left.detach(), right.detach())
+            self._uncounted[id(tensor)] += 1
+        else:
+            super().add_product(tensor, left, right)
 
     def _dtype_for(self, tensors: list[Tensor]) -> torch.dtype:
         return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
@@ -202,8 +244,13 @@ class FastSum(GradientSum):
 
 
 def gradient_sum(
-    mode: Mode, parameters: Iterable[nn.Parameter], *, terms: int, buffers: Iterable[Tensor] = ()
+    mode: Mode,
+    parameters: Iterable[nn.Parameter],
+    *,
+    terms: int,
+    buffers: Iterable[Tensor] = (),
+    device: torch.device | None = None,
 ) -> GradientSum:
     """The sum that a recipe's mode asks for; arguments as of GradientSum."""
     kind = FastSum if mode == "fast" else GradientSum
-    return kind(parameters, terms=terms, buffers=buffers)
+    return kind(parameters, terms=terms, buffers=buffers, device=device)

@@ -115,7 +115,7 @@ class Stage:
         if self.counted(key):
             return
         with self._buffers.kept():
-            self.split.weight_backward(flight, self.gradients.add)
+            self.split.weight_backward(flight, self.gradients)
         for buffer, change in flight.moves:
             self.gradients.add_change(buffer, change)
         if flight.loss is not None:

@@ -16,16 +16,38 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Sink = Callable[[Tensor, Tensor], None]
-"""Called with (parameter, gradient)."""
-Gradients = Callable[[], Sequence[Tensor | None]]
-"""Computes the gradients of a layer's parameters, in their order; None where none is wanted."""
+
+class Sink(Protocol):
+    """Where gradients go, one call per parameter and micro-batch (see agent.gradients)."""
+
+    def add(self, tensor: Tensor, term: Tensor) -> None:
+        """term: the gradient of `tensor`, a parameter."""
+
+    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
+        """The gradient is left @ right, which need not be computed apart from the sum."""
+
+
+class Product(NamedTuple):
+    """A gradient that is still to be multiplied. dtype: of the parameter."""
+
+    left: Tensor
+    right: Tensor
+    dtype: torch.dtype
+
+    def compute(self) -> Tensor:
+        """Under autocast the product is computed in the lower type."""
+        return (self.left @ self.right).to(self.dtype)
+
+
+Term = Tensor | Product
+Gradients = Callable[[], Sequence[Term]]
+"""Computes the gradients of a layer's parameters, in their order, or leaves that to the sum."""
 
 
 class Tape:
@@ -50,17 +72,19 @@ class Tape:
         uses.update(id(p) for p, _ in known)
         partial: dict[int, Tensor] = {}
 
-        def put(parameter: Tensor, gradient: Tensor | None) -> None:
+        def put(parameter: Tensor, term: Term) -> None:
             uses[id(parameter)] -= 1
-            earlier = partial.pop(id(parameter), None)
-            terms = [t for t in (earlier, gradient) if t is not None]
-            if not terms:
-                return
-            total = terms[0] if len(terms) == 1 else terms[0] + terms[1]
-            if uses[id(parameter)]:
-                partial[id(parameter)] = total
+            earlier, last = partial.pop(id(parameter), None), not uses[id(parameter)]
+            if isinstance(term, Product):
+                if earlier is None and last:
+                    sink.add_product(parameter, term.left, term.right)
+                    return
+                term = term.compute()
+            total = term if earlier is None else earlier + term
+            if last:
+                sink.add(parameter, total)
             else:
-                sink(parameter, total)
+                partial[id(parameter)] = total
 
         for parameter, gradient in known:
             put(parameter, gradient)
@@ -84,15 +108,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         (x,) = ctx.saved_tensors
-        x, weight, (of_x, of_weight, of_bias) = x.detach(), ctx.weight, ctx.needs_input_grad[:3]
-        parameters = _where((of_weight, of_bias), (weight, ctx.bias))
+        x, weight, bias, (of_x, of_weight, of_bias) = x.detach(), ctx.weight, ctx.bias, ctx.needs_input_grad[:3]
 
-        def gradients() -> list[Tensor]:
+        def gradients() -> list[Term]:
             flat = dy.reshape(-1, dy.shape[-1])
-            out = [flat.t() @ x.reshape(-1, x.shape[-1])] if of_weight else []
-            return _in_types_of(parameters, out + ([flat.sum(0)] if of_bias else []))
+            out: list[Term] = []
+            if of_weight:
+                out.append(Product(flat.t(), x.reshape(-1, x.shape[-1]), weight.dtype))
+            if of_bias:
+                out.append(flat.sum(0).to(bias.dtype))
+            return out
 
-        ctx.tape.owe(parameters, gradients)
+        ctx.tape.owe(_where((of_weight, of_bias), (weight, bias)), gradients)
         return (dy @ weight.to(dy.dtype) if of_x else None), None, None, None
 
 

@@ -90,7 +90,7 @@ class Fused:
         if flight.late:
             flight.known = _backward(flight, self._parameters)
         for parameter, gradient in flight.known:
-            sink(parameter, gradient)
+            sink.add(parameter, gradient)
         flight.known = []
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class TorchSplit:
                 self._torch.stage_backward_weight(self._parameters, flight.groups, retain_graph=True)
         flight.groups = []
         for parameter, gradient in gradients:
-            sink(parameter, gradient)
+            sink.add(parameter, gradient)
 
     def close(self) -> None:
         """Nothing was changed."""

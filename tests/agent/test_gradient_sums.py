@@ -42,6 +42,46 @@ def test_sums_of_any_type_and_layout(kind: type[GradientSum], dtype: torch.dtype
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lower", [torch.float32, torch.bfloat16])
+def test_a_product_counts_as_the_gradient_that_it_is(kind: type[GradientSum], lower: torch.dtype) -> None:
+    parameter, other = nn.Parameter(torch.zeros(6, 10)), nn.Parameter(torch.zeros(3))
+    apart, together = (kind([other, parameter], terms=3) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        left, right = (torch.randn(shape, generator=generator).to(lower) for shape in ((6, 4), (4, 10)))
+        apart.add(parameter, (left @ right).float())
+        together.add_product(parameter, left, right)
+    if kind is GradientSum or lower is torch.bfloat16:
+        assert torch.equal(together.buffer, apart.buffer)
+    torch.testing.assert_close(together.buffer, apart.buffer)
+    together.write_gradients()
+    assert parameter.grad is not None and other.grad is None
+    together.clear()
+    together.write_gradients()
+    assert parameter.grad is None and not together.buffer.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_a_weight_that_is_used_more_than_once_has_the_sum_of_its_gradients(kind: type[GradientSum], uses: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 5)
+    module = nn.Sequential(*[layer, nn.Tanh()] * uses)
+    x, dy = torch.randn(4, 5), torch.randn(4, 5)
+    module(x).backward(dy)
+    expected = {p: p.grad for p in module.parameters()}
+    total = kind(module.parameters(), terms=1)
+    stage = Stage(module, total)
+    stage.forward((0, 0), x, seed=0)
+    stage.input_backward((0, 0), dy)
+    stage.weight_backward((0, 0))
+    total.write_gradients()
+    for parameter, gradient in expected.items():
+        assert parameter.grad is not None and gradient is not None
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_that_nobody_used_has_no_gradient(kind: type[GradientSum]) -> None:
     used, unused, frozen = (nn.Parameter(torch.ones(3)) for _ in range(3))
     frozen.requires_grad_(False)
