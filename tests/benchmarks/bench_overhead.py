@@ -2,7 +2,8 @@
 
 Paced (ops of 10 ms, so that the console's own work on this machine's cores is not what is measured)
 and unpaced (where it is). Medians of the time between commits, as ratios to the job without a
-console; the runs take turns, so that other programs disturb all of them alike.
+console, and the processor time of the launcher and all workers; the runs take turns, so that other
+programs disturb all of them alike.
 """
 
 from __future__ import annotations
@@ -12,61 +13,84 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.agent.consoles import console, until
 from tests.agent.runs import TINY
-from tests.benchmarks.machine import describe
+from tests.benchmarks.machine import describe, processor_seconds
 
 GRID = ("--pipelines", "2", "--stages", "2", "--micro-batches", "4")
 PACE = ("--pace", "F=10ms,I=10ms,W=10ms")
-WARM_UP, COUNTED, TURNS = 5, 30, 3
+WARM_UP, COUNTED, TURNS = 5, 60, 3
+MORE_THAN_ENOUGH = "100000"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Some iterations of a job: seconds of each, and the processor seconds per iteration of all its
+    processes, launcher and workers."""
+
+    seconds: list[float]
+    processor: float
 
 
 def main() -> None:
     print(describe())
     for name, options in (("paced", PACE), ("unpaced", ())):
-        alone: list[float] = []
-        live: list[float] = []
-        dead: list[float] = []
+        spans: dict[str, list[Span]] = {"no console": [], "live console": [], "dead console": []}
         for _ in range(TURNS):
             with tempfile.TemporaryDirectory() as folder:
-                alone += _alone(Path(folder), options)
+                spans["no console"].append(_alone(Path(folder), options))
                 with_one, without = _with_console(Path(folder), options)
-                live += with_one
-                dead += without
-        base = statistics.median(alone)
-        print(
-            f"{name}: no console {1000 * base:.1f} ms, live console x {statistics.median(live) / base:.3f}, "
-            f"dead console x {statistics.median(dead) / base:.3f} ({len(alone)} iterations each)"
-        )
+                spans["live console"].append(with_one)
+                spans["dead console"].append(without)
+        base = _figures(spans["no console"])
+        for what, measured in spans.items():
+            middle, used = _figures(measured)
+            print(
+                f"{name:7}, {what}: {1000 * middle:6.1f} ms an iteration (x {middle / base[0]:.3f}), "
+                f"{1000 * used:6.1f} ms of processor time (x {used / base[1]:.3f})"
+            )
     print(describe())
 
 
-def _alone(folder: Path, options: tuple[str, ...]) -> list[float]:
+def _figures(spans: list[Span]) -> tuple[float, float]:
+    """Medians: seconds of an iteration, processor seconds of one."""
+    return statistics.median(s for span in spans for s in span.seconds), statistics.median(s.processor for s in spans)
+
+
+def _alone(folder: Path, options: tuple[str, ...]) -> Span:
     record = folder / "alone.jsonl"
-    job = _launch(record, "--iterations", str(WARM_UP + COUNTED), *options)
-    assert job.wait(300) == 0
-    return _seconds(record)[WARM_UP:]
+    job = _launch(record, "--iterations", MORE_THAN_ENOUGH, *options)
+    try:
+        return _span(job.pid, record, 0)
+    finally:
+        job.terminate()
+        job.wait(60)
 
 
-def _with_console(folder: Path, options: tuple[str, ...]) -> tuple[list[float], list[float]]:
-    """(while it lived, when it was dead). Seconds per iteration."""
+def _with_console(folder: Path, options: tuple[str, ...]) -> tuple[Span, Span]:
+    """(while it lived, when it was dead)."""
     record = folder / "console.jsonl"
     with console(folder) as server:
-        # More than can be over by the time the console is killed.
-        job = _launch(record, "--iterations", "100000", *options, "--console", server.root)
+        job = _launch(record, "--iterations", MORE_THAN_ENOUGH, *options, "--console", server.root)
         try:
-            until(lambda: len(_seconds(record)) >= WARM_UP + COUNTED, "iterations with a console", 300)
+            live = _span(job.pid, record, 0)
             server.crash()
-            killed = len(_seconds(record))
-            until(lambda: len(_seconds(record)) >= killed + WARM_UP + COUNTED, "iterations without it", 300)
+            return live, _span(job.pid, record, len(_seconds(record)))
         finally:
             job.terminate()
             job.wait(60)
-    seconds = _seconds(record)
-    start = killed + WARM_UP
-    return seconds[WARM_UP : WARM_UP + COUNTED], seconds[start : start + COUNTED]
+
+
+def _span(pid: int, record: Path, start: int) -> Span:
+    """Of iterations still to come: COUNTED after WARM_UP after `start`."""
+    until(lambda: len(_seconds(record)) >= start + WARM_UP, "iterations to warm up", 300)
+    first, used = len(_seconds(record)), processor_seconds(pid)
+    until(lambda: len(_seconds(record)) >= first + COUNTED, "iterations to measure", 300)
+    last, used = len(_seconds(record)), processor_seconds(pid) - used
+    return Span(_seconds(record)[first:last], used / (last - first))
 
 
 def _launch(record: Path, *options: str) -> subprocess.Popen[bytes]:

@@ -2,7 +2,7 @@
 
 One process per cell of the grid, on gloo. Each stage all-reduces its gradients over the pipelines in
 one flat tensor and steps; nothing survives a failure here. Model, data, loss and optimizer are those
-of the agent's own workload.
+that the agent is given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from agent.examples.gpt import Gpt
+from tests.benchmarks.clocked import ClockedGpt
 
 dist: Any = torch.distributed
 
@@ -42,7 +42,10 @@ class Outcome:
 
 
 def train(grid: Grid, options: Mapping[str, Any], *, iterations: int, seed: int = 0) -> Outcome:
-    """Runs the job to its end in processes of its own. Raises RuntimeError when one of them fails."""
+    """Runs the job to its end in processes of its own. options: of tests.benchmarks.clocked.ClockedGpt.
+
+    Raises RuntimeError when a process fails.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -81,7 +84,7 @@ def _rank_main(
     # Every process takes part in the making of every group.
     rows = [dist.new_group([p * grid.stages + s for s in range(grid.stages)]) for p in range(grid.pipelines)]
     columns = [dist.new_group([p * grid.stages + s for p in range(grid.pipelines)]) for s in range(grid.stages)]
-    workload = Gpt(**options)
+    workload = ClockedGpt(**options)
     module = workload.build_stage(stage, grid.stages, seed)
     optimizer = workload.optimizer(module.parameters())
     schedule = Schedule1F1B(
