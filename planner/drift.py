@@ -8,8 +8,8 @@ machine, another clock), plans are as good as before, and only last longer. That
 said, but no speed changes.
 
 Nothing changes before a whole window of rounds agrees, and after a change the window begins anew:
-two changes of a worker are at least `Limits.window` rounds apart. A worker counts as slow beyond
-`slow`, and as nominal again below `well`; in between it stays what it was.
+two changes of a worker are at least `Limits.window` rounds apart. A worker counts as slow (or fast)
+beyond `slow`, and as nominal again within `well`; in between it stays what it was.
 """
 
 from __future__ import annotations
@@ -74,20 +74,25 @@ class Drift:
     changed: Mapping[Worker, tuple[float, float]]
     scale: float | None = None
 
-    @property
-    def speeds(self) -> tuple[tuple[Worker, float], ...]:
-        """Of all workers that are not nominal, as planner.job.Job has them."""
-        return speeds(self.state)
+
+def drifted(job: Job, state: DriftState) -> Job:
+    """`job` with the speeds that its workers turned out to have, in percents, so that equal ones are equal."""
+    known = dict(job.speeds)
+    for worker, track in state.workers.items():
+        if track.assumed != 1:
+            known[worker] = min(FASTEST, max(SLOWEST, round(known.get(worker, 1.0) / track.assumed, 2)))
+    return replace(job, speeds=tuple(known.items()))
 
 
-def speeds(state: DriftState) -> tuple[tuple[Worker, float], ...]:
-    """Rounded to percents, so that plans of equal speeds are equal."""
-    slow = {w: track.assumed for w, track in state.workers.items() if track.assumed != 1}
-    return tuple((w, min(FASTEST, max(SLOWEST, round(1 / factor, 2)))) for w, factor in sorted(slow.items()))
+def assumed(job: Job, planned: Job) -> DriftState:
+    """The state in which `drifted` makes `planned` of `job`, which differ in nothing but speeds."""
+    own, known = dict(planned.speeds), dict(job.speeds)
+    factors = {w: known.get(w, 1.0) / own.get(w, 1.0) for w in {*own, *known}}
+    return DriftState({w: Track(factor) for w, factor in factors.items() if factor != 1})
 
 
 def ratio(job: Job, worker: Worker, milliseconds: Mapping[str, float]) -> float | None:
-    """How many times longer than the profile says the worker's ops took, by their mean times.
+    """How many times longer than the job says of this worker its ops took, by their mean times.
 
     milliseconds: by op kind (F, I, W, B); a step is left out, it waits for others. A profile without
     a unit of time gives numbers that only workers of one stage can be compared by. None: nothing to
@@ -99,7 +104,8 @@ def ratio(job: Job, worker: Worker, milliseconds: Mapping[str, float]) -> float 
     if not seen:
         return None
     tick = 1000 * SECONDS.get(job.time_unit, 1e-3) / job.ticks_per_unit
-    return sum(milliseconds[kind] for kind in seen) / (tick * sum(kinds[kind] for kind in seen))
+    speed = dict(job.speeds).get(worker, 1.0)
+    return speed * sum(milliseconds[kind] for kind in seen) / (tick * sum(kinds[kind] for kind in seen))
 
 
 def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits: Limits) -> Drift:
@@ -111,11 +117,11 @@ def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits:
         peers = ratios if timed else {w: r for w, r in ratios.items() if w.stage == worker.stage}
         track = workers.get(worker, Track())
         recent = (*track.recent, own / _low_median(peers.values()))[-limits.window :]
-        assumed = _judged(track.assumed, recent, limits)
-        if assumed != track.assumed:
-            changed[worker] = (track.assumed, assumed)
+        factor = _judged(track.assumed, recent, limits)
+        if factor != track.assumed:
+            changed[worker] = (track.assumed, factor)
             recent = ()
-        workers[worker] = Track(assumed, recent)
+        workers[worker] = Track(factor, recent)
     state = replace(state, workers=workers)
     if not timed or not ratios:
         return Drift(state, changed)
@@ -139,13 +145,13 @@ def _judged(assumed: float, recent: tuple[float, ...], limits: Limits) -> float:
     """The factor to plan with."""
     if len(recent) < limits.window:
         return assumed
-    low, middle, high = _quartiles(recent)
-    if assumed != 1 and high <= limits.well:
+    low, _, high = _quartiles(recent)
+    if assumed != 1 and 1 / limits.well <= low and high <= limits.well:
         return 1.0
-    if assumed == 1:
-        return middle if low >= limits.slow else 1.0
-    moved = _agreed(recent, assumed, limits.change, limits.window)
-    return assumed if moved is None or moved < limits.slow else moved
+    moved = _agreed(recent, assumed, limits.slow if assumed == 1 else limits.change, limits.window)
+    if moved is None or 1 / limits.slow < moved < limits.slow:
+        return assumed
+    return moved
 
 
 def _agreed(recent: tuple[float, ...], known: float, change: float, window: int) -> float | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.drift import DriftState, Limits, forget, observe, ratio, speeds
+from planner.drift import DriftState, Limits, assumed, drifted, forget, observe, ratio
 from planner.errors import InputError
 from planner.job import Job, StageProfile, Worker
 
@@ -14,6 +16,10 @@ LIMITS = Limits(window=8)
 JOB = Job(3, 2, 4, (StageProfile(10, 12, 8), StageProfile(20, 0, 40)), time_unit="ms")
 WORKERS = list(JOB.workers())
 SLOW = Worker(1, 1)
+
+
+def speeds(state: DriftState, job: Job = JOB) -> tuple[tuple[Worker, float], ...]:
+    return drifted(job, state).speeds
 
 
 def rounds(job: Job, *ratios: dict[Worker, float], state: DriftState | None = None) -> tuple[DriftState, list[int]]:
@@ -66,7 +72,18 @@ def test_without_a_unit_of_time_a_worker_is_compared_with_its_stage() -> None:
     job = Job(2, 2, 4)
     took = {Worker(0, 0): 1.0, Worker(1, 0): 1.1, Worker(0, 1): 10.0, Worker(1, 1): 25.0}
     state, _ = rounds(job, *[took] * 10)
-    assert speeds(state) == ((Worker(1, 1), 0.4),)
+    assert speeds(state, job) == ((Worker(1, 1), 0.4),)
+
+
+def test_a_worker_that_is_known_to_be_slow_is_measured_by_its_own_speed() -> None:
+    job = replace(JOB, speeds=((SLOW, 0.5),))
+    assert ratio(job, SLOW, {"F": 40, "W": 80}) == pytest.approx(1)
+    state, _ = rounds(job, *[{w: 2.0 if w == SLOW else 1.0 for w in WORKERS}] * 10)
+    assert speeds(state, job) == ((SLOW, 0.25),)
+    assert drifted(job, assumed(job, drifted(job, state))) == drifted(job, state)
+    # It is as fast as the others after all.
+    state, _ = rounds(job, *[{w: 0.5 if w == SLOW else 1.0 for w in WORKERS}] * 10)
+    assert speeds(state, job) == () and speeds(assumed(job, JOB), job) == ()
 
 
 def test_a_new_process_begins_anew() -> None:
@@ -96,10 +113,10 @@ def test_changes_are_a_window_apart_whatever_is_heard(reports: list[dict[Worker,
         drift = observe(JOB, state, ratios, LIMITS)
         state = drift.state
         for worker, (before, after) in drift.changed.items():
-            assert before != after and (after == 1 or after >= LIMITS.slow)
+            assert before != after and (after == 1 or max(after, 1 / after) >= LIMITS.slow)
             assert number - last.get(worker, -1) >= LIMITS.window
             last[worker] = number
-        assert all(0.01 <= speed < 1 for _, speed in drift.speeds)
+        assert all(0.01 <= speed <= 100 and speed != 1 for _, speed in speeds(state))
 
 
 @given(st.integers(1, 3), st.integers(0, 40))
