@@ -1,0 +1,138 @@
+"""Catalogs over HTTP: the whole life of one, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from ui_console import ConsoleHere, JobHere, until
+
+from app.api.routes import create_routes
+from planner.check import check
+from planner.plan import Plan
+
+API = "/api/v1"
+SMALL = {"pipelines": 2, "stages": 2, "micro_batches": 3, "tolerance": 1}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    made = ConsoleHere(tmp_path_factory.mktemp("api"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def client(here: ConsoleHere) -> TestClient:
+    return TestClient(Starlette(routes=create_routes(here.console)), raise_server_exceptions=False)
+
+
+def filled(client: TestClient, body: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post(f"{API}/catalogs", json=body)
+    assert answer.status_code == 202, answer.text
+    made: dict[str, Any] = answer.json()
+
+    def over() -> bool:
+        made.update(client.get(f"{API}/catalogs/{made['fingerprint']}/filling").json())
+        return made["state"] != "running"
+
+    until(over, "it is filled")
+    return made
+
+
+def test_the_life_of_a_catalog(client: TestClient) -> None:
+    made = filled(client, SMALL)
+    assert (made["state"], made["planned"], made["done"], made["total"], made["why"]) == ("done", 3, 3, 3, "")
+    fingerprint = made["fingerprint"]
+    (line,) = (c for c in client.get(f"{API}/catalogs").json()["catalogs"] if c["fingerprint"] == fingerprint)
+    assert (line["plans"], line["failures"], line["current"]) == (3, 1, True)
+    detail = client.get(f"{API}/catalogs/{fingerprint}", params={"tolerance": 1}).json()
+    assert (detail["wanted"], detail["there"], detail["covered"], detail["by_pattern"]) == (3, 3, 1, True)
+    assert client.get(f"{API}/catalogs/{fingerprint}").json()["tolerance"] == 1, "the console's own"
+    # More than the grid can lose is cut to what it can.
+    assert client.get(f"{API}/catalogs/{fingerprint}", params={"tolerance": 1000}).json()["tolerance"] == 2
+    for count in detail["lines"]:
+        for row in count["plans"]:
+            text = client.get(f"{API}/catalogs/{fingerprint}/plans/{row['name']}").text
+            plan = Plan.from_json(text)
+            assert check(plan) == []
+            assert (plan.metrics.period, list(plan.failed)) == (row["period"], row["failed"])
+    for form, entry in (("json", "index.json"), ("stored", f"{fingerprint}/catalog.json")):
+        answer = client.get(f"{API}/catalogs/{fingerprint}/export", params={"format": form})
+        assert answer.headers["Content-Type"] == "application/zip"
+        assert f"catalog-{fingerprint[:12]}.{form}.zip" in answer.headers["Content-Disposition"]
+        with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+            assert json.loads(archive.read(entry))
+            assert sum(name.count("/") for name in archive.namelist()) >= 3
+    assert client.delete(f"{API}/catalogs/{fingerprint}").status_code == 204
+    assert client.get(f"{API}/catalogs/{fingerprint}").status_code == 404
+    assert client.get(f"{API}/catalogs/{fingerprint}/filling").status_code == 404
+
+
+def test_a_jobs_catalog(here: ConsoleHere, client: TestClient) -> None:
+    job = JobHere(here.console, "has a catalog")
+    until(lambda: client.get(f"{API}/jobs/{job.job_id}/catalog").json()["covered"] == 1, "it is planned ahead")
+    made = filled(client, {"job_id": job.job_id, "tolerance": 2})
+    assert made["planned"] == 16 and made["total"] == 21
+    detail = client.get(f"{API}/jobs/{job.job_id}/catalog", params={"tolerance": 2}).json()
+    assert detail["fingerprint"] == made["fingerprint"] and detail["covered"] == 2
+
+
+def test_cancelled_by_its_address(client: TestClient) -> None:
+    body = {"pipelines": 4, "stages": 4, "tolerance": 3, "solver": "cp-sat", "time_limit": 60}
+    fingerprint = client.post(f"{API}/catalogs", json=body).json()["fingerprint"]
+    answer = client.delete(f"{API}/catalogs/{fingerprint}/filling")
+    assert (answer.status_code, answer.json()["state"]) == (202, "cancelled")
+    assert client.post(f"{API}/catalogs", json=body | {"tolerance": 2}).status_code in (202, 409)
+    client.delete(f"{API}/catalogs/{fingerprint}/filling")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"pipelines": 0}, "pipelines: got 0"),
+        ({"pipelines": 4096, "stages": 4096}, "pipelines x stages: got 16777216"),
+        ({"tolerance": 9}, "tolerance: got 9, expected a number of failures from 0 to 8"),
+        ({"memory": "lots"}, "memory: got 'lots'"),
+        ({"solver": "oracle"}, "solver: got 'oracle'"),
+        ({"durations": {"X": 1}}, "durations"),
+        ({"colour": "red"}, "colour: got 'red', expected no field of that name"),
+        ({"job": {"pipelines": -1}}, "job."),
+    ],
+)
+def test_what_is_refused_names_the_field(client: TestClient, body: dict[str, Any], words: str) -> None:
+    answer = client.post(f"{API}/catalogs", json=body)
+    assert answer.status_code == 422, answer.text
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert words in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("method", "tail", "status"),
+    [
+        ("GET", "0" * 32, 404),
+        ("GET", "no-fingerprint", 422),
+        ("DELETE", "0" * 32, 404),
+        ("GET", f"{'0' * 32}/export", 404),
+        ("GET", f"{'0' * 32}/export?format=exe", 422),
+        ("GET", f"{'0' * 32}/plans/000000-{'0' * 24}", 404),
+        ("GET", f"{'0' * 32}/plans/..%2F", 404),
+        ("DELETE", f"{'0' * 32}/filling", 404),
+        ("PUT", "0" * 32, 405),
+    ],
+)
+def test_addresses_without_a_catalog(client: TestClient, method: str, tail: str, status: int) -> None:
+    answer = client.request(method, f"{API}/catalogs/{tail}")
+    assert answer.status_code == status, answer.text
+    assert answer.json()["detail"]
+
+
+def test_a_job_that_is_not_there(client: TestClient) -> None:
+    assert client.post(f"{API}/catalogs", json={"job_id": "nobody"}).status_code == 404
+    assert client.get(f"{API}/jobs/nobody/catalog").status_code == 404
