@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import streamlit as st
 
 from app.console import Console, get_console
@@ -118,7 +120,7 @@ def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, co
             theme=None,
             key="gantt",
             config=CHART_CONFIG,
-            on_select=clicked,
+            on_select=partial(clicked, "gantt"),
             selection_mode="points",
             alt=facts.schedule_words(plan, schedule),
         )

@@ -70,9 +70,9 @@ def choose_view(plan: Plan, schedule: Schedule) -> Wish:
     return Wish(frozenset(draw), _choose_path(plan), _choose_time(plan, schedule))
 
 
-def clicked() -> None:
-    """A click on a bar shows its micro-batch's path, a second one no path again."""
-    state = st.session_state.get("gantt")
+def clicked(chart: str) -> None:
+    """A click on a bar of the chart of that key shows its micro-batch's path, a second one no path again."""
+    state = st.session_state.get(chart)
     points = state["selection"]["points"] if state else []
     found = next((p["customdata"] for p in points if p.get("customdata")), None)
     name = found[0] if isinstance(found, list) else found.get("0") if isinstance(found, dict) else found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import streamlit as st
 
 from app.ui import components
 from app.ui.charts import overview as large
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import Detail
-from app.ui.schedule_filters import Wish
+from app.ui.schedule_filters import Wish, clicked
 from app.ui.theme import BOX_CONFIG, CHART_CONFIG, Palette
 from planner.job import Worker
 from planner.schedule import Schedule
@@ -21,9 +23,12 @@ def large_chart(schedule: Schedule, workers: list[Worker], wish: Wish, colours: 
     """Draws both; a box on the picture, or the fields, choose the part, which is returned."""
     names = [str(w) for w in workers]
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        first = st.selectbox("First row", names, key="first-row", bind="query-params", width=160)
-        st.caption("Or draw a box on the overview; a double click there takes it away.")
-    box = _box(len(workers))
+        first = st.selectbox("First row", names, key="first-row", bind="query-params", on_change=_forget_box, width=160)
+        box = _box(len(workers))
+        if box:
+            st.button("Forget the box", on_click=_forget_box, key="forget-box")
+        else:
+            st.caption("Or draw a box on the overview.")
     if box:
         detail = large.detail_of_box(schedule, workers, *box)
     else:
@@ -52,7 +57,15 @@ def large_chart(schedule: Schedule, workers: list[Worker], wish: Wish, colours: 
         revision=f"{revision}-{detail.window}",
     )
     with st.container(key="wide-chart"):
-        st.plotly_chart(figure, theme=None, key="detail", config=CHART_CONFIG, alt="The chosen part, op by op.")
+        st.plotly_chart(
+            figure,
+            theme=None,
+            key="detail",
+            config=CHART_CONFIG,
+            on_select=partial(clicked, "detail"),
+            selection_mode="points",
+            alt="The chosen part, op by op.",
+        )
     return detail
 
 
@@ -68,7 +81,10 @@ def _box(rows: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
 def _remember_box() -> None:
     state = st.session_state.get("overview")
     boxes = state["selection"].get("box") if state else None
+    # No box is no news: the browser says so as well whenever the picture is drawn anew.
     if boxes:
         st.query_params[BOX] = ",".join(f"{value:.6g}" for axis in "xy" for value in sorted(boxes[0][axis]))
-    else:
-        st.query_params.pop(BOX, None)
+
+
+def _forget_box() -> None:
+    st.query_params.pop(BOX, None)

@@ -151,9 +151,11 @@ def _figures(figure: go.Figure, sheet: Sheet, head: str, values: list[str], top:
         "showarrow": False,
         "font": {"size": 11, "color": sheet.colours.muted},
     }
-    figure.add_annotation(text=head, y=top, yref="paper", yanchor="bottom", **common)
+    made = [{**common, "text": head, "y": top, "yref": "paper", "yanchor": "bottom"}]
     for worker, words in zip(sheet.living, values, strict=True):
-        figure.add_annotation(text=words, y=sheet.rows.at[worker], yref=sheet.axis, **common)
+        made.append({**common, "text": words, "y": sheet.rows.at[worker], "yref": sheet.axis})
+    # All at once: plotly copies those that are there for each one that is added.
+    figure.layout.annotations = (*figure.layout.annotations, *made)
 
 
 def _add_path(figure: go.Figure, sheet: Sheet, ops: Sequence[Op]) -> None:
