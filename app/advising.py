@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.advice import AdviceRequest, Verdict
-from app.choices import Mode, Offer, Offered
+from app.choices import Candidate, Mode, Offer, Offered
 from app.choosing import out
 from app.errors import ConsoleError
 from app.job_history import changes, repair_times
@@ -100,12 +100,26 @@ class Advising:
         try:
             if not job.state.choosing and not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
                 job.record(Note("warning" if verdict.calls_for_an_operator else "info", "plan", verdict.reason))
-            for plan in verdict.plans:
-                job.file_plan(Plan.from_json(plan, source="the advising process"))
+            candidates = self._with_plans(job, verdict)
         except (ConsoleError, SQLAlchemyError) as error:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
-        offer = Offer(failed, verdict.candidates, verdict.better) if verdict.candidates else None
+            candidates = verdict.candidates
+        offer = Offer(failed, candidates, verdict.better) if candidates else None
         self._offer(job, Offered(failed, offer, "the job has no way on that it could take by itself"))
+
+    def _with_plans(self, job: LiveJob, verdict: Verdict) -> tuple[Candidate, ...]:
+        """The candidates, each with the plan that would be in force: the best that the job has by now."""
+        for document in verdict.plans if not job.job.speeds else ():
+            job.file_plan(Plan.from_json(document, source="the advising process"))
+        named = []
+        for candidate in verdict.candidates:
+            with job.lock:
+                plan = job.catalog.find(Worker.parse(name) for name in candidate.failed)
+            if plan is not None:
+                self._store.put_plan(job.job_id, plan.fingerprint, plan.to_json(), plan.failed, True)
+                candidate = replace(candidate, plan=plan.fingerprint)
+            named.append(candidate)
+        return tuple(named)
 
     def _offer(self, job: LiveJob, event: Offered) -> None:
         try:
@@ -131,7 +145,7 @@ class Advising:
             work = min(RecoveryCosts().checkpoint_interval / 2, max(0.0, time.time() - epochs[0]["opened_at"]))
         return AdviceRequest(
             job.job_id,
-            job_doc(job.job),
+            job_doc(replace(job.job, speeds=())),  # ways on are compared with workers that are alike
             failed,
             spec.technique,
             spec.memory,

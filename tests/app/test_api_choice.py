@@ -1,0 +1,128 @@
+"""How a job goes on, decided by an operator over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console_server import Agents, ConsoleServer
+from ui_console import until
+
+MS = {"F": 40.0, "I": 40.0, "W": 40.0}
+# Nobody sends heartbeats here, and comparing the ways on takes its time on a busy machine.
+PATIENT = ("--api-only", "--suspect", "80000", "--dead", "86400")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
+    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('choice') / 'console.db'}", *PATIENT)
+    yield server
+    server.close()
+
+
+def started(server: ConsoleServer, **spec: Any) -> Agents:
+    """3 x 4, all train; times are known, so that ways on can be compared."""
+    agents = Agents(server, durations=MS, paced=True, **spec)
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    return agents
+
+
+def choice(agents: Agents) -> dict[str, Any]:
+    answer = agents.server.get(agents.path("/choice"))
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def put_mode(agents: Agents, mode: str, **more: Any) -> Any:
+    body = {"mode": mode, **more}
+    headers = {"X-Actor": "ada"}
+    return agents.server.session.put(agents.server.base + agents.path("/mode"), json=body, headers=headers, timeout=30)
+
+
+def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
+    agents = started(server, migrate=True)
+    assert choice(agents) == {
+        "mode": "automatic",
+        "patience": 60.0,
+        "waiting": False,
+        "seconds_left": None,
+        "failed": [],
+        "candidates": [],
+        "better": "",
+    }
+    answer = put_mode(agents, "manual", patience=600)
+    assert answer.status_code == 200 and "waits up to 600 s" in answer.json()["reason"]
+    agents.exit("W0_2")
+    agents.exit("W1_2")
+    until(lambda: bool(choice(agents)["candidates"]), "the candidates come")
+    seen = choice(agents)
+    assert seen["waiting"] and 0 < seen["seconds_left"] <= 600 and seen["failed"] == ["W0_2", "W1_2"]
+    assert [c["name"] for c in seen["candidates"]] == ["migrate and re-route", "re-route", "drop the replica"]
+    assert seen["better"] == "migrate and re-route"
+    assert seen["candidates"][0]["rate"] > seen["candidates"][1]["rate"] > seen["candidates"][2]["rate"]
+    for candidate in seen["candidates"]:
+        plan = server.get(agents.path(f"/plans/{candidate['plan']}")).json()
+        assert plan["failed"] == candidate["failed"]
+    sentence = server.get(agents.path()).json()["sentence"]
+    assert sentence.startswith("Waiting for you: 3 candidates without W0_2, W1_2; the best (migrate and re-route) is")
+
+    stale = server.post(agents.path("/choice"), {"name": "re-route", "failed": ["W0_2"]})
+    assert (stale.status_code, stale.json()["code"]) == (409, "no_choice")
+    wrong = server.post(agents.path("/choice"), {"name": "pray"})
+    assert wrong.status_code == 422
+    assert wrong.json()["detail"].startswith("name: got 'pray', expected one of migrate and re-route, re-route, ")
+    best = seen["candidates"][0]
+    body = {"name": best["name"], "failed": seen["failed"]}
+    assert server.post(agents.path("/choice"), body, headers={"X-Actor": "ada"}).status_code == 200
+    newest = agents.deployment(after=1)
+    assert newest["failed"] == best["failed"] and newest["moves"] == best["moves"] and not newest["restore"]
+    assert newest["plan_fingerprint"] == best["plan"]
+    assert newest["reason"].endswith("ada chose to migrate and re-route")
+    events = server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
+    assert any(e["kind"] == "operator" and e["text"].startswith("ada chose to migrate and re-route: ") for e in events)
+
+
+def test_a_mode_outlives_the_console(tmp_path: Path) -> None:
+    server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", *PATIENT)
+    try:
+        agents = started(server)
+        assert put_mode(agents, "manual", patience=500).status_code == 200
+        agents.exit("W1_1")
+        assert choice(agents)["waiting"]
+        server.stop()
+        server.start()
+        after = choice(agents)
+        assert (after["mode"], after["patience"], after["waiting"]) == ("manual", 500, True)
+        assert put_mode(agents, "automatic").status_code == 200
+        assert agents.deployment(after=1)["failed"] == ["W1_1"]
+        assert not choice(agents)["waiting"]
+    finally:
+        server.close()
+
+
+def test_a_worker_is_drained(server: ConsoleServer) -> None:
+    agents = started(server)
+    answer = server.post(agents.path("/workers/W2_1/drain"), headers={"X-Actor": "ada"})
+    assert (answer.status_code, answer.json()) == (202, {"reason": "ada asked W2_1 to leave"})
+    newest = agents.deployment(after=1)
+    assert newest["failed"] == newest["leaving"] == ["W2_1"]
+    again = server.post(agents.path("/workers/W2_1/drain"))
+    assert (again.status_code, again.json()["code"]) == (409, "not_running")
+    worker = next(w for w in server.get(agents.path("/workers")).json()["workers"] if w["name"] == "W2_1")
+    assert (worker["state"], worker["detail"]) == ("failed", "asked to leave by ada")
+    # It still counts until it has left.
+    assert agents.heartbeat("W2_1").status_code == 200
+    agents.exit("W2_1")
+    assert agents.heartbeat("W2_1").status_code == 409
+
+
+def test_what_is_wrong_is_said_by_its_name(server: ConsoleServer) -> None:
+    agents = started(server)
+    assert put_mode(agents, "manual", patience=0).json()["detail"].startswith("patience: got 0, expected")
+    assert put_mode(agents, "semi").json()["detail"] == "mode: got 'semi', expected 'automatic' or 'manual'"
+    nothing = server.post(agents.path("/choice"), {"name": "re-route"})
+    assert nothing.status_code == 409 and nothing.json()["detail"].startswith("there is nothing to choose")
+    assert server.post(agents.path("/workers/W9_9/drain")).status_code == 404
