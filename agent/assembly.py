@@ -33,7 +33,11 @@ def assemble(
     module = workload.build_stage(stage, job.stages, seed).to(device)
     split = choose_split(module, _probe(workload, job, stage, seed, boundaries, device), autocast=recipe.autocast)
     gradients = gradient_sum(
-        recipe.mode, module.parameters(), terms=job.pipelines * job.micro_batches, buffers=split.moving
+        recipe.mode,
+        module.parameters(),
+        terms=job.pipelines * job.micro_batches,
+        buffers=split.moving,
+        device=device,
     )
     return Stage(module, gradients, split=split.strategy, autocast=recipe.autocast), split
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agent.devices import Platform, Transport
 from agent.recipe import Recipe
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
@@ -48,10 +49,17 @@ class _Disturber:
             job.signal("store", signal.SIGKILL)
 
 
+@pytest.mark.parametrize("transport", ["tagged", "ordered"])
 @pytest.mark.parametrize("keep", [False, True], ids=["redo all", "keep finished"])
 @pytest.mark.parametrize("seed", range(10))
-def test_the_bits_stay(seed: int, keep: bool, losses: list[str]) -> None:
+def test_the_bits_stay(seed: int, keep: bool, transport: Transport, losses: list[str]) -> None:
     disturber = _Disturber(seed)
-    job = LocalJob(**GRID, iterations=ITERATIONS, on_line=disturber, recipe=Recipe(keep_finished=keep)).run()
+    job = LocalJob(
+        **GRID,
+        iterations=ITERATIONS,
+        on_line=disturber,
+        recipe=Recipe(keep_finished=keep),
+        platform=Platform(transport=transport),
+    ).run()
     assert job.losses == losses
     assert disturber.killed and disturber.stores

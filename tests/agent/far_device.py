@@ -1,0 +1,268 @@
+"""A second device on a machine that has none: its tensors are the CPU's, in a wrapper that says `far:0`.
+
+An operation between a tensor here and one there fails, as with a GPU; numbers are the CPU's to the bit.
+So what trains there to the same bits has nowhere taken the CPU for granted. It changes torch for the
+whole process, so it runs in one of its own: `python -m tests.agent.far_device` prints what came out, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from agent.assembly import assemble
+from agent.boundaries import boundaries_of
+from agent.checkpoints.weights import load_weights, save_weights
+from agent.devices import on_device
+from agent.executor import Executor
+from agent.faults import FaultInjector
+from agent.optimizer import StageOptimizer, stage_optimizer
+from agent.randomness import seed_for
+from agent.recipe import Recipe
+from agent.script import Script
+from agent.transport.ordered import OrderedTransfers
+from agent.transport.transfers import Layout, Lines
+from agent.verdicts import Steps
+from planner.catalog import Catalog
+from planner.job import Job, MemoryLimit, Technique, Worker
+from tests.agent.virtual_wires import Baton, Group, Wires
+
+# Moving data between devices is what these are for.
+_CROSSING = ("aten::copy_", "aten::_to_copy")
+
+
+class Far(Tensor):
+    """A tensor of the device `far`; inner: the same on the CPU."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Far:
+        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device("far", 0),
+        )
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def tolist(self) -> Any:
+        """torch's own knows no wrappers."""
+        return self.inner.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class FarFactories(TorchDispatchMode):
+    """Within, `device="far"` makes such tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    far = [t for t in tensors if isinstance(t, Far)]
+    # Numbers may mix, as they may with a GPU.
+    near = [t for t in tensors if not isinstance(t, Far) and t.dim()]
+    if near and far and name not in _CROSSING:
+        raise RuntimeError(f"{name}: tensors on two devices")
+    wanted = kwargs.get("device")
+    goes_far = bool(far) if wanted is None else torch.device(wanted).type == "far"
+    if wanted is not None:
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    known = {id(t.inner): t for t in far}
+    out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    if name == "aten::copy_":
+        return args[0]
+    if name == "aten::_to_copy":
+        out = out.clone()
+
+    def outer(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if (same := known.get(id(value))) is not None:
+            return same
+        return Far(value) if goes_far else value
+
+    return tree_map(outer, out)
+
+
+def _inner(value: Any) -> Any:
+    return value.inner if isinstance(value, Far) else value
+
+
+# -- a job on either device -----------------------------------------------------------------------
+
+JOB = Job(2, 3, 3)
+ITERATIONS, WIDTH = 4, 6
+POISONED = (2, 1, 0)
+
+
+class Mixed:
+    """Integers, a norm with moving statistics, dropout, a stage that is not trained, and a convolution.
+
+    In one iteration one micro-batch's gradient is NaN.
+    """
+
+    samples_per_micro_batch = 4
+
+    def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
+        torch.manual_seed(seed_for("parameters", seed, stage))
+        if stage == 0:
+            return nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.BatchNorm1d(5))
+        if stage == 1:
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
+        return nn.Sequential(nn.Conv1d(5, 5, 3, padding=1), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9))
+
+    def inputs(self, *place: int) -> Tensor:
+        return torch.randint(9, (4, 5), generator=torch.Generator().manual_seed(seed_for("x", *place)))
+
+    def targets(self, *place: int) -> tuple[Tensor, dict[str, Tensor]]:
+        scale = torch.tensor([float("nan") if place[1:] == POISONED else 1.0])
+        return self.inputs(*place).flip(1), {"scale": scale}
+
+    def loss(self, output: Tensor, targets: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+        tokens, extra = targets
+        return (functional.cross_entropy(output.flatten(0, 1), tokens.flatten()) * extra["scale"]).sum()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+
+class _Peers(Group):
+    """The reduction of a stage of two."""
+
+    def __init__(self, wires: Wires, stage: int, rank: int) -> None:
+        super().__init__(wires, f"stage{stage}", rank)
+
+    def sum(self, tensor: Tensor) -> None:
+        theirs = torch.empty_like(tensor)
+        self.send(1 - self.rank, tensor, 0)
+        self.receive(1 - self.rank, theirs, 0).wait()
+        tensor.add_(theirs)
+
+
+def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
+    """Losses and hashes of the parameters, by worker; with what is done to a trained stage's state."""
+    workload: Any = Mixed()
+    between = boundaries_of(workload, JOB.stages, 0, recipe.autocast)
+    schedule = Catalog(JOB, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].schedule()
+    living = list(JOB.workers())
+    # One at a time: a real worker has torch's random numbers to itself.
+    baton = Baton(0)
+    wires, rank = Wires(baton), {w: i for i, w in enumerate(living)}
+    trained: dict[Worker, StageOptimizer] = {}
+    skipped: list[int] = []
+    losses: dict[Worker, list[str]] = {w: [] for w in living}
+
+    def work(me: Worker) -> None:
+        stage, _ = assemble(workload, JOB, me.stage, 0, recipe, between, device)
+        optimizer = trained[me] = stage_optimizer(workload, stage.module, stage.gradients, recipe)
+        steps = Steps(me, recipe, optimizer, lambda iteration, verdict, redone: skipped.append(iteration))
+        executor = Executor(
+            me,
+            JOB,
+            0,
+            workload,
+            stage,
+            steps,
+            FaultInjector(me, [], lambda: None),
+            {},
+            lambda: False,
+            lambda iteration, loss: losses[me].append(loss.hex()),
+            between,
+            device=device,
+        )
+        lines: Any = Lines(
+            me,
+            *(Group(wires, name, rank[me]) for name in ("forward", "backward")),  # type: ignore[arg-type]
+            _Peers(wires, me.stage, me.pipeline),  # type: ignore[arg-type]
+            rank,
+        )
+
+        def transfers(layout: Layout) -> OrderedTransfers:
+            assert layout.device == device
+            return OrderedTransfers(lines, layout)
+
+        def send(to: Worker, tensor: Tensor, tag: int) -> Any:
+            return wires.put(wires.sent, (tag, rank[me], rank[to]), tensor.clone(), None)
+
+        def receive(source: Worker, buffer: Tensor, tag: int) -> Any:
+            return wires.put(wires.posted, (tag, rank[source], rank[me]), buffer, None)
+
+        groups: Any = SimpleNamespace(transfers=transfers, send=send, receive=receive)
+        steps.begin(groups, living, 0, {})
+        while optimizer.committed < ITERATIONS:
+            executor.run(optimizer.committed, Script.of(schedule, me), groups)
+        executor.settle()
+
+    def task(me: Worker) -> Callable[[], None]:
+        def run() -> None:
+            with FarFactories():
+                work(me)
+
+        return run
+
+    baton.run([task(me) for me in living])
+    with FarFactories():
+        after = {str(w): _handed_on(trained[w], workload, recipe, between, device, w) for w in living}
+    return {"losses": {str(w): v for w, v in losses.items()}, "skipped": sorted(skipped), "state": after}
+
+
+def _handed_on(
+    trained: StageOptimizer, workload: Any, recipe: Recipe, between: Any, device: torch.device, me: Worker
+) -> list[str]:
+    """Hashes: of a stage, of one that took its state over, of it after its last step was undone, of its weights."""
+    assert all(p.device == device for p in trained.module.parameters())
+    assert trained.gradients.buffer.device == device
+    stage, _ = assemble(workload, JOB, me.stage, 1, recipe, between, device)
+    other = stage_optimizer(workload, stage.module, stage.gradients, recipe)
+    header, body = trained.dump()
+    assert body.device.type == "cpu"
+    other.load(header, body)
+    hashes = [trained.parameters_sha256(), other.parameters_sha256()]
+    trained.roll_back()
+    hashes.append(trained.parameters_sha256())
+    with tempfile.TemporaryDirectory() as folder:
+        save_weights(folder, me.stage, other.module)
+        module = workload.build_stage(me.stage, JOB.stages, 1)
+        module.load_state_dict(load_weights(folder, me.stage))
+        assert all(t.device.type == "cpu" for t in load_weights(folder, me.stage).values())
+        x = workload.inputs(0, 0, 0, 0) if me.stage == 0 else torch.ones(4, 5, WIDTH)
+        here, there = module.eval()(x), other.module.eval()(on_device(x, device))
+        assert torch.equal(here, there.cpu())
+    return hashes
+
+
+RECIPES = {"deterministic": Recipe(), "clipped": Recipe(clip_norm=0.5), "fast": Recipe(mode="fast")}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    _setup_privateuseone_for_python_backend("far")  # type: ignore[no-untyped-call]
+    devices = {"cpu": torch.device("cpu"), "far": torch.device("far", 0)}
+    json.dump({n: {k: train(d, r) for k, d in devices.items()} for n, r in RECIPES.items()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Training on a second device, as far as a machine without one can tell: see tests.agent.far_device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def outcome() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.agent.far_device"], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["deterministic", "clipped", "fast"])
+def test_a_job_there_trains_to_the_bits_of_the_cpu(recipe: str, outcome: dict[str, Any]) -> None:
+    """With a NaN in the third iteration, which all leave out; a hand-over of state, and a roll-back."""
+    here, there = outcome[recipe]["cpu"], outcome[recipe]["far"]
+    assert here == there
+    assert here["skipped"].count(2) == len(here["state"]) == 6
+    assert (set(here["skipped"]) == {2}) == (recipe != "clipped")
+    for worker, (trained, taken_over, rolled_back) in here["state"].items():
+        assert trained == taken_over
+        assert (trained == rolled_back) == worker.endswith("_1"), "the stage in the middle is not trained"
