@@ -94,9 +94,10 @@ class DrainAsked:
 
 @dataclass(frozen=True)
 class UsePlan:
-    """An operator wants the plan of this fingerprint in force, with the same workers. failed: those that it
-    does without."""
+    """The plan of this fingerprint is to be in force, with the same workers. failed: those that it does
+    without. actor: the operator who wants it; "": the console does, for the reason given."""
 
     fingerprint: str
     failed: tuple[str, ...]
     actor: str
+    reason: str = ""

@@ -118,17 +118,18 @@ def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
         )
     if event.fingerprint == state.current.plan_fingerprint:
         return Step(state, reason="that plan is in force already")
-    text = f"{event.actor} put plan {event.fingerprint[:8]} in force"
+    text = event.reason or f"{event.actor} put plan {event.fingerprint[:8]} in force"
     pending = pend(state, text)
     if pending.failed != failed:
         return refuse(state, "no_choice", "a worker is about to re-join; try again when it trains")
     step = plan_ready(
         replace(state, pending=pending),
-        PlanReady(pending.failed, event.fingerprint, "an operator's choice"),
+        PlanReady(pending.failed, event.fingerprint, "an operator's choice" if event.actor else "made now"),
         now,
         ladder,
     )
-    return Step(step.state, (Note("warning", "operator", text), *step.decisions), text)
+    notes = (Note("warning", "operator", text),) if event.actor else ()
+    return Step(step.state, (*notes, *step.decisions), text)
 
 
 def overdue(state: State, notes: list[Decision], why: str = "") -> Step:

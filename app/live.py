@@ -40,7 +40,7 @@ from app.rows import Contact, differs, epoch_row, member_row, read_contact, read
 from db.store import Change, Record, Store
 from planner.catalog import Catalog
 from planner.errors import PlannerError
-from planner.job import MemoryLimit, Technique, Worker
+from planner.job import Job, MemoryLimit, Technique, Worker
 from planner.plan import Plan
 from planner.plan_codec import Question
 
@@ -86,7 +86,7 @@ class LiveJob:
         self.state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
         self.contacts: dict[str, Contact] = {}
         self.op_times = OpTimes()
-        self.slow: dict[str, float] = {}  # workers, and how many times their peers' op times they take
+        self.slow: dict[str, float] = {}  # workers, and how many times the others' op times they take
         self.processes: dict[str, tuple[str, int]] = {}
         self.commands: list[Command] = []
         self.version = 0  # rises with everything that is stored: what views are cached by
@@ -203,25 +203,6 @@ class LiveJob:
             beats[beat.worker] = Beat(beat.incarnation, heard, beat.phase == "draining")
         if beats:
             self.apply(Heard(beats))
-            self._judge_speed()
-
-    def _judge_speed(self) -> None:
-        """Says who has become slow beside its peers, and who is not any more."""
-        current = self.state.current
-        if current is None or not self.state.settled:
-            return
-        speeds = {str(worker): speed for worker, speed in self.job.speeds}
-        before, self.slow = self.slow, self.op_times.slow(current.living, self.slow, speeds)
-        notes = [
-            Note("warning", "worker", f"{name} is slow: its ops take {self.slow[name]:.1f} times its peers'", name)
-            for name in sorted(self.slow.keys() - before.keys())
-        ]
-        notes += [
-            Note("info", "worker", f"{name} is as fast as its peers again", name)
-            for name in sorted((before.keys() - self.slow.keys()) & set(current.living))
-        ]
-        if notes:
-            self.record(*notes)
 
     def unsaved_contacts(self) -> list[Record]:
         """Worker columns out of the heartbeats since the last call."""
@@ -265,9 +246,23 @@ class LiveJob:
         pending = self.state.pending
         return pending.failed if pending and pending.until is None and self.asked_for is None else None
 
-    def file_plan(self, plan: Plan) -> None:
-        """Adds a plan that was made ahead."""
+    def plan_with(self, job: Job, plan: Plan) -> None:
+        """From now on `job` is planned for, which differs from the one before in its workers' speeds.
+
+        plan: one for it. What was planned before is of no use any more.
+        """
         with self.lock:
+            catalog = Catalog(job, self.catalog.technique, self.catalog.memory)
+            catalog.add(plan)
+            self.job, self.catalog = job, catalog
+            self.patterns_asked = set()
+            self.planned_ahead = self.plans_to_make = 0
+
+    def file_plan(self, plan: Plan) -> None:
+        """Adds a plan that was made ahead, unless the speeds that it is for have changed since."""
+        with self.lock:
+            if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
+                return
             self.catalog.add(plan)
         self._store.put_plan(self.job_id, plan.fingerprint, plan.to_json(), plan.failed, True)
         self.version += 1

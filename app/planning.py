@@ -15,7 +15,7 @@ from app.jobs import AHEAD, URGENT, Done, PlanMaker, PlanRequest
 from app.live import LiveJob
 from planner.catalog_store import plan_name
 from planner.failures import canonical_pattern
-from planner.job import Worker
+from planner.job import Job, Worker
 from planner.plan import Plan, job_doc
 
 log = structlog.get_logger()
@@ -66,9 +66,13 @@ class Planning:
 
     def make_now(self, job: LiveJob, failed: tuple[str, ...]) -> None:
         """A failure came for which no plan is at hand: it is looked up, else made before all others."""
+        asked = job.job
 
         def done(plan: Plan | None, why: str) -> None:
-            job.plan_made(failed, plan, why)
+            if job.job is asked:
+                job.plan_made(failed, plan, why)
+            else:
+                job.asked_for = None  # its workers' speeds have changed since; it is asked for again
 
         def look_up() -> None:
             found = self._catalogs.find(job.question, map(Worker.parse, failed))
@@ -82,6 +86,16 @@ class Planning:
 
         threading.Thread(target=look_up, name="planning-look-up", daemon=True).start()
 
+    def make_for(self, job: LiveJob, other: Job, failed: tuple[str, ...], done: Done[Plan]) -> None:
+        """A plan for `job` as it would be with other speeds; calls `done` with it."""
+        request = PlanRequest(job.job_id, job_doc(other), failed, job.spec.technique, job.spec.memory)
+        self._maker.submit(request, done, priority=URGENT)
+
+    def replan(self, job: LiveJob, other: Job, plan: Plan) -> None:
+        """`job` has other speeds from now on, and `plan` is one for them: the others are made ahead anew."""
+        job.plan_with(other, plan)
+        self.make_ahead(job)
+
     def take(self, job: LiveJob, names: Iterable[str]) -> None:
         """Plans with these names have come into the catalog of the job's question."""
         if job.ops <= KEPT_OPS:
@@ -90,7 +104,11 @@ class Planning:
                 job.file_plan(stored.plan(name))
 
     def _submit(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> None:
+        asked = job.job
+
         def done(plan: Plan | None, why: str) -> None:
+            if job.job is not asked:
+                return  # its workers' speeds have changed since
             job.planned_ahead += 1
             if plan is None:
                 log.warning("no plan ahead", job=job.job_id, reason=why)

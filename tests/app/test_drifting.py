@@ -1,0 +1,157 @@
+"""A worker becomes slow: the console says so, plans with its speed, and takes it back when it is well again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
+from app.console import Console
+from app.drifting import Drifting
+from app.live import LiveJob
+from db.session import Database
+from db.store import Store
+from planner.drift import Limits
+from planner.job import Worker
+from planner.plan import Plan
+
+NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
+TIMES = {"F": 10.0, "I": 10.0, "W": 10.0}
+SPEC = JobSpec(
+    name="job", pipelines=2, stages=2, micro_batches=6, iterations=50, durations={**TIMES, "O": 2.0}, memory="none"
+)
+WINDOW = 5
+SLOW = Worker(1, 1)
+
+
+class Workers:
+    """The workers of one job, as the console hears them."""
+
+    def __init__(self, console: Console, job_id: str) -> None:
+        self.console, self.job_id, self.seq = console, job_id, 0
+
+    @property
+    def job(self) -> LiveJob:
+        return self.console.job(self.job_id)
+
+    @property
+    def plan(self) -> Plan:
+        current = self.job.state.current
+        assert current is not None
+        return self.console.plan(current.plan_fingerprint)
+
+    def texts(self) -> list[str]:
+        return [event.text for event in self.console.view(self.job_id).events]
+
+    def heard(self) -> set[str]:
+        """Whose newest heartbeat has been taken."""
+        return {name for name, contact in self.job.contacts.items() if contact.beat.seq == self.seq}
+
+    def resume(self, names: list[str] = NAMES) -> None:
+        """Takes up the newest epoch."""
+        epoch = self.job.state.epoch
+        for name in names:
+            for state in ("adopted", "formed", "resumed"):
+                message = Acknowledgement(worker=name, incarnation=f"{name}-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+                self.console.acknowledge(self.job_id, message)
+
+    def beat(self, factors: dict[str, float], rounds: int = 1, names: list[str] = NAMES) -> None:
+        """One heartbeat of each worker, and until the console has taken them; so many times."""
+        for _ in range(rounds):
+            self.seq += 1
+            for name in names:
+                took = {kind: ms * factors.get(name, 1.0) for kind, ms in TIMES.items()}
+                beat = Heartbeat(
+                    worker=name,
+                    incarnation=f"{name}-a",
+                    seq=self.seq,
+                    epoch=self.job.state.epoch,
+                    iteration=self.seq,
+                    phase="training",
+                    op_milliseconds=took,  # type: ignore[arg-type]
+                )
+                self.console.heartbeat(self.job_id, beat)
+            until(lambda: set(names) <= self.heard() and not self.job.op_times._fresh)
+
+
+def until(true: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)
+
+
+def started(store: Store) -> Console:
+    console = Console(store)
+    console._drifting = Drifting(console._planning, console._plans.get, 1.0, limits=Limits(slow=1.3, window=WINDOW))
+    console.start()
+    return console
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    yield Store(database)
+    database.close()
+
+
+def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
+    console = started(store)
+    created, _ = console.create_job(SPEC)
+    workers = Workers(console, created.job_id)
+    for name in NAMES:
+        console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+    workers.resume()
+    workers.beat({}, rounds=WINDOW)
+    assert workers.job.state.epoch == 1 and workers.job.slow == {}
+
+    workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
+    until(lambda: workers.job.state.epoch == 2)
+    view = console.view(created.job_id)
+    assert [w.slow for w in view.workers] == [0, 0, 0, 2]
+    assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.job.job.speeds == ((SLOW, 0.5),)
+    # Its peer takes work off it.
+    assert forwards(workers.plan, "W1_1") < 6 < forwards(workers.plan, "W0_1")
+    slow, epoch = "W1_1 is slow: its ops take 2.00 times the others'", "W1_1 at speed 0.5, quicker by"
+    assert any(slow in text for text in workers.texts()) and any(epoch in text for text in workers.texts())
+    # What fails next is planned with that speed, too.
+    workers.resume()
+    failed = FailureReport(worker="W0_0", incarnation="W0_0-a", cause="exit", reporter="launcher", detail="gone")
+    console.failure(created.job_id, failed)
+    assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.plan.failed == ("W0_0",)
+
+    # A console that starts anew knows it from the plan in force.
+    console.close()
+    console = started(store)
+    left = NAMES[1:]
+    workers.console = console
+    workers.resume(left)
+    until(lambda: workers.job.job.speeds == ((SLOW, 0.5),))
+    before = workers.job.state.epoch
+    workers.beat({}, rounds=WINDOW + 1, names=left)
+    until(lambda: workers.job.job.speeds == ())
+    until(lambda: workers.job.state.epoch > before or any("the plan in force stays" in t for t in workers.texts()))
+    assert "W1_1 is as fast as the others again" in workers.texts() and workers.job.slow == {}
+    console.close()
+
+
+def test_all_together_are_slow_and_no_plan_is_to_blame(store: Store) -> None:
+    console = started(store)
+    created, _ = console.create_job(SPEC)
+    workers = Workers(console, created.job_id)
+    for name in NAMES:
+        console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+    workers.resume()
+    workers.beat(dict.fromkeys(NAMES, 1.5), rounds=WINDOW + 1)
+    said = "all workers' ops take 1.5 times what the profile says"
+    until(lambda: any(said in text for text in workers.texts()))
+    assert workers.job.state.epoch == 1 and workers.job.job.speeds == () and workers.job.slow == {}
+    console.close()
+
+
+def forwards(plan: Plan, worker: str) -> int:
+    return sum(op.kind == "F" for op in plan.workers[worker])
