@@ -32,6 +32,7 @@ from agent.protocol import (
     JobStatus,
     Message,
     Recovery,
+    VerdictReport,
 )
 from planner.job import Worker
 from planner.plan import Plan
@@ -150,6 +151,9 @@ class ConsoleCoordination:
 
     def recovered(self, recovery: Recovery) -> None:
         self._report("/recoveries", recovery)
+
+    def verdict(self, report: VerdictReport) -> None:
+        self._report("/verdicts", report)
 
     def finished(self, state: str, reason: str) -> None:
         self._report("/finish", JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]

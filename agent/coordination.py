@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent.protocol import Command, Deployment, Iteration, Recovery
+from agent.protocol import Command, Deployment, Iteration, Recovery, VerdictReport
 from planner.catalog import Catalog
 from planner.errors import PlannerError
 from planner.failures import failures_per_stage
@@ -60,6 +60,8 @@ class Coordination(Protocol):
     def committed(self, iterations: Iterable[Iteration]) -> None: ...
 
     def recovered(self, recovery: Recovery) -> None: ...
+
+    def verdict(self, report: VerdictReport) -> None: ...
 
     def finished(self, state: str, reason: str) -> None: ...
 
@@ -139,6 +141,9 @@ class LocalCoordination:
         pass
 
     def recovered(self, recovery: Recovery) -> None:
+        pass
+
+    def verdict(self, report: VerdictReport) -> None:
         pass
 
     def finished(self, state: str, reason: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from agent.clock import Offset, offset_to_console
+from agent.log_tail import LogTail
 from agent.outbox import Outbox
 from agent.protocol import (
     MEASURED_OPS,
@@ -22,6 +23,7 @@ from agent.protocol import (
     FailureReport,
     Heartbeat,
     HeartbeatReply,
+    LogLines,
     MeasuredOps,
     Registered,
     Registration,
@@ -48,7 +50,8 @@ class Status:
 class HeartbeatThread(threading.Thread):
     """Reports one worker process to the console until `stop`.
 
-    fenced: called once when the console says that this incarnation no longer counts.
+    fenced: called once when the console says that this incarnation no longer counts. log: what the
+    process writes; how it takes up epochs is added here.
     """
 
     def __init__(
@@ -61,11 +64,13 @@ class HeartbeatThread(threading.Thread):
         *,
         interval: float,
         fenced: Callable[[], None],
+        log: LogTail | None = None,
     ) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._client, self._path = client, f"/jobs/{job_id}"
         self._worker, self._incarnation = worker, incarnation
         self._status, self._interval, self._fenced = status, interval, fenced
+        self._log = log or LogTail()
         self._outbox: Outbox[Acknowledgement | FailureReport] = Outbox(QUEUE)
         self._wake, self._stop_asked = threading.Event(), threading.Event()
         self._seq = 0
@@ -76,6 +81,7 @@ class HeartbeatThread(threading.Thread):
 
     def acknowledge(self, epoch: int, state: str, iteration: int) -> None:
         """Queues an Acknowledgement; never blocks."""
+        self._log.add(f"epoch {epoch}: {state}, iteration {iteration}")
         self._put(
             Acknowledgement(
                 worker=self._worker,
@@ -88,6 +94,7 @@ class HeartbeatThread(threading.Thread):
 
     def report_broken(self, epoch: int, detail: str) -> None:
         """Queues a FailureReport of a transfer that broke in `epoch`; never blocks."""
+        self._log.add(f"epoch {epoch}: {detail}")
         self._put(
             FailureReport(
                 worker=self._worker,
@@ -118,6 +125,7 @@ class HeartbeatThread(threading.Thread):
                     return
                 self._beat()
                 self._post_measured()
+                self._post_log()
                 backoff.reset()
                 wait = self._interval
             except ConsoleUnavailable:
@@ -183,6 +191,12 @@ class HeartbeatThread(threading.Thread):
             offset = offset_to_console(self._client)
             message = measured_ops(recorded, self._worker, self._incarnation, offset)
             self._client.post(f"{self._path}/measured", message)
+
+    def _post_log(self) -> None:
+        lines, skipped = self._log.take()
+        if lines:
+            message = LogLines(worker=self._worker, incarnation=self._incarnation, lines=lines, skipped=skipped)
+            self._client.post(f"{self._path}/logs", message)
 
 
 def measured_ops(recorded: Recorded, worker: str, incarnation: str, offset: Offset) -> MeasuredOps:

@@ -21,7 +21,7 @@ from agent.devices import Platform
 from agent.faults import Kill, Rejoin
 from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess, preload
-from agent.protocol import Command, Iteration
+from agent.protocol import Command, Iteration, VerdictReport
 from agent.recipe import Recipe
 from agent.record import DivergedError, Recorded, RunRecord
 from agent.store import RendezvousStore, StoreError
@@ -192,7 +192,9 @@ class Launcher:
             case "verdict":
                 if message["iteration"] not in self._verdicts:
                     self._verdicts.add(message["iteration"])
-                    self._listener({"verdict": {k: message[k] for k in ("iteration", "coefficient", "redone")}})
+                    verdict = {k: message[k] for k in ("iteration", "coefficient", "redone")}
+                    self._listener({"verdict": verdict})
+                    self._coordination.verdict(VerdictReport.model_validate(verdict))
             case "warning":
                 self._listener({"warning": message["text"]})
             case "checkpoint":

@@ -25,6 +25,8 @@ API = "/api/v1"
 PROTOCOL_VERSION = 1
 # Of one worker and iteration, at most.
 MEASURED_OPS = 100_000
+# Of one post of a worker's log: lines, and characters in each.
+LOG_LINES, LOG_LINE = 100, 500
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[\w .:@/()+-]+$")]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
@@ -32,6 +34,7 @@ WorkerName = Annotated[str, StringConstraints(pattern=r"^W\d{1,6}_\d{1,6}$")]
 Text = Annotated[str, StringConstraints(max_length=2000)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+PosixSeconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Microseconds = Annotated[int, Field(ge=0, le=10**12)]
@@ -307,6 +310,24 @@ class Recovery(Message):
     reformed_ms: Milliseconds
     resumed_ms: Milliseconds
     death_known: bool = True
+
+
+class LogLine(Message):
+    """at: POSIX seconds, of the worker's wall clock."""
+
+    at: PosixSeconds
+    text: Annotated[str, StringConstraints(max_length=LOG_LINE)]
+
+
+class LogLines(Message):
+    """POST /jobs/{job_id}/logs. What a worker process has written since the last post, oldest first.
+
+    skipped: lines before these that were dropped, since they were too many."""
+
+    worker: WorkerName
+    incarnation: Identifier
+    lines: Annotated[tuple[LogLine, ...], Field(max_length=LOG_LINES)]
+    skipped: Count = 0
 
 
 class VerdictReport(Message):

@@ -19,6 +19,7 @@ from agent.checkpoints.weights import WeightsError
 from agent.client import ConsoleClient
 from agent.communicator import LOOPBACK, Communicator
 from agent.heartbeat import HeartbeatThread, Status
+from agent.log_tail import Followed, LogTail
 from agent.loop import LoopOptions, WorkerLoop
 from agent.optimizer import NonFiniteError
 from agent.recovery import NoAgreementError
@@ -66,8 +67,10 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     platform = spec.options.platform
     communicator = Communicator(address=spec.address, transport=platform.transport)
     channel = WorkerChannel(pipe, communicator.cancel, lambda: os._exit(FENCED))
-    status = Status()
-    heartbeat = _heartbeat(spec, status)
+    status, log = Status(), LogTail()
+    heartbeat = _heartbeat(spec, status, log)
+    if heartbeat is not None:
+        sys.stdout, sys.stderr = Followed(sys.stdout, log), Followed(sys.stderr, log)  # type: ignore[assignment]
     threading.Thread(target=_say_alive, args=(channel, status), name="alive", daemon=True).start()
     try:
         device = platform.take(spec.slot, deterministic=spec.options.recipe.mode == "deterministic")
@@ -101,7 +104,7 @@ def _place(error: BaseException) -> str:
     return f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
-def _heartbeat(spec: WorkerSpec, status: Status) -> HeartbeatThread | None:
+def _heartbeat(spec: WorkerSpec, status: Status, log: LogTail) -> HeartbeatThread | None:
     if spec.console is None:
         return None
     link = spec.console
@@ -113,6 +116,7 @@ def _heartbeat(spec: WorkerSpec, status: Status) -> HeartbeatThread | None:
         status,
         interval=link.heartbeat_seconds,
         fenced=lambda: os._exit(FENCED),
+        log=log,
     )
 
 

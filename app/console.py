@@ -18,11 +18,12 @@ from app import membership as m
 from app.advising import Advising
 from app.catalogs import Catalogs
 from app.children import begin_without_pages
-from app.drifting import Drifting
 from app.errors import ConsoleError, storing, unknown_job, unknown_plan
+from app.feed import Feed
 from app.goodput import Accounts
 from app.library import Library
 from app.live import LiveJob
+from app.log_book import LogBook
 from app.making import Making
 from app.measuring import Measuring
 from app.membership import Ladder
@@ -65,11 +66,12 @@ class Console(Reports):
         self.catalogs.on_plans = self._take_plans
         self._planning = Planning(tolerance, self.catalogs)
         self._advising = Advising(store)
-        self._drifting = Drifting(self._planning, self._plans.get, self.ladder.heartbeat)
         self.operators = Operators(self.job, store)
         self.observations = Observations(store.database)
         self.measuring = Measuring(self.observations, self.ladder.heartbeat)
         self.accounts = Accounts(store, self.observations)
+        self.feed = Feed(store, self.observations)
+        self.logs = LogBook()
         self.simulations = Simulations()
         self.making = Making()
         self.library = Library(store, self._plans)
@@ -192,7 +194,8 @@ class Console(Reports):
         job = self.job(job_id)
         with storing():
             figures = self.accounts.of(job)
-            return job_view(job, self._store, self._plans, self.sentence(job), figures, iterations, events)
+            stores = self._store, self.observations
+            return job_view(job, stores, self._plans, self.sentence(job), figures, iterations, events)
 
     def sentence(self, job: LiveJob) -> str:
         return sentence(job.state, time.monotonic(), self.ladder)
@@ -275,7 +278,6 @@ class Console(Reports):
                     job.tick()
                     if missing := job.plan_missing():
                         job.ask_for(missing)
-                    self._drifting.consider(job)
                     self._advising.consider(job)
                     self.measuring.consider(job)
                 except ConsoleError as error:

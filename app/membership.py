@@ -329,7 +329,7 @@ class Note:
     """A line for the event feed."""
 
     severity: Literal["info", "warning", "error"]
-    kind: Literal["worker", "failure", "epoch", "recovery", "plan", "job", "console", "operator"]
+    kind: Literal["worker", "failure", "epoch", "recovery", "plan", "job", "console", "operator", "step"]
     text: str
     worker: str | None = None
 

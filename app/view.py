@@ -51,7 +51,8 @@ class IterationView:
 
 @dataclass(frozen=True)
 class EventView:
-    """One line of the feed. severity: info, warning, error. kind: failure, epoch, recovery, ..."""
+    """One line of the feed. severity: info, warning, error. kind: failure, epoch, recovery, ...
+    seen_by: who has taken note of it; empty: nobody yet."""
 
     seq: int
     at: float
@@ -59,6 +60,7 @@ class EventView:
     kind: str
     worker: str | None
     text: str
+    seen_by: str = ""
 
 
 @dataclass(frozen=True)

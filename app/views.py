@@ -11,6 +11,7 @@ from app.goodput import Figures, planned_rate
 from app.live import LiveJob
 from app.membership import Member
 from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
+from db.observations import Observations
 from db.store import Store
 from planner.plan import Plan
 
@@ -75,12 +76,18 @@ class _History:
 
 
 def job_view(
-    job: LiveJob, store: Store, plans: PlanCache, sentence: str, figures: Figures, iterations: int, events: int
+    job: LiveJob,
+    stores: tuple[Store, Observations],
+    plans: PlanCache,
+    sentence: str,
+    figures: Figures,
+    iterations: int,
+    events: int,
 ) -> JobView:
     state = job.state
     fingerprint = state.current.plan_fingerprint if state.current else None
     rerouted = plans.rerouted(fingerprint) if fingerprint else {}
-    history = _history(job, store, iterations, events)
+    history = _history(job, *stores, iterations, events)
     return JobView(
         job_id=job.job_id,
         spec=job.spec,
@@ -140,7 +147,7 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
     )
 
 
-def _history(job: LiveJob, store: Store, iterations: int, events: int) -> _History:
+def _history(job: LiveJob, store: Store, seen: Observations, iterations: int, events: int) -> _History:
     """Read again only when something was stored since: many viewers share one read."""
     key = (iterations, events)
     version = job.version
@@ -148,6 +155,8 @@ def _history(job: LiveJob, store: Store, iterations: int, events: int) -> _Histo
     if isinstance(cached, _History) and cached.version == version:
         return cached
     samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
+    feed = store.events(job.job_id, limit=events, newest=True)
+    seen_by = seen.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
     history = _History(
         version,
         tuple(
@@ -163,8 +172,16 @@ def _history(job: LiveJob, store: Store, iterations: int, events: int) -> _Histo
             for row in store.iterations(job.job_id, limit=iterations, newest=True)
         ),
         tuple(
-            EventView(row["seq"], row["at"], row["severity"], row["kind"], row["worker"], row["text"])
-            for row in store.events(job.job_id, limit=events, newest=True)
+            EventView(
+                row["seq"],
+                row["at"],
+                row["severity"],
+                row["kind"],
+                row["worker"],
+                row["text"],
+                seen_by.get(row["seq"], ("", 0.0))[0],
+            )
+            for row in feed
         ),
         tuple(RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}) for row in store.recoveries(job.job_id)),
     )

@@ -35,6 +35,7 @@ def create_api(console: Console) -> FastAPI:
     api.include_router(operator.router(console))
     api.include_router(plans.router(console))
     api.include_router(measured.router(console))
+    api.include_router(observed.router(console))
     api.include_router(exports.router(console))
     api.include_router(catalogs.router(console))
 

@@ -94,7 +94,8 @@ def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch
     store.add_iterations(driven.job_id, rows)
     driven.commit(500, 500, epoch)
     assert job.state.committed == 501
-    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1e10))  # so that productive time is not cut to wall time
+    # So late that productive time is not cut to wall time.
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1e10))
     one_by_one = Accounts(store, Observations(here.database))
     expected = one_by_one.of(job)
     monkeypatch.setattr(goodput, "BATCH", 10)

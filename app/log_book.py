@@ -1,0 +1,42 @@
+"""What workers have written lately, in memory: the newest lines of each."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from agent.protocol import LogLine, LogLines
+from app.errors import ConsoleError
+from app.live import LiveJob
+
+LINES = 200
+# Of all workers of a job together; of large jobs each keeps less.
+ALL_LINES = 50_000
+FEWEST = 20
+
+
+class LogBook:
+    """Of all jobs. Lines of a process that has ended stay until its successor has as many. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, str], deque[LogLine]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, job: LiveJob, message: LogLines) -> None:
+        """Raises ConsoleError for a worker that the job does not have."""
+        member = job.state.members.get(message.worker)
+        if member is None:
+            raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
+        if member.incarnation != message.incarnation:
+            raise ConsoleError(409, "fenced", f"incarnation: {message.incarnation} of {message.worker} counts no more")
+        most = max(FEWEST, min(LINES, ALL_LINES // len(job.state.members)))
+        with self._lock:
+            lines = self._of.setdefault((job.job_id, message.worker), deque(maxlen=most))
+            if message.skipped and message.lines:
+                lines.append(LogLine(at=message.lines[0].at, text=f"… {message.skipped:,} lines left out …"))
+            lines.extend(message.lines)
+
+    def lines(self, job_id: str, worker: str) -> tuple[LogLine, ...]:
+        """Oldest first."""
+        with self._lock:
+            return tuple(self._of.get((job_id, worker), ()))

@@ -1,0 +1,59 @@
+"""The newest lines of a worker, bounded, and without what a page could not show."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+
+from agent.log_tail import Followed, LogTail
+from agent.protocol import LOG_LINE, LOG_LINES
+
+
+def texts(tail: LogTail) -> list[str]:
+    return [line.text for line in tail.take()[0]]
+
+
+def test_lines_are_taken_once() -> None:
+    tail = LogTail()
+    tail.add("one\ntwo\n\n")
+    lines, skipped = tail.take()
+    assert [line.text for line in lines] == ["one", "two"] and skipped == 0
+    assert lines[0].at <= lines[1].at
+    assert tail.take() == ((), 0)
+
+
+def test_the_oldest_give_way_and_are_counted() -> None:
+    tail = LogTail()
+    for i in range(LOG_LINES + 7):
+        tail.add(str(i))
+    lines, skipped = tail.take()
+    assert skipped == 7 and [line.text for line in lines] == [str(i) for i in range(7, LOG_LINES + 7)]
+    tail.add("again")
+    assert tail.take()[1] == 0
+
+
+def test_what_is_too_long_or_unprintable_is_cut_and_marked() -> None:
+    tail = LogTail()
+    tail.add("x" * (LOG_LINE + 1))
+    tail.add("bell\a and \x00")
+    assert texts(tail) == ["x" * LOG_LINE, "bell\N{REPLACEMENT CHARACTER} and \N{REPLACEMENT CHARACTER}"]
+
+
+def test_a_followed_stream_writes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, tail = io.StringIO(), LogTail()
+    monkeypatch.setattr(sys, "stdout", Followed(out, tail))
+    print("a", "line")
+    print("half a ", end="")
+    assert texts(tail) == ["a line"]
+    print("line", flush=True)
+    assert texts(tail) == ["half a line"]
+    assert out.getvalue() == "a line\nhalf a line\n"
+    assert sys.stdout.isatty() is False, "all else is the stream's own"
+    handler = logging.StreamHandler(sys.stdout)
+    handler.emit(logging.LogRecord("x", logging.WARNING, "", 1, "logged", None, None))
+    assert texts(tail) == ["logged"]
+    print("y" * (LOG_LINE + 1), end="")
+    assert texts(tail) == ["y" * LOG_LINE], "a line that never ends does not pile up"

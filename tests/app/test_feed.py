@@ -1,0 +1,108 @@
+"""The event feed: verdicts on steps, and who has taken note of what; the newest lines of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ui_console import ConsoleHere, JobHere
+
+from agent.protocol import Heartbeat, LogLine, LogLines, VerdictReport
+from app import log_book
+from app.errors import ConsoleError
+from app.log_book import LogBook
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+@pytest.mark.parametrize(
+    ("report", "severity", "words"),
+    [
+        (VerdictReport(iteration=7, coefficient=None, redone=False), "warning", "iteration 7 is skipped"),
+        (VerdictReport(iteration=7, coefficient=None, redone=True), "warning", "was rolled back"),
+        (VerdictReport(iteration=7, coefficient=0.25, redone=True), "info", "clipped to 0.25 of their length"),
+        (VerdictReport(iteration=7, coefficient=1.0, redone=True), "info", "without the clipping"),
+    ],
+)
+def test_a_verdict_is_a_line_of_the_feed_once(
+    here: ConsoleHere, report: VerdictReport, severity: str, words: str
+) -> None:
+    console = here.console
+    job_id = JobHere(console, "steps").job_id
+    for _ in range(2):
+        console.feed.take_verdict(console.job(job_id), report)
+    lines = [e for e in console.view(job_id).events if e.kind == "step"]
+    assert [(e.severity, words in e.text) for e in lines] == [(severity, True)]
+
+
+def test_what_somebody_has_taken_note_of_says_who(here: ConsoleHere) -> None:
+    console = here.console
+    job = JobHere(console, "noted").register().commit(0, 3, 1).die("W1_2").heal("W1_2", 2)
+    notable = [e for e in console.view(job.job_id).events if e.severity != "info"]
+    assert notable and not any(e.seen_by for e in notable)
+    live = console.job(job.job_id)
+    assert console.feed.acknowledge(live, [notable[0].seq, 10_000], "Ann") == 1
+    assert console.feed.acknowledge(live, [e.seq for e in notable], "Bob") == len(notable) - 1
+    by = {e.seq: e.seen_by for e in console.view(job.job_id).events if e.severity != "info"}
+    assert by[notable[0].seq] == "Ann" and set(by.values()) <= {"Ann", "Bob"}
+
+
+def lines(*texts: str, worker: str = "W0_0", skipped: int = 0) -> LogLines:
+    made = tuple(LogLine(at=1.0, text=text) for text in texts)
+    return LogLines(worker=worker, incarnation=f"{worker}-a", lines=made, skipped=skipped)
+
+
+def test_the_newest_lines_of_each_worker_are_kept(here: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_book, "LINES", 21)
+    job = here.console.job(JobHere(here.console, "logs").register().job_id)
+    book = LogBook()
+    for i in range(25):
+        book.take(job, lines(str(i)))
+    assert [line.text for line in book.lines(job.job_id, "W0_0")] == [str(i) for i in range(4, 25)]
+    book.take(job, lines("more", skipped=1234))
+    assert [line.text for line in book.lines(job.job_id, "W0_0")][-2:] == ["… 1,234 lines left out …", "more"]
+    assert book.lines(job.job_id, "W0_1") == ()
+    with pytest.raises(ConsoleError, match="expected one of the job's grid"):
+        book.take(job, lines("x", worker="W8_8"))
+    with pytest.raises(ConsoleError, match="counts no more"):
+        book.take(job, LogLines(worker="W0_0", incarnation="other", lines=()))
+
+
+def test_a_worker_that_becomes_slow_is_said_and_shown(here: ConsoleHere) -> None:
+    console = here.console
+    job = JobHere(console, "slow").register()
+    live = console.job(job.job_id)
+
+    def beat(seq: int, factor: float) -> None:
+        for name in job.names:
+            times = {"F": 40.0, "I": 40.0, "W": 40.0}
+            if name == "W1_1":
+                times = {kind: ms * factor for kind, ms in times.items()}
+            console.heartbeat(
+                job.job_id,
+                Heartbeat(
+                    worker=name,
+                    incarnation=f"{name}-a",
+                    seq=seq,
+                    epoch=1,
+                    iteration=1,
+                    phase="training",
+                    op_milliseconds=times,  # type: ignore[arg-type]
+                ),
+            )
+        live.take_heartbeats()
+
+    for seq in range(1, 8):
+        beat(seq, 2.0)
+    slow = {w.name: w.slow for w in console.view(job.job_id).workers if w.slow}
+    assert slow == {"W1_1": 2.0}
+    for seq in range(8, 40):
+        beat(seq, 1.0)
+    assert not any(w.slow for w in console.view(job.job_id).workers)
+    said = [e.text for e in console.view(job.job_id).events if e.worker == "W1_1" and "peers" in e.text]
+    assert said == ["W1_1 is as fast as its peers again", "W1_1 is slow: its ops take 2.0 times its peers'"]
