@@ -21,11 +21,12 @@ TWO = frozenset({Worker(0, 2), Worker(1, 2)})
 
 @dataclass(frozen=True)
 class Picture:
-    """title and text: for people; `text` may speak of what came before."""
+    """title and text: for people; `text` may speak of what came before. moved: who took whose place."""
 
     title: str
     text: str
     plan: Plan
+    moved: tuple[tuple[Worker, Worker], ...] = ()
 
 
 @lru_cache(maxsize=1)
@@ -75,6 +76,7 @@ def pictures() -> tuple[Picture, ...]:
             "Two workers of one stage are dead, and the one left there would run all of its micro-batches. Only how "
             f"many fail on each stage counts, so a living worker of a fuller stage changes places: {migrations}.",
             spread,
+            tuple((migration.worker, migration.takes) for migration in moved.migrations),
         ),
     )
 

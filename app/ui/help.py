@@ -78,7 +78,7 @@ def _drawn(theme: str, _colours: Palette) -> list[tuple[str, str, str, str]]:
     reference = schedules[0].period
     out = []
     for one, schedule in zip(made, schedules, strict=True):
-        svg = picture(schedule, _colours, end=end, reference=reference)
+        svg = picture(schedule, _colours, end=end, reference=reference, moved=one.moved)
         out.append((one.title, one.text, b64encode(svg.encode()).decode(), picture_words(schedule)))
     return out
 

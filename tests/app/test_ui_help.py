@@ -61,12 +61,13 @@ def test_the_pictures_are_plans_that_check() -> None:
 def test_each_op_is_drawn_once_and_the_failed_say_so(colours: Palette) -> None:
     for one in pictures():
         schedule = one.plan.schedule()
-        root = ElementTree.fromstring(picture(schedule, colours, end=60, reference=27))
+        root = ElementTree.fromstring(picture(schedule, colours, end=60, reference=27, moved=one.moved))
         texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
         numbers = [t for t in texts if t.replace("·", "").isdigit()]
         assert len(numbers) == sum(1 for op in schedule.compute_ops())
         assert sum("·" in t for t in numbers) == sum(op.rerouted for op in schedule.compute_ops())
-        assert sum(t.startswith("✕ failed") for t in texts) == len(one.plan.failed)
+        assert sum(t.startswith("✕ failed") for t in texts) == len(one.plan.failed) - len(one.moved)
+        assert sum(t.startswith("→ moved to W0_2") for t in texts) == len(one.moved)
         assert f"{schedule.period} slots" in texts
         assert f"over {schedule.period} slots" in picture_words(schedule)
 

@@ -29,7 +29,7 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
         name="Linear: fault-free × workers / living",
         mode="lines",
         line={"color": colours.muted, "width": 1.5, "dash": "dash"},
-        hovertemplate=f"%{{y:,.6g}} {unit} if throughput fell as workers do<extra></extra>",
+        hovertemplate=f"%{{y:,.5g}} {unit} if throughput fell as workers do<extra></extra>",
     )
     figure.add_scatter(
         x=x,
@@ -48,7 +48,7 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
         name="Proven lower bound",
         mode="lines",
         line={"color": colours.good, "width": 2, "dash": "dot"},
-        hovertemplate=f"no plan can be below %{{y:,.6g}} {unit}<extra></extra>",
+        hoverinfo="skip",  # it often lies on the plans, which say it too
     )
     _reference(figure, report, colours, unit)
     figure.add_bar(
@@ -68,7 +68,12 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
         hovertemplate="%{y} activations at most on one worker<extra></extra>",
     )
     style(figure, colours, height=560, revision=revision)
-    small = {"tickfont": {"size": 12, "color": colours.muted}, "gridcolor": colours.line, "nticks": 4}
+    small = {
+        "tickfont": {"size": 12, "color": colours.muted},
+        "gridcolor": colours.line,
+        "nticks": 4,
+        "zeroline": False,
+    }
     title = {"size": 13, "color": colours.muted}
     figure.update_layout(
         margin={"l": 62, "r": 12, "t": 40, "b": 44},
@@ -128,7 +133,8 @@ def _sentence(line: CountLine, unit: str) -> str:
     text += f"<br>longest: {worst.period:,.6g} {unit}" if len(line.plans) > 1 else f"<br>{worst.period:,.6g} {unit}"
     if names:
         text += f" without {names}"
-    return text + "<br>click: open on Schedule"
+    proof = "proven optimal" if worst.gap <= 0 else f"no plan can be below {worst.bound:,.6g} {unit}"
+    return f"{text}<br>{proof}<br>click: open on Schedule"
 
 
 def _reference(figure: go.Figure, report: CatalogReport, colours: Palette, unit: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from app.ui.theme import Palette
@@ -15,8 +15,11 @@ LABEL, SLOT, ROW, BAR, GAP, HEAD, FOOT = 46.0, 22.0, 19.0, 16.0, 6.0, 20.0, 20.0
 FONT = "Source Sans, Source Sans Pro, Helvetica, Arial, sans-serif"
 
 
-def picture(schedule: Schedule, colours: Palette, *, end: int, reference: int) -> str:
-    """All workers over ticks 0..end. reference: where fault-free 1F1B ends, as a dotted line."""
+def picture(
+    schedule: Schedule, colours: Palette, *, end: int, reference: int, moved: Sequence[tuple[Worker, Worker]] = ()
+) -> str:
+    """All workers over ticks 0..end. reference: where fault-free 1F1B ends, as a dotted line. moved: (who,
+    whose place they took)."""
     job = schedule.problem.job
     width = LABEL + SLOT * end
     height = HEAD + job.pipelines * job.stages * ROW + (job.pipelines - 1) * GAP + FOOT
@@ -27,7 +30,7 @@ def picture(schedule: Schedule, colours: Palette, *, end: int, reference: int) -
         f'<path d="M0 0V6" stroke="{colours.failed}" stroke-width="2" opacity="0.75"/></pattern></defs>',
     ]
     for worker in job.workers():
-        parts += _row(schedule, worker, _top(schedule, worker), colours, end)
+        parts += _row(schedule, worker, _top(schedule, worker), colours, end, dict(moved))
     parts += _marks(schedule, colours, height, reference)
     return "".join(parts) + "</svg>"
 
@@ -36,7 +39,9 @@ def _top(schedule: Schedule, worker: Worker) -> float:
     return HEAD + (worker.pipeline * schedule.problem.job.stages + worker.stage) * ROW + worker.pipeline * GAP
 
 
-def _row(schedule: Schedule, worker: Worker, top: float, colours: Palette, end: int) -> Iterator[str]:
+def _row(
+    schedule: Schedule, worker: Worker, top: float, colours: Palette, end: int, moved: Mapping[Worker, Worker]
+) -> Iterator[str]:
     dead = worker in schedule.problem.failed
     tone = colours.failed_text if dead else colours.text
     weight = ' font-weight="bold"' if dead else ""
@@ -44,9 +49,10 @@ def _row(schedule: Schedule, worker: Worker, top: float, colours: Palette, end: 
     fill = colours.failed_tint if dead else colours.track
     yield f'<rect x="{LABEL:g}" y="{top:g}" width="{SLOT * end:g}" height="{BAR:g}" fill="{fill}"/>'
     if dead:
+        why = f"→ moved to {moved[worker]}" if worker in moved else "✕ failed"
         yield (
             f'<text x="{LABEL + SLOT * end / 2:g}" y="{top + 12:g}" fill="{tone}" text-anchor="middle">'
-            "✕ failed: its micro-batches run on its peers</text>"
+            f"{why}: its micro-batches run on its peers</text>"
         )
         return
     for op in schedule.ops[worker]:
