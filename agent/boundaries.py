@@ -89,8 +89,13 @@ def check_output(stage: int, boundary: Boundary, output: Any) -> tuple[Tensor, .
     return tensors
 
 
-def boundaries_of(workload: Workload, stages: int, seed: int, autocast: Autocast | None = None) -> Boundaries:
+def boundaries_of(
+    workload: Workload, stages: int, seed: int, autocast: Autocast | None = None, device: torch.device = CPU
+) -> Boundaries:
     """Those that the workload declares (see Workload), else inferred.
+
+    device: where stages will compute. It matters to autocast, which goes by the device; elsewhere than on
+    the CPU stages are run for real.
 
     Raises InputError naming the stage that can't be run, or what is declared wrongly.
     """
@@ -105,7 +110,7 @@ def boundaries_of(workload: Workload, stages: int, seed: int, autocast: Autocast
         return ()
     # The caller's own random numbers must not depend on the probe.
     with torch.random.fork_rng(devices=[]):
-        return _infer(workload, stages, seed, autocast)
+        return _infer(workload, stages, seed, autocast, device)
 
 
 def _checked(declared: Sequence[Sequence[TensorSpec]], stages: int) -> Boundaries:
@@ -121,8 +126,10 @@ def _checked(declared: Sequence[Sequence[TensorSpec]], stages: int) -> Boundarie
     return boundaries
 
 
-def _infer(workload: Workload, stages: int, seed: int, autocast: Autocast | None) -> Boundaries:
+def _infer(workload: Workload, stages: int, seed: int, autocast: Autocast | None, device: torch.device) -> Boundaries:
     probe = tensors_of(workload.inputs(seed, 0, 0, 0), "data")
+    if device.type != "cpu":
+        return _chain(workload, stages, seed, autocast, tuple(t.to(device) for t in probe))
     # Autocast goes by the device, and does nothing to meta tensors.
     symbolic = [_fake] if autocast else [_meta, _fake]
     for way in symbolic:
@@ -140,7 +147,9 @@ def _chain(workload: Workload, stages: int, seed: int, autocast: Autocast | None
     for stage in range(stages):
         try:
             module: nn.Module = workload.build_stage(stage, stages, seed)
-            with torch.enable_grad(), precision(autocast):
+            if x[0].device.type not in ("cpu", "meta"):
+                module = module.to(x[0].device)
+            with torch.enable_grad(), precision(autocast, x[0].device):
                 y = tensors_of(module(*map(_leaf, x)), f"output of stage {stage}")
         except Exception as error:
             got = ", ".join(str(TensorSpec.of(t)) for t in x)
@@ -153,9 +162,9 @@ def _chain(workload: Workload, stages: int, seed: int, autocast: Autocast | None
     return tuple(out)
 
 
-def precision(autocast: Autocast | None) -> Any:
+def precision(autocast: Autocast | None, device: torch.device = CPU) -> Any:
     """The context in which forwards run."""
-    return torch.autocast("cpu", torch.bfloat16) if autocast == "bf16" else nullcontext()
+    return torch.autocast(device.type, torch.bfloat16) if autocast == "bf16" else nullcontext()
 
 
 @contextmanager

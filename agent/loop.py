@@ -92,7 +92,9 @@ class WorkerLoop:
         self._status, self._heartbeat = status, heartbeat
         self._boundaries = options.boundaries
         if self._boundaries is None:
-            self._boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
+            self._boundaries = boundaries_of(
+                workload, options.job.stages, options.seed, options.recipe.autocast, device
+            )
         self._device = device
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
         self._kills = options.kills

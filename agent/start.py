@@ -123,7 +123,10 @@ def make_launcher(
     from agent.worker import ConsoleLink
 
     workload = options.workload.load()
-    boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
+    boundaries = None
+    # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
+    if options.platform.device == "cpu" or options.recipe.autocast is None:
+        boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
     checkpoints = _checkpoints(options, say)
     pool = open_pool(options.role, options.job, options.workload, options.token, say) if options.role else None
     link: ConsoleLink | None = None

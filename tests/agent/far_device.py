@@ -166,6 +166,8 @@ def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """Losses and hashes of the parameters, by worker; with what is done to a trained stage's state."""
     workload: Any = Mixed()
     between = boundaries_of(workload, JOB.stages, 0, recipe.autocast)
+    with FarFactories():
+        assert boundaries_of(workload, JOB.stages, 0, recipe.autocast, device) == between
     schedule = Catalog(JOB, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].schedule()
     living = list(JOB.workers())
     # One at a time: a real worker has torch's random numbers to itself.
