@@ -37,7 +37,7 @@ class Job:
     def __init__(self, server: JobConsole, record: Path, *arguments: str) -> None:
         self.server, self.record = server, record
         command = [sys.executable, "-m", "agent", "launch", "--record", str(record), *GRID, *TINY]
-        command += ["--console", server.root, "--demo", "--iterations", str(ITERATIONS), "--pace", "F=4ms,I=4ms,W=4ms"]
+        command += ["--console", server.root, "--demo", "--iterations", str(ITERATIONS), "--pace", "F=8ms,I=8ms,W=8ms"]
         self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL)
         self.job_id = server.job_id()
 
@@ -111,3 +111,32 @@ def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Pat
     # The others finished their iteration before it moved: nothing was run twice for it.
     lines = [json.loads(line) for line in running.record.read_text().splitlines()]
     assert sorted(line["failure"]["worker"] for line in lines if "failure" in line) == ["W0_0", "W1_0"]
+
+
+def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path) -> None:
+    """Manual mode: the survivors of a death wait for a choice, and drop the replica. When it is back, a worker
+    that is asked to leave finishes its iteration first."""
+    with job(tmp_path) as running:
+        running.settles(6)
+        put = f"{running.server.base}/jobs/{running.job_id}/mode"
+        running.server.session.put(put, json={"mode": "manual", "patience": 3000}, timeout=30).raise_for_status()
+        running.ask("/workers/W1_1/kill")
+        seen = until(lambda: (c := running.read("/choice"))["candidates"] and c, "the candidates")
+        assert seen["waiting"] and seen["failed"] == ["W1_1"]
+        assert {c["name"] for c in seen["candidates"]} >= {"re-route", "drop the replica"}
+        assert [e["epoch"] for e in running.epochs()] == [1]
+        running.ask("/choice", {"name": "drop the replica", "failed": ["W1_1"]})
+        running.settles(4)
+        assert running.epochs()[-1]["failed"] == ["W1_0", "W1_1"]
+        running.commits()
+        for worker in ("W1_0", "W1_1"):
+            running.ask(f"/workers/{worker}/restart")
+        running.settles(6)
+        running.ask("/workers/W2_0/drain")
+        epoch = running.settles(5)
+        assert running.epochs()[-1]["failed"] == ["W2_0"]
+        running.commits()
+        running.ask("/workers/W2_0/restart")
+        assert running.settles(6) > epoch
+        lines = running.ends(reference)
+        assert [line["failure"]["worker"] for line in lines if "failure" in line] == ["W1_1"]

@@ -103,3 +103,25 @@ def test_two_that_return_at_once_both_find_a_place() -> None:
     assert moved and all(move.endswith("_1 to W0_0") for move in moved)
     assert job.iterations[-1]["living"] == 9
     assert job.losses == fault_free_losses(len(job.losses), **grid)
+
+
+@pytest.mark.parametrize("victim", ["mover", "W2_1"])
+def test_a_death_during_a_move(victim: str) -> None:
+    """Of the worker that moves, or of one on the stage that it leaves."""
+    grid = GRID | {"pipelines": 4}
+    struck: list[str] = []
+
+    def strike(job: LocalJob, deployment: Any) -> None:
+        moves = job.launcher._deployed.moves if job.launcher._deployed else ()
+        if moves and not struck:
+            struck.append(str(moves[0][1]) if victim == "mover" else victim)
+            job.signal(struck[0], signal.SIGKILL)
+
+    def until_it_trains(job: LocalJob, line: dict[str, Any]) -> None:
+        if struck and len([i for i in job.iterations if i["living"] == 5]) >= 3:
+            job.stop()
+
+    kills = ("W0_0@1:F1", "W1_0@3:I0")
+    job = LocalJob(**grid, kills=kills, migrate=True, on_epoch=strike, on_line=until_it_trains).run()
+    assert job.losses == fault_free_losses(len(job.losses), **grid)
+    assert struck and job.dead == sorted(["W0_0", "W1_0", struck[0]])
