@@ -87,9 +87,10 @@ class Solve:
 class Solves:
     """One per console. Thread-safe."""
 
-    def __init__(self, *, running: int = MAX_RUNNING, target: Callable[[Connection, str], None] = serve) -> None:
+    def __init__(self, *, running: int = MAX_RUNNING, target: Callable[[Connection], None] = serve) -> None:
         self._most = running
         self._target = target
+        self._spare: _Child | None = None
         self._lock = threading.RLock()
         self._solves: dict[str, Solve] = {}
         self._closed = False
@@ -141,9 +142,17 @@ class Solves:
                         solve.pipe.send_bytes(b"stop")
         return solve
 
+    def warm(self) -> None:
+        """Has a process ready that has imported the planner, so that the next plan need not wait for that."""
+        with self._lock:
+            if not self._closed and (self._spare is None or not self._spare.process.is_alive()):
+                self._spare = _spawn(self._target)
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            if self._spare is not None:
+                _end(self._spare.process)
             for solve in self._solves.values():
                 if solve.process is not None and not solve.over:
                     _end(solve.process)
@@ -159,13 +168,12 @@ class Solves:
                 self._begin(solve)
 
     def _begin(self, solve: Solve) -> None:
-        context = multiprocessing.get_context("spawn")
-        solve.pipe, theirs = context.Pipe()
-        solve.process = context.Process(
-            target=self._target, args=(theirs, solve.request.model_dump_json()), name="solve", daemon=True
-        )
-        solve.process.start()
-        theirs.close()
+        child, self._spare = self._spare, None
+        if child is None or not child.process.is_alive():
+            child = _spawn(self._target)
+        solve.process, solve.pipe = child.process, child.pipe
+        with suppress(OSError):  # it is gone: whoever collects its messages says so
+            child.pipe.send_bytes(solve.request.model_dump_json().encode())
         solve.state, solve.begun = "running", time.time()
         threading.Thread(target=self._collect, args=(solve, solve.pipe), name="solve", daemon=True).start()
 
@@ -229,6 +237,20 @@ class Solves:
             oldest = over.pop(0)
             ops -= oldest.request.ops if oldest.plan is not None else 0
             del self._solves[oldest.id]
+
+
+class _Child(NamedTuple):
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
+
+
+def _spawn(target: Callable[[Connection], None]) -> _Child:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs,), name="solve", daemon=True)
+    process.start()
+    theirs.close()
+    return _Child(process, ours)
 
 
 def _add(points: list[Point], point: Point) -> None:

@@ -133,8 +133,8 @@ class Migrations(BaseModel):
     reason: str
 
 
-def serve(pipe: Connection, document: str) -> None:
-    """The child's life."""
+def serve(pipe: Connection) -> None:
+    """The child's life. The console may have it ready long before it has something to do."""
     configure_logging()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
     os.setpgid(0, 0)  # what a solver starts ends with this process
@@ -142,6 +142,10 @@ def serve(pipe: Connection, document: str) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        document = pipe.recv_bytes()
+    except (EOFError, OSError):
+        return
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
     try:
@@ -212,7 +216,7 @@ def _migrations(request: MigrationsAsked) -> Migrations:
 
 
 def _listen(pipe: Connection, stop: threading.Event) -> None:
-    """The only thing the console says is `stop`."""
+    """After its request, the only thing the console says is `stop`."""
     try:
         pipe.recv_bytes()
     except (EOFError, OSError):

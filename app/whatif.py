@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import random
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -148,6 +149,22 @@ class WhatIf:
             "copy": f"{self.copy_gbs:g}",
             "heals": f"{self.heals_in:g}",
         }
+
+
+def at_random(question: WhatIf, count: int, noise: random.Random) -> WhatIf:
+    """`question` with so many workers dead, those that are and others, each stage keeping a living one."""
+    dead = set(question.failed)
+    left = [question.pipelines] * question.stages
+    for name in dead:
+        left[Worker.parse(name).stage] -= 1
+    workers = [Worker(p, s) for p in range(question.pipelines) for s in range(question.stages)]
+    noise.shuffle(workers)
+    for worker in workers:
+        if count and str(worker) not in dead and left[worker.stage] > 1:
+            dead.add(str(worker))
+            left[worker.stage] -= 1
+            count -= 1
+    return question.with_failed(dead)
 
 
 PARAMS = tuple(WhatIf().words())

@@ -45,7 +45,7 @@ def ended(solve: Solve) -> Solve:
     return solve
 
 
-def sleeper(pipe: Connection, document: str) -> None:
+def sleeper(pipe: Connection) -> None:
     """A planning process that listens to nobody."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
@@ -78,6 +78,23 @@ def test_equal_requests_share_one_result(make: Callable[..., Solves]) -> None:
     ended(first)
     assert solves.start(PlanAsked(job=SMALL, failed=("W1_2",))) is first
     assert solves.find(PlanAsked(job=SMALL, failed=("W1_1",))) is None, "looking starts nothing"
+
+
+def test_a_process_that_stands_ready_takes_the_next_request(make: Callable[..., Solves]) -> None:
+    solves = make()
+    solves.warm()
+    ready = solves._spare
+    assert ready is not None
+    solves.warm()
+    assert solves._spare is ready, "one is enough"
+    solve = ended(solves.start(PlanAsked(job=SMALL)))
+    assert solve.process is ready.process and solve.plan is not None
+    # One that has died meanwhile is replaced.
+    solves.warm()
+    assert solves._spare is not None
+    solves._spare.process.kill()
+    solves._spare.process.join(30)
+    assert ended(solves.start(PlanAsked(job=SMALL, failed=("W0_0",)))).plan is not None
 
 
 def test_stopping_keeps_the_best_plan_so_far(make: Callable[..., Solves]) -> None:

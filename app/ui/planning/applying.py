@@ -1,0 +1,44 @@
+"""Apply: puts the plan in force in a job that it fits."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app.applying import misfit, use_plan
+from app.console import Console
+from app.errors import ConsoleError
+from app.ui.planning.state import PAGE, SAVED, say
+from planner.plan import Plan
+
+JOB = "planner-apply-job"
+
+
+def apply(console: Console, plan: Plan) -> None:
+    """A button that asks which job; where the plan does not fit, why not."""
+    jobs = {job.job_id: job.name for job in console.list_jobs() if not console.job(job.job_id).state.over}
+    with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
+        if not jobs:
+            return
+        job_id = st.selectbox("Job", list(jobs), format_func=lambda j: f"{jobs[j]} · {j}", key=JOB)
+        why = misfit(console.job(job_id), plan)
+        if why:
+            st.caption(f"It does not fit this job: {why}.")
+        else:
+            st.caption("All workers take it up at the next iteration's boundary; nobody is restarted.")
+        st.button(
+            "Put in force",
+            type="primary",
+            key="planner-apply-go",
+            disabled=bool(why),
+            on_click=_apply,
+            args=(console, plan),
+        )
+
+
+def _apply(console: Console, plan: Plan) -> None:
+    try:
+        reason = use_plan(console, st.session_state[JOB], plan, "operator")
+    except ConsoleError as error:
+        say(PAGE, f"The plan was not applied: {error}")
+    else:
+        say(SAVED, f"Applied: {reason}. Live shows the workers take it up.")

@@ -1,0 +1,228 @@
+"""The question's controls: grid, technique, memory, solver, and where a question may be taken from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import streamlit as st
+
+from app.console import Console
+from app.errors import ConsoleError
+from app.solving_child import MAX_SECONDS
+from app.ui import facts
+from app.ui.planning.pieces import field_error
+from app.ui.planning.state import PAGE, change, now, said, say, shown
+from app.whatif import WhatIf
+from app.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
+from app.worked_example import STEPS
+from planner.errors import PlannerError
+from planner.job import MemoryLimit, Technique
+from planner.solvers.portfolio import SOLVERS
+
+MAX_SIDE = 100_000
+LADDER = tuple(Technique)
+SWITCHES = {
+    Technique.ADAPTIVE: (
+        "Adaptive pipelining",
+        "Micro-batches of a dead worker run on living peers of its stage. B, the backward, stays whole.",
+    ),
+    Technique.DECOUPLED: (
+        "Decoupled backward",
+        "B is split into I (gradient of the input, which the stage before waits for) and W (gradient of the "
+        "weights, which nobody waits for). Includes adaptive pipelining.",
+    ),
+    Technique.STAGGERED: (
+        "Staggered optimizer",
+        "Each stage steps on its own, so the next iteration's warm-up fills bubbles of this one. "
+        "Includes both of the above.",
+    ),
+}
+MEMORIES = {
+    "1f1b": "as 1F1B holds",
+    "uniform": "uniform",
+    "none": "no limit",
+    "number": "a number",
+    "bytes": "bytes of the profile",
+}
+MEMORY_HELP = (
+    "Activations that a worker may hold at once. As 1F1B holds: stages − s on stage s. Uniform: as many as there "
+    "are stages. Bytes: as many as fit beside weights and optimizer state, by the profile."
+)
+SOLVER_WORDS = {
+    "auto": "Best of all, within the time",
+    "list": "List scheduler (milliseconds)",
+    "cp-sat": "CP-SAT (optimal)",
+    "milp": "MILP (the cross-check)",
+}
+TAKE = "planner-take"
+
+
+def sources(console: Console) -> None:
+    """Questions to begin with: the paper's example, a job's, a saved plan's."""
+    jobs = {f"job {job.job_id}": f"{job.name} · {job.job_id}" for job in console.list_jobs()}
+    saved = {f"saved {row['fingerprint']}": f"Saved: {row['name']}" for row in console.library.saved()}
+    names = {**jobs, **saved}
+    with st.container(horizontal=True, vertical_alignment="bottom", width="content", key="planner-sources"):
+        st.button(
+            "Worked example of the paper",
+            key="planner-example",
+            on_click=example,
+            args=(console,),
+            help="3 × 4 workers, 6 micro-batches each, W1_2 dead: what each technique makes of it.",
+        )
+        st.button("Start over", key="planner-reset", on_click=change, args=(WhatIf(),), help="The usual question.")
+        if names:
+            st.selectbox(
+                "Take over",
+                list(names),
+                index=None,
+                format_func=names.__getitem__,
+                placeholder="A job's grid and failures, or a saved plan",
+                key=TAKE,
+                on_change=_take,
+                args=(console,),
+                width=330,
+            )
+
+
+def example(console: Console) -> None:
+    change(STEPS[-1].question, example=True)
+    for step in STEPS:
+        try:
+            console.solves.start(step.question.asked())
+        except ConsoleError as error:
+            say(PAGE, str(error))
+
+
+def _take(console: Console) -> None:
+    kind, _, name = (st.session_state[TAKE] or "").partition(" ")
+    st.session_state[TAKE] = None
+    if not kind:
+        return
+    try:
+        if kind == "saved":
+            plan = console.library.saved_plan(name)
+            change(WhatIf.of_plan(plan), saved=name)
+        else:
+            live = console.job(name)
+            failed = live.state.current.failed if live.state.current else ()
+            change(WhatIf.of(live.job, failed, Technique(live.spec.technique), live.spec.memory))
+    except (ConsoleError, PlannerError) as error:
+        say(PAGE, str(error))
+
+
+# -- the grid -----------------------------------------------------------------------------------
+
+
+def sizes(question: WhatIf, found: Checked) -> None:
+    fields = (
+        ("pipelines", "Pipelines", "Data-parallel replicas: the rows of the grid."),
+        ("stages", "Stages", "Of each pipeline: the columns of the grid."),
+        ("micro_batches", "Micro-batches", "Per pipeline and iteration."),
+    )
+    with st.container(horizontal=True, vertical_alignment="bottom", key="planner-sizes"):
+        for name, label, note in fields:
+            key = shown(f"planner-{name}", getattr(question, name))
+            st.number_input(label, 1, MAX_SIDE, step=1, key=key, help=note, width=120, on_change=_resize)
+    wrong(found, GRID)
+
+
+def _resize() -> None:
+    values = [int(st.session_state[f"planner-{name}"]) for name in ("pipelines", "stages", "micro_batches")]
+    try:
+        change(now().with_grid(*values))
+    except PlannerError as error:
+        say(GRID, str(error))
+
+
+# -- what may be used ---------------------------------------------------------------------------
+
+
+def techniques(question: WhatIf, found: Checked) -> None:
+    """Three switches; each includes the ones above it, so that turning one off turns those below off."""
+    level = LADDER.index(question.technique)
+    with st.container(gap="xsmall", key="planner-techniques"):
+        for technique, (label, note) in SWITCHES.items():
+            key = shown(f"planner-use-{technique.value}", level >= LADDER.index(technique))
+            st.toggle(label, key=key, help=note, on_change=_use, args=(technique,))
+    if question.technique is Technique.FAULT_FREE:
+        st.caption("All off: plain 1F1B, which bears no failure.")
+    wrong(found, TECHNIQUE)
+
+
+def _use(technique: Technique) -> None:
+    on = st.session_state[f"planner-use-{technique.value}"]
+    change(replace(now(), technique=technique if on else LADDER[LADDER.index(technique) - 1]))
+
+
+def limits(question: WhatIf, found: Checked) -> None:
+    """Memory limit, solver and its time."""
+    named = question.memory if question.memory in MEMORIES else "number"
+    with st.container(horizontal=True, vertical_alignment="bottom", key="planner-limits"):
+        st.selectbox(
+            "Memory limit",
+            list(MEMORIES),
+            format_func=MEMORIES.__getitem__,
+            key=shown("planner-memory", named),
+            help=MEMORY_HELP,
+            on_change=_limit,
+            width=170,
+        )
+        if named == "number":
+            count = int(question.memory) if question.memory.isdigit() else question.stages
+            key = shown("planner-memory-count", count)
+            st.number_input("Activations", 1, 10**9, step=1, key=key, on_change=_limit, width=110)
+    wrong(found, MEMORY)
+    with st.container(horizontal=True, vertical_alignment="bottom", key="planner-effort"):
+        st.selectbox(
+            "Solver",
+            SOLVERS,
+            format_func=lambda s: SOLVER_WORDS.get(s, s),
+            key=shown("planner-solver", question.solver),
+            on_change=_set(lambda value: replace(now(), solver=value), "planner-solver"),
+            width=230,
+        )
+        if question.solver != "list":
+            st.number_input(
+                "Seconds at most",
+                0.1,
+                MAX_SECONDS,
+                step=10.0,
+                key=shown("planner-seconds", question.seconds),
+                format="%g",
+                on_change=_set(lambda value: replace(now(), seconds=float(value)), "planner-seconds"),
+                help="A search that proves its plan optimal ends sooner.",
+                width=130,
+            )
+    wrong(found, SOLVER)
+
+
+def _limit() -> None:
+    named = st.session_state["planner-memory"]
+    if named == "number":
+        named = str(st.session_state.get("planner-memory-count") or now().stages)
+    change(replace(now(), memory=MemoryLimit.parse(named).text))
+
+
+def _set(made: Callable[[Any], WhatIf], key: str) -> Callable[[], None]:
+    return partial(_changed, made, key)
+
+
+def _changed(made: Callable[[Any], WhatIf], key: str) -> None:
+    change(made(st.session_state[key]))
+
+
+def wrong(found: Checked, name: str) -> None:
+    """The field's error, right below it."""
+    for words in (found.errors.get(name), said(name)):
+        if words:
+            field_error(words)
+
+
+def question_words(question: WhatIf) -> str:
+    """`3 × 4 × 6, without W1_2, staggered, memory none`."""
+    grid = f"{question.pipelines} × {question.stages} × {question.micro_batches}"
+    return f"{grid}, {facts.plan_name(question.failed)}, {question.technique.value}, memory {question.memory}"

@@ -1,0 +1,178 @@
+"""The grid of workers: a click kills one, or brings it back."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from app.ui import components, text
+from app.ui.charts.dead_grid import PICKED, dead_grid
+from app.ui.planning.pieces import field_error
+from app.ui.planning.state import change, now, say
+from app.ui.theme import Palette
+from app.views import rerouted_load
+from app.whatif import WhatIf, at_random
+from app.whatif_check import GRID, Checked
+from planner.errors import PlannerError
+from planner.job import Worker
+from planner.plan import Plan
+
+# Up to here each worker is a button; larger grids are drawn as a heat-map, still larger ones not at all.
+MAX_TILES = 64
+MAX_CELLS = 4_096
+SEEN = "planner-seen-clicks"
+
+
+def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) -> None:
+    """plan: the one that answers the question, if there is one; it says who takes re-routed work."""
+    cells = question.pipelines * question.stages
+    components.heading("Workers", "select one to mark it dead, or alive again")
+    takes = rerouted_load(plan) if plan is not None else {}
+    _legend(question, takes)
+    if cells <= MAX_TILES:
+        _tiles(question, takes)
+    elif cells <= MAX_CELLS:
+        _heat_map(question, takes, colours)
+    else:
+        components.quiet(f"{cells:,} workers are too many to draw; name the dead ones below.")
+    _by_hand(question, buttons=cells <= MAX_TILES)
+    if found.infeasible:
+        field_error(found.infeasible)
+
+
+def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:
+    dead = len(question.failed)
+    busy = sum(n > 0 for n in takes.values())
+    cells = question.pipelines * question.stages
+    entries = [("running", "Alive", cells - dead - busy)]
+    if busy:
+        entries.append(("re-routed", "Takes re-routed work", busy))
+    if dead:
+        entries.append(("failed", "Dead", dead))
+    keys = "".join(
+        f'<span class="or-key"><i class="or-shape or-look-{look}"></i>{words} <b>{count:,}</b></span>'
+        for look, words, count in entries
+    )
+    counts = Counter(Worker.parse(name).stage for name in question.failed)
+    worst = "".join(
+        f'<span class="or-key">stage {stage}: <b>{question.pipelines - count:,} of {question.pipelines:,}</b> live'
+        "</span>"
+        for stage, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:4]
+    )
+    st.html(f'<div class="or-legend">{keys}{worst}</div>')
+
+
+def _tiles(question: WhatIf, takes: Mapping[str, int]) -> None:
+    components.grid_columns(question.stages)
+    with st.container(key="worker-grid-planner", gap=None):
+        for pipeline in range(question.pipelines):
+            with st.container(key=f"grid-row-{pipeline}", horizontal=True):
+                components.row_head(pipeline)
+                for stage in range(question.stages):
+                    _tile(f"W{pipeline}_{stage}", question, takes)
+
+
+def _tile(name: str, question: WhatIf, takes: Mapping[str, int]) -> None:
+    dead, moved = name in question.failed, takes.get(name, 0)
+    look = "failed" if dead else "re-routed" if moved else "running"
+    words = "dead" if dead else f"+{moved} re-routed" if moved else "alive"
+    with st.container(key=f"cell-{look}-{name}"):
+        st.button(
+            f"**{name}** :small[{words}]",
+            key=f"worker-{name}",
+            help="Bring it back to life" if dead else "Mark it dead",
+            width="stretch",
+            on_click=_toggle,
+            args=(name,),
+        )
+
+
+def _toggle(name: str) -> None:
+    change(now().toggled(name))
+
+
+def _heat_map(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> None:
+    chart = dead_grid(question, takes, colours)
+    # A new theme draws the chart anew, without the clicks of the old one.
+    key = f"planner-map-{colours.name}-{question.pipelines}x{question.stages}"
+    state = st.vega_lite_chart(
+        chart.rows,
+        chart.spec,
+        theme=None,
+        key=key,
+        on_select="rerun",
+        selection_mode=PICKED,
+        alt="Worker grid: pipelines across, stages down. The list below names the dead ones.",
+    )
+    clicked = _clicked(key, state)
+    if clicked:
+        change(question.with_failed(set(question.failed) ^ clicked))
+        st.rerun()
+
+
+def _clicked(key: str, state: Mapping[str, Any]) -> set[str]:
+    """Workers that were clicked since the last look. The chart keeps a set, into and out of which each click
+    takes one; a chart that was drawn anew has none, and that is no click."""
+    picked = {str(point["worker"]) for point in state["selection"].get(PICKED) or []}
+    seen: set[str] = st.session_state.get(SEEN, {}).get(key, set())
+    st.session_state[SEEN] = {key: picked}
+    return set() if not picked and len(seen) > 1 else picked ^ seen
+
+
+def _by_hand(question: WhatIf, *, buttons: bool) -> None:
+    """The dead by name, for large grids and for keyboards; and some at random."""
+    with st.container(horizontal=True, vertical_alignment="bottom", key="planner-dead"):
+        if not buttons:
+            key = "planner-dead-names"
+            words = ", ".join(question.failed)
+            if st.session_state.get("planner-dead-known") != words:
+                st.session_state[key] = st.session_state["planner-dead-known"] = words
+            st.text_input(
+                "Dead workers", key=key, placeholder="W3_5, W20_9", on_change=_named, width=330, max_chars=200_000
+            )
+        with st.popover("At random", key="planner-random"):
+            most = question.stages * (question.pipelines - 1)
+            st.number_input("How many", 0, max(most, 0), min(1, most), key="planner-random-count")
+            st.number_input("Seed", 0, 2**31, 0, key="planner-random-seed", help="The same seed, the same workers.")
+            st.button("Mark them dead", key="planner-random-go", on_click=_random, disabled=most < 1)
+        st.button(
+            "All alive",
+            key="planner-revive",
+            on_click=_revive,
+            disabled=not question.failed,
+            help=f"Brings back {text.count(len(question.failed), 'worker')}." if question.failed else None,
+        )
+
+
+def _named() -> None:
+    question = now()
+    try:
+        names = {
+            str(Worker.parse(part, field="dead workers")) for part in _parts(st.session_state["planner-dead-names"])
+        }
+    except PlannerError as error:
+        say(GRID, str(error))
+        return
+    made = question.with_failed(names)
+    if left_out := sorted(names - set(made.failed)):
+        last = Worker(question.pipelines - 1, question.stages - 1)
+        say(GRID, f"dead workers: got {left_out[0]!r}, expected workers of the grid, W0_0 to {last}")
+        return
+    change(made)
+
+
+def _parts(words: str) -> list[str]:
+    return [part for part in words.replace(",", " ").split() if part]
+
+
+def _random() -> None:
+    noise = random.Random(int(st.session_state["planner-random-seed"]))
+    change(at_random(now(), int(st.session_state["planner-random-count"]), noise))
+
+
+def _revive() -> None:
+    change(now().with_failed(set()))

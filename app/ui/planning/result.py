@@ -1,0 +1,217 @@
+"""A plan that answers the question: its figures, its chart, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import streamlit as st
+
+from app.console import Console
+from app.errors import ConsoleError
+from app.solving import Solve
+from app.ui import components, facts
+from app.ui.charts import overview as large
+from app.ui.charts.bars import plural
+from app.ui.charts.gantt import KIND_ORDER, gantt
+from app.ui.exports import export_button
+from app.ui.planning import applying
+from app.ui.planning.controls import question_words
+from app.ui.planning.search import drawn
+from app.ui.planning.state import SAVED, change, now, said, say
+from app.ui.tables import workers_table
+from app.ui.theme import CHART_CONFIG, Palette
+from app.whatif import WhatIf
+from planner.plan import Plan
+from planner.reference import reference_plan
+from planner.schedule import Schedule
+
+RESULTS = "planner-results"
+SHOW = "planner-show"
+NAME = "planner-save-name"
+# Plans that the page keeps beside the present one; beyond so many ops none.
+MAX_BEFORE = 4
+MAX_BEFORE_OPS = 50_000
+THIS, REFERENCE, BEFORE = "this", "1f1b", "before"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A plan and what the page calls it."""
+
+    name: str
+    plan: Plan
+
+
+def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, colours: Palette) -> None:
+    """solve: the search that made it; None for a saved plan."""
+    schedule = _schedule(plan)
+    before = _before(Shown(question_words(question), plan))
+    large_one = _ops(plan) > large.MAX_BARS
+    compared = {THIS: Shown("This plan", plan)}
+    if not large_one:
+        compared[REFERENCE] = Shown("Fault-free 1F1B", _reference(plan))
+    if before is not None:
+        compared[BEFORE] = Shown(f"Before: {before.name}", before.plan)
+    with st.container(
+        horizontal=True, vertical_alignment="center", horizontal_alignment="distribute", key="planner-result-head"
+    ):
+        components.heading("Plan", question_words(question))
+        with st.container(horizontal=True, width="content", key="planner-result-actions"):
+            _save(console, plan, question)
+            applying.apply(console, plan)
+            export_button(plan, facts.plan_name(plan.failed), key="planner-export")
+    if words := said(SAVED):
+        st.success(words)
+    components.cards(facts.plan_cards(plan, schedule))
+    if plan.solver.message:
+        st.caption(f"{plan.solver.message[:1].upper()}{plan.solver.message[1:]}.")
+    if large_one:
+        _picture(schedule, colours)
+    else:
+        _chart(compared, colours)
+    components.heading("Compared", f"times in {plural(plan.job.time_unit)}")
+    st.dataframe(_comparison(list(compared.values())), hide_index=True, key="planner-compared", alt="Plans compared")
+    how, workers = st.tabs(["How it was found", "Workers"])
+    with how:
+        if solve is None:
+            made = plan.solver
+            components.quiet(f"A saved plan: made by {made.name} in {made.seconds:.3g} s, {facts.gap_words(plan)}.")
+        else:
+            drawn(solve, plan.job.time_unit, colours, key="planner-found")
+    with workers:
+        rows = list(schedule.problem.job.workers())
+        st.dataframe(workers_table(schedule, rows), hide_index=True, key="planner-workers", alt="Figures by worker")
+
+
+def _chart(compared: dict[str, Shown], colours: Palette) -> None:
+    shown = st.segmented_control(
+        "Show",
+        list(compared),
+        default=THIS,
+        required=True,
+        format_func=lambda name: compared[name].name,
+        key=SHOW,
+        label_visibility="collapsed",
+        wrap=True,
+    )
+    plan = compared.get(shown or THIS, compared[THIS]).plan
+    schedule = _schedule(plan)
+    ops = {(op.kind, op.rerouted) for row in schedule.ops.values() for op in row}
+    components.op_legend(
+        [kind for kind in KIND_ORDER if any(kind == k for k, _ in ops)],
+        rerouted=any(moved for _, moved in ops),
+        ghost=True,
+    )
+    fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
+    figure = gantt(schedule, colours, fault_free_end=fault_free, revision=plan.fingerprint)
+    with st.container(key="wide-chart-planner"):
+        st.plotly_chart(
+            figure, theme=None, key="planner-gantt", config=CHART_CONFIG, alt=facts.schedule_words(plan, schedule)
+        )
+    st.caption(facts.reading_help(plan))
+
+
+def _picture(schedule: Schedule, colours: Palette) -> None:
+    workers = list(schedule.problem.job.workers())
+    components.quiet("One row per worker. Save the plan to look at it op by op on Schedule.")
+    st.plotly_chart(
+        large.overview(schedule, colours, workers=workers, revision="planner"),
+        theme=None,
+        key="planner-overview",
+        config=CHART_CONFIG,
+        alt=f"Overview of {len(workers):,} workers over one iteration.",
+    )
+
+
+def _comparison(plans: Sequence[Shown]) -> dict[str, list[object]]:
+    table: dict[str, list[object]] = {}
+    for shown in plans:
+        plan, metrics = shown.plan, shown.plan.metrics
+        row: dict[str, object] = {
+            "plan": shown.name,
+            "dead": len(plan.failed),
+            "period": metrics.period,
+            "bound": metrics.lower_bound,
+            "gap %": round(100 * max(metrics.gap, 0), 2),
+            "vs 1F1B %": round(100 * metrics.slowdown_vs_1f1b, 1),
+            "vs our best %": round(100 * metrics.slowdown_vs_best, 1),
+            "bubbles %": round(100 * metrics.bubble_fraction, 1),
+            "peak activations": max(metrics.peak_activations.values(), default=0),
+            "made by": plan.solver.name,
+        }
+        for name, value in row.items():
+            table.setdefault(name, []).append(value)
+    return table
+
+
+# -- keeping ------------------------------------------------------------------------------------
+
+
+def _save(console: Console, plan: Plan, question: WhatIf) -> None:
+    kept = next((row for row in console.library.saved() if row["fingerprint"] == plan.fingerprint), None)
+    with st.popover("Saved" if kept else "Save", icon=":material/bookmark:", key="planner-save"):
+        if kept:
+            st.markdown(f"Kept as **{_plain(kept['name'])}**. The link to this page shows it.")
+        if NAME not in st.session_state or st.session_state.get(f"{NAME}-of") != plan.fingerprint:
+            st.session_state[NAME] = kept["name"] if kept else question_words(question)[:80]
+            st.session_state[f"{NAME}-of"] = plan.fingerprint
+        st.text_input("Name", key=NAME, max_chars=80)
+        st.button(
+            "Rename" if kept else "Save", type="primary", key="planner-keep", on_click=_keep, args=(console, plan)
+        )
+        if kept:
+            st.button("Forget it", key="planner-forget", on_click=_forget, args=(console, plan))
+
+
+def _keep(console: Console, plan: Plan) -> None:
+    try:
+        console.library.save(plan, st.session_state[NAME])
+    except ConsoleError as error:
+        say("page", str(error))
+        return
+    change(now(), saved=plan.fingerprint)
+    say(SAVED, f"Saved as “{' '.join(st.session_state[NAME].split())}”. The link to this page shows the same.")
+
+
+def _forget(console: Console, plan: Plan) -> None:
+    try:
+        console.library.forget(plan.fingerprint)
+    except ConsoleError as error:
+        say("page", str(error))
+    change(now())
+
+
+# -- details ------------------------------------------------------------------------------------
+
+
+def _before(shown: Shown) -> Shown | None:
+    """Notes what is shown; returns the newest plan that was shown before it and is another one."""
+    known: list[Shown] = st.session_state.setdefault(RESULTS, [])
+    if _ops(shown.plan) <= MAX_BEFORE_OPS and (not known or known[-1].plan.fingerprint != shown.plan.fingerprint):
+        others = [s for s in known if s.plan.fingerprint != shown.plan.fingerprint]
+        known[:] = [*others[-MAX_BEFORE:], shown]
+    return next((s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint), None)
+
+
+def _schedule(plan: Plan) -> Schedule:
+    return st.cache_resource(_read, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)  # type: ignore[no-any-return]
+
+
+def _read(fingerprint: str, _plan: Plan) -> Schedule:
+    """Keyed by the fingerprint; the plan itself is not hashed."""
+    return _plan.schedule()
+
+
+def _reference(plan: Plan) -> Plan:
+    """Made in milliseconds at the sizes that are drawn op by op."""
+    return reference_plan(plan.job.job(), "1f1b")
+
+
+def _ops(plan: Plan) -> int:
+    return sum(map(len, plan.workers.values()))
+
+
+def _plain(words: str) -> str:
+    """Without Markdown's marks."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]()#+-.!:$<>|~" else c for c in words)

@@ -1,0 +1,371 @@
+"""The Planner page in every state, run as Streamlit runs it, with real planning processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streamlit.testing.v1 import AppTest
+from ui_console import ConsoleHere, JobHere, until
+from ui_factory import plan
+
+from app.console import Console, set_console
+from app.solving import Solves
+from app.whatif import WhatIf, parse
+from planner.job import Job
+from planner.plan import job_doc
+
+MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+@pytest.fixture
+def console(here: ConsoleHere) -> Iterator[Console]:
+    set_console(here.console)
+    yield here.console
+    here.console.solves.close()
+    here.console.solves = Solves()
+    set_console(None)
+
+
+def open_page(**params: str) -> AppTest:
+    test = AppTest.from_file(MAIN, default_timeout=30)
+    test.run()
+    test.switch_page("planner.py")
+    for name, word in params.items():
+        test.query_params[name] = word
+    return run(test)
+
+
+def run(test: AppTest) -> AppTest:
+    test.run()
+    assert not test.exception, test.exception[0].message
+    return test
+
+
+def click(test: AppTest, key: str) -> AppTest:
+    test.button(key=key).click()
+    return run(test)
+
+
+def words(test: AppTest) -> str:
+    parts = [element.proto.body for element in test.get("html")]
+    parts += [m.value for kind in ("markdown", "caption", "error", "warning", "success") for m in test.get(kind)]
+    return "\n".join(parts)
+
+
+def params(test: AppTest) -> dict[str, str]:
+    return {name: v if isinstance(v, str) else v[0] for name, v in test.query_params.items()}
+
+
+def compared(test: AppTest) -> Any:
+    return next(frame.value for frame in test.dataframe if "plan" in frame.value.columns)
+
+
+def settled(test: AppTest, console: Console) -> AppTest:
+    until(lambda: all(s.over for s in console.solves.all()), "all is planned")
+    return run(test)
+
+
+def figure(test: AppTest, index: int = 0) -> dict[str, Any]:
+    return json.loads(test.get("plotly_chart")[index].proto.spec)  # type: ignore[no-any-return]
+
+
+def planned(test: AppTest, console: Console) -> AppTest:
+    return settled(click(test, "planner-plan"), console)
+
+
+# -- asking -------------------------------------------------------------------------------------
+
+
+def test_without_a_job_the_page_asks_and_starts_nothing(console: Console) -> None:
+    test = open_page()
+    assert "No plan can be shorter than 21 slots" in words(test)
+    assert console.solves.all() == [] and params(test) == {}
+    assert not test.button(key="planner-plan").disabled
+    assert all("alive" in test.button(key=f"worker-W{p}_{s}").label for p in range(3) for s in range(4))
+
+
+def test_a_click_kills_and_another_revives(console: Console) -> None:
+    test = click(open_page(), "worker-W1_2")
+    assert "dead" in test.button(key="worker-W1_2").label and params(test) == {"fail": "W1_2"}
+    assert "No plan can be shorter than 29 slots" in words(test)
+    assert "stage 2: <b>2 of 3</b> live" in words(test)
+    click(test, "worker-W0_0")
+    assert params(test) == {"fail": "W0_0.W1_2"}
+    click(test, "worker-W1_2")
+    assert params(test) == {"fail": "W0_0"}
+    assert params(click(test, "planner-revive")) == {}
+    assert console.solves.all() == []
+
+
+def test_each_technique_includes_the_ones_before(console: Console) -> None:
+    test = open_page()
+
+    def switches() -> list[bool]:
+        return [test.toggle(key=f"planner-use-{t}").value for t in ("adaptive", "decoupled", "staggered")]
+
+    assert switches() == [True, True, True]
+    test.toggle(key="planner-use-decoupled").set_value(False)
+    run(test)
+    assert switches() == [True, False, False] and params(test) == {"technique": "adaptive"}
+    test.toggle(key="planner-use-adaptive").set_value(False)
+    run(test)
+    assert switches() == [False, False, False] and params(test) == {"technique": "fault-free"}
+    test.toggle(key="planner-use-staggered").set_value(True)
+    run(test)
+    assert switches() == [True, True, True] and params(test) == {}
+
+
+def test_every_control_is_in_the_link_and_a_link_sets_every_control(console: Console) -> None:
+    test = open_page()
+    test.number_input(key="planner-pipelines").set_value(4)
+    run(test)
+    test.number_input(key="planner-micro_batches").set_value(5)
+    run(test)
+    test.selectbox(key="planner-memory").select("number")
+    run(test)
+    test.number_input(key="planner-memory-count").set_value(7)
+    run(test)
+    test.selectbox(key="planner-solver").select("cp-sat")
+    run(test)
+    test.number_input(key="planner-seconds").set_value(3.5)
+    run(test)
+    test.selectbox(key="planner-profile").select("uneven")
+    run(test)
+    link = params(test)
+    assert link == {"grid": "4x4x5", "memory": "7", "solver": "cp-sat", "time": "3.5", "profile": "uneven"}
+    again = open_page(**link)
+    assert again.number_input(key="planner-pipelines").value == 4
+    assert again.number_input(key="planner-memory-count").value == 7
+    assert again.selectbox(key="planner-solver").value == "cp-sat"
+    assert again.selectbox(key="planner-profile").value == "uneven"
+    assert params(again) == link
+    # Links between pages drop the words; the session remembers the question.
+    again.switch_page("schedule.py").run()
+    again.query_params.clear()
+    again.switch_page("planner.py")
+    assert params(run(again)) == link
+    assert params(click(again, "planner-reset")) == {}
+    assert console.solves.all() == []
+
+
+def test_some_at_random(console: Console) -> None:
+    test = open_page(grid="8x4x4")
+    test.number_input(key="planner-random-count").set_value(5)
+    test.number_input(key="planner-random-seed").set_value(3)
+    run(test)
+    click(test, "planner-random-go")
+    dead = parse(params(test))[0].failed
+    assert len(dead) == 5
+    assert all(sum(name.endswith(f"_{s}") for name in dead) < 8 for s in range(4))
+
+
+# -- what is wrong ------------------------------------------------------------------------------
+
+
+def test_what_a_link_says_wrongly_is_said_and_the_usual_taken(console: Console) -> None:
+    test = open_page(grid="3x4", fail="W1_2")
+    assert "grid: got '3x4'" in words(test)
+    assert "dead" in test.button(key="worker-W1_2").label
+
+
+def test_an_absurd_size_is_refused_beside_the_grid(console: Console) -> None:
+    test = open_page(grid="99999x99999x9")
+    assert "expected at most 400,000 ops here" in words(test)
+    assert test.button(key="planner-plan").disabled
+    assert not [b for b in test.button if str(b.key).startswith("worker-W")]
+    test.number_input(key="planner-pipelines").set_value(3)
+    run(test)
+    test.number_input(key="planner-stages").set_value(4)
+    run(test)
+    assert not test.button(key="planner-plan").disabled
+
+
+def test_a_failure_without_a_technique_is_said_beside_the_switches(console: Console) -> None:
+    test = open_page(fail="W1_2", technique="fault-free")
+    assert escape("technique: got 'fault-free', expected adaptive, decoupled or staggered") in words(test)
+    assert test.button(key="planner-plan").disabled
+
+
+def test_bytes_without_a_profile_that_has_them_is_said_beside_the_limit(console: Console) -> None:
+    test = open_page()
+    test.selectbox(key="planner-memory").select("bytes")
+    run(test)
+    assert "memory: got None, expected bytes per worker" in words(test)
+    assert test.button(key="planner-plan").disabled
+
+
+def test_a_dead_stage_has_no_plan_but_a_migration_gives_it_one(console: Console) -> None:
+    test = open_page(fail="W0_2.W1_2.W2_2", memory="none")
+    assert "stage 2 has no living peer" in words(test) and test.button(key="planner-plan").disabled
+    settled(click(test, "planner-look"), console)
+    assert "No peer lives on stage 2; 2 migrations restore the job" in words(test)
+    click(test, "planner-migrate")
+    assert not test.button(key="planner-plan").disabled
+    assert len(parse(params(test))[0].failed) == 3
+
+
+# -- planning -----------------------------------------------------------------------------------
+
+
+def test_a_plan_with_its_figures_chart_and_comparison(console: Console) -> None:
+    test = planned(open_page(fail="W1_2", memory="none"), console)
+    page = words(test)
+    assert "27 slots" in page and "proven optimal: 27 slots" in page
+    assert "+3 re-routed" in test.button(key="worker-W0_2").label
+    assert figure(test)["layout"]["yaxis"]["ticktext"][0] == "W0_0"
+    table = compared(test)
+    assert list(table["plan"]) == ["This plan", "Fault-free 1F1B"] and list(table["period"]) == [27, 27]
+    assert test.button(key="planner-plan").disabled, "it is planned already"
+    assert "no other distribution" in page, "leaving the failure where it is, is best"
+    # Another question: its result stands beside the one before.
+    test.selectbox(key="planner-memory").select("uniform")
+    run(test)
+    assert "No plan can be shorter than 29 slots" in words(test)
+    planned(test, console)
+    table = compared(test)
+    assert list(table["period"]) == [29, 27, 27] and table["plan"][2].startswith("Before: 3 × 4 × 6")
+    test.segmented_control(key="planner-show").set_value("1f1b")
+    run(test)
+    assert "W1_2" not in json.dumps(figure(test)["layout"].get("annotations", []))
+
+
+def test_the_papers_example_is_one_click(console: Console) -> None:
+    test = settled(click(open_page(), "planner-example"), console)
+    strip = next(e.proto.body for e in test.get("html") if "or-steps" in e.proto.body)
+    assert [strip.index(f">{n} slots<") for n in (27, 36, 29)] == sorted(
+        strip.index(f">{n} slots<") for n in (27, 36, 29)
+    )
+    assert strip.count("proven optimal") == 4 and strip.count("27 slots</div>") == 2
+    assert params(test) == {"fail": "W1_2", "memory": "none", "example": "paper"}
+    test.segmented_control(key="planner-step").set_value("Adaptive pipelining")
+    run(test)
+    assert params(test)["technique"] == "adaptive" and "36 slots" in words(test)
+    # Another question leaves the example.
+    click(test, "worker-W0_0")
+    assert "example" not in params(test)
+
+
+def test_a_search_under_way_is_shown_and_cancelled(console: Console) -> None:
+    hard = job_doc(Job.uniform(6, 6, 12, durations={"F": 1, "I": 1.3, "W": 0.7, "transfer": 0.4}))
+    question = WhatIf.of(hard.job(), ("W0_1", "W1_4", "W2_4"), WhatIf().technique, "7")
+    test = click(open_page(**question.params(), solver="cp-sat", time="300"), "planner-plan")
+    solve = next(s for s in console.solves.all() if s.request.kind == "plan")
+    until(lambda: bool(solve.points), "there is a plan")
+    run(test)
+    page = words(test)
+    assert "Best so far" in page and "Proven bound" in page and "of at most 300 s" in page
+    assert test.get("vega_lite_chart"), "the curve of best period and bound"
+    assert test.button(key="planner-plan").disabled
+    click(test, "planner-cancel")
+    settled(test, console)
+    assert "stopped" in words(test).lower() and "Gap to the bound" in words(test)
+    assert test.button(key="planner-plan").label == "Plan again"
+
+
+def test_a_planning_process_that_dies_is_an_error_on_the_page(console: Console) -> None:
+    test = open_page(fail="W1_2")
+    # Whatever the process may say or not: it is gone.
+    click(test, "planner-plan")
+    for solve in console.solves.all():
+        assert solve.process is not None
+        solve.process.kill()
+    settled(test, console)
+    plan_made = [s for s in console.solves.all() if s.request.kind == "plan" and s.plan is not None]
+    assert plan_made or "ended before it was done" in words(test)
+    if not plan_made:
+        assert not test.button(key="planner-plan").disabled, "one may try again"
+
+
+# -- keeping and applying -----------------------------------------------------------------------
+
+
+def test_a_plan_is_kept_and_its_link_shows_it(console: Console) -> None:
+    test = planned(open_page(fail="W1_2", memory="none"), console)
+    test.text_input(key="planner-save-name").set_value("the paper's")
+    run(test)
+    click(test, "planner-keep")
+    link = params(test)
+    assert "Saved as “the paper's”" in words(test)
+    (row,) = console.library.saved()
+    assert (row["name"], link["saved"]) == ("the paper's", row["fingerprint"])
+    # The link of a colleague, in a console that has not planned it.
+    console.solves.close()
+    console.solves = Solves()
+    again = open_page(saved=link["saved"])
+    assert params(again) == link and "27 slots" in words(again) and "A saved plan" in words(again)
+    assert console.solves.all() == []
+    click(again, "planner-forget")
+    assert console.library.saved() == [] and "saved" not in params(again)
+    assert "expected the fingerprint of a plan" in words(open_page(saved=link["saved"]))
+
+
+def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: Console) -> None:
+    job = JobHere(console, "to be helped").register().commit(0, 3, 1).die("W1_2").heal("W1_2", 2)
+    test = open_page()
+    test.selectbox(key="planner-take").select(f"job {job.job_id}")
+    run(test)
+    assert "dead" in test.button(key="worker-W1_2").label
+    assert "No plan can be shorter than 1.1" in words(test)
+    # A plan for fewer activations than the job allows fits it, and is not the one in force.
+    test.selectbox(key="planner-memory").select("1f1b")
+    run(test)
+    planned(test, console)
+    assert not test.button(key="planner-apply-go").disabled
+    click(test, "planner-apply-go")
+    assert "Applied: operator put plan" in words(test)
+    view = console.view(job.job_id)
+    assert view.epoch == 3 and view.plan is not None and view.plan.memory == "1f1b"
+    assert "it is in force already" in words(run(test))
+
+
+def test_a_plan_that_does_not_fit_says_why(console: Console) -> None:
+    JobHere(console, "another grid", pipelines=2, stages=2).register()
+    test = planned(open_page(fail="W1_2"), console)
+    options = test.selectbox(key="planner-apply-job").options
+    test.selectbox(key="planner-apply-job").select_index(next(i for i, o in enumerate(options) if "another grid" in o))
+    run(test)
+    assert "the plan is for a grid of 3 × 4 × 6, the job's is 2 × 2 × 6" in words(test)
+    assert test.button(key="planner-apply-go").disabled
+
+
+def test_a_saved_plan_is_taken_over(console: Console) -> None:
+    console.library.save(plan(("W2_1",), unit="slot"), "two one")
+    test = open_page()
+    test.selectbox(key="planner-take").select(f"saved {plan(('W2_1',), unit='slot').fingerprint}")
+    run(test)
+    assert params(test)["fail"] == "W2_1" and "A saved plan" in words(test)
+    assert console.solves.all() == []
+
+
+# -- size ---------------------------------------------------------------------------------------
+
+
+def test_a_grid_too_large_for_buttons_is_a_heat_map_with_names(console: Console) -> None:
+    test = open_page(grid="20x8x4")
+    assert not [b for b in test.button if str(b.key).startswith("worker-W")]
+    assert test.get("vega_lite_chart")
+    test.text_input(key="planner-dead-names").set_value("W19_7, W0_0")
+    run(test)
+    assert params(test) == {"grid": "20x8x4", "fail": "W0_0.W19_7"}
+    test.text_input(key="planner-dead-names").set_value("W20_0")
+    run(test)
+    assert escape("dead workers: got 'W20_0', expected workers of the grid, W0_0 to W19_7") in words(test)
+    assert params(test)["fail"] == "W0_0.W19_7"
+
+
+def test_a_plan_too_large_for_bars_is_a_picture(console: Console) -> None:
+    test = planned(open_page(grid="16x8x24", fail="W3_2", solver="list"), console)
+    assert "images" in figure(test)["layout"]
+    assert list(compared(test)["plan"]) == ["This plan"]
