@@ -1,11 +1,12 @@
-"""Deliberate faults: a worker that SIGKILLs itself just before a given op of a given iteration."""
+"""Deliberate faults: a worker that SIGKILLs itself just before a given op of a given iteration, comes back
+after another, or becomes slow."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from planner.errors import InputError
@@ -13,6 +14,8 @@ from planner.job import Job, Worker
 
 _KILL = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+):(?P<op>R|O|V|[FIW](?:\d+\.)?\d+)")
 _REJOIN = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+)")
+_SLOW = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+):(?P<factor>\d{1,3}(\.\d{1,3})?)")
+MOST_SLOW = 100.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,30 @@ class Rejoin:
             raise InputError(field, text, "WORKER@ITERATION such as W1_2@15")
         worker = job.check_worker(Worker.parse(match["worker"], field=field), field=field)
         return cls(worker, int(match["iteration"]))
+
+
+@dataclass(frozen=True)
+class Slow:
+    """From `iteration` on the paced ops of `worker` take `factor` times as long; 1: as long as before."""
+
+    worker: Worker
+    iteration: int
+    factor: float
+
+    @classmethod
+    def parse(cls, text: str, job: Job, *, field: str = "--slow") -> Slow:
+        match = _SLOW.fullmatch(text.strip())
+        factor = float(match["factor"]) if match else 0.0
+        if not match or not 1 / MOST_SLOW <= factor <= MOST_SLOW:
+            raise InputError(field, text, "WORKER@ITERATION:FACTOR such as W1_2@10:2, with a factor from 0.01 to 100")
+        worker = job.check_worker(Worker.parse(match["worker"], field=field), field=field)
+        return cls(worker, int(match["iteration"]), factor)
+
+
+def slowness(worker: Worker, iteration: int, wishes: Iterable[Slow]) -> float:
+    """How many times longer its ops take in that iteration: by the newest wish that has come into force."""
+    due = [slow for slow in wishes if slow.worker == worker and slow.iteration <= iteration]
+    return max(due, key=lambda slow: slow.iteration).factor if due else 1.0
 
 
 class FaultInjector:

@@ -18,7 +18,7 @@ from agent.boundaries import Boundaries
 from agent.checkpoints.checkpointing import CheckpointOptions
 from agent.coordination import Coordination, Deploy, Halt
 from agent.devices import Platform
-from agent.faults import Kill, Rejoin
+from agent.faults import Kill, Rejoin, Slow
 from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess, preload
 from agent.protocol import Command, Iteration, VerdictReport
@@ -45,7 +45,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What to run on this node. pace, paced_by_profile: see agent.loop.LoopOptions. hang_seconds: a worker
+    """What to run on this node. pace, paced_by_profile, slow: see agent.loop.LoopOptions. hang_seconds: a worker
     process that says nothing for this long is put out of the job (it says something every second)."""
 
     job: Job
@@ -63,6 +63,7 @@ class LaunchOptions:
     hang_seconds: float = 20.0
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
+    slow: tuple[Slow, ...] = ()
 
 
 class Launcher:
@@ -335,10 +336,11 @@ class Launcher:
             checkpoints=options.checkpoints,
             platform=options.platform,
             paced_by_profile=options.paced_by_profile,
+            slow=options.slow,
         )
         if joins:
-            # A worker that comes back is not killed a second time by the same wish.
-            loop = replace(loop, kills=(), joins=True)
+            # A worker that comes back is not killed, or slow, a second time by the same wish.
+            loop = replace(loop, kills=(), slow=(), joins=True)
 
         def spec(incarnation: str) -> worker.WorkerSpec:
             return worker.WorkerSpec(

@@ -23,7 +23,7 @@ from agent.checkpoints.weights import save_weights
 from agent.communicator import Communicator, Groups
 from agent.devices import Platform, kind_number
 from agent.executor import Executor, Interrupted
-from agent.faults import FaultInjector, Kill
+from agent.faults import FaultInjector, Kill, Slow, slowness
 from agent.heartbeat import HeartbeatThread, Status
 from agent.ledger import Redo, decode, encode
 from agent.ledger import redo as plan_redo
@@ -67,6 +67,7 @@ class LoopOptions:
     checkpoints: CheckpointOptions | None = None
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
+    slow: tuple[Slow, ...] = ()
 
 
 class WorkerLoop:
@@ -97,7 +98,7 @@ class WorkerLoop:
             )
         self._device = device
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
-        self._kills = options.kills
+        self._kills, self._pace = options.kills, options.pace
         self._take_place(me, options.checkpoints)
         self._has_state = not options.joins
         if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
@@ -199,7 +200,8 @@ class WorkerLoop:
             self._move(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
         if self._options.paced_by_profile:
-            self._executor.set_pace(profile_pace(self._options.job, self._me, living))
+            self._pace = profile_pace(self._options.job, self._me, living)
+            self._executor.set_pace(self._pace)
         groups = self._communicator.form(orders.epoch, self._me, living, orders.store, self._device)
         agreement = self._agree(groups, living)
         redo = self._compare_finished(groups, agreement)
@@ -210,6 +212,9 @@ class WorkerLoop:
         self._status.phase = "training"
         while (iteration := self._optimizer.committed) < self._options.iterations:
             self._status.iteration = iteration
+            if self._options.slow:
+                factor = slowness(self._me, iteration, self._options.slow)
+                self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
             self._checkpoint(living)
             if not self._channel.may_begin(orders.epoch, iteration):
                 self._executor.settle()

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from agent.client import ConsoleClient, check_url
 from agent.devices import Platform
-from agent.faults import Kill, Rejoin
+from agent.faults import Kill, Rejoin, Slow
 from agent.nodes.role import NodeRole
 from agent.pacing import profile_pace
 from agent.processes import preload, start_server
@@ -71,6 +71,7 @@ class StartOptions:
     migrate: bool | None = None
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
+    slow: tuple[Slow, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
@@ -86,6 +87,8 @@ class StartOptions:
         self._check_kills()
         if self.paced_by_profile:
             profile_pace(self.job, Worker(0, 0), self.job.workers())
+        if self.slow and not (self.pace or self.paced_by_profile):
+            raise InputError("--slow", str(self.slow[0].worker), "--pace too: only paced ops can be slowed down")
         if self.console is not None:
             check_url(self.console)
             if not self.technique.reroutes:
@@ -177,6 +180,7 @@ def make_launcher(
             checkpoints=checkpoints,
             platform=options.platform,
             paced_by_profile=options.paced_by_profile,
+            slow=options.slow,
         ),
         coordination,
         listener,

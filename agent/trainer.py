@@ -36,7 +36,7 @@ from agent.callables import (
 from agent.checkpoints.weights import load_weights
 from agent.data import DatasetBatches, MicroBatchSampler, Sampler
 from agent.devices import Platform
-from agent.faults import Kill, Rejoin
+from agent.faults import Kill, Rejoin, Slow
 from agent.processes import preload, start_server
 from agent.protocol import Recovery
 from agent.recipe import Autocast, CheckpointWish, Mode, NonFinite, Recipe
@@ -101,7 +101,7 @@ class ResilientTrainer:
     checkpoint: folder for checkpoints, of which one is written every checkpoint_every iterations and
         checkpoint_keep stay. resume: which one to go on from, "newest" or an iteration.
     migrate: may workers change their stage to shorten the plan? None: only where a console decides.
-    kill, rejoin: faults to train through, such as "W1_2@10:F3" and "W1_2@15".
+    kill, rejoin, slow: faults to train through, such as "W1_2@10:F3", "W1_2@15" and "W1_2@10:2".
     on_iteration: called with (iteration, loss) of each that is committed. on_recovery: with each
         failure that was survived. Both in the process that called `fit`.
 
@@ -147,6 +147,7 @@ class ResilientTrainer:
         migrate: bool | None = None,
         kill: Sequence[str] = (),
         rejoin: Sequence[str] = (),
+        slow: Sequence[str] = (),
         on_iteration: Callable[[int, float], None] | None = None,
         on_recovery: Callable[[Recovery], None] | None = None,
     ) -> None:
@@ -191,6 +192,7 @@ class ResilientTrainer:
                 memory=MemoryLimit.parse(str(memory)),
                 pace=paced,
                 paced_by_profile=by_profile,
+                slow=tuple(Slow.parse(text, job) for text in slow),
                 kills=tuple(Kill.parse(text, job) for text in kill),
                 rejoins=tuple(Rejoin.parse(text, job) for text in rejoin),
                 recipe=Recipe(mode, autocast, clip_norm, non_finite, staggered, keep_finished),

@@ -14,7 +14,7 @@ import typer
 from agent.commands.node import serve_node
 from agent.commands.shared import check_writable, json_object, parse_bytes, read_token, sentences
 from agent.devices import Platform
-from agent.faults import Kill, Rejoin
+from agent.faults import Kill, Rejoin, Slow
 from agent.nodes.role import check_token, role_of
 from agent.recipe import CheckpointWish, Recipe
 from agent.record_words import is_remark, sentence_of
@@ -45,6 +45,9 @@ def launch(
     token_file: Annotated[Path | None, typer.Option(help="The console's token (or OPENRECYCLE_TOKEN).")] = None,
     kill: Annotated[list[str] | None, typer.Option(help="W1_2@10:F3: SIGKILL before that op. Repeatable.")] = None,
     rejoin: Annotated[list[str] | None, typer.Option(help="W1_2@15: start it anew after that iteration.")] = None,
+    slow: Annotated[
+        list[str] | None, typer.Option(help="W1_2@10:2: from that iteration its paced ops take twice as long.")
+    ] = None,
     technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
     memory: Annotated[
         str, typer.Option(help="1f1b, uniform, none, a number of micro-batches, or the profile's bytes.")
@@ -137,6 +140,7 @@ def launch(
             migrate=migrate,
             platform=Platform.of(device, transport),
             paced_by_profile=by_profile,
+            slow=tuple(Slow.parse(text, job) for text in slow or ()),
         )
         if record is not None:
             check_writable(record, field="--record")

@@ -1,10 +1,10 @@
-"""`--kill` and `--rejoin`: what they mean and what they refuse."""
+"""`--kill`, `--rejoin` and `--slow`: what they mean and what they refuse."""
 
 from __future__ import annotations
 
 import pytest
 
-from agent.faults import FaultInjector, Kill, Rejoin
+from agent.faults import FaultInjector, Kill, Rejoin, Slow, slowness
 from planner.errors import InputError
 from planner.job import Job, Worker
 
@@ -44,3 +44,12 @@ def test_others_are_not_harmed() -> None:
     injector = FaultInjector(Worker(0, 0), [Kill.parse("W1_2@10:F3", JOB)], lambda: None)
     for iteration in range(20):
         injector.before(iteration, "F", 1, 3)
+
+
+def test_a_worker_is_slow_by_the_newest_wish() -> None:
+    wishes = [Slow.parse(text, JOB) for text in ("W1_2@10:2.5", "W1_2@30:1", "W1_2@20:4", "W0_2@0:3")]
+    me = Worker(1, 2)
+    assert [slowness(me, i, wishes) for i in (9, 10, 19, 20, 29, 30, 99)] == [1, 2.5, 2.5, 4, 4, 1, 1]
+    for text in ("W1_2@10", "W1_2@10:-1", "W1_2@10:0", "W1_2@10:1000", "W1_9@10:2"):
+        with pytest.raises(InputError, match="^--slow: got"):
+            Slow.parse(text, JOB)
