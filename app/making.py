@@ -13,7 +13,7 @@ from app.jobs import PlanMaker, PlanRequest
 from planner.plan import JobDoc, Plan
 
 MAX_KEPT = 32
-TIME_LIMIT = 10.0
+TIME_LIMIT = 5.0
 # Above this a page gets the list scheduler's plan at once; better ones are for the Planner page.
 SEARCHED_OPS = 20_000
 

@@ -159,7 +159,12 @@ def op_legend(kinds: list[str], *, rerouted: bool, ghost: bool) -> None:
 
 def legend_of(schedule: Schedule, workers: Sequence[Worker], *, ghost: bool) -> None:
     """The legend of what occurs in these rows."""
-    shown = {(op.kind, op.rerouted) for w in workers for op in schedule.ops.get(w, ())}
+    legend_all([(schedule, workers)], ghost=ghost)
+
+
+def legend_all(parts: Sequence[tuple[Schedule, Sequence[Worker]]], *, ghost: bool) -> None:
+    """One legend for several charts."""
+    shown = {(op.kind, op.rerouted) for s, workers in parts for w in workers for op in s.ops.get(w, ())}
     kinds = [kind for kind in KIND_ORDER if any(kind == k for k, _ in shown)]
     op_legend(kinds, rerouted=any(moved for _, moved in shown), ghost=ghost)
 

@@ -16,6 +16,7 @@ st.navigation(
         st.Page(_HERE / "live.py", title="Live", default=True),
         st.Page(_HERE / "schedule.py", title="Schedule", url_path="schedule"),
         st.Page(_HERE / "planner.py", title="Planner", url_path="planner"),
+        st.Page(_HERE / "compare.py", title="Compare", url_path="compare"),
         st.Page(_HERE / "catalog.py", title="Catalog", url_path="catalog"),
         st.Page(_HERE / "simulate.py", title="Simulate", url_path="simulate"),
         st.Page(_HERE / "help.py", title="Help", url_path="help"),

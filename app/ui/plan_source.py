@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import streamlit as st
 
 from app.console import Console
@@ -55,19 +57,26 @@ def ready(console: Console, reference: Reference) -> Source | None:
     found = find(console, reference)
     if isinstance(found, Source):
         return found
-    st.fragment(_wait, run_every=WAIT_SECONDS)(console, reference)
+    wait_for(console, [reference])
     return None
 
 
-def _wait(console: Console, reference: Reference) -> None:
-    try:
-        found = find(console, reference)
-    except ConsoleError:
-        st.rerun()  # the page says why
-    if isinstance(found, Awaited):
-        st.caption(found.words)
-    else:
-        st.rerun()
+def wait_for(console: Console, references: Sequence[Reference]) -> None:
+    """Says what is waited for, and runs the page again when something of it has come."""
+    if references:
+        st.fragment(_wait, run_every=WAIT_SECONDS)(console, references)
+
+
+def _wait(console: Console, references: Sequence[Reference]) -> None:
+    for reference in references:
+        try:
+            found = find(console, reference)
+        except ConsoleError:
+            st.rerun()  # the page says why
+        if isinstance(found, Awaited):
+            st.caption(found.words)
+        else:
+            st.rerun()
 
 
 def _remember() -> None:

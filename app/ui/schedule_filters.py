@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import streamlit as st
@@ -31,12 +32,15 @@ class Wish:
 
 def choose_workers(schedule: Schedule) -> list[Worker]:
     """The rows. The controls go where the caller is."""
-    job = schedule.problem.job
-    touched = rows.touched_workers(schedule)
-    options = [key for key in SHOW if key != "failure" or touched]
+    return choose_rows([schedule])(schedule)
+
+
+def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Worker]]:
+    """One choice for all of them; where one has no such pipeline or stage, all its workers are shown."""
+    touched = {worker for schedule in schedules for worker in rows.touched_workers(schedule)}
     show = st.segmented_control(
         "Show",
-        options,
+        [key for key in SHOW if key != "failure" or touched],
         default="all",
         required=True,
         format_func=SHOW.__getitem__,
@@ -44,16 +48,21 @@ def choose_workers(schedule: Schedule) -> list[Worker]:
         bind="query-params",
         wrap=True,
     )
-    if show == "pipeline":
-        pipelines = range(job.pipelines)
-        return rows.pipeline_workers(
-            schedule, st.selectbox("Pipeline", pipelines, key="pipeline", bind="query-params", width=120)
-        )
-    if show == "stage":
-        return rows.stage_workers(
-            schedule, st.selectbox("Stage", range(job.stages), key="stage", bind="query-params", width=120)
-        )
-    return touched if show == "failure" else list(job.workers())
+    number = 0
+    if show in ("pipeline", "stage"):
+        sizes = [getattr(schedule.problem.job, f"{show}s") for schedule in schedules]
+        number = st.selectbox(show.capitalize(), range(max(sizes)), key=show, bind="query-params", width=120)
+
+    def chosen(schedule: Schedule) -> list[Worker]:
+        if show == "failure":
+            found = [w for w in schedule.problem.job.workers() if w in touched]
+        elif show == "all":
+            found = []
+        else:
+            found = (rows.pipeline_workers if show == "pipeline" else rows.stage_workers)(schedule, number)
+        return found or list(schedule.problem.job.workers())
+
+    return chosen
 
 
 def choose_view(plan: Plan, schedule: Schedule) -> Wish:

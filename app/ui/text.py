@@ -64,6 +64,11 @@ def clock(at: float, zone: str | None) -> str:
     return datetime.fromtimestamp(at, where).strftime("%H:%M:%S")
 
 
+def plain_markdown(words: str) -> str:
+    """Words from outside, with nothing in them that Markdown would read."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|$~:" else c for c in words)
+
+
 def size(number: int) -> str:
     """Bytes as `412 MiB`."""
     value = float(number)

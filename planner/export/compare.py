@@ -8,6 +8,7 @@ from typing import Literal
 
 from planner.job import Worker
 from planner.plan import Plan
+from planner.schedule import Schedule
 
 Value = str | int | float | None
 Kind = Literal["text", "time", "fraction", "count"]
@@ -64,6 +65,48 @@ _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("solver", "solver", "text", lambda p: f"{p.solver.name}, {p.solver.status}, {p.solver.seconds:.2f} s"),
     ("fingerprint", "fingerprint", "text", lambda p: p.fingerprint[:12]),
 )
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """One stage of a schedule. Times in ticks; the last one that has to end is its step.
+
+    living: workers. busy: of its busiest one, O included. bubble_fraction: 1 - the stage's busy time /
+    (living x period). peak: most activations on a worker. limit: of these. rerouted: micro-batches.
+    """
+
+    stage: int
+    living: int
+    busy: int
+    bubble_fraction: float
+    start: int
+    end: int
+    peak: int
+    limit: int | None
+    rerouted: int
+
+
+def by_stage(schedule: Schedule) -> list[StageFigures]:
+    """Stage by stage, by the definitions of planner.schedule."""
+    out = []
+    for stage in range(schedule.problem.job.stages):
+        workers = [w for w in schedule.ops if w.stage == stage]
+        rows = [schedule.ops[w] for w in workers]
+        busy = [schedule.busy(w) for w in workers]
+        out.append(
+            StageFigures(
+                stage,
+                len(workers),
+                max(busy),
+                1 - sum(busy) / (len(workers) * schedule.period),
+                min(row[0].start for row in rows),
+                max(row[-1].end for row in rows),
+                max(schedule.peak_activations[w] for w in workers),
+                schedule.problem.limits[stage],
+                sum(op.kind == "F" and op.rerouted for row in rows for op in row),
+            )
+        )
+    return out
 
 
 def compare(plans: Sequence[Plan]) -> tuple[Row, ...]:

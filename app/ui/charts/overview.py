@@ -61,6 +61,11 @@ def raster(schedule: Schedule, workers: Sequence[Worker], columns: int = COLUMNS
     return image
 
 
+def picture(schedule: Schedule, workers: Sequence[Worker], colours: Palette) -> str:
+    """`raster` as a PNG in a data URL."""
+    return _png(raster(schedule, workers), colours)
+
+
 def overview(
     schedule: Schedule,
     colours: Palette,
@@ -71,14 +76,13 @@ def overview(
 ) -> go.Figure:
     """The whole iteration as a picture, a few pixels per worker; a box selects the detail."""
     job = schedule.problem.job
-    picture = _png(raster(schedule, workers), colours)
     width, height = job.units(_end(schedule)), len(workers)
     figure = go.Figure(
         # Streamlit reports a drawn box only where the figure has points.
         go.Scatter(x=[0, width], y=[0, height - 1], mode="markers", marker={"opacity": 0}, hoverinfo="skip")
     )
     figure.add_layout_image(
-        source=picture,
+        source=picture(schedule, workers, colours),
         xref="x",
         yref="y",
         x=0,
@@ -146,8 +150,8 @@ def _end(schedule: Schedule) -> int:
 
 def _png(image: NDArray[np.uint8], colours: Palette) -> str:
     fills = [colours.track, *(colours.ops[k] for k in CODES), colours.failed]
-    picture = Image.fromarray(image).convert("P")
-    picture.putpalette([int(c[i : i + 2], 16) for c in fills for i in (1, 3, 5)])
+    made = Image.fromarray(image).convert("P")
+    made.putpalette([int(c[i : i + 2], 16) for c in fills for i in (1, 3, 5)])
     out = io.BytesIO()
-    picture.save(out, format="PNG", optimize=False, compress_level=3)
+    made.save(out, format="PNG", optimize=False, compress_level=3)
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()

@@ -1,0 +1,214 @@
+"""Compare: two to four plans, or a plan and the iteration that ran it, on one time axis."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app.comparing import MOST, WORKED_EXAMPLE, candidates, differences, first_choice, stage_table
+from app.console import Console, get_console
+from app.errors import ConsoleError
+from app.references import Reference, parse_reference
+from app.sources import Awaited, Source, find
+from app.ui import components, facts, text
+from app.ui.charts.compare import Strip, comparison, time_factors
+from app.ui.charts.overview import MAX_BARS
+from app.ui.exports import export_button
+from app.ui.facts import Card
+from app.ui.picker import open_job
+from app.ui.plan_source import wait_for
+from app.ui.schedule_filters import choose_rows
+from app.ui.theme import CHART_CONFIG, Palette
+from planner.errors import InputError
+from planner.plan import Plan
+from planner.schedule import Schedule
+
+PICKER = "compare-picker"
+BASELINE = "compare-baseline"
+
+
+def page() -> None:
+    colours = components.use_style()
+    console = get_console()
+    opened = open_job(console, pace=False) if console.list_jobs() else None
+    job_id = opened[0].job_id if opened else None
+    if opened is None:
+        st.html('<h1 class="or-title">Compare</h1><div class="or-about">Two to four plans on one time axis.</div>')
+    found = _choose(console, job_id)
+    waiting = [each for each in found if isinstance(each, Awaited)]
+    sources = [each for each in found if isinstance(each, Source)]
+    wait_for(console, [each.reference for each in waiting])
+    if len(found) < 2:
+        _nothing_yet()
+        return
+    if len(sources) > 1:
+        _compare(console, sources, colours)
+
+
+def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
+    """What is compared, the baseline first. It is in the URL: `?plans=` once each, and `?baseline=`."""
+    wanted = _wanted(console, job_id)
+    options = candidates(console, job_id)
+    found: dict[str, Source | Awaited] = {}
+    for reference in wanted:
+        try:
+            each = found[str(reference)] = find(console, reference)
+        except ConsoleError as error:
+            st.error(f"{error}. It is left out.")
+            continue
+        options.setdefault(str(reference), each.name)
+    with st.container(horizontal=True, vertical_alignment="bottom", key="compared"):
+        # The widget is told what the URL says only when that came from elsewhere, such as the button below.
+        if PICKER not in st.session_state or st.session_state[PICKER] != list(found):
+            st.session_state[PICKER] = list(found)
+        st.multiselect(
+            "Plans",
+            list(options),
+            format_func=options.__getitem__,
+            key=PICKER,
+            max_selections=MOST,
+            placeholder=f"Choose two to {MOST}",
+            on_change=_remember,
+            wrap=True,
+        )
+        if len(found) > 1:
+            names = list(found)
+            pinned = st.query_params.get("baseline")
+            st.session_state[BASELINE] = pinned if pinned in names else names[0]
+            st.selectbox(
+                "Baseline",
+                names,
+                format_func=options.__getitem__,
+                key=BASELINE,
+                on_change=_remember_baseline,
+                width=320,
+                help="Changes are against it, and its period is drawn through all.",
+            )
+            first = st.session_state[BASELINE]
+            return [found[first], *(each for name, each in found.items() if name != first)]
+    return list(found.values())
+
+
+def _wanted(console: Console, job_id: str | None) -> list[Reference]:
+    texts = st.query_params.get_all("plans")
+    if not texts:
+        return [] if st.session_state.get(PICKER) == [] else first_choice(console, job_id)
+    out: list[Reference] = []
+    for given in dict.fromkeys(texts):
+        try:
+            out.append(parse_reference(given, field="plans"))
+        except InputError as error:
+            st.error(f"{error}. It is left out.")
+    if len(out) > MOST:
+        st.error(f"plans: got {len(out)}, expected at most {MOST}. The first {MOST} are shown.")
+    return out[:MOST]
+
+
+def _remember() -> None:
+    st.query_params["plans"] = st.session_state[PICKER]
+
+
+def _remember_baseline() -> None:
+    st.query_params["baseline"] = st.session_state[BASELINE]
+
+
+def _show_worked_example() -> None:
+    st.query_params["plans"] = [str(made) for made in WORKED_EXAMPLE]
+    st.query_params.pop("baseline", None)
+
+
+def _nothing_yet() -> None:
+    components.quiet(
+        "Choose two to four plans above: of a job, from the library, or made now for the job's grid by one technique "
+        "after another. The newest iteration as it ran can be among them."
+    )
+    st.button("Compare the techniques on the paper's worked example", on_click=_show_worked_example, key="worked")
+
+
+def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
+    return _plan.schedule()
+
+
+def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
+    schedules = [st.cache_resource(_schedule, max_entries=16)(s.plan.fingerprint, s.plan) for s in sources]
+    rows = choose_rows(schedules)
+    labels = _labels(sources)
+    strips = [
+        Strip(label, source.plan, schedule, tuple(rows(schedule)))
+        for label, source, schedule in zip(labels, sources, schedules, strict=True)
+    ]
+    components.cards(_cards(labels, sources))
+    revision = "-".join(s.plan.fingerprint[:12] for s in sources)
+    pictured = sum(strip.ops for strip in strips) > MAX_BARS
+    if pictured:
+        components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
+    else:
+        components.legend_all([(s.schedule, s.workers) for s in strips], ghost=True)
+    with st.container(key="wide-chart"):
+        st.plotly_chart(
+            comparison(strips, colours, revision=revision),
+            theme=None,
+            key="compare-chart",
+            config=CHART_CONFIG,
+            alt="Gantt charts below each other: " + "; ".join(map(facts.schedule_words, *_pairs(sources, schedules))),
+        )
+    mixed = " Their units differ, so each is measured by its own job's fault-free 1F1B iteration." * (
+        len(set(time_factors([s.plan for s in sources]))) > 1
+    )
+    st.caption(
+        f"The dotted line is the period of the baseline, {labels[0]}; each plan's own is the solid one. "
+        f"Faint bars are the next iteration.{mixed}"
+    )
+    _tables(console, sources, schedules, labels)
+
+
+def _pairs(sources: list[Source], schedules: list[Schedule]) -> tuple[list[Plan], list[Schedule]]:
+    return [s.plan for s in sources], schedules
+
+
+def _labels(sources: list[Source]) -> list[str]:
+    """Names as they are, numbered where two are alike."""
+    names = [s.name for s in sources]
+    return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _cards(labels: list[str], sources: list[Source]) -> list[Card]:
+    """One per plan: its period, and by how much it differs from the baseline's."""
+    first = sources[0].plan
+    same = len({s.plan.job.time_unit for s in sources}) == 1
+    cards = []
+    for i, (label, source) in enumerate(zip(labels, sources, strict=True)):
+        metrics, unit = source.plan.metrics, source.plan.job.time_unit
+        if i == 0:
+            note, tone = f"baseline · {facts.gap_words(source.plan)}", ""
+        elif same:
+            change = metrics.period / first.metrics.period - 1
+            note, tone = f"{text.percent(change, sign=True)} against the baseline", "good" if change < 0 else ""
+        else:
+            note, tone = f"{text.percent(metrics.slowdown_vs_1f1b, sign=True)} against its fault-free 1F1B", ""
+        cards.append(Card(label, text.planned(metrics.period, unit), note, tone, of="period"))
+    return cards
+
+
+def _tables(console: Console, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:
+    components.heading("What differs", "changes are against the baseline, the first column")
+    plans, stages, files = st.tabs(["Plans", "Stages", "Files"])
+    with plans:
+        table = differences(labels, [s.plan for s in sources])
+        st.dataframe(table, hide_index=True, key="differences", height="content", alt="Figures by plan")
+    with stages:
+        st.dataframe(stage_table(labels, schedules), hide_index=True, key="stages", alt="Figures by stage and plan")
+    with files:
+        for i, (label, source) in enumerate(zip(labels, sources, strict=True)):
+            with st.container(horizontal=True, vertical_alignment="center"):
+                job = console.job(source.job_id) if source.job_id else None
+                export_button(
+                    source.plan,
+                    source.name,
+                    spec=job.spec if job else None,
+                    catalog=job.catalog if job else None,
+                    key=f"export-{i}",
+                )
+                st.markdown(f":small[{text.plain_markdown(label)}]")
+
+
+components.guard(page)

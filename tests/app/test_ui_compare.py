@@ -1,0 +1,217 @@
+"""Compare: every state of the page over a real console, and that its chart tells the truth."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ui_factory as factory
+from streamlit.testing.v1 import AppTest
+from ui_console import DEADLINE, ConsoleHere, JobHere
+
+from app.comparing import MOST, WORKED_EXAMPLE, stage_table
+from app.console import Console, set_console
+from app.ui.charts import compare as charts
+from app.ui.charts.compare import RELATIVE, Strip, comparison
+from app.ui.theme import LIGHT, OP_WORDS
+from planner.export.compare import by_stage
+from planner.plan import Plan
+
+MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+@pytest.fixture
+def console(here: ConsoleHere) -> Iterator[Console]:
+    set_console(here.console)
+    yield here.console
+    set_console(None)
+
+
+@pytest.fixture(scope="module")
+def job(here: ConsoleHere) -> JobHere:
+    return JobHere(here.console, "compared job").register().die("W1_2").heal("W1_2", 2)
+
+
+def open_page(**query: Any) -> AppTest:
+    test = AppTest.from_file(MAIN, default_timeout=60)
+    test.run()
+    for name, value in query.items():
+        test.query_params[name] = value
+    test.switch_page("compare.py")
+    return settled(test)
+
+
+def settled(test: AppTest) -> AppTest:
+    """Runs the page until nothing on it is still being planned."""
+    deadline = time.monotonic() + DEADLINE
+    while True:
+        test.run()
+        assert not test.exception, test.exception[0].message
+        if not any(c.value.startswith("Planning") for c in test.caption):
+            return test
+        assert time.monotonic() < deadline, "a plan is never made"
+        time.sleep(0.05)
+
+
+def words(test: AppTest) -> str:
+    parts = [element.proto.body for element in test.get("html")]
+    return "\n".join(parts + [e.value for kind in ("markdown", "caption", "error") for e in test.get(kind)])
+
+
+def chart(test: AppTest) -> dict[str, Any]:
+    return json.loads(test.get("plotly_chart")[0].proto.spec)  # type: ignore[no-any-return]
+
+
+def titles(test: AppTest) -> list[str]:
+    texts = [a["text"] for a in chart(test)["layout"]["annotations"]]
+    return [t.removeprefix("<b>").removesuffix("</b>") for t in texts if t.startswith("<b>") and "failed" not in t]
+
+
+def test_without_a_job_the_page_says_what_to_do_and_shows_the_papers_example(tmp_path: Path) -> None:
+    empty = ConsoleHere(tmp_path)
+    set_console(empty.console)
+    try:
+        test = open_page()
+        assert "Choose two to four plans above" in words(test)
+        assert not test.get("plotly_chart")
+        test.button(key="worked").click()
+        settled(test)
+        page = words(test)
+        assert [page.count(f">{n} slots ") for n in (27, 36, 29)] == [2, 1, 1]
+        assert len(titles(test)) == 4
+        assert list(test.query_params["plans"]) == [str(made) for made in WORKED_EXAMPLE]
+    finally:
+        set_console(None)
+        empty.close()
+
+
+def test_a_job_begins_with_fault_free_1f1b_and_the_plan_in_force(console: Console, job: JobHere) -> None:
+    test = open_page(job=job.job_id)
+    assert titles(test) == ["Fault-free 1F1B", "compared job in force: without W1_2"]
+    table = test.dataframe[0].value
+    assert list(table.columns)[1:] == titles(test)
+    figures = table.set_index("figure")
+    assert list(figures.loc["failed workers"]) == ["none", "W1_2"]
+    plan = console.view(job.job_id).plan
+    assert plan is not None
+    assert figures.loc["period"].iloc[1] == f"{plan.metrics.period:,.6g} ({plan.metrics.period / 1080 - 1:+.1%})"
+    assert len(test.dataframe[1].value) == 2 * 4, "a row per stage and plan"
+
+
+def test_the_baseline_can_be_pinned(console: Console, job: JobHere) -> None:
+    test = open_page(job=job.job_id)
+    second = test.selectbox(key="compare-baseline").options[1]
+    test.selectbox(key="compare-baseline").select(second)
+    settled(test)
+    assert titles(test)[0] == "compared job in force: without W1_2"
+    link = {name: test.query_params[name] for name in ("job", "baseline")}
+    assert titles(open_page(**link)) == titles(test), "the link says which"
+
+
+def test_plans_of_any_kind_and_unit_stand_on_one_axis(console: Console, job: JobHere) -> None:
+    saved = console.library.save(factory.plan(("W0_1",), unit="slot", memory="none"), "in <b>slots</b>")
+    test = open_page(job=job.job_id, plans=[f"job:{job.job_id}:in-force", f"saved:{saved}"])
+    assert RELATIVE in chart(test)["layout"]["xaxis"]["title"]["text"]
+    assert titles(test)[1] == "in &lt;b>slots&lt;/b>", "names are not read as HTML"
+    assert "Their units differ" in words(test)
+
+
+@pytest.mark.parametrize(
+    ("plans", "said"),
+    [
+        (["nonsense", "made:fault-free:1f1b:3x4x6"], "plans: got 'nonsense'"),
+        (["saved:0123", "made:fault-free:1f1b:3x4x6"], "plan: got '0123'"),
+        (["made:staggered:none:2x2x2:W0_0+W1_0", "made:fault-free:1f1b:3x4x6"], "stage 0 has no living peer"),
+        ([f"made:staggered:{n}:2x2x2" for n in range(4, 9)], f"plans: got 5, expected at most {MOST}"),
+    ],
+)
+def test_what_a_link_has_wrong_is_said_and_the_rest_is_shown(console: Console, plans: list[str], said: str) -> None:
+    test = open_page(plans=plans)
+    assert any(said in error.value for error in test.error)
+    assert len(test.multiselect(key="compare-picker").value) == min(len(plans) - 1, MOST)
+
+
+def test_choosing_goes_into_the_link(console: Console, job: JobHere) -> None:
+    test = open_page(job=job.job_id)
+    picker = test.multiselect(key="compare-picker")
+    picker.select(next(option for option in picker.options if option == "fault-free"))
+    settled(test)
+    assert len(titles(test)) == 3 and len(list(test.query_params["plans"])) == 3
+    test.multiselect(key="compare-picker").set_value([])
+    test.run()
+    assert "Choose two to four plans above" in words(test), "an empty choice stays empty"
+
+
+def test_filters_hold_for_all(console: Console, job: JobHere) -> None:
+    test = open_page(job=job.job_id)
+    test.get_by_key("show").set_value("failure")  # type: ignore[attr-defined]
+    settled(test)
+    layout = chart(test)["layout"]
+    for axis in ("yaxis", "yaxis2"):
+        assert layout[axis]["ticktext"] == ["W0_2", "W1_2", "W2_2"]
+
+
+# -- the chart ---------------------------------------------------------------------------------
+
+
+def strip(plan: Plan, name: str = "a plan") -> Strip:
+    schedule = plan.schedule()
+    return Strip(name, plan, schedule, tuple(schedule.problem.job.workers()))
+
+
+def test_every_op_of_each_plan_is_drawn_in_its_own_rows() -> None:
+    plans = [factory.plan(unit="slot"), factory.plan(("W1_2",), unit="slot"), factory.plan(("W0_0",), unit="slot")]
+    figure = comparison([strip(p, str(i)) for i, p in enumerate(plans)], LIGHT)
+    for i, plan in enumerate(plans):
+        own = [
+            t for t in figure.data if (t.yaxis or "y") == (f"y{i + 1}" if i else "y") and t.meta.get("kind") in OP_WORDS
+        ]
+        drawn = sorted((t.meta["kind"], float(b), float(x)) for t in own for b, x in zip(t.base, t.x, strict=True))
+        assert drawn == sorted(
+            (op.kind, float(op.start), float(op.duration)) for ops in plan.workers.values() for op in ops
+        )
+    lines = [s for s in figure.layout.shapes if s.type == "line"]
+    assert [s.x0 for s in lines if s.name != "baseline"] == [p.metrics.period for p in plans]
+    assert [s.x0 for s in lines if s.name == "baseline"] == [plans[0].metrics.period]
+    domains = [figure.layout[f"yaxis{i + 1}" if i else "yaxis"].domain for i in range(3)]
+    assert all(upper[0] > lower[1] for upper, lower in pairwise(domains)), "nothing overlaps"
+
+
+def test_different_units_are_measured_by_the_fault_free_iteration() -> None:
+    slots, ms = factory.plan(("W1_2",), unit="slot", memory="none"), factory.plan(("W1_2",), memory="none")
+    figure = comparison([strip(slots), strip(ms)], LIGHT)
+    ends = [s.x0 for s in figure.layout.shapes if s.type == "line" and s.name != "baseline"]
+    assert ends == pytest.approx([1 + slots.metrics.slowdown_vs_1f1b, 1 + ms.metrics.slowdown_vs_1f1b])
+
+
+def test_large_plans_are_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "MAX_BARS", 100)
+    figure = comparison([strip(factory.plan()), strip(factory.plan(("W1_2",)))], LIGHT)
+    assert [image.yref for image in figure.layout.images] == ["y", "y2"]
+    assert not [t for t in figure.data if t.meta.get("kind") in OP_WORDS]
+
+
+def test_stages_add_up() -> None:
+    plan = factory.plan(("W1_2",), unit="slot", memory="uniform")
+    schedule = plan.schedule()
+    figures = by_stage(schedule)
+    assert [f.living for f in figures] == [3, 3, 2, 3]
+    assert [f.rerouted for f in figures] == [0, 0, 6, 0]
+    assert max(f.end - f.start for f in figures) == plan.metrics.period
+    assert max(f.peak for f in figures) == max(plan.metrics.peak_activations.values())
+    idle = sum(f.bubble_fraction * f.living for f in figures) / sum(f.living for f in figures)
+    assert idle == pytest.approx(schedule.bubble_fraction)
+    table = stage_table(["a", "b"], [schedule, factory.plan().schedule()])
+    assert [(table["stage"][i], table["plan"][i]) for i in range(3)] == [(0, "a"), (0, "b"), (1, "a")]
