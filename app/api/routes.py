@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from agent.protocol import API, Heartbeat, HeartbeatReply, Problem
-from app.api import agents, catalogs, exports, jobs, measured, operator, plans, problems
+from app.api import agents, catalogs, exports, jobs, measured, observed, operator, plans, problems
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
