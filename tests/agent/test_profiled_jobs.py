@@ -70,3 +70,36 @@ def op_times(server: JobConsole, job_id: str, kinds: set[str]) -> dict[str, dict
     workers: list[dict[str, Any]] = server.read(f"/jobs/{job_id}/workers")["workers"]
     found = {w["name"]: w["op_milliseconds"] for w in workers}
     return found if all(kinds <= set(times) for times in found.values()) else None
+
+
+def test_a_worker_that_becomes_slow_is_given_less_to_do(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agent", "launch", "--pipelines", "2", "--stages", "2", "--micro-batches", "6"]
+    command += ["--pace", "F=10ms,I=10ms,W=10ms", "--memory", "none", "--slow", "W1_1@3:3", *TINY]
+    with console(tmp_path, "--heartbeat", "0.1") as server:
+        process = subprocess.Popen(
+            [*command, "--iterations", "100000", "--console", server.root], stdout=subprocess.DEVNULL
+        )
+        try:
+            job_id = server.job_id()
+
+            def planned_with() -> dict[str, float]:
+                fingerprint = server.read(f"/jobs/{job_id}")["plan_fingerprint"]
+                speeds: dict[str, float] = server.read(f"/jobs/{job_id}/plans/{fingerprint}")["job"].get("speeds", {})
+                return speeds
+
+            until(lambda: server.read(f"/jobs/{job_id}")["plan_fingerprint"], "an epoch")
+            until(lambda: planned_with().get("W1_1", 1.0) < 0.8, "a plan with its speed", timeout=90)
+            job = server.read(f"/jobs/{job_id}")
+            plan = Plan.from_json(json.dumps(server.read(f"/jobs/{job_id}/plans/{job['plan_fingerprint']}")))
+            forwards = {name: sum(op.kind == "F" for op in ops) for name, ops in plan.workers.items()}
+            assert plan.failed == () and forwards["W1_1"] < forwards["W0_1"]
+            workers = {w["name"]: w for w in server.read(f"/jobs/{job_id}/workers")["workers"]}
+            assert workers["W1_1"]["slow"] > 1.3
+            texts = [e["text"] for e in server.read(f"/jobs/{job_id}/events?after=0&limit=500")["events"]]
+            assert any("W1_1 is slow: its ops take" in text for text in texts)
+            # And all train on with it.
+            committed = server.read(f"/jobs/{job_id}")["committed"]
+            until(lambda: server.read(f"/jobs/{job_id}")["committed"] > committed + 3, "iterations")
+        finally:
+            process.terminate()
+            process.wait(20)
