@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from ui_console import ConsoleHere, JobHere, until
 
 from agent.protocol import FailureReport
-from app.advice import AdviceRequest, Verdict, decide
+from app.advice import AdviceRequest, Verdict, decide, verdict_document
 from app.advising import REPAIR_SECONDS, copy_times, grounds
 from app.choices import DROP, MIGRATE, REROUTE, Candidate
 from app.choosing import out
@@ -171,8 +172,7 @@ def test_a_worker_that_moves_is_no_repair() -> None:
 # -- in the child process -----------------------------------------------------------------------
 
 
-def ask(**given: object) -> tuple[Verdict | None, str]:
-    """The answer of a real advising process."""
+def request(**given: object) -> AdviceRequest:
     values = {
         "owner": "job",
         "job": job_doc(Job.uniform(3, 4, 6, durations={"F": 40.0, "I": 40.0, "W": 40.0}, time_unit="ms")),
@@ -188,11 +188,15 @@ def ask(**given: object) -> tuple[Verdict | None, str]:
         "since_checkpoint": None,
         "basis": "Basis.",
     }
-    request = AdviceRequest(**(values | given))  # type: ignore[arg-type]
+    return AdviceRequest(**(values | given))  # type: ignore[arg-type]
+
+
+def ask(**given: object) -> tuple[Verdict | None, str]:
+    """The answer of a real advising process."""
     maker, answers = PlanMaker("advising"), list[tuple[Verdict | None, str]]()
     maker.start(child=False)
     try:
-        maker.submit(request, lambda verdict, why: answers.append((verdict, why)))
+        maker.submit(request(**given), lambda verdict, why: answers.append((verdict, why)))
         until(lambda: bool(answers), "the advice comes")
     finally:
         maker.close()
@@ -225,6 +229,31 @@ def test_the_process_makes_the_plans_of_all_ways_that_the_job_can_take() -> None
     assert best.samples > stay.samples > drop.samples
     assert f"{source} takes the place of {to}: " in best.text
     assert drop.text.startswith("pipelines 0, 1 stand by, and the others run all micro-batches: ")
+
+
+@pytest.mark.parametrize(
+    ("grid", "failed"),
+    [
+        ((3, 2, 4), ("W0_0", "W1_0")),
+        ((3, 4, 6), ("W0_2", "W1_2")),
+        ((4, 3, 4), ("W0_0", "W1_0", "W2_0")),
+        ((4, 3, 4), ("W0_1", "W1_1", "W2_1", "W0_2")),
+    ],
+)
+def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]) -> None:
+    """The advice on the job as the move leaves it, and once a worker has returned, moves nobody back."""
+    job = job_doc(Job.uniform(*grid, durations={"F": 40.0, "I": 40.0, "W": 40.0}, time_unit="ms"))
+
+    def better(out: tuple[str, ...]) -> Candidate | None:
+        asked = request(job=job, failed=out, migrate=True)
+        verdict = asked.read(verdict_document(json.loads(asked.to_json())["advise"]))
+        return next((c for c in verdict.candidates if c.name == verdict.better), None)
+
+    moved = better(failed)
+    assert moved is not None
+    assert better(moved.failed) is None
+    for returned in moved.failed:
+        assert better(tuple(name for name in moved.failed if name != returned)) is None
 
 
 def test_advice_that_takes_too_long_is_given_up() -> None:
