@@ -241,7 +241,7 @@ def test_the_process_makes_the_plans_of_all_ways_that_the_job_can_take() -> None
     ],
 )
 def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]) -> None:
-    """The advice on the job as the move leaves it, and once a worker has returned, moves nobody back."""
+    """The advice on the job as the move leaves it moves nobody: what moves next is another failure or return."""
     job = job_doc(Job.uniform(*grid, durations={"F": 40.0, "I": 40.0, "W": 40.0}, time_unit="ms"))
 
     def better(out: tuple[str, ...]) -> Candidate | None:
@@ -252,8 +252,6 @@ def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]
     moved = better(failed)
     assert moved is not None
     assert better(moved.failed) is None
-    for returned in moved.failed:
-        assert better(tuple(name for name in moved.failed if name != returned)) is None
 
 
 def test_advice_that_takes_too_long_is_given_up() -> None:
