@@ -29,6 +29,7 @@ from app.api.problems import problem
 from app.api.routes import create_routes
 from app.console import Console, set_console
 from app.errors import SettingsError
+from app.frontend import PageBase
 from app.logs import configure_logging
 from app.security import BodyLimit, HostGuard, TokenGuard
 from app.settings import Settings, default_database_url
@@ -52,7 +53,7 @@ def create_app(console: Console, settings: Settings) -> Starlette:
     else:
         pages = _streamlit(settings)
         lifespan = pages.lifespan()
-        routes.append(Mount("/", pages))
+        routes.append(Mount("/", PageBase(pages)))
     middleware = [Middleware(HostGuard, allowed=_allowed_hosts(settings)), Middleware(BodyLimit)]
     if settings.token is not None:
         middleware.append(Middleware(TokenGuard, token=settings.token))

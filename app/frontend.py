@@ -1,0 +1,69 @@
+"""Tells Streamlit's page where its server is, so that it need not find out by failing.
+
+Opened at /schedule, it asks for /schedule/_stcore/health before /_stcore/health, and each miss is an
+error in the browser's console. It takes `window.__streamlit.BACKEND_BASE_URL` instead where that is set.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# The address of each page but the first (app/ui/main.py).
+PAGES = ("schedule", "planner", "compare", "catalog", "simulate", "help")
+
+_SCRIPT = (
+    "<head><script>window.__streamlit={BACKEND_BASE_URL:location.origin+"
+    f'location.pathname.replace(/\\/({"|".join(PAGES)})\\/?$/,"/")}}</script>'
+).encode()
+_MAX_PAGE = 1 << 20
+_CONDITIONS = (b"accept-encoding", b"if-none-match", b"if-modified-since", b"range")
+
+
+class PageBase:
+    """Around Streamlit's application: puts the script into its HTML page, and nothing else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "GET" or not _asks_for_page(scope):
+            await self.app(scope, receive, send)
+            return
+        # Whole, plain, and not from the browser's cache, which may hold it without the script.
+        plain = [(name, value) for name, value in scope["headers"] if name not in _CONDITIONS]
+        held: Message | None = None
+        body = bytearray()
+
+        async def with_script(message: Message) -> None:
+            nonlocal held
+            if message["type"] == "http.response.start" and _is_page(message):
+                held = message
+            elif held is None:
+                await send(message)
+            else:
+                body.extend(message.get("body", b""))
+                if message.get("more_body"):
+                    return
+                page = bytes(body).replace(b"<head>", _SCRIPT, 1)
+                headers = MutableHeaders(scope=held)
+                headers["content-length"] = str(len(page))
+                del headers["etag"], headers["last-modified"]
+                await send(held)
+                await send({"type": "http.response.body", "body": page})
+
+        await self.app({**scope, "headers": plain}, receive, with_script)
+
+
+def _asks_for_page(scope: Scope) -> bool:
+    return "text/html" in Headers(scope=scope).get("accept", "")
+
+
+def _is_page(start: Message) -> bool:
+    headers = Headers(scope=start)
+    return (
+        start["status"] == 200
+        and headers.get("content-type", "").startswith("text/html")
+        and "content-encoding" not in headers
+        and int(headers.get("content-length", 0)) <= _MAX_PAGE
+    )

@@ -1,0 +1,74 @@
+"""The page is told where its server is; every other answer passes as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.testclient import TestClient
+
+from app.frontend import PAGES, PageBase
+
+MAIN = Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py"
+HTML = "<!DOCTYPE html><html><head><title>x</title></head></html>"
+BROWSER = {"Accept": "text/html,application/xhtml+xml"}
+
+
+async def page(request: Request) -> Response:
+    if "if-none-match" in request.headers:
+        return Response(status_code=304)
+    headers = {"ETag": '"1"', "Content-Encoding": "gzip"} if "accept-encoding" in request.headers else {}
+    return Response(HTML, media_type="text/html", headers=headers)
+
+
+async def streamed(request: Request) -> Response:
+    async def parts():  # type: ignore[no-untyped-def]
+        for part in (HTML[:20], HTML[20:]):
+            yield part.encode()
+
+    return StreamingResponse(parts(), media_type="text/html")
+
+
+async def other(request: Request) -> Response:
+    return JSONResponse({"head": "<head>"}, headers={"ETag": '"1"'})
+
+
+async def missing(request: Request) -> Response:
+    return PlainTextResponse("<head>", 404, media_type="text/html")
+
+
+@pytest.fixture
+def client() -> TestClient:
+    inner = Starlette(
+        routes=[
+            Route("/streamed", streamed),
+            Route("/other", other),
+            Route("/missing", missing),
+            Route("/{path:path}", page),
+        ]
+    )
+    return TestClient(Starlette(routes=[Mount("/", PageBase(inner))]))
+
+
+@pytest.mark.parametrize("path", ["/", "/schedule", "/streamed"])
+def test_a_page_has_the_script_and_its_length(client: TestClient, path: str) -> None:
+    answer = client.get(path, headers={**BROWSER, "If-None-Match": '"1"'})
+    assert answer.status_code == 200 and "etag" not in answer.headers
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert answer.text.count("window.__streamlit={BACKEND_BASE_URL:") == 1
+    assert re.sub(r"<script>.*?</script>", "", answer.text) == HTML
+
+
+def test_everything_else_is_left_alone(client: TestClient) -> None:
+    for path, headers in (("/other", BROWSER), ("/missing", BROWSER), ("/streamed", {"Accept": "*/*"})):
+        assert "__streamlit" not in client.get(path, headers=headers).text
+    assert client.get("/other", headers=BROWSER).headers["etag"] == '"1"'
+
+
+def test_every_page_of_the_console_is_known() -> None:
+    assert set(re.findall(r'url_path="(\w+)"', MAIN.read_text())) == set(PAGES)
