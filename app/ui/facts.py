@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 
 from agent.protocol import JobSpec, JobState, WorkerState
 from app.ui import text
@@ -16,6 +14,11 @@ from planner.schedule import Schedule
 
 RECENT = 5
 LOST = (WorkerState.FAILED,)
+OVER = (JobState.FINISHED, JobState.STOPPED)
+# Seconds after which data is old: several heartbeats are missing.
+STALE = 5.0
+# What a cell says while its worker takes up a new epoch.
+ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
 HOLDING = (WorkerState.RUNNING, WorkerState.SUSPECT)
 
 
@@ -31,7 +34,9 @@ class Card:
 
 
 def look(worker: WorkerView) -> str:
-    """The state a cell is drawn in: the worker's own, or `re-routed` when it runs for others."""
+    """The state a cell is drawn in: the worker's own, `slow`, or `re-routed` when it runs for others."""
+    if worker.state is WorkerState.RUNNING and worker.slow:
+        return "slow"
     if worker.state is WorkerState.RUNNING and worker.takes_rerouted:
         return "re-routed"
     return worker.state.value
@@ -58,37 +63,50 @@ class Reference:
 
 def fault_free_rate(view: JobView) -> Reference | None:
     """Measured in this job while all workers lived; before that, what the fault-free plan predicts."""
-    whole = [i for i in view.iterations if i.living == len(view.workers)]
-    # As above: an epoch's first iteration holds start-up or recovery.
-    settled = [b for a, b in pairwise(whole) if a.epoch == b.epoch]
-    if len(settled) >= 3:
-        return Reference(median(i.samples_per_second for i in settled), "measured with all workers living")
-    if view.fault_free_samples_per_second is not None:
-        return Reference(view.fault_free_samples_per_second, "predicted by the fault-free plan")
-    return None
-
-
-def data_age(view: JobView) -> float | None:
-    """Seconds since the newest word of any worker."""
-    ages = [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in LOST]
-    return min(ages, default=None)
+    figures = view.figures
+    if figures is None or figures.fault_free is None:
+        return None
+    measured = figures.source == "measured"
+    source = "measured with all workers living" if measured else "predicted by the fault-free plan"
+    return Reference(figures.fault_free, source)
 
 
 def live_cards(view: JobView) -> list[Card]:
-    """Iteration, throughput, workers, plan in force, slowdown, loss."""
-    return [_iteration(view), _throughput(view), _workers(view), *_plan(view), _loss(view)]
+    """Iteration, throughput, goodput, workers, plan in force, age of data."""
+    return [_iteration(view), _throughput(view), _goodput(view), _workers(view), _plan(view), _age(view)]
 
 
 def _iteration(view: JobView) -> Card:
     done = view.iterations[-1].iteration + 1 if view.iterations else 0
     total = view.spec.iterations
-    fresh = data_age(view)
-    if view.state in (JobState.FINISHED, JobState.STOPPED):
+    if view.state in OVER:
         note = "all done" if view.state is JobState.FINISHED else "stopped"
     else:
-        note = f"last heard {text.age(fresh)}" if fresh is not None else "no worker heard yet"
-    stale = fresh is not None and fresh > 5 and view.state in (JobState.RUNNING, JobState.RECOVERING)
-    return Card("Iterations done", f"{done:,}", note, "warn" if stale else "", of=f"of {total:,}")
+        note = f"loss {view.iterations[-1].loss:.4f}" if view.iterations else "no loss yet"
+    return Card("Iterations done", f"{done:,}", note, of=f"of {total:,}")
+
+
+def _goodput(view: JobView) -> Card:
+    """Both in one card: they differ by what re-routing costs."""
+    figures = view.figures
+    if figures is None or figures.ettr is None:
+        return Card("Goodput so far", "–", "no iteration done yet")
+    note = f"ETTR {text.percent(figures.ettr)} of {text.milliseconds(1000 * figures.wall)}"
+    if figures.goodput is None:
+        return Card("Goodput so far", "–", note, of="no fault-free rate yet")
+    return Card("Goodput so far", text.percent(figures.goodput), note, of="of fault-free")
+
+
+def _age(view: JobView) -> Card:
+    """How old the newest word of any worker is, and the oldest newest word of one that should speak."""
+    if view.state in OVER:
+        return Card("Age of data", "–", "the job is over")
+    ages = [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in LOST]
+    if not ages:
+        return Card("Age of data", "–", "no worker heard yet")
+    newest, oldest = min(ages), max(ages)
+    tone = "warn" if newest > STALE or oldest > STALE else ""
+    return Card("Age of data", f"{newest:.1f} s", f"oldest heartbeat {text.age(oldest)}", tone)
 
 
 def _throughput(view: JobView) -> Card:
@@ -124,35 +142,27 @@ def _workers(view: JobView) -> Card:
     return Card("Living workers", f"{total - len(lost) - starting:,}", note, tone, of=f"of {total:,}")
 
 
-def _plan(view: JobView) -> list[Card]:
+def _plan(view: JobView) -> Card:
     plan = view.plan
     if plan is None:
         made = f"{view.planned_ahead} of {view.plans_to_make} made" if view.plans_to_make else "waits for all workers"
-        return [Card("Plan in force", "–", made), Card("Period vs fault-free", "–", "no plan in force yet")]
-    metrics = plan.metrics
-    return [
-        Card(
-            f"Plan in force · epoch {view.epoch}",
-            text.planned(metrics.period, plan.job.time_unit),
-            gap_words(plan),
-            of="period",
-        ),
-        Card(
-            "Period vs fault-free",
-            text.percent(metrics.slowdown_vs_1f1b, sign=True),
-            f"{text.percent(metrics.slowdown_vs_best, sign=True)} vs our best plan",
-            of="vs 1F1B",
-        ),
-    ]
+        return Card("Plan in force", "–", made)
+    period = text.planned(plan.metrics.period, plan.job.time_unit)
+    rolled = roll_out(view)
+    against = f"{text.percent(plan.metrics.slowdown_vs_1f1b, sign=True)} vs 1F1B"
+    gap = "proven optimal" if plan.metrics.gap <= 0 else f"gap ≤ {text.percent(plan.metrics.gap)}"
+    note = rolled or f"{against}, {gap}"
+    return Card(f"Plan in force · epoch {view.epoch}", period, note, "warn" if rolled else "", of="period")
 
 
-def _loss(view: JobView) -> Card:
-    if not view.iterations:
-        return Card("Loss", "–", "no iteration done yet")
-    first, last = view.iterations[0], view.iterations[-1]
-    if len(view.iterations) == 1:
-        return Card("Loss", f"{last.loss:.4f}", f"iteration {last.iteration}")
-    return Card("Loss", f"{last.loss:.4f}", f"{first.loss:.4f} at iteration {first.iteration}")
+def roll_out(view: JobView) -> str:
+    """How far the workers have come in taking up the newest epoch; empty when all train in it."""
+    steps = [w.acknowledged for w in view.workers if w.epoch == view.epoch and w.state in HOLDING]
+    if view.state is not JobState.RECOVERING or not any(steps):
+        return ""
+    at_least = {"adopted": ("adopted", "formed", "resumed"), "formed": ("formed", "resumed"), "resumed": ("resumed",)}
+    counts = [f"{sum(s in alike for s in steps)} {step}" for step, alike in at_least.items()]
+    return f"of {len(steps)} workers {', '.join(counts)}"
 
 
 def gap_words(plan: Plan) -> str:
@@ -211,6 +221,16 @@ def consequence_of_kill(view: JobView, worker: WorkerView) -> tuple[str, bool]:
     )
 
 
+def consequence_of_drain(view: JobView, worker: WorkerView) -> str:
+    """What asking `worker` to leave does, in a sentence or two."""
+    load = view.spec.micro_batches + worker.takes_rerouted
+    return (
+        f"It leaves when the iteration in hand is done; nothing is redone, and it counts as no failure. Its "
+        f"{text.count(load, 'micro-batch', 'micro-batches')} per iteration move to "
+        f"{_names(living_peers(view, worker), 6)}. It can be started again later."
+    )
+
+
 def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool]:
     """What starting `worker` again does, in a sentence, and whether it can help."""
     peers = living_peers(view, worker)
@@ -260,6 +280,10 @@ def tile_words(worker: WorkerView) -> str:
     state = look(worker)
     if state == "re-routed":
         return f"+{worker.takes_rerouted} re-routed"
+    if state == "slow":
+        return f"slow, {worker.slow:.1f} ×"
+    if worker.state in HOLDING and worker.acknowledged in ROLLING:
+        return ROLLING[worker.acknowledged]
     if state == "suspect" and worker.heartbeat_age is not None:
         return f"suspect, {worker.heartbeat_age:.0f} s"
     return state

@@ -7,9 +7,10 @@ from typing import Any
 
 import streamlit as st
 
+from agent.protocol import JobState
 from app.console import Console, get_console
 from app.errors import ConsoleError
-from app.ui import components, facts, text
+from app.ui import choice, components, event_feed, facts, text
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
 from app.ui.picker import open_job
@@ -22,7 +23,10 @@ MAX_TILES = 64
 # What one refresh carries; about 80 bytes an iteration and chart.
 ITERATIONS = 400
 EVENTS = 100
+# Read when the feed is filtered: what is looked for may be a while ago.
+FILTERED_EVENTS = 2000
 ANSWERED = "answered-click"
+OVER = (JobState.FINISHED, JobState.STOPPED)
 
 
 def page() -> None:
@@ -33,15 +37,24 @@ def page() -> None:
         return
     view, controls = opened
     with controls:
-        moving = st.toggle("Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely.")
+        choice.mode_switch(console, view.job_id, over=view.state in OVER)
+        moving = st.toggle(
+            "Refresh",
+            value=True,
+            key="refresh",
+            bind="query-params",
+            help="Off: the page stands still, to look closely.",
+        )
     every = (1.0 if len(view.workers) <= MAX_TILES else 2.0) if moving else None
     st.fragment(_live, run_every=every)(console, view.job_id, colours)
     show_opened(console, view.job_id)
 
 
 def _live(console: Console, job_id: str, colours: Palette) -> None:
+    show, find = st.session_state.get("events") or event_feed.DEFAULT, st.session_state.get("find") or ""
+    filtered = event_feed.filtering(show, find)
     try:
-        view = console.view(job_id, ITERATIONS, EVENTS)
+        view = console.view(job_id, ITERATIONS, FILTERED_EVENTS if filtered else EVENTS)
     except ConsoleError as error:
         st.error(f"{error}. The page tries again by itself.")
         return
@@ -49,13 +62,15 @@ def _live(console: Console, job_id: str, colours: Palette) -> None:
     with st.container(gap="small"):
         components.sentence(view)
         components.advice(view)
+        choice.candidates(console, job_id)
         components.cards(facts.live_cards(view))
     left, right = st.columns(2, gap="medium")
     with left, st.container(gap="xsmall"):
         components.heading("Workers", "select one for details, kill or restart")
         opened = _tiles(view) if len(view.workers) <= MAX_TILES else _heat_map(view, colours)
         components.heading("Events", "newest first")
-        components.events(view.events, zone)
+        show, find = event_feed.controls()
+        event_feed.feed(console, view, event_feed.chosen(view.events, show, find), zone)
     with right, st.container(gap="xsmall"):
         components.heading("Progress", f"newest {text.count(len(view.iterations), 'iteration')}")
         _progress(view, colours)

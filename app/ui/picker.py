@@ -40,6 +40,8 @@ def open_job(console: Console, *, pace: bool = True) -> tuple[JobView, DeltaGene
         if chosen is None:
             return None
         job_id = chosen
+    if st.query_params.get("job") != job_id:
+        st.query_params["job"] = job_id  # so that a link shows what its sender saw
     view = console.view(job_id)
     with title:
         components.job_title(view, pace=pace)

@@ -33,6 +33,7 @@ class Palette:
     rerouted: str
     rerouted_text: str
     suspect: str
+    slow: str
     joining: str
     good: str
     ops: dict[str, str]
@@ -56,6 +57,7 @@ LIGHT = Palette(
     rerouted="#2862B2",
     rerouted_text="#2862B2",
     suspect="#D9A900",
+    slow="#C07A12",
     joining="#1FA3C0",
     good="#2E7D53",
     ops={"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#736E3F", "O": "#652742"},
@@ -79,6 +81,7 @@ DARK = Palette(
     rerouted="#4771C5",
     rerouted_text="#8DB0EE",
     suspect="#FFD866",
+    slow="#F2A541",
     joining="#4CC9E8",
     good="#5CC08D",
     ops={"F": "#4771C5", "I": "#37CDA6", "W": "#EFC11D", "B": "#8C5638", "O": "#ECE2FD"},

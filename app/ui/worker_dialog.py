@@ -1,121 +1,174 @@
-"""One worker's details, with kill and restart. Both act only after they were confirmed here."""
+"""One worker's details, with drain, kill and restart. These act only after they were confirmed here."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from html import escape
+from dataclasses import dataclass
 
 import streamlit as st
 
 from agent.protocol import WorkerState
 from app.console import Console
 from app.errors import ConsoleError
-from app.ui import text
-from app.ui.charts.worker_grid import LOOKS
-from app.ui.facts import consequence_of_kill, consequence_of_restart, look
+from app.ui import worker_words
+from app.ui.event_feed import ACTOR, feed_html
+from app.ui.facts import consequence_of_drain, consequence_of_kill, consequence_of_restart, living_peers
 from app.view import JobView, WorkerView
+from app.worker_detail import worker_detail
 
-ACTOR = "operator in the browser"
 OPENED = "opened-worker"
+IN_ADDRESS = "worker"
+REFRESH = 2.0
 ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
+DRAINABLE = (WorkerState.RUNNING, WorkerState.SUSPECT)
 
 
 def open_worker(name: str) -> None:
-    """Has the page's next run show the dialog of worker `name`."""
-    st.session_state[OPENED] = name
+    """Has the page's next run show the dialog of worker `name`; the address names it, too."""
+    st.session_state[OPENED] = st.query_params[IN_ADDRESS] = name
 
 
 def show_opened(console: Console, job_id: str) -> None:
     """Shows the dialog of the opened worker, if one is. Call it from the page's main run, not from a
     fragment that runs again by itself: that would close it."""
-    name = st.session_state.get(OPENED)
+    name = st.session_state.get(OPENED) or st.query_params.get(IN_ADDRESS)
     if name is None:
         return
 
     def dialog() -> None:
         try:
             view = console.view(job_id)
+            worker = worker_detail(console, view, name, time.time()).worker
         except ConsoleError as error:
             st.error(str(error))
             return
-        worker = next((w for w in view.workers if w.name == name), None)
-        if worker is None:
-            st.error(f"worker: got {name!r}, expected a worker of this job's grid.")
-            return
-        _facts(worker)
-        if worker.state in ALIVE:
-            _kill(console, view, worker)
-        elif worker.state is WorkerState.FAILED:
-            _restart(console, view, worker)
+        st.fragment(_detail, run_every=REFRESH)(console, job_id, name)
+        _actions(console, view, worker)
 
-    st.dialog(f"Worker {name}", width="medium", on_dismiss=_close)(dialog)()
+    st.dialog(f"Worker {name}", width="large", on_dismiss=_close)(dialog)()
 
 
 def _close() -> None:
     st.session_state.pop(OPENED, None)
+    st.query_params.pop(IN_ADDRESS, None)
 
 
-def _facts(worker: WorkerView) -> None:
-    times = ", ".join(f"{kind} {text.milliseconds(ms)}" for kind, ms in sorted(worker.op_milliseconds.items()))
-    rows = {
-        "State": LOOKS[look(worker)][0] + (f" – {worker.detail}" if worker.detail else ""),
-        "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
-        "Iteration": f"{worker.iteration:,}, epoch {worker.epoch}" + (f", {worker.phase}" if worker.phase else ""),
-        "Re-routed work": text.count(worker.takes_rerouted, "micro-batch", "micro-batches") + " per iteration"
-        if worker.takes_rerouted
-        else "",
-        "Last heartbeat": text.age(worker.heartbeat_age),
-        "Op times, mean": times,
-        "Process": f"{worker.pid} on {worker.host}" if worker.pid else "",
-        "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
-    }
-    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows.items() if v)
-    st.html(f'<dl class="or-facts">{items}</dl>')
+def _detail(console: Console, job_id: str, name: str) -> None:
+    try:
+        view = console.view(job_id)
+        detail = worker_detail(console, view, name, time.time())
+    except ConsoleError as error:
+        st.error(str(error))
+        return
+    zone = st.context.timezone
+    now, history, log = st.tabs(["Now", "History", "Log"], key="worker-tabs")
+    with now:
+        st.html(worker_words.facts_html(detail))
+        if detail.op_times:
+            st.html(worker_words.op_times_html(detail))
+    with history:
+        st.html(worker_words.stays_html(detail, zone))
+        st.html(feed_html(list(detail.events), zone))
+    with log:
+        st.html(worker_words.log_html(detail, zone))
 
 
-def _kill(console: Console, view: JobView, worker: WorkerView) -> None:
-    if not view.spec.demo:
+@dataclass(frozen=True)
+class _Action:
+    """kind: for keys and looks. helps: False when it can't do any good, so that it isn't offered."""
+
+    kind: str
+    label: str
+    words: str
+    helps: bool
+    done: str
+    act: Callable[[], object]
+    warning: str = ""
+
+
+def _actions(console: Console, view: JobView, worker: WorkerView) -> None:
+    offered = _offered(console, view, worker)
+    if worker.state in ALIVE and not view.spec.demo:
         st.caption("Only the processes of a demo job can be killed from here.")
+    if not offered:
         return
-    consequence, survives = consequence_of_kill(view, worker)
-    process = f"Its process (pid {worker.pid}) gets SIGKILL" if worker.pid else "Its process gets SIGKILL"
-    st.markdown(f"**Kill {worker.name}?** {process}, as if its machine had died. {consequence}")
-    if not survives:
-        st.warning("This kill stops the job.", icon=":material/warning:")
-    _act(
-        "kill",
-        f"Kill {worker.name}",
-        f"SIGKILL sent to {worker.name}",
-        lambda: console.operators.kill(view.job_id, worker.name, ACTOR),
-    )
+    chosen = offered[0]
+    if len(offered) > 1:
+        kind = st.segmented_control(
+            "Action",
+            [a.kind for a in offered],
+            default=chosen.kind,
+            required=True,
+            format_func=str.capitalize,
+            key="worker-action",
+            label_visibility="collapsed",
+        )
+        chosen = next((a for a in offered if a.kind == kind), chosen)
+    st.markdown(chosen.words)
+    if chosen.warning:
+        st.warning(chosen.warning, icon=":material/warning:")
+    if chosen.helps:
+        _confirm(chosen)
 
 
-def _restart(console: Console, view: JobView, worker: WorkerView) -> None:
-    consequence, helps = consequence_of_restart(view, worker)
-    st.markdown(f"**Restart {worker.name}?** {consequence}")
-    if not helps:
-        return
-    _act(
-        "restart",
-        f"Restart {worker.name}",
-        f"Starting a new process for {worker.name}",
-        lambda: console.operators.restart(view.job_id, worker.name, ACTOR),
-    )
+def _offered(console: Console, view: JobView, worker: WorkerView) -> list[_Action]:
+    """What can be done with it, the usual one first."""
+    name, job_id = worker.name, view.job_id
+    made = []
+    if worker.state in ALIVE and view.spec.demo:
+        consequence, survives = consequence_of_kill(view, worker)
+        process = f"Its process (pid {worker.pid}) gets SIGKILL" if worker.pid else "Its process gets SIGKILL"
+        made.append(
+            _Action(
+                "kill",
+                f"Kill {name}",
+                f"**Kill {name}?** {process}, as if its machine had died. {consequence}",
+                True,
+                f"SIGKILL sent to {name}",
+                lambda: console.operators.kill(job_id, name, ACTOR),
+                "" if survives else "This kill stops the job.",
+            )
+        )
+    if worker.state in DRAINABLE and living_peers(view, worker):
+        made.append(
+            _Action(
+                "drain",
+                f"Drain {name}",
+                f"**Drain {name}?** {consequence_of_drain(view, worker)}",
+                True,
+                f"{name} is asked to leave",
+                lambda: console.operators.drain(job_id, name, ACTOR),
+            )
+        )
+    if worker.state is WorkerState.FAILED:
+        consequence, helps = consequence_of_restart(view, worker)
+        made.append(
+            _Action(
+                "restart",
+                f"Restart {name}",
+                f"**Restart {name}?** {consequence}",
+                helps,
+                f"Starting a new process for {name}",
+                lambda: console.operators.restart(job_id, name, ACTOR),
+            )
+        )
+    return made
 
 
-def _act(kind: str, label: str, done: str, action: Callable[[], None]) -> None:
-    with st.container(horizontal=True, horizontal_alignment="right", key=f"act-{kind}"):
+def _confirm(action: _Action) -> None:
+    with st.container(horizontal=True, horizontal_alignment="right", key=f"act-{action.kind}"):
         cancelled = st.button("Cancel", key="worker-cancel")
-        confirmed = st.button(label, type="primary", key="worker-confirm")
+        confirmed = st.button(action.label, type="primary", key="worker-confirm")
     if cancelled:
         _close()
         st.rerun()
     if confirmed:
         try:
-            action()
+            action.act()
         except ConsoleError as error:
             st.error(str(error))
             return
-        st.toast(done)
+        st.toast(action.done)
         _close()
         st.rerun()

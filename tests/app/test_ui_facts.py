@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import ui_factory as factory
 
+from agent.protocol import JobState, WorkerState
+from app.goodput import Figures
 from app.ui import facts, tables, text
 from app.view import JobView
 from planner.job import Job, StageProfile
@@ -33,18 +35,48 @@ def test_throughput_is_that_of_the_epoch_without_its_first_iteration() -> None:
     assert facts.recent_rate(()) is None
 
 
-def test_reference_is_measured_when_it_can_be() -> None:
-    view = factory.running(fault_free_samples_per_second=99.0)
-    reference = facts.fault_free_rate(view)
-    assert reference is not None and "measured" in reference.source
-    assert reference.samples_per_second == pytest.approx(36.5, abs=0.5)
-    early = facts.fault_free_rate(replace(view, iterations=view.iterations[:2]))
-    assert early is not None and early.samples_per_second == 99.0 and "predicted" in early.source
-    assert facts.fault_free_rate(replace(early_view(), fault_free_samples_per_second=None)) is None
+def test_reference_says_where_it_is_from() -> None:
+    measured = facts.fault_free_rate(factory.running())
+    assert measured is not None and measured.samples_per_second == 36.5 and "measured" in measured.source
+    figures = Figures(99.0, "planned", None, None, 0.0, 0.0)
+    planned = facts.fault_free_rate(factory.running(figures=figures))
+    assert planned is not None and planned.samples_per_second == 99.0 and "predicted" in planned.source
+    assert facts.fault_free_rate(factory.running(figures=None)) is None
+    assert facts.fault_free_rate(factory.running(figures=replace(figures, fault_free=None, source=""))) is None
 
 
-def early_view() -> JobView:
-    return replace(factory.running(), iterations=())
+def test_goodput_card_has_both_figures() -> None:
+    goodput = card(factory.running(), "Goodput")
+    assert (goodput.value, goodput.note) == ("94 %", "ETTR 97 % of 31 s")
+    unknown = Figures(None, "", 0.97, None, 31.0, 30.07)
+    assert card(factory.running(figures=unknown), "Goodput").value == "–"
+    assert card(factory.running(figures=None), "Goodput").note == "no iteration done yet"
+
+
+def test_data_age_warns_when_it_is_old() -> None:
+    fresh = card(factory.running(), "Age of data")
+    assert (fresh.value, fresh.tone) == ("0.3 s", "")
+    old = card(factory.suspect_and_joining(), "Age of data")
+    assert old.tone == "warn" and "7.4 s ago" in old.note
+    assert card(factory.finished(), "Age of data").note == "the job is over"
+
+
+def test_roll_out_is_counted_while_it_lasts() -> None:
+    base = factory.failed()
+    steps = {"W0_0": "adopted", "W0_1": "formed", "W0_2": "resumed"}
+    workers = tuple(replace(w, acknowledged=steps.get(w.name, ""), epoch=2) for w in base.workers)
+    rolling = replace(base, state=JobState.RECOVERING, workers=workers)
+    assert facts.roll_out(rolling) == "of 11 workers 3 adopted, 2 formed, 1 resumed"
+    assert card(rolling, "Plan in force").tone == "warn"
+    assert facts.roll_out(replace(rolling, state=JobState.RUNNING)) == ""
+    words = {w.name: facts.tile_words(w) for w in workers}
+    assert (words["W0_0"], words["W0_1"], words["W0_2"]) == ("has the plan", "in its groups", "+3 re-routed")
+
+
+def test_a_slow_worker_is_shown_as_slow() -> None:
+    slow = replace(factory.running().workers[0], slow=1.62)
+    assert facts.look(slow) == "slow" and facts.tile_words(slow) == "slow, 1.6 ×"
+    assert facts.look(replace(slow, state=WorkerState.FAILED)) == "failed"
 
 
 def test_workers_card_names_the_failed() -> None:
@@ -61,7 +93,7 @@ def test_plan_card_has_epoch_period_and_gap() -> None:
     plan = card(view, "Plan in force")
     assert plan.label.endswith("epoch 2")
     assert plan.value == text.milliseconds(view.plan.metrics.period)
-    assert plan.note == facts.gap_words(view.plan)
+    assert "vs 1F1B" in plan.note and ("proven optimal" in plan.note or "gap ≤" in plan.note)
 
 
 def test_kill_tells_who_takes_over_and_when_nobody_can() -> None:

@@ -227,7 +227,7 @@ def test_no_kill_outside_a_demo(console: Console, jobs: dict[str, JobHere]) -> N
     assert "The computation inside is real" not in words(test), "not paced: nothing to say"
     test.button(key="worker-W0_0").click().run()
     assert "Only the processes of a demo job" in words(test)
-    assert not [b for b in test.button if b.key == "worker-confirm"]
+    assert not [b for b in test.button if b.label == "Kill W0_0"]
 
 
 def test_schedule_of_the_plan_in_force(console: Console, jobs: dict[str, JobHere]) -> None:

@@ -21,6 +21,7 @@ _CHECK = "M-1,.1L-.65,-.25L-.25,.15L.65,-.8L1,-.45L-.25,.85Z"
 LOOKS: dict[str, tuple[str, str, str]] = {
     "running": ("Running", "square", "healthy"),
     "re-routed": ("Takes re-routed work", "square", "rerouted"),
+    "slow": ("Slow beside its peers", "triangle-up", "slow"),
     "suspect": ("Suspect (heartbeat overdue)", "diamond", "suspect"),
     "failed": ("Failed", _CROSS, "failed"),
     "re-joining": ("Re-joining", "circle", "joining"),
@@ -79,6 +80,8 @@ def worker_sentence(worker: WorkerView) -> str:
     """State, heartbeat and iteration of one worker, for hover."""
     words = LOOKS[look(worker)][0].lower()
     extra = f" ({worker.takes_rerouted} micro-batches)" if look(worker) == "re-routed" else ""
+    if worker.slow:
+        extra = f" ({worker.slow:.1f} times their op times)"
     return (
         f"<b>{worker.name}</b> · {words}{extra}<br>"
         f"iteration {worker.iteration} · epoch {worker.epoch}<br>"

@@ -1,0 +1,119 @@
+"""How a job goes on when workers are lost: who decides, and the ways that an operator may take."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import streamlit as st
+
+from app.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
+from app.console import Console
+from app.errors import ConsoleError
+from app.ui import components, text
+from app.ui.event_feed import ACTOR
+
+WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
+MOST_COLUMNS = 3
+
+
+def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
+    """Says who decides; changing it takes effect only when it is applied."""
+    choice = console.operators.choice(job_id)
+    mode = Mode(choice["mode"])
+    with st.popover(WORDS[mode], icon=":material/tune:", key="mode", disabled=over):
+        st.markdown("**When workers are lost**")
+        wanted = st.radio(
+            "Who decides",
+            list(Mode),
+            index=list(Mode).index(mode),
+            format_func=WORDS.__getitem__,
+            captions=[
+                "The console takes the best way on at once.",
+                "The job waits for you to choose. The best way is taken when you do not in time.",
+            ],
+            key=f"mode-choice-{mode}",
+            label_visibility="collapsed",
+        )
+        patience = st.number_input(
+            "Seconds to choose in",
+            min_value=LEAST_PATIENCE,
+            max_value=MOST_PATIENCE,
+            value=float(choice["patience"]),
+            step=10.0,
+            disabled=wanted is not Mode.MANUAL,
+            key=f"patience-{choice['patience']}",
+        )
+        unchanged = wanted is mode and (wanted is Mode.AUTOMATIC or patience == choice["patience"])
+        if st.button("Apply", type="primary", disabled=unchanged, key="mode-apply"):
+            try:
+                console.operators.set_mode(job_id, Mode(wanted), patience, ACTOR)
+            except ConsoleError as error:
+                st.error(str(error))
+                return
+            st.rerun()
+
+
+def candidates(console: Console, job_id: str) -> None:
+    """The ways on side by side: in full while the job waits for one, else folded up while workers are out."""
+    choice = console.operators.choice(job_id)
+    if not choice["candidates"]:
+        return
+    if choice["waiting"]:
+        left = choice["seconds_left"]
+        components.heading(
+            "Which way on?", f"{_best(choice)} is taken in {left:.0f} s unless you choose" if left is not None else ""
+        )
+        _cards(console, job_id, choice, "Apply")
+        return
+    with st.expander(f"Ways on without {', '.join(choice['failed'][:4])}", icon=":material/alt_route:"):
+        _cards(console, job_id, choice, "Switch to it")
+
+
+def _best(choice: dict[str, Any]) -> str:
+    return str(choice["candidates"][0]["name"])
+
+
+def _cards(console: Console, job_id: str, choice: dict[str, Any], verb: str) -> None:
+    ways = choice["candidates"]
+    with st.container(key="ways-on"):
+        for begin in range(0, len(ways), MOST_COLUMNS):
+            for column, way in zip(st.columns(MOST_COLUMNS), ways[begin : begin + MOST_COLUMNS], strict=False):
+                with column, st.container(border=True, height="stretch"):
+                    _card(console, job_id, choice, way, verb)
+
+
+def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, Any], verb: str) -> None:
+    name, best = way["name"], way["name"] == _best(choice)
+    # `in force` is the one whose plan the job runs while it trains.
+    epoch = console.job(job_id).state.current
+    in_force = not choice["waiting"] and epoch is not None and epoch.plan_fingerprint == way["plan"]
+    badge = "in force" if in_force else "the best" if best else ""
+    moves = ", ".join(f"{source} → {to}" for source, to in way["moves"])
+    st.html(
+        f'<div class="or-way"><h3>{escape(name)}<span class="or-aside">{badge}</span></h3>'
+        f"<p><b>{text.percent(way['share'])}</b> of fault-free · {text.rate(way['rate'])} samples/s<br>"
+        f"{text.percent(way['slowdown_vs_1f1b'], sign=True)} vs 1F1B · "
+        f"trains again in {text.milliseconds(1000 * way['pause'])}</p>"
+        + (f"<p>Moves {escape(moves)}</p>" if moves else "")
+        + f"<p class='or-aside'>{escape(way['text'])}.</p></div>"
+    )
+    if way["plan"]:
+        st.markdown(f"[Its plan](schedule?job={job_id}&plan=job:{job_id}:{way['plan']})")
+    st.button(
+        verb,
+        key=f"choose-{name}",
+        type="primary" if best else "secondary",
+        disabled=in_force,
+        width="stretch",
+        on_click=_choose,
+        args=(console, job_id, name, tuple(choice["failed"])),
+    )
+
+
+def _choose(console: Console, job_id: str, name: str, failed: tuple[str, ...]) -> None:
+    try:
+        console.operators.choose(job_id, name, failed, ACTOR)
+        st.toast(f"The job goes on: {name}")
+    except ConsoleError as error:
+        st.toast(str(error), icon=":material/error:")

@@ -1,0 +1,112 @@
+"""The event feed of Live: newest first, filtered by the address, with what still needs somebody's look."""
+
+from __future__ import annotations
+
+from html import escape
+
+import streamlit as st
+
+from app.console import Console
+from app.errors import ConsoleError
+from app.ui import text
+from app.view import EventView, JobView
+
+ACTOR = "operator in the browser"
+MARKS = {"error": "✕", "warning": "▲", "info": "·"}
+# What the filter offers: words, and the kinds of events it lets through.
+SHOW: dict[str, tuple[str, tuple[str, ...]]] = {
+    "all": ("All", ()),
+    "open": ("Need a look", ()),
+    "failure": ("Failures", ("failure", "recovery", "worker")),
+    "plan": ("Plans", ("plan", "epoch")),
+    "step": ("Steps", ("step",)),
+    "operator": ("Operators", ("operator",)),
+}
+DEFAULT = "all"
+
+
+def controls() -> tuple[str, str]:
+    """Draws the filter; returns what it is set to and the words to look for. Both are in the address."""
+    with st.container(horizontal=True, vertical_alignment="center", key="event-filter"):
+        show = st.segmented_control(
+            "Events",
+            list(SHOW),
+            default=DEFAULT,
+            required=True,
+            format_func=lambda key: SHOW[key][0],
+            key="events",
+            bind="query-params",
+            label_visibility="collapsed",
+            wrap=True,
+        )
+        words = st.text_input(
+            "Find in events",
+            key="find",
+            bind="query-params",
+            placeholder="Find, such as W1_2",
+            label_visibility="collapsed",
+            width=170,
+        )
+    return show or DEFAULT, words.strip()
+
+
+def filtering(show: str, words: str) -> bool:
+    return show != DEFAULT or bool(words)
+
+
+def chosen(events: tuple[EventView, ...], show: str, words: str) -> list[EventView]:
+    """Those that the filter lets through."""
+    kinds = SHOW.get(show, SHOW[DEFAULT])[1]
+    wanted = words.casefold()
+    return [
+        e
+        for e in events
+        if (not kinds or e.kind in kinds)
+        and (show != "open" or needs_look(e))
+        and (wanted in e.text.casefold() or wanted == (e.worker or "").casefold())
+    ]
+
+
+def needs_look(event: EventView) -> bool:
+    return event.severity != "info" and not event.seen_by
+
+
+def feed(console: Console, view: JobView, events: list[EventView], zone: str | None) -> None:
+    """The list, and a button that takes note of what nobody has yet."""
+    st.html(feed_html(events, zone))
+    open_ones = [e.seq for e in events if needs_look(e)]
+    label = f"Acknowledge {text.count(len(open_ones), 'event')}" if open_ones else "Nothing to acknowledge"
+    st.button(
+        label,
+        key="acknowledge",
+        disabled=not open_ones,
+        type="tertiary",
+        icon=":material/done_all:",
+        on_click=_acknowledge,
+        args=(console, view.job_id, open_ones),
+    )
+
+
+def _acknowledge(console: Console, job_id: str, seqs: list[int]) -> None:
+    try:
+        console.feed.acknowledge(console.job(job_id), seqs, ACTOR)
+    except ConsoleError as error:
+        st.toast(str(error), icon=":material/error:")
+
+
+def feed_html(events: list[EventView], zone: str | None) -> str:
+    if not events:
+        return '<div class="or-quiet or-feed">No event fits.</div>'
+    rows = "".join(_row(e, zone) for e in events)
+    return f'<ol class="or-events or-feed" tabindex="0" aria-label="Events, newest first">{rows}</ol>'
+
+
+def _row(event: EventView, zone: str | None) -> str:
+    look = f" or-{escape(event.severity)}" + (" or-open" if needs_look(event) else "")
+    seen = f' title="acknowledged by {escape(event.seen_by)}"' if event.seen_by else ""
+    tick = '<b class="or-seen" aria-label="acknowledged">✓</b> ' if event.seen_by else ""
+    return (
+        f'<li class="{look.strip()}"{seen}><time>{text.clock(event.at, zone)}</time>'
+        f'<i title="{escape(event.severity)}">{MARKS.get(event.severity, "·")}</i>'
+        f"<span>{tick}{escape(event.text)}</span></li>"
+    )

@@ -1,0 +1,100 @@
+"""A worker's details as HTML: facts, states over time, op times, log. No Streamlit here.
+
+Every text that comes from outside is escaped.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import groupby
+
+from agent.protocol import WorkerState
+from app.ui import text
+from app.ui.charts.worker_grid import LOOKS
+from app.ui.facts import look
+from app.ui.theme import OP_WORDS
+from app.worker_detail import Stay, WorkerDetail
+
+# The table below the bar shows so many stays, the newest.
+NEWEST = 8
+
+
+def facts_html(detail: WorkerDetail) -> str:
+    worker = detail.worker
+    rows = {
+        "State": LOOKS[look(worker)][0] + (f" – {worker.detail}" if worker.detail else ""),
+        "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
+        "Iteration": f"{worker.iteration:,}, epoch {worker.epoch}" + (f", {worker.phase}" if worker.phase else ""),
+        "Re-routed work": text.count(worker.takes_rerouted, "micro-batch", "micro-batches") + " per iteration"
+        if worker.takes_rerouted
+        else "",
+        "Last heartbeat": text.age(worker.heartbeat_age),
+        "Process": f"{worker.pid} on {worker.host}" if worker.pid else "",
+        "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
+        "Activations, by plan": f"at most {text.count(detail.held, 'micro-batch', 'micro-batches')} at once"
+        if detail.held is not None
+        else "",
+    }
+    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows.items() if v)
+    return f'<dl class="or-facts">{items}</dl>'
+
+
+def op_times_html(detail: WorkerDetail) -> str:
+    """Measured op times beside the plan's and the peers'."""
+    rows = ""
+    for op in detail.op_times:
+        cells = [text.milliseconds(op.measured)]
+        for other in (op.planned, op.peers):
+            if other is None:
+                cells.append("–")
+            else:
+                share = f" ({text.percent(op.measured / other - 1, sign=True)})" if other > 0 else ""
+                cells.append(text.milliseconds(other) + share)
+        rows += f"<tr><th>{OP_WORDS[op.kind]}</th>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
+    return (
+        '<table class="or-table"><caption>Op times, smoothed over the last heartbeats</caption>'
+        "<thead><tr><th>Op</th><th>measured</th><th>plan</th><th>median of its peers</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table>"
+    )
+
+
+def stays_html(detail: WorkerDetail, zone: str | None) -> str:
+    """A bar to scale, and the newest changes in words."""
+    stays = [s for s in detail.stays if s.state != WorkerState.STARTING] or list(detail.stays)
+    if not stays:
+        return '<div class="or-quiet">No change of state is recorded.</div>'
+    begin, end = stays[0].begin, stays[-1].end
+    whole = max(end - begin, 1e-9)
+    bar = "".join(
+        f'<i class="or-in-{escape(state)}" style="width:{100 * sum(s.end - s.begin for s in group) / whole:.3f}%"></i>'
+        for state, group in _runs(stays)
+    )
+    rows = "".join(
+        f'<li><time>{text.clock(s.begin, zone)}</time><i class="or-shape or-look-{escape(s.state)}"></i>'
+        f"<span>{escape(_words(s.state))}</span><span>{_lasted(s)}</span></li>"
+        for s in reversed(stays[-NEWEST:])
+    )
+    words = f"States from {text.clock(begin, zone)} until now"
+    return f'<div class="or-stays" role="img" aria-label="{words}">{bar}</div><ol class="or-changes">{rows}</ol>'
+
+
+def _runs(stays: list[Stay]) -> list[tuple[str, list[Stay]]]:
+    return [(state, list(group)) for state, group in groupby(stays, lambda s: s.state)]
+
+
+def _words(state: str) -> str:
+    return LOOKS[state][0] if state in LOOKS else state
+
+
+def _lasted(stay: Stay) -> str:
+    return text.milliseconds(1000 * (stay.end - stay.begin))
+
+
+def log_html(detail: WorkerDetail, zone: str | None) -> str:
+    if not detail.log:
+        return (
+            '<div class="or-quiet">Nothing yet. What the worker\'s process prints comes here with its '
+            "heartbeats; the console keeps the newest lines in memory.</div>"
+        )
+    rows = "".join(f"<li><time>{text.clock(line.at, zone)}</time> {escape(line.text)}</li>" for line in detail.log)
+    return f'<ol class="or-log or-worker-log" tabindex="0" aria-label="Log, oldest first">{rows}</ol>'

@@ -1,0 +1,97 @@
+"""All that is known of one worker, for people: its states so far, its op times beside plan and peers, its log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from agent.protocol import LogLine, WorkerState
+from app.console import Console
+from app.errors import ConsoleError, storing
+from app.live import LiveJob
+from app.view import EventView, JobView, WorkerView
+from planner.job import Worker
+from planner.normalization import SECONDS
+from planner.plan import Plan
+
+EVENTS = 20
+
+
+@dataclass(frozen=True)
+class Stay:
+    """The worker was in `state` from `begin` to `end` (POSIX seconds); the last stay ends now."""
+
+    state: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """Of one op kind, milliseconds: smoothed as measured; planned, None where the plan's unit is no
+    time; peers: the median of the other living workers of its stage, None when there is none."""
+
+    kind: str
+    measured: float
+    planned: float | None
+    peers: float | None
+
+
+@dataclass(frozen=True)
+class WorkerDetail:
+    """op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. held: micro-batches
+    it holds at most at once by the plan in force, None when it has no part in it."""
+
+    worker: WorkerView
+    stays: tuple[Stay, ...]
+    op_times: tuple[OpTime, ...]
+    events: tuple[EventView, ...]
+    log: tuple[LogLine, ...]
+    held: int | None
+
+
+def worker_detail(console: Console, view: JobView, name: str, now: float) -> WorkerDetail:
+    """now: POSIX seconds. Raises ConsoleError."""
+    worker = next((w for w in view.workers if w.name == name), None)
+    if worker is None:
+        raise ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
+    job = console.job(view.job_id)
+    with storing():
+        states = console.observations.states(job.job_id, name)
+        events = console.observations.events_of(job.job_id, name, limit=EVENTS)
+    ends = [row["at"] for row in states[1:]] + [now]
+    return WorkerDetail(
+        worker,
+        tuple(Stay(row["state"], row["at"], max(end, row["at"])) for row, end in zip(states, ends, strict=True)),
+        _op_times(job, view, worker),
+        tuple(EventView(e["seq"], e["at"], e["severity"], e["kind"], e["worker"], e["text"]) for e in events),
+        console.logs.lines(job.job_id, name),
+        view.plan.metrics.peak_activations.get(name) if view.plan else None,
+    )
+
+
+def _op_times(job: LiveJob, view: JobView, worker: WorkerView) -> tuple[OpTime, ...]:
+    own = job.op_times.smoothed(worker.name)
+    others = [
+        job.op_times.smoothed(w.name)
+        for w in view.workers
+        if w.stage == worker.stage and w.name != worker.name and w.state is WorkerState.RUNNING
+    ]
+    planned = _planned(view.plan, worker.name)
+    made = []
+    for kind in "FIWBO":
+        if kind in own:
+            peers = [times[kind] for times in others if kind in times]
+            made.append(OpTime(kind, own[kind], planned.get(kind), median(peers) if peers else None))
+    return tuple(made)
+
+
+def _planned(plan: Plan | None, name: str) -> dict[str, float]:
+    """Milliseconds by op kind; {} where the plan's unit is no time."""
+    if plan is None or (second := SECONDS.get(plan.job.time_unit)) is None:
+        return {}
+    problem = plan.problem()
+    ticks, unit = problem.worker_ticks(Worker.parse(name)), 1000 * second / problem.job.ticks_per_unit
+    times = {"F": ticks.forward, "I": ticks.input_backward, "W": ticks.weight_backward, "O": ticks.optimizer}
+    times["B"] = times["I"] + times["W"]
+    return {kind: n * unit for kind, n in times.items()}

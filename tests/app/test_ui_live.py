@@ -1,0 +1,140 @@
+"""Live's controls: event feed, a worker's history, drain, who decides, and the ways on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+from ui_console import ConsoleHere, JobHere, until
+
+from agent.protocol import LogLine, LogLines
+from app.choices import Mode
+from app.console import Console, set_console
+
+MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+@pytest.fixture
+def console(here: ConsoleHere) -> Iterator[Console]:
+    set_console(here.console)
+    yield here.console
+    set_console(None)
+
+
+def open_live(job_id: str, **address: str) -> AppTest:
+    test = AppTest.from_file(MAIN, default_timeout=30)
+    for key, value in {"job": job_id, **address}.items():
+        test.query_params[key] = value
+    test.run()
+    assert not test.exception, test.exception[0].message
+    return test
+
+
+def html(test: AppTest) -> str:
+    parts = [element.proto.body for element in test.get("html")]
+    return "\n".join(parts + [m.value for kind in ("markdown", "caption") for m in test.get(kind)])
+
+
+def feed(test: AppTest) -> str:
+    return next(e.proto.body for e in test.get("html") if "or-feed" in e.proto.body)
+
+
+def failed_job(console: Console, name: str) -> JobHere:
+    job = JobHere(console, name).register().commit(0, 9, 1).die("W1_2").heal("W1_2", 2)
+    return job.commit(10, 15, 2).beat(15, 2)
+
+
+def test_goodput_and_age_of_data_are_on_the_page(console: Console) -> None:
+    job = JobHere(console, "figures").register().commit(0, 9, 1).beat(10, 1)
+    page = html(open_live(job.job_id))
+    for label in ("Iterations done", "Throughput", "Goodput so far", "Living workers", "Plan in force", "Age of data"):
+        assert f'<div class="or-label">{label}' in page
+    assert "ETTR" in page and "vs 1F1B" in page
+
+
+def test_events_are_filtered_and_acknowledged(console: Console) -> None:
+    job = failed_job(console, "events")
+    test = open_live(job.job_id)
+    assert "or-open" in feed(test) and "epoch 1" in feed(test).lower()
+    test.get_by_key("events").set_value("open").run()  # type: ignore[attr-defined]
+    assert feed(test).count("<li") == feed(test).count("or-open") > 0
+    test.button(key="acknowledge").click().run()
+    assert not test.exception
+    assert "No event fits" in feed(test)
+    assert test.button(key="acknowledge").disabled
+    notable = [e for e in console.view(job.job_id).events if e.severity != "info"]
+    assert notable and all(e.seen_by for e in notable)
+    test.get_by_key("events").set_value("all").run()  # type: ignore[attr-defined]
+    assert "acknowledged by" in feed(test)
+    test.text_input(key="find").input("W1_2").run()
+    lines = feed(test).split("<li")[1:]
+    assert lines and all("W1_2" in line for line in lines)
+
+
+def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
+    job = failed_job(console, "history")
+    line = LogLine(at=time.time(), text="<b>hello</b>")
+    console.logs.take(console.job(job.job_id), LogLines(worker="W0_2", incarnation="W0_2-a", lines=(line,), skipped=0))
+    until(lambda: bool(console.job(job.job_id).op_times.smoothed("W0_2")), "the heartbeats are taken in")
+    test = open_live(job.job_id, worker="W0_2")
+    page = html(test)
+    assert "&lt;b&gt;hello" in page, "the log, as text"
+    assert "Op times, smoothed" in page and "40 ms" in page and "(+1.2 %)" in page
+    assert 'class="or-in-running"' in page and "re-routed" in page.lower()
+    dead = html(open_live(job.job_id, worker="W1_2"))
+    assert 'class="or-in-failed"' in dead and "killed by signal 9" in dead
+    assert "expected one of the job's grid" in open_live(job.job_id, worker="W9_9").error[0].value
+
+
+def test_a_worker_is_drained_after_confirmation(console: Console) -> None:
+    job = JobHere(console, "drain", demo=False).register().commit(0, 9, 1).beat(10, 1)
+    test = open_live(job.job_id)
+    test.button(key="worker-W2_1").click().run()
+    assert test.query_params["worker"] == "W2_1"
+    assert "Drain W2_1?" in html(test) and "nothing is redone" in html(test)
+    assert console.job(job.job_id).state.members["W2_1"].state == "running"
+    test.button(key="worker-confirm").click().run()
+    assert not test.exception
+    said = [e.text for e in console.view(job.job_id).events if e.worker == "W2_1"]
+    assert any("operator in the browser" in text for text in said), said
+    assert "worker" not in test.query_params, "the dialog is closed"
+
+
+def test_who_decides_can_be_changed(console: Console) -> None:
+    job = JobHere(console, "mode").register().commit(0, 9, 1)
+    test = open_live(job.job_id)
+    assert test.button(key="mode-apply").disabled, "nothing has been changed yet"
+    test.radio(key="mode-choice-automatic").set_value(Mode.MANUAL).run()
+    test.button(key="mode-apply").click().run()
+    assert not test.exception
+    assert console.operators.choice(job.job_id)["mode"] == Mode.MANUAL
+
+
+def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) -> None:
+    job = JobHere(console, "manual").register().commit(0, 9, 1).beat(10, 1)
+    console.operators.set_mode(job.job_id, Mode.MANUAL, 3600.0, "test")
+    job.die("W1_2")
+    until(lambda: bool(console.operators.choice(job.job_id)["candidates"]), "the ways on are worked out")
+    choice = console.operators.choice(job.job_id)
+    assert choice["waiting"]
+    test = open_live(job.job_id)
+    page = html(test)
+    assert "Which way on?" in page and "is taken in" in page
+    names = [way["name"] for way in choice["candidates"]]
+    assert "re-route" in names
+    for way in choice["candidates"]:
+        assert test.button(key=f"choose-{way['name']}").label == "Apply"
+        assert f"plan=job:{job.job_id}:{way['plan']}" in page
+    test.button(key="choose-re-route").click().run()
+    assert not test.exception
+    until(lambda: console.view(job.job_id).epoch == 2, "the job goes on")
