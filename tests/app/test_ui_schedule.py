@@ -1,0 +1,243 @@
+"""Schedule: what is drawn and what the link keeps, in every state of the page."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ui_factory as factory
+from streamlit.testing.v1 import AppTest
+from ui_console import DEADLINE, ConsoleHere, JobHere, until
+
+from agent.protocol import MeasuredOps
+from app.console import Console, set_console
+from app.ui import schedule_filters, schedule_large
+from app.ui.charts import overview
+from app.ui.schedule_facts import critical_words
+from app.ui.theme import OP_WORDS
+
+MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+@pytest.fixture
+def console(here: ConsoleHere) -> Iterator[Console]:
+    set_console(here.console)
+    yield here.console
+    set_console(None)
+
+
+@pytest.fixture(scope="module")
+def job(here: ConsoleHere) -> JobHere:
+    return JobHere(here.console, "drawn job").register().die("W1_2").heal("W1_2", 2)
+
+
+def open_page(**query: Any) -> AppTest:
+    test = AppTest.from_file(MAIN, default_timeout=60)
+    test.run()
+    for name, value in query.items():
+        test.query_params[name] = value
+    test.switch_page("schedule.py").run()
+    assert not test.exception, test.exception[0].message
+    return test
+
+
+def drawn(test: AppTest, index: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    figure = json.loads(test.get("plotly_chart")[index].proto.spec)
+    return figure["data"], figure["layout"]
+
+
+def kinds(test: AppTest) -> set[str]:
+    return {t["meta"]["kind"] for t in drawn(test)[0] if t.get("meta")}
+
+
+def words(test: AppTest) -> str:
+    parts = [element.proto.body for element in test.get("html")]
+    return "\n".join(parts + [e.value for kind in ("markdown", "caption", "error") for e in test.get(kind)])
+
+
+def test_memory_and_the_next_iteration_are_drawn_and_the_critical_path_on_request(
+    console: Console, job: JobHere
+) -> None:
+    test = open_page(job=job.job_id)
+    assert {"memory", "memory limit", "ghost"} <= kinds(test) and "critical" not in kinds(test)
+    test.get_by_key("draw").set_value(["critical"]).run()  # type: ignore[attr-defined]
+    assert "critical" in kinds(test) and not {"memory", "ghost"} & kinds(test)
+    plan = console.view(job.job_id).plan
+    assert plan is not None and critical_words(plan.schedule()) in words(test)
+
+
+def test_a_path_is_chosen_kept_in_the_link_and_dropped_where_there_is_no_such_micro_batch(
+    console: Console, job: JobHere
+) -> None:
+    test = open_page(job=job.job_id, path="1.2")
+    ahead = [t for t in drawn(test)[0] if t["meta"]["kind"] in OP_WORDS and not t["meta"]["aside"]]
+    assert {c for t in ahead for c in t.get("customdata", [])} == {"1.2"}
+    test.selectbox(key="path").select("0 of pipeline 0").run()
+    assert str(test.query_params["path"]) in ("0.0", "['0.0']")
+    for nonsense in ("9.9", "1", "a.b", "1.2.3"):
+        assert "path" not in kinds(open_page(job=job.job_id, path=nonsense))
+
+
+def test_a_click_toggles_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Streamlit reports of a click, in each form that it has been seen to take."""
+    state: dict[str, Any] = {}
+    query: dict[str, str] = {}
+    monkeypatch.setattr(schedule_filters, "st", SimpleNamespace(session_state=state, query_params=query))
+    for given in ("1.2", ["1.2"], {"0": "1.2"}):
+        state["gantt"] = {"selection": {"points": [{"customdata": given}]}}
+        schedule_filters.clicked("gantt")
+        assert (state["path"], query) == ("1.2", {"path": "1.2"})
+        schedule_filters.clicked("gantt")
+        assert (state["path"], query) == (None, {})
+    state["gantt"] = {"selection": {"points": []}}
+    schedule_filters.clicked("gantt")
+    assert query == {}
+
+
+def test_time_range_in_the_link(console: Console, job: JobHere) -> None:
+    test = open_page(job=job.job_id, time="200-400")
+    assert drawn(test)[1]["xaxis"]["range"] == [200, 400]
+    for nonsense in ("400-200", "a-b", "200", "-5-10", "0-99999"):
+        assert drawn(open_page(job=job.job_id, time=nonsense))[1]["xaxis"]["range"][0] == 0
+
+
+def test_a_saved_plan_is_shown_without_any_job(tmp_path: Path) -> None:
+    empty = ConsoleHere(tmp_path)
+    set_console(empty.console)
+    try:
+        saved = empty.console.library.save(factory.plan(("W0_1",), unit="slot"), "kept")
+        test = open_page()
+        assert test.selectbox(key="plan-picker").options == ["Saved: kept"]
+        assert "W0_1" in words(test) or "failed" in json.dumps(drawn(test)[1])
+        assert drawn(open_page(plan=f"saved:{saved}"))[1] == drawn(test)[1]
+        assert "plan: got 'saved:'" in open_page(plan="saved:").error[0].value
+    finally:
+        set_console(None)
+        empty.close()
+
+
+def test_a_plan_by_technique_is_made_while_the_page_waits(console: Console, job: JobHere) -> None:
+    test = open_page(job=job.job_id, plan="made:fault-free:1f1b:2x3x5")
+    deadline = time.monotonic() + DEADLINE
+    while not test.get("plotly_chart"):
+        assert any(c.value.startswith("Planning: Fault-free") for c in test.caption)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        test.run()
+    assert drawn(test)[1]["yaxis"]["ticktext"] == [f"W{p}_{s}" for p in range(2) for s in range(3)]
+
+
+def test_every_format_is_offered_and_what_is_refused_says_why(console: Console, job: JobHere) -> None:
+    test = open_page(job=job.job_id)
+    buttons = {b.proto.label: b for b in test.get("download_button")}
+    assert set(buttons) == {
+        "Chrome trace (Perfetto)",
+        "PyTorch pipelining CSV, pipeline 0",
+        "CSV, one line per op",
+        "JSON plan document",
+        "YAML plan document",
+        "SVG picture",
+        "PNG picture",
+        "Job bundle (zip)",
+    }
+    assert [label for label, b in buttons.items() if b.proto.disabled] == ["PyTorch pipelining CSV, pipeline 0"]
+    assert "one rank" in words(test)
+
+
+def test_a_box_in_the_link_chooses_the_detail(console: Console, job: JobHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview, "MAX_BARS", 100)
+    test = open_page(job=job.job_id, box="400,800,8,11")
+    _, layout = drawn(test, 1)
+    assert layout["xaxis"]["range"] == [400, 800]
+    assert layout["yaxis"]["ticktext"] == [f"W2_{s}" for s in range(4)]
+    test.button(key="forget-box").click().run()
+    assert drawn(test, 1)[1]["yaxis"]["ticktext"][0] == "W0_0"
+    for nonsense in ("1,2,3", "800,400,0,3", "a,b,c,d", "0,1,5,9999"):
+        assert drawn(open_page(job=job.job_id, box=nonsense), 1)[1]["yaxis"]["ticktext"][0] == "W0_0"
+
+
+def test_no_box_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The browser reports an empty selection whenever the picture is drawn anew."""
+    query: dict[str, str] = {}
+    state = {"overview": {"selection": {"box": [{"x": [30.5, 10], "y": [7, 3]}]}}}
+    monkeypatch.setattr(schedule_large, "st", SimpleNamespace(session_state=state, query_params=query))
+    schedule_large._remember_box()
+    assert query == {"box": "10,30.5,3,7"}
+    state["overview"] = {"selection": {"box": []}}
+    schedule_large._remember_box()
+    assert query == {"box": "10,30.5,3,7"}
+
+
+def measure(console: Console, job: JobHere) -> int:
+    """The job's workers record the iteration that the console asks for, exactly as planned; returns which."""
+    live = console.job(job.job_id)
+    console.measuring.newest(live, watch=True)
+
+    def asked() -> bool:
+        job.commit(live.state.committed, live.state.committed, live.state.epoch)
+        return console.measuring.wanted(job.job_id) is not None
+
+    until(asked, "an iteration is asked for")
+    iteration, plan = console.measuring.wanted(job.job_id), console.view(job.job_id).plan
+    assert iteration is not None and plan is not None
+    for name in job.living:
+        ops = plan.workers[name]
+        part = MeasuredOps(
+            worker=name,
+            incarnation=name + "-a",
+            epoch=live.state.epoch,
+            iteration=iteration,
+            clock="one",
+            started_us=0,
+            offset_us=0,
+            uncertainty_us=0,
+            kinds="".join(op.kind for op in ops),
+            pipelines=tuple(op.pipeline for op in ops),
+            micro_batches=tuple(-1 if op.micro_batch is None else op.micro_batch for op in ops),
+            starts_us=tuple(round(1000 * op.start) for op in ops),
+            durations_us=tuple(round(1000 * op.duration) for op in ops),
+        )
+        console.measuring.take(live, part)
+    return iteration
+
+
+def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(console: Console) -> None:
+    job = JobHere(console, "measured job", iterations=20_000).register().die("W0_1").heal("W0_1", 2)
+    waiting = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
+    assert any("Waiting for all workers" in c.value for c in waiting.caption)
+    iteration = measure(console, job)
+    test = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
+    page = words(test)
+    assert f"**Iteration {iteration}** as it ran in epoch 2" in page
+    plan = console.view(job.job_id).plan
+    assert plan is not None
+    bars = sum(len(t["hovertext"]) for t in drawn(test)[0] if t["meta"]["kind"] in OP_WORDS)
+    assert bars == sum(map(len, plan.workers.values()))
+    assert "memory" in kinds(test)
+
+    found = console.measuring._of[job.job_id]
+    assert found.newest is not None
+    found.newest = found.newest.model_copy(update={"iteration": iteration + 7, "at": found.newest.at + 5})
+    test.run()
+    assert f"**Iteration {iteration}** as it ran" in words(test), "what is looked at does not change by itself"
+    test.button(key="newest").click().run()
+    assert f"**Iteration {iteration + 7}** as it ran" in words(test)
+
+
+def test_a_job_that_ended_unmeasured_says_so(console: Console) -> None:
+    job = JobHere(console, "over").register().finish()
+    test = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
+    assert "no iteration of job 'over' was measured" in test.error[0].value
+    assert test.get("plotly_chart"), "the plan in force is shown instead"
