@@ -240,7 +240,9 @@ class Launcher:
         self._deployed = event
         now = time.monotonic_ns()
         for source, to in event.moves:
-            self._pool.move(source, to, deployment.epoch)
+            if self._pool.move(source, to, deployment.epoch):
+                why = {"worker": str(source), "to": str(to), "epoch": deployment.epoch, "reason": deployment.reason}
+                self._listener({"move": why})
             self._record.moved(source, to)
         joining = {Worker.parse(name) for name in deployment.joining}
         self._certain(self._record.epoch_opened(deployment.epoch, living, now, after, joining))
@@ -248,6 +250,7 @@ class Launcher:
         for cell, entry in list(self._pool.running.items()):
             if cell in leaving:
                 self._record.released(cell)
+                self._listener({"left": {"worker": str(cell), "epoch": deployment.epoch, "reason": deployment.reason}})
             elif entry.member and cell not in living:
                 self._pool.put_out(entry, "put out of the job")
                 self._record.died(cell, now)

@@ -143,19 +143,21 @@ class ProcessPool:
         """Every process that has not ended, those put out of the job too."""
         return [*self.running.values(), *self._aside]
 
-    def move(self, source: Worker, to: Worker, epoch: int) -> None:
+    def move(self, source: Worker, to: Worker, epoch: int) -> bool:
         """From `epoch` on the process of `source`, if it lives, is that of `to`; said twice, it has moved.
+        Returns whether it moves now.
 
         One that is being started for `to`, and is in no epoch yet, takes the place of `source` in turn.
         """
         entry, occupant = self.running.get(source), self.running.get(to)
         if entry is None or (occupant is not None and (occupant.member or occupant.came_from == source)):
-            return
+            return False
         del self.running[source]
         if occupant is not None:
             occupant.worker, self.running[source] = source, occupant
         entry.worker, entry.came_from, entry.since = to, source, epoch
         self.running[to] = entry
+        return True
 
     def vacancy(self, worker: Worker, cells: Iterable[Worker]) -> Worker | None:
         """Where a new process for `worker` finds its place: there, or, if somebody has moved in, where

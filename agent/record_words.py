@@ -17,6 +17,12 @@ def sentence_of(line: dict[str, Any]) -> str:
         return _checkpoint(**line["checkpoint"])
     if "failure" in line:
         return _recovery(Recovery(**line["failure"]))
+    if "move" in line:
+        move = line["move"]
+        return f"epoch {move['epoch']}: {move['worker']} takes the place of {move['to']} ({move['reason']})"
+    if "left" in line:
+        left = line["left"]
+        return f"epoch {left['epoch']}: {left['worker']} leaves ({left['reason']})"
     if "final" in line:
         return f"parameters {line['final']['parameters_sha256']}"
     loss = float.fromhex(line["loss"])

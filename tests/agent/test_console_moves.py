@@ -111,6 +111,9 @@ def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Pat
     # The others finished their iteration before it moved: nothing was run twice for it.
     lines = [json.loads(line) for line in running.record.read_text().splitlines()]
     assert sorted(line["failure"]["worker"] for line in lines if "failure" in line) == ["W0_0", "W1_0"]
+    assert [line["move"] for line in lines if "move" in line] == [
+        {"worker": source, "to": to, "epoch": moved["epoch"], "reason": moved["reason"]}
+    ]
 
 
 def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path) -> None:
@@ -140,3 +143,4 @@ def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path)
         assert running.settles(6) > epoch
         lines = running.ends(reference)
         assert [line["failure"]["worker"] for line in lines if "failure" in line] == ["W1_1"]
+        assert [line["left"]["worker"] for line in lines if "left" in line] == ["W1_0", "W2_0"]
