@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from db.store import Record
 from planner.baseline import reference_period
 from planner.catalog_build import listed_patterns
 from planner.catalog_store import CatalogInfo, plan_name
 from planner.errors import PlannerError
+from planner.job import Worker
 from planner.plan import job_doc
 from planner.plan_codec import Header, Question
 from planner.version import PLANNER_VERSION
@@ -18,16 +20,33 @@ from planner.version import PLANNER_VERSION
 
 @dataclass(frozen=True)
 class PlanLine:
-    """One stored plan. period, bound: in the job's time unit. peak: activations, most on one worker."""
+    """One stored plan. period, bound: in the job's time unit. peak: activations, most on one worker.
+
+    dead: by stage, the pipelines whose worker has failed.
+    """
 
     name: str
-    failed: tuple[str, ...]
+    dead: tuple[tuple[int, ...], ...]
     period: float
     bound: float
     gap: float
     optimal: bool
     peak: int | None
     solver: str
+
+    def failed(self, most: int | None = None) -> tuple[str, ...]:
+        """The failed workers, or the first so many of them."""
+        if most is None:
+            return tuple(map(str, sorted(self._workers())))
+        return tuple(map(str, islice(self._workers(), most)))
+
+    def words(self, most: int = 6) -> str:
+        """`W0_1, W0_2`, and how many more."""
+        count = sum(map(len, self.dead))
+        return ", ".join(self.failed(most)) + (f" and {count - most:,} more" if count > most else "")
+
+    def _workers(self) -> Iterator[Worker]:
+        return (Worker(pipeline, stage) for stage, row in enumerate(self.dead) for pipeline in row)
 
 
 @dataclass(frozen=True)
@@ -201,7 +220,7 @@ def _line(name: str, header: Header) -> PlanLine:
     metrics = header.metrics
     return PlanLine(
         name,
-        tuple(map(str, sorted(header.workers))),
+        header.failed,
         metrics.period,
         metrics.lower_bound,
         metrics.gap,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Response
@@ -11,7 +10,7 @@ from pydantic import BaseModel, Field
 from app.api.runner import in_thread
 from app.catalog_export import json_zip, stored_zip
 from app.catalog_fill import MAX_TOLERANCE, CatalogRequest
-from app.catalog_report import CatalogReport, CatalogSummary
+from app.catalog_report import CatalogReport, CatalogSummary, CountLine
 from app.catalogs import Filling
 from app.console import Console
 from app.errors import ConsoleError
@@ -229,5 +228,22 @@ def _detail(found: CatalogReport) -> CatalogDetail:
         there=found.there,
         covered=found.covered,
         reference=found.reference,
-        lines=[CountInfo(**asdict(line)) for line in found.lines],
+        lines=[_count(line) for line in found.lines],
     )
+
+
+def _count(line: CountLine) -> CountInfo:
+    plans = [
+        PlanLineInfo(
+            name=plan.name,
+            failed=list(plan.failed()),
+            period=plan.period,
+            bound=plan.bound,
+            gap=plan.gap,
+            optimal=plan.optimal,
+            peak=plan.peak,
+            solver=plan.solver,
+        )
+        for plan in line.plans
+    ]
+    return CountInfo(failures=line.failures, wanted=line.wanted, there=line.there, linear=line.linear, plans=plans)

@@ -32,7 +32,8 @@ JOB = "catalog-job"
 CHART = "catalog-chart"
 SEEN = "catalog-filling-seen"
 SCHEDULE = Path(__file__).parent / "schedule.py"
-REFRESH = 0.5
+# Seconds between two looks at a filling; of so many plans, which take longer to draw, fewer.
+REFRESH, MANY = 0.5, 100
 SOLVER_WORDS = {
     "list": "List scheduler (fast)",
     "auto": "Best within the time",
@@ -56,9 +57,12 @@ def page() -> None:
     if request is None:
         return
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
+    if "catalog" in st.query_params:
+        components.heading(words.question_words(report))
     filling = console.catalogs.filling(report.fingerprint)
     st.session_state[SEEN] = filling is None or not filling.running
-    st.fragment(_catalog, run_every=REFRESH if filling and filling.running else None)(console, request, colours)
+    every = REFRESH if report.wanted <= MANY else 4 * REFRESH
+    st.fragment(_catalog, run_every=every if filling and filling.running else None)(console, request, colours)
     _others(console, report)
 
 
@@ -293,7 +297,7 @@ def _plans(report: CatalogReport) -> None:
             "Plans for failures", counts, index=min(1, len(counts) - 1), key="catalog-count", width=150
         )
         line = report.lines[count]
-        names = {plan.name: ", ".join(plan.failed) or "fault-free" for plan in line.plans}
+        names = {plan.name: plan.words(8) or "fault-free" for plan in line.plans}
         chosen = st.selectbox("Without", list(names), format_func=names.__getitem__, key="catalog-plan", width=320)
         if st.button("Open on Schedule", key="open-plan"):
             _open(report, chosen)

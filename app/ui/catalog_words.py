@@ -97,14 +97,14 @@ def counts_table(report: CatalogReport) -> Table:
         f"linear ({unit})": [None if line.linear is None else round(line.linear, 3) for line in lines],
         "largest gap %": [None if line.gap is None else round(100 * line.gap, 2) for line in lines],
         "activations, most": [line.peak for line in lines],
-        "longest without": [", ".join(w.failed) if w else None for w in worst],
+        "longest without": [w.words(12) if w else None for w in worst],
     }
 
 
 def plans_table(line: CountLine, unit: str) -> Table:
     """One row per plan of a count, the longest first."""
     return {
-        "failed": [", ".join(plan.failed) or "none" for plan in line.plans],
+        "failed": [", ".join(plan.failed()) or "none" for plan in line.plans],
         f"period ({unit})": [plan.period for plan in line.plans],
         f"lower bound ({unit})": [plan.bound for plan in line.plans],
         "gap %": [round(100 * plan.gap, 2) for plan in line.plans],

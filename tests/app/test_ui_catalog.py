@@ -150,6 +150,7 @@ def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> No
     assert [b.label for b in stale.button if b.key == "fill"] == [], "no job uses it, so nothing is added to it"
     shown = open_page(catalog=fingerprint)
     assert "Covered" in words(shown)
+    assert "2 pipelines × 2 stages, 5 micro-batches each · staggered · memory limit uniform" in words(shown)
     shown.selectbox(key="stored").set_value(old.fingerprint).run()
     shown.button(key="act-kill-catalog").click().run()
     left = [c.fingerprint for c in here.console.catalogs.list()]

@@ -126,7 +126,7 @@ def _sentence(line: CountLine, unit: str) -> str:
     worst, best = line.worst, line.best
     assert worst is not None and best is not None
     failed = "1 failed worker" if line.failures == 1 else f"{line.failures:,} failed workers"
-    names = ", ".join(worst.failed[:6]) + (" …" if len(worst.failed) > 6 else "")
+    names = worst.words()
     text = f"<b>{failed if line.failures else 'fault-free'}</b>"
     if len(line.plans) > 1:
         text += f" · {len(line.plans):,} plans, {best.period:,.6g} to {worst.period:,.6g} {unit}"
