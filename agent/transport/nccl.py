@@ -11,6 +11,8 @@ stand-ins. What it relies on:
   streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe,
   more are not known to be.
 - `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive.
+  It does not end a connection that is just being made, in which the calling thread waits for the other
+  end: a process whose peer dies then ends itself after the time-out, and its place is free.
 - A group in which somebody died is of no use afterwards: an epoch has new ones, under new names.
 
 A failure shows nowhere by itself: torch's own handling would end the process, so it is switched off,
@@ -22,8 +24,11 @@ transfer brings is used before its end has been seen on the host, and no cancel 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +41,15 @@ from agent.transport.group import Timeouts, TransferError, first_line
 dist: Any = torch.distributed
 
 _NO_TAG = 0
+_ALL = -1
 _GLANCE_SECONDS = 2e-5
+STUCK = 4
+"""Exit code of a process that no other thread can wake."""
+
+
+def _end_process() -> None:
+    print("NCCL does not come back from connecting to a peer: this process ends", file=sys.stderr, flush=True)
+    os._exit(STUCK)
 
 
 class NcclPending:
@@ -76,46 +89,72 @@ class NcclPending:
 
 
 class NcclGroup:
-    """device: this worker's GPU, which no other rank uses: NCCL has no communicator with two ranks on one."""
+    """device: this worker's GPU, which no other rank uses: NCCL has no communicator with two ranks on one.
+    stuck: called in another thread when the first exchange with a peer has not begun within the time-out."""
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, timeouts: Timeouts, device: torch.device) -> None:
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        size: int,
+        timeouts: Timeouts,
+        device: torch.device,
+        stuck: Callable[[], None] = _end_process,
+    ) -> None:
         self.rank = rank
         self._seconds, self._device = timeouts.transfer, device
         self._cancelled, self._aborting = threading.Event(), threading.Lock()
         self._aborted = False
+        self._connected: set[int] = set()
+        self._stuck = stuck
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeouts.transfer)
         self._group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
-        return self._start(tensor, lambda: self._group.send([tensor], to, _NO_TAG))
+        return self._start(to, tensor, lambda: self._group.send([tensor], to, _NO_TAG))
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
-        return self._start(buffer, lambda: self._group.recv([buffer], source, _NO_TAG))
+        return self._start(source, buffer, lambda: self._group.recv([buffer], source, _NO_TAG))
 
     def sum(self, tensor: Tensor) -> None:
-        self._start(tensor, lambda: self._group.allreduce([tensor])).wait()
+        self._start(_ALL, tensor, lambda: self._group.allreduce([tensor])).wait()
 
     def cancel(self) -> None:
         # The flag first: whoever sees an operation end because of the abort must see the flag too.
         self._cancelled.set()
+        # Aside: whoever cancels hears the launcher's news, and must not wait here.
+        threading.Thread(target=self._abort, name="abort-group", daemon=True).start()
+
+    def halt(self) -> None:
+        # abort, never shutdown or destroy: those wait for peers, which may be dead.
+        self._cancelled.set()
+        self._abort()
+        torch.cuda.synchronize(self._device)
+
+    def _abort(self) -> None:
         with self._aborting:
             if not self._aborted:
                 self._aborted = True
                 with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
                     self._group.abort()
 
-    def halt(self) -> None:
-        # abort, never shutdown or destroy: those wait for peers, which may be dead.
-        self.cancel()
-        torch.cuda.synchronize(self._device)
-
-    def _start(self, tensor: Tensor, operation: Any) -> NcclPending:
+    def _start(self, peer: int, tensor: Tensor, operation: Callable[[], Any]) -> NcclPending:
         if self._cancelled.is_set():
             raise TransferError("the group was cancelled")
+        patience = threading.Timer(self._seconds, self._stuck) if peer not in self._connected else None
+        if patience is not None:
+            patience.daemon = True
+            patience.start()
         try:
-            return NcclPending(operation(), tensor, self._seconds, self._cancelled)
+            work = operation()
         except RuntimeError as error:
             raise TransferError(first_line(error)) from None
+        finally:
+            if patience is not None:
+                patience.cancel()
+        self._connected.add(peer)
+        return NcclPending(work, tensor, self._seconds, self._cancelled)
