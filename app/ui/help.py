@@ -94,7 +94,8 @@ def _steps(colours: Palette) -> None:
         "4. **Schedule** shows the plan now in force. Hatched bars are re-routed, grey is idle.\n"
         "5. Back on **Live**, click the dead worker, then **Restart**. It takes its state from a peer, and the full "
         "plan is back.\n"
-        "6. **Catalog** shows what further failures would cost, and **Simulate** what months of them will."
+        "6. **Planner** answers what-ifs: click workers dead, and see what the job would do. **Compare** lays plans on "
+        "one time axis, **Catalog** shows what further failures would cost, and **Simulate** what months of them will."
     )
     components.quiet("What a page shows is in its address: send the link, and others see the same.")
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
@@ -136,3 +138,60 @@ def test_addresses_without_a_catalog(client: TestClient, method: str, tail: str,
 def test_a_job_that_is_not_there(client: TestClient) -> None:
     assert client.post(f"{API}/catalogs", json={"job_id": "nobody"}).status_code == 404
     assert client.get(f"{API}/jobs/nobody/catalog").status_code == 404
+
+
+number = st.one_of(st.integers(-2, 12), st.sampled_from([2**53, 2**63, 10**400, -(2**70)]), st.floats(), st.none())
+junk = st.one_of(st.none(), st.booleans(), number, st.text(max_size=40), st.lists(number, max_size=2))
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "pipelines": number,
+    "stages": number,
+    "micro_batches": number,
+    "tolerance": number,
+    "time_limit": number,
+    "memory": st.sampled_from(["uniform", "1", "none", "0", "999999999", "1f1b", "bytes"]),
+    "technique": st.sampled_from(["staggered", "adaptive", "fault-free", "magic"]),
+    "solver": st.sampled_from(["list", "cp-sat", "milp", "auto", "oracle"]),
+    "durations": st.dictionaries(st.sampled_from(["F", "I", "W", "O", "transfer", "X"]), number, max_size=3),
+    "time_unit": st.text(max_size=22),
+    "job": junk,
+    "job_id": junk,
+    "extra": junk,
+}
+
+
+def test_no_body_breaks_it(here: ConsoleHere, client: TestClient) -> None:
+    # As many are filled as there may be, so that what is right is refused as well, without a process.
+    busy = [
+        client.post(
+            f"{API}/catalogs",
+            json={
+                "pipelines": 4,
+                "stages": 4,
+                "micro_batches": m,
+                "tolerance": 3,
+                "solver": "cp-sat",
+                "time_limit": 600,
+            },
+        )
+        for m in (21, 22)
+    ]
+    assert [answer.status_code for answer in busy] == [202, 202]
+    seen: set[int] = set()
+
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(body=st.one_of(junk, st.fixed_dictionaries({}, optional=FIELDS)))
+    def send(body: Any) -> None:
+        content = json.dumps(body).encode()
+        answer = client.post(f"{API}/catalogs", content=content, headers={"Content-Type": "application/json"})
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.headers["Content-Type"] == "application/problem+json"
+        assert answer.json()["detail"]
+        seen.add(answer.status_code)
+
+    try:
+        send()
+    finally:
+        for answer in busy:
+            client.delete(f"{API}/catalogs/{answer.json()['fingerprint']}/filling")
+        until(lambda: not here.console.catalogs._processes_of, "they are gone")
+    assert seen == {409, 422}, "some of them were right"

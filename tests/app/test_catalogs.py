@@ -322,7 +322,7 @@ def test_curves_and_tables_say_the_same(catalogs: Catalogs, colours: object, val
     assert drawn["Longest plan" if report.by_pattern else "Plan"] == table["longest period (slot)"]
     assert drawn["Proven lower bound"] == table["its lower bound (slot)"]
     assert ("Shortest plan" in drawn) == report.by_pattern
-    assert drawn["If throughput fell as workers do"][0] == table["longest period (slot)"][0]
+    assert drawn["Linear: fault-free × workers / living"][0] == table["longest period (slot)"][0]
     words = catalog_words.chart_words(report)
     assert words.startswith("Period by number of failures. 0 failures: ")
     assert {card.label for card in catalog_words.cards(report)} >= {"Plans", "Covered", "Proven optimal"}
