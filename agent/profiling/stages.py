@@ -130,15 +130,15 @@ def _process(run: StageRun, pipe: Connection) -> None:
 
 
 class Bench:
-    """One stage with its executor, and a script of F, I and W in 1F1B's order."""
+    """One stage with its executor, and a script of F, I and W in 1F1B's order. clock: the effort's, unless given."""
 
-    def __init__(self, run: StageRun) -> None:
+    def __init__(self, run: StageRun, clock: Callable[[], float] | None = None) -> None:
         workload, me, job = run.workload.load(), run.cell, run.job
         between = boundaries_of(workload, job.stages, 0, run.recipe.autocast)
         stage, _ = assemble(workload, job, me.stage, 0, run.recipe, between)
         optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.recipe)
         steps = Steps(me, run.recipe, optimizer, lambda *_: None)
-        self._clock, self._marks = CLOCKS[run.effort.clock], list[float]()
+        self._clock, self._marks = clock or CLOCKS[run.effort.clock], list[float]()
         self._executor = Executor(
             *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda: None), {}),
             *(self._mark, lambda *_: None, between),
@@ -150,7 +150,7 @@ class Bench:
         self._iteration = 0
 
     def round(self) -> dict[str, float]:
-        """Mean seconds of one op of each kind, over one iteration."""
+        """Mean of one op of each kind, over one iteration; in seconds, unless the clock has another unit."""
         self._marks.clear()
         started = self._clock()
         self._executor.run(self._iteration, self._script, self._groups)
