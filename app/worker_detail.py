@@ -15,6 +15,7 @@ from planner.normalization import SECONDS
 from planner.plan import Plan
 
 EVENTS = 20
+_EVENT = ("seq", "at", "severity", "kind", "worker", "text")
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,13 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
     with storing():
         states = console.observations.states(job.job_id, name)
         events = console.observations.events_of(job.job_id, name, limit=EVENTS)
+        seen = console.observations.seen_events(job.job_id, [e["seq"] for e in events])
     ends = [row["at"] for row in states[1:]] + [now]
     return WorkerDetail(
         worker,
         tuple(Stay(row["state"], row["at"], max(end, row["at"])) for row, end in zip(states, ends, strict=True)),
         _op_times(job, view, worker),
-        tuple(EventView(e["seq"], e["at"], e["severity"], e["kind"], e["worker"], e["text"]) for e in events),
+        tuple(EventView(**{k: e[k] for k in _EVENT}, seen_by=seen.get(e["seq"], ("",))[0]) for e in events),
         console.logs.lines(job.job_id, name),
         view.plan.metrics.peak_activations.get(name) if view.plan else None,
     )

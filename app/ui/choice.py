@@ -11,7 +11,7 @@ from app.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
 from app.console import Console
 from app.errors import ConsoleError
 from app.ui import components, text
-from app.ui.event_feed import ACTOR
+from app.ui.event_feed import ACTOR, say_later
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 3
@@ -78,7 +78,8 @@ def _cards(console: Console, job_id: str, choice: dict[str, Any], verb: str) -> 
     ways = choice["candidates"]
     with st.container(key="ways-on"):
         for begin in range(0, len(ways), MOST_COLUMNS):
-            for column, way in zip(st.columns(MOST_COLUMNS), ways[begin : begin + MOST_COLUMNS], strict=False):
+            row = ways[begin : begin + MOST_COLUMNS]
+            for column, way in zip(st.columns(len(row)), row, strict=True):
                 with column, st.container(border=True, height="stretch"):
                     _card(console, job_id, choice, way, verb)
 
@@ -92,9 +93,8 @@ def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, 
     moves = ", ".join(f"{source} → {to}" for source, to in way["moves"])
     st.html(
         f'<div class="or-way"><h3>{escape(name)}<span class="or-aside">{badge}</span></h3>'
-        f"<p><b>{text.percent(way['share'])}</b> of fault-free · {text.rate(way['rate'])} samples/s<br>"
-        f"{text.percent(way['slowdown_vs_1f1b'], sign=True)} vs 1F1B · "
-        f"trains again in {text.milliseconds(1000 * way['pause'])}</p>"
+        f"<p><b>{text.percent(way['share'])}</b> of fault-free · period "
+        f"{text.percent(way['slowdown_vs_1f1b'], sign=True)} vs 1F1B</p>"
         + (f"<p>Moves {escape(moves)}</p>" if moves else "")
         + f"<p class='or-aside'>{escape(way['text'])}.</p></div>"
     )
@@ -114,6 +114,6 @@ def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, 
 def _choose(console: Console, job_id: str, name: str, failed: tuple[str, ...]) -> None:
     try:
         console.operators.choose(job_id, name, failed, ACTOR)
-        st.toast(f"The job goes on: {name}")
+        say_later(f"The job goes on: {name}")
     except ConsoleError as error:
-        st.toast(str(error), icon=":material/error:")
+        say_later(str(error))

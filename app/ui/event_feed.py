@@ -23,31 +23,61 @@ SHOW: dict[str, tuple[str, tuple[str, ...]]] = {
     "operator": ("Operators", ("operator",)),
 }
 DEFAULT = "all"
+SAID = "live-said"
+
+
+def say_later(words: str) -> None:
+    """Has the fragment's next run say this. A callback must not: what it writes takes the place of the
+    page's first element, which is the style sheet."""
+    st.session_state[SAID] = words
+
+
+def say_now() -> None:
+    if words := st.session_state.pop(SAID, None):
+        st.toast(words)
+
+
+def asked_for() -> tuple[str, str]:
+    """What the filter is set to and the words to look for, by the address."""
+    show = st.query_params.get("events", DEFAULT)
+    return show if show in SHOW else DEFAULT, st.query_params.get("find", "").strip()
 
 
 def controls() -> tuple[str, str]:
-    """Draws the filter; returns what it is set to and the words to look for. Both are in the address."""
+    """Draws the filter; returns what `asked_for` does."""
+    show, words = asked_for()
     with st.container(horizontal=True, vertical_alignment="center", key="event-filter"):
-        show = st.segmented_control(
+        # Bound widgets lose what the address says when they are drawn in a fragment.
+        st.segmented_control(
             "Events",
             list(SHOW),
-            default=DEFAULT,
+            default=show,
             required=True,
             format_func=lambda key: SHOW[key][0],
             key="events",
-            bind="query-params",
+            on_change=_into_address,
             label_visibility="collapsed",
             wrap=True,
         )
-        words = st.text_input(
+        st.text_input(
             "Find in events",
+            value=words,
             key="find",
-            bind="query-params",
+            on_change=_into_address,
             placeholder="Find, such as W1_2",
             label_visibility="collapsed",
             width=170,
         )
-    return show or DEFAULT, words.strip()
+    return show, words
+
+
+def _into_address() -> None:
+    chosen_now = {"events": st.session_state.get("events") or DEFAULT, "find": st.session_state.get("find") or ""}
+    for key, value in chosen_now.items():
+        if value in (DEFAULT, ""):
+            st.query_params.pop(key, None)
+        else:
+            st.query_params[key] = value
 
 
 def filtering(show: str, words: str) -> bool:
@@ -68,7 +98,8 @@ def chosen(events: tuple[EventView, ...], show: str, words: str) -> list[EventVi
 
 
 def needs_look(event: EventView) -> bool:
-    return event.severity != "info" and not event.seen_by
+    """Not where the console only says that it stood still: it has drawn the consequences itself."""
+    return event.severity != "info" and event.kind != "console" and not event.seen_by
 
 
 def feed(console: Console, view: JobView, events: list[EventView], zone: str | None) -> None:
@@ -91,7 +122,7 @@ def _acknowledge(console: Console, job_id: str, seqs: list[int]) -> None:
     try:
         console.feed.acknowledge(console.job(job_id), seqs, ACTOR)
     except ConsoleError as error:
-        st.toast(str(error), icon=":material/error:")
+        say_later(str(error))
 
 
 def feed_html(events: list[EventView], zone: str | None) -> str:

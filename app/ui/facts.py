@@ -158,7 +158,7 @@ def _plan(view: JobView) -> Card:
 def roll_out(view: JobView) -> str:
     """How far the workers have come in taking up the newest epoch; empty when all train in it."""
     steps = [w.acknowledged for w in view.workers if w.epoch == view.epoch and w.state in HOLDING]
-    if view.state is not JobState.RECOVERING or not any(steps):
+    if view.state is not JobState.RECOVERING or not any(steps) or all(s == "resumed" for s in steps):
         return ""
     at_least = {"adopted": ("adopted", "formed", "resumed"), "formed": ("formed", "resumed"), "resumed": ("resumed",)}
     counts = [f"{sum(s in alike for s in steps)} {step}" for step, alike in at_least.items()]

@@ -51,13 +51,13 @@ def page() -> None:
 
 
 def _live(console: Console, job_id: str, colours: Palette) -> None:
-    show, find = st.session_state.get("events") or event_feed.DEFAULT, st.session_state.get("find") or ""
-    filtered = event_feed.filtering(show, find)
+    filtered = event_feed.filtering(*event_feed.asked_for())
     try:
         view = console.view(job_id, ITERATIONS, FILTERED_EVENTS if filtered else EVENTS)
     except ConsoleError as error:
         st.error(f"{error}. The page tries again by itself.")
         return
+    event_feed.say_now()
     zone = st.context.timezone
     with st.container(gap="small"):
         components.sentence(view)

@@ -97,4 +97,4 @@ def log_html(detail: WorkerDetail, zone: str | None) -> str:
             "heartbeats; the console keeps the newest lines in memory.</div>"
         )
     rows = "".join(f"<li><time>{text.clock(line.at, zone)}</time> {escape(line.text)}</li>" for line in detail.log)
-    return f'<ol class="or-log or-worker-log" tabindex="0" aria-label="Log, oldest first">{rows}</ol>'
+    return f'<ol class="or-lines" tabindex="0" aria-label="Log, oldest first">{rows}</ol>'

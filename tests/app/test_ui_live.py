@@ -64,6 +64,7 @@ def test_goodput_and_age_of_data_are_on_the_page(console: Console) -> None:
 
 def test_events_are_filtered_and_acknowledged(console: Console) -> None:
     job = failed_job(console, "events")
+    until(lambda: console.view(job.job_id).advice is not None, "the advice, which is an event too, is there")
     test = open_live(job.job_id)
     assert "or-open" in feed(test) and "epoch 1" in feed(test).lower()
     test.get_by_key("events").set_value("open").run()  # type: ignore[attr-defined]
@@ -138,3 +139,14 @@ def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) ->
     test.button(key="choose-re-route").click().run()
     assert not test.exception
     until(lambda: console.view(job.job_id).epoch == 2, "the job goes on")
+
+
+def test_the_filter_of_the_address_is_the_filter_of_the_page(console: Console) -> None:
+    job = failed_job(console, "link")
+    test = open_live(job.job_id, events="failure", find="W1_2")
+    lines = feed(test).split("<li")[1:]
+    assert lines and all("W1_2" in line for line in lines)
+    assert test.get_by_key("events").value == "failure"  # type: ignore[attr-defined]
+    test.get_by_key("events").set_value("all").run()  # type: ignore[attr-defined]
+    assert "events" not in test.query_params and test.query_params["find"] == "W1_2"
+    assert "or-feed" in feed(open_live(job.job_id, events="no-such-filter"))
