@@ -14,8 +14,8 @@ is not taken on trust: see agent.backward.probe.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,23 +68,22 @@ class Tape:
         known: gradients that I has already produced. A parameter used more than once gets the sum of its
         gradients first, in the order of the uses' backwards, as autograd sums them.
         """
-        uses = Counter(id(p) for parameters, _ in self._owed for p in parameters)
-        uses.update(id(p) for p, _ in known)
-        partial: dict[int, Tensor] = {}
+        seen: set[int] = set()
+        shared: dict[int, tuple[Tensor, Tensor] | None] = {}
+        for parameter in chain((p for p, _ in known), *(parameters for parameters, _ in self._owed)):
+            if id(parameter) in seen:
+                shared[id(parameter)] = None
+            seen.add(id(parameter))
 
         def put(parameter: Tensor, term: Term) -> None:
-            uses[id(parameter)] -= 1
-            earlier, last = partial.pop(id(parameter), None), not uses[id(parameter)]
-            if isinstance(term, Product):
-                if earlier is None and last:
-                    sink.add_product(parameter, term.left, term.right)
-                    return
-                term = term.compute()
-            total = term if earlier is None else earlier + term
-            if last:
-                sink.add(parameter, total)
+            if id(parameter) in shared:
+                gradient = term.compute() if isinstance(term, Product) else term
+                earlier = shared[id(parameter)]
+                shared[id(parameter)] = (parameter, gradient if earlier is None else earlier[1] + gradient)
+            elif isinstance(term, Product):
+                sink.add_product(parameter, term.left, term.right)
             else:
-                partial[id(parameter)] = total
+                sink.add(parameter, term)
 
         for parameter, gradient in known:
             put(parameter, gradient)
@@ -93,6 +92,9 @@ class Tape:
             parameters, gradients = self._owed.pop()
             for owed, term in zip(parameters, gradients(), strict=True):
                 put(owed, term)
+        for entry in shared.values():
+            if entry is not None:
+                sink.add(*entry)
 
 
 class _Linear(torch.autograd.Function):
