@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
@@ -57,12 +58,15 @@ class Offer:
 
 @dataclass(frozen=True)
 class Export:
-    """What is exported. name: how people call the plan. spec, catalog: of the job it belongs to, if it does."""
+    """What is exported. name: how people call the plan.
+
+    spec, catalog: of the job that it belongs to, if it does; the catalog is called for by the bundle alone.
+    """
 
     plan: Plan
     name: str
     spec: JobSpec | None = None
-    catalog: Catalog | None = None
+    catalog: Callable[[], Catalog] | None = None
 
 
 def offers(plan: Plan, name: str) -> list[Offer]:
@@ -128,6 +132,9 @@ def _refusal(plan: Plan, name: str) -> Refusal | None:
         return Refusal("too_large", f"the plan has {ops:,} ops and YAML is written for at most {most:,}; use JSON")
     if name in ("svg", "png") and len(plan.workers) > MAX_ROWS and plan.job.stages > MAX_STAGES:
         return Refusal("too_large", f"the plan has {plan.job.stages:,} stages and a picture at most {MAX_STAGES}")
+    if name == BUNDLE and plan.solver.name == "measured":
+        why = "this is an iteration as it ran, which no job can be started with; take the plan that it ran"
+        return Refusal("not_in_this_format", why)
     if name == "torch-csv" and (plan.failed or _reroutes(plan)):
         why = (
             "torch.distributed.pipelining runs each stage on one rank, so a plan that re-routes can't be written in it"
@@ -146,7 +153,9 @@ def _reroutes(plan: Plan) -> bool:
 
 
 def _part(export: Export, name: str) -> CatalogPart:
-    return catalog_part(export.catalog) if name == BUNDLE else CatalogPart("", "")
+    if name != BUNDLE:
+        return CatalogPart("", "")
+    return catalog_part(export.catalog() if export.catalog else None)
 
 
 def _made(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from app.console import Console
 from app.errors import ConsoleError
+from app.exporting import Export
+from app.live import LiveJob
 from app.making import TIME_LIMIT, Question
 from app.measured import MeasuredIteration, measured_iteration
 from app.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
-from planner.errors import PlannerError
+from planner.catalog import Catalog
+from planner.errors import InputError, PlannerError
 from planner.job import Technique
 from planner.plan import Plan, job_doc
 
@@ -61,6 +66,25 @@ def find(console: Console, reference: Reference) -> Source | Awaited:
             return Source(reference, f"Catalog {fingerprint[:8]}: {without(plan.failed)}", plan)
         case Measured(job_id):
             return _measured(console, reference, job_id)
+
+
+def export_of(console: Console, source: Source) -> Export:
+    """What there is to export of it: with the spec and the plans of its job, where it has one."""
+    if source.job_id is None:
+        return Export(source.plan, source.name)
+    job = console.job(source.job_id)
+    return Export(source.plan, source.name, job.spec, partial(job_catalog, console, job))
+
+
+def job_catalog(console: Console, job: LiveJob) -> Catalog:
+    """The job's plans. Those of a job that ended before the console started are in the database alone."""
+    if len(job.catalog):
+        return job.catalog
+    catalog = Catalog(job.catalog.job, job.catalog.technique, job.catalog.memory)
+    for record in console.plans(job.job_id):
+        with suppress(InputError):  # of another job's profile, before it was measured anew
+            catalog.add(console.plan(record["fingerprint"]))
+    return catalog
 
 
 def names(console: Console, job_id: str) -> dict[str, str]:

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Response
 
 from app.api.runner import in_thread
 from app.console import Console
-from app.exporting import Export, offer_named, render
+from app.exporting import offer_named, render
 from app.references import OfJob, Reference, Saved
-from app.sources import Source, find
+from app.sources import Source, export_of, find
 
 Pipeline = Annotated[int | None, Query(ge=0, le=2**20)]
 FILE: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}, "description": "The file."}}
@@ -38,9 +38,7 @@ def router(console: Console) -> APIRouter:
 def _export(console: Console, reference: Reference, wanted: str, pipeline: int | None) -> Response:
     source = find(console, reference)
     assert isinstance(source, Source), "plans of jobs and of the library are there or are not"
-    job = console.job(source.job_id) if source.job_id else None
     offer = offer_named(source.plan, source.name, wanted)
-    export = Export(source.plan, source.name, job.spec if job else None, job.catalog if job else None)
-    content = render(export, offer, pipeline)
+    content = render(export_of(console, source), offer, pipeline)
     headers = {"Content-Disposition": f'attachment; filename="{offer.file_name}"'}
     return Response(content, media_type=offer.media_type, headers=headers)

@@ -12,7 +12,7 @@ from app.sources import Awaited, Source, find
 from app.ui import components, facts, text
 from app.ui.charts.compare import Strip, comparison, time_factors
 from app.ui.charts.overview import MAX_BARS
-from app.ui.exports import export_button
+from app.ui.exports import export_source
 from app.ui.facts import Card
 from app.ui.picker import open_job
 from app.ui.plan_source import wait_for
@@ -200,14 +200,7 @@ def _tables(console: Console, sources: list[Source], schedules: list[Schedule], 
     with files:
         for i, (label, source) in enumerate(zip(labels, sources, strict=True)):
             with st.container(horizontal=True, vertical_alignment="center"):
-                job = console.job(source.job_id) if source.job_id else None
-                export_button(
-                    source.plan,
-                    source.name,
-                    spec=job.spec if job else None,
-                    catalog=job.catalog if job else None,
-                    key=f"export-{i}",
-                )
+                export_source(console, source, key=f"export-{i}")
                 st.markdown(f":small[{text.plain_markdown(label)}]")
 
 

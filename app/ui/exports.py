@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import streamlit as st
 
 from agent.protocol import JobSpec
+from app.console import Console
 from app.exporting import Export, offers, render
+from app.sources import Source, export_of
 from planner.catalog import Catalog
 from planner.plan import Plan
 
@@ -17,16 +20,24 @@ def export_button(
     name: str,
     *,
     spec: JobSpec | None = None,
-    catalog: Catalog | None = None,
+    catalog: Callable[[], Catalog] | None = None,
     key: str = "export",
 ) -> None:
     """A popover with every format of `plan`; one that is refused is shown with its reason.
 
     name: what people call the plan. spec, catalog: of the job that it belongs to; the bundle has them.
     """
-    export = Export(plan, name, spec, catalog)
+    _button(Export(plan, name, spec, catalog), key)
+
+
+def export_source(console: Console, source: Source, *, key: str = "export") -> None:
+    """The same of what stands behind a reference."""
+    _button(export_of(console, source), key)
+
+
+def _button(export: Export, key: str) -> None:
     with st.popover("Export", icon=":material/download:", key=key):
-        for offer in offers(plan, name):
+        for offer in offers(export.plan, export.name):
             st.download_button(
                 offer.title,
                 partial(render, export, offer),

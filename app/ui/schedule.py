@@ -12,7 +12,7 @@ from app.sources import Source
 from app.ui import components, facts
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import MAX_BARS, Detail
-from app.ui.exports import export_button
+from app.ui.exports import export_source
 from app.ui.picker import open_job
 from app.ui.plan_source import pick_plan
 from app.ui.schedule_facts import critical_words, measured_words
@@ -134,8 +134,7 @@ def _tables(console: Console, source: Source, schedule: Schedule, workers: list[
     plan = source.plan
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         components.heading("The same in figures", f"times in {plan.job.time_unit}")
-        job = console.job(source.job_id) if source.job_id else None
-        export_button(plan, source.name, spec=job.spec if job else None, catalog=job.catalog if job else None)
+        export_source(console, source)
     by_worker, by_op = st.tabs(["Workers", "Ops of the detail" if detail else "Ops"])
     with by_worker:
         st.dataframe(workers_table(schedule, workers), hide_index=True, key="workers-table", alt="Figures by worker")

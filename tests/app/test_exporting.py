@@ -114,7 +114,7 @@ def test_the_bundle_holds_the_catalog_and_lines_that_can_be_run() -> None:
     plan = make_plan_for(job)
     catalog = Catalog(job, plan.problem().technique, plan.problem().memory)
     catalog.add(plan)
-    content = render(Export(plan, "uneven", catalog=catalog), offer_named(plan, "uneven", "bundle"))
+    content = render(Export(plan, "uneven", catalog=lambda: catalog), offer_named(plan, "uneven", "bundle"))
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         assert sorted(archive.namelist()) == ["README.md", "catalog.json", "plan.json", "plan.svg", "profile.json"]
         assert len(Catalog.from_json(archive.read("catalog.json"))) == 1

@@ -1,0 +1,215 @@
+"""Plans in a real browser: files that open, links that show what their sender saw, a box on a large plan."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "app"))
+
+from console_server import ConsoleServer
+from ui_console import ConsoleHere, JobHere
+
+from app.comparing import WORKED_EXAMPLE
+from planner.catalog import Catalog
+from planner.plan import Plan
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+WAIT_MS = 60_000
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(420),
+    pytest.mark.xdist_group("plans-in-a-browser"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install the package chromium to run browser tests"),
+]
+
+
+class Site:
+    """A console with two jobs that have ended, a small one with a failed worker and a large one."""
+
+    def __init__(self, folder: Path) -> None:
+        here = ConsoleHere(folder)
+        try:
+            small = JobHere(here.console, "small job").register().commit(0, 3, 1).die("W1_2").heal("W1_2", 2)
+            plan = here.console.view(small.job_id).plan
+            assert plan is not None
+            self.plan = plan
+            large = JobHere(here.console, "large job", pipelines=8, stages=8, micro_batches=48).register()
+            self.small, self.large = small.finish().job_id, large.finish().job_id
+        finally:
+            here.close()
+        self.server = ConsoleServer(f"sqlite:///{folder / 'console.db'}")
+        self.root = self.server.root
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("site"))
+    yield site
+    site.server.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=WAIT_MS)
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def page(browser: Browser, site: Site, complaints: list[str]) -> Iterator[Page]:
+    """A page; what it complains about, or asks the outside for, is a failure."""
+    page = browser.new_page(viewport={"width": 1440, "height": 1000})
+    page.set_default_timeout(WAIT_MS)
+    page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    ours = (site.root, site.root.replace("http", "ws", 1), "data:", "blob:")
+    page.on("request", lambda r: None if r.url.startswith(ours) else complaints.append(f"outside: {r.url}"))
+    yield page
+    page.close()
+    assert complaints == []
+
+
+def downloaded(page: Page, button: str) -> tuple[str, bytes]:
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name=button).click()
+    return waiting.value.suggested_filename, Path(waiting.value.path()).read_bytes()
+
+
+def bars(page: Page) -> Locator:
+    return page.locator(".js-plotly-plot .bars text")
+
+
+def parameter(page: Page, name: str) -> str | None:
+    found = re.search(rf"[?&]{name}=([^&]*)", page.url)
+    return found[1] if found else None
+
+
+def drag(page: Page, plot: Locator, left: float, right: float, down: float = 20) -> None:
+    box = plot.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + left * box["width"], box["y"] + 80)
+    page.mouse.down()
+    page.mouse.move(box["x"] + right * box["width"], box["y"] + 80 + down, steps=4)
+    page.mouse.up()
+
+
+def test_files_are_downloaded_and_open(site: Site, page: Page) -> None:
+    page.goto(f"{site.root}/schedule?job={site.small}")
+    bars(page).first.wait_for()
+    page.get_by_role("button", name="Export").click()
+    expect(page.get_by_role("button", name="PyTorch pipelining CSV")).to_be_disabled()
+    expect(page.get_by_text("each stage on one rank")).to_be_visible()
+
+    name, content = downloaded(page, "Chrome trace")
+    events = json.loads(content)["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == sum(map(len, site.plan.workers.values()))
+    assert name.startswith("small-job-in-force-3x4x6-without-W1_2-staggered-") and name.endswith(".trace.json")
+    name, content = downloaded(page, "JSON plan document")
+    assert Plan.from_json(content) == site.plan
+    name, content = downloaded(page, "PNG picture")
+    assert name.endswith(".png") and content.startswith(b"\x89PNG")
+    name, content = downloaded(page, "Job bundle")
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert Plan.from_json(archive.read("plan.json")) == site.plan
+        assert len(Catalog.from_json(archive.read("catalog.json"))) > 0
+        assert "python -m agent launch" in archive.read("README.md").decode()
+
+
+def test_a_click_shows_a_path_and_a_link_shows_it_again(site: Site, page: Page, browser: Browser) -> None:
+    page.goto(f"{site.root}/schedule?job={site.small}")
+    bars(page).first.wait_for()
+    picker = page.locator(".st-key-path")
+    rerouted = bars(page).filter(has_text="1·2").first
+    rerouted.click(force=True)
+    expect(picker.locator("input")).to_have_value("2 of pipeline 1")
+    page.wait_for_url("**path=1.2**")
+    page.get_by_role("button", name="Critical path").click()
+    page.wait_for_url("**draw=**")
+
+    page.reload()
+    bars(page).first.wait_for()
+    expect(picker.locator("input")).to_have_value("2 of pipeline 1")
+    other = browser.new_context().new_page()
+    other.goto(page.url)
+    expect(other.locator(".st-key-path input")).to_have_value("2 of pipeline 1")
+    expect(other.get_by_text("Critical path:")).to_be_visible()
+    other.context.close()
+
+    bars(page).filter(has_text="1·2").first.click(force=True)
+    expect(picker.locator("input")).to_have_value("")
+    assert parameter(page, "path") is None
+
+
+def test_techniques_of_the_papers_example_stand_on_one_axis(site: Site, page: Page) -> None:
+    link = "&".join(f"plans={made}" for made in WORKED_EXAMPLE)
+    page.goto(f"{site.root}/compare?{link}")
+    titles = page.locator(".js-plotly-plot .annotation-text", has_text="period")
+    expect(titles).to_have_count(4)
+    assert titles.all_text_contents() == [f"period {n} slots" for n in (27, 36, 29, 27)]
+    assert page.locator(".or-card .or-value").all_inner_texts() == [f"{n} slots period" for n in (27, 36, 29, 27)]
+    expect(page.locator(".js-plotly-plot .annotation-text", has_text="W0_2 and W2_2")).to_have_count(3)
+
+
+def test_a_box_on_a_large_plan_opens_its_ops(site: Site, page: Page) -> None:
+    page.goto(f"{site.root}/schedule?job={site.large}")
+    plots = page.locator(".js-plotly-plot")
+    plots.first.locator("image").wait_for()
+    expect(plots).to_have_count(2)
+    heading = page.locator(".or-heading", has_text="Detail")
+    before = heading.inner_text()
+    drag(page, plots.first, 0.4, 0.5)
+    page.wait_for_url("**box=**")
+    expect(heading).not_to_have_text(before)
+    chosen = heading.inner_text()
+    assert "of a part" not in chosen
+    page.reload()
+    plots.first.locator("image").wait_for()
+    expect(heading).to_have_text(chosen)
+    page.get_by_role("button", name="Forget the box").click()
+    expect(heading).to_have_text(before)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    for path in (f"/schedule?job={site.small}", f"/compare?job={site.small}"):
+        page.goto(site.root + path)
+        page.locator(".js-plotly-plot .main-svg").first.wait_for()
+        sizes = page.evaluate(
+            """() => [document.documentElement, document.querySelector('.stMain')]
+                .map(e => e.scrollWidth - e.clientWidth)"""
+        )
+        assert max(sizes) <= 0, f"{path} scrolls sideways at {width}"
+        cut = page.evaluate(
+            """() => [...document.querySelectorAll('.or-card *, .or-heading, .or-title')]
+                .filter(e => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline'
+                    && e.clientWidth > 0).map(e => e.textContent)"""
+        )
+        assert cut == [], f"{path} cuts text at {width}"
+        charts = page.locator("[data-testid='stPlotlyChart']")
+        for i in range(charts.count()):
+            assert charts.nth(i).evaluate("e => !!e.closest('[aria-label]') || !!e.querySelector('[aria-label]')")
+    context.close()
