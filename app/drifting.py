@@ -20,7 +20,7 @@ from app.errors import ConsoleError
 from app.live import LiveJob
 from app.membership import Note
 from app.planning import Planning
-from planner.drift import Drift, DriftState, Limits, assumed, drifted, forget, observe, ratio
+from planner.drift import Drift, DriftState, Limits, Ratios, assumed, drifted, forget, observe
 from planner.errors import PlannerError
 from planner.job import Job, Worker
 from planner.normalization import SECONDS
@@ -40,12 +40,15 @@ PATIENCE = 2.5
 
 @dataclass
 class _Watch:
-    """One job. nominal: as its launcher describes it. round: the ratios so far, begun at that time.
+    """One job. living: of the epoch of that number. round: the ratios so far, begun at that time.
 
-    asked: the job that a plan is being made for, and without whom; None: no plan is.
+    wanted: the job as it turned out to be. asked: what a plan is being made for, and without whom.
     """
 
-    nominal: Job
+    ratios: Ratios
+    wanted: Job
+    epoch: int = 0
+    living: frozenset[Worker] = frozenset()
     state: DriftState = field(default_factory=DriftState)
     round: dict[Worker, float] = field(default_factory=dict)
     began: float = 0.0
@@ -84,41 +87,45 @@ class Drifting:
         except SQLAlchemyError as error:
             log.warning("speeds wait for the database", job=job.job_id, reason=type(error).__name__)
             return
-        reports, failed = job.op_times.take(), out(job.state)
-        if failed is None or job.state.current is None:
+        reports, failed, current = job.op_times.take(), out(job.state), job.state.current
+        if failed is None or current is None:
             watch.round.clear()  # in a recovery nobody's times are usual
             return
-        living = {Worker.parse(name) for name in job.state.current.living}
-        self._take(watch, {Worker.parse(name): report for name, report in reports.items()}, living)
+        if watch.epoch != current.number:
+            watch.epoch, watch.living = current.number, frozenset(map(Worker.parse, current.living))
+        for name, report in reports.items():
+            self._take(watch, Worker.parse(name), *report)
         late = self._clock() - watch.began > PATIENCE * self._heartbeat
-        if watch.round and (living <= watch.round.keys() or late):
-            drift = observe(watch.nominal, watch.state, watch.round, self._limits)
+        if watch.round and (len(watch.round) == len(watch.living) or late):
+            drift = observe(job.nominal, watch.state, watch.round, self._limits)
             watch.state, watch.round = drift.state, {}
             self._tell(job, drift)
-        job.slow = {str(w): t.assumed for w, t in watch.state.workers.items() if t.assumed > 1 and w in living}
+            factors = {w: track.assumed for w, track in watch.state.workers.items() if track.assumed > 1}
+            job.slow = {str(w): factor for w, factor in factors.items() if w in watch.living}
+            watch.wanted = drifted(job.nominal, watch.state)
         self._plan_anew(job, watch, failed)
 
     def _begin(self, job: LiveJob) -> _Watch:
         """After a restart of the console: with the speeds that the plan in force was made for."""
-        watch, current = _Watch(job.job), job.state.current
+        watch, current = _Watch(Ratios(job.nominal), job.nominal), job.state.current
         plan = self._plan(current.plan_fingerprint) if current else None
         if plan is not None:
             planned = plan.job.job()
-            if planned != watch.nominal and replace(planned, speeds=watch.nominal.speeds) == watch.nominal:
-                watch.state = assumed(watch.nominal, planned)
+            if planned != job.nominal and replace(planned, speeds=job.nominal.speeds) == job.nominal:
+                watch.state = assumed(job.nominal, planned)
+                watch.wanted = drifted(job.nominal, watch.state)
         return watch
 
-    def _take(self, watch: _Watch, reports: Mapping[Worker, tuple[str, dict[str, float]]], living: set[Worker]) -> None:
-        for worker, (incarnation, milliseconds) in reports.items():
-            if watch.incarnations.setdefault(worker, incarnation) != incarnation:
-                # Another process, perhaps on another machine.
-                watch.incarnations[worker] = incarnation
-                watch.state = forget(watch.state, [worker])
-                watch.round.pop(worker, None)
-            took = ratio(watch.nominal, worker, milliseconds)
-            if took is not None and worker in living:
-                watch.began = watch.began if watch.round else self._clock()
-                watch.round[worker] = took
+    def _take(self, watch: _Watch, worker: Worker, incarnation: str, milliseconds: Mapping[str, float]) -> None:
+        if watch.incarnations.setdefault(worker, incarnation) != incarnation:
+            # Another process, perhaps on another machine.
+            watch.incarnations[worker] = incarnation
+            watch.state = forget(watch.state, [worker])
+            watch.round.pop(worker, None)
+        took = watch.ratios.of(worker, milliseconds)
+        if took is not None and worker in watch.living:
+            watch.began = watch.began if watch.round else self._clock()
+            watch.round[worker] = took
 
     def _tell(self, job: LiveJob, drift: Drift) -> None:
         whose = "the others', measured by the profile" if job.job.time_unit in SECONDS else "its peers'"
@@ -146,7 +153,7 @@ class Drifting:
 
     def _plan_anew(self, job: LiveJob, watch: _Watch, failed: tuple[str, ...]) -> None:
         """Has a plan made where the speeds are not those that the job is planned with."""
-        wanted = drifted(watch.nominal, watch.state)
+        wanted = watch.wanted
         if wanted == job.job:
             watch.asked = None
         elif watch.asked != (wanted, failed):

@@ -74,7 +74,8 @@ class LiveJob:
         self.spec = spec
         self.created_at = created_at
         self.ladder = ladder
-        self.job = spec.job()
+        self.nominal = spec.job()
+        self.job = self.nominal  # with the speeds that its workers turned out to have
         self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
         self.planned_ahead = 0
         self.plans_to_make = 0

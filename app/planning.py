@@ -93,7 +93,7 @@ class Planning:
 
     def replan(self, job: LiveJob, other: Job, plan: Plan) -> None:
         """`job` has other speeds from now on, and `plan` is one for them: the others are made ahead anew."""
-        job.plan_with(other, plan)
+        job.plan_with(job.nominal if other == job.nominal else other, plan)
         self.make_ahead(job)
 
     def take(self, job: LiveJob, names: Iterable[str]) -> None:
@@ -114,7 +114,8 @@ class Planning:
                 log.warning("no plan ahead", job=job.job_id, reason=why)
             else:
                 job.file_plan(plan)
-                self._catalogs.keep(job.question, plan)
+                if job.job is job.nominal:  # speeds that were found pass
+                    self._catalogs.keep(job.question, plan)
 
         missing = [pattern for pattern in patterns if job.catalog.find(pattern) is None]
         job.patterns_asked.update(patterns)

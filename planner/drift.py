@@ -1,6 +1,6 @@
 """Do workers still take what the profile says of them? When one does not for long, plans need other speeds.
 
-`ratio` compares one report of a worker's op times with the profile; `observe` takes one round of such
+`Ratios` compares one report of a worker's op times with the profile; `observe` takes one round of such
 ratios after the other, and says which workers' speed should be planned with. Pure: no clock, no I/O.
 
 A worker is compared with the others: when all of them are slower than the profile says (a shared
@@ -91,32 +91,40 @@ def assumed(job: Job, planned: Job) -> DriftState:
     return DriftState({w: Track(factor) for w, factor in factors.items() if factor != 1})
 
 
-def ratio(job: Job, worker: Worker, milliseconds: Mapping[str, float]) -> float | None:
-    """How many times longer than the job says of this worker its ops took, by their mean times.
+class Ratios:
+    """How many times longer than a job says its workers' ops take."""
 
-    milliseconds: by op kind (F, I, W, B); a step is left out, it waits for others. A profile without
-    a unit of time gives numbers that only workers of one stage can be compared by. None: nothing to
-    compare.
-    """
-    ticks = job.ticks[worker.stage]
-    kinds = {"F": ticks.forward, "I": ticks.input_backward, "W": ticks.weight_backward, "B": ticks.backward}
-    seen = [kind for kind, ms in milliseconds.items() if kinds.get(kind) and math.isfinite(ms) and ms > 0]
-    if not seen:
-        return None
-    tick = 1000 * SECONDS.get(job.time_unit, 1e-3) / job.ticks_per_unit
-    speed = dict(job.speeds).get(worker, 1.0)
-    return speed * sum(milliseconds[kind] for kind in seen) / (tick * sum(kinds[kind] for kind in seen))
+    def __init__(self, job: Job) -> None:
+        self._tick = 1000 * SECONDS.get(job.time_unit, 1e-3) / job.ticks_per_unit
+        self._speeds = dict(job.speeds)
+        self._stages = [
+            {"F": t.forward, "I": t.input_backward, "W": t.weight_backward, "B": t.backward} for t in job.ticks
+        ]
+
+    def of(self, worker: Worker, milliseconds: Mapping[str, float]) -> float | None:
+        """By mean op times. 1: they take what the job says of this worker.
+
+        milliseconds: by op kind (F, I, W, B); a step is left out, it waits for others. A job without a
+        unit of time gives numbers that only workers of one stage can be compared by. None: nothing
+        to compare.
+        """
+        kinds, took, expected = self._stages[worker.stage], 0.0, 0
+        for kind, ms in milliseconds.items():
+            if kinds.get(kind) and math.isfinite(ms) and ms > 0:
+                took += ms
+                expected += kinds[kind]
+        return self._speeds.get(worker, 1.0) * took / (self._tick * expected) if expected else None
 
 
 def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits: Limits) -> Drift:
-    """Takes one round: the `ratio` of every worker that was heard. Those that were not keep their window."""
+    """Takes one round: the ratio (see `Ratios`) of every worker that was heard. Others keep their window."""
     timed = job.time_unit in SECONDS
     scale = _low_median(ratios.values()) if timed and ratios else 1.0
+    usual = dict.fromkeys(range(job.stages), scale) if timed else _by_stage(ratios)
     workers, changed = dict(state.workers), dict[Worker, tuple[float, float]]()
     for worker, own in ratios.items():
-        peers = ratios if timed else {w: r for w, r in ratios.items() if w.stage == worker.stage}
         track = workers.get(worker, Track())
-        recent = (*track.recent, own / _low_median(peers.values()))[-limits.window :]
+        recent = (*track.recent, own / usual[worker.stage])[-limits.window :]
         factor = _judged(track.assumed, recent, limits)
         if factor != track.assumed:
             changed[worker] = (track.assumed, factor)
@@ -165,6 +173,13 @@ def _agreed(recent: tuple[float, ...], known: float, change: float, window: int)
 def _quartiles(values: tuple[float, ...]) -> tuple[float, float, float]:
     ranked, last = sorted(values), len(values) - 1
     return ranked[last // 4], ranked[last // 2], ranked[last - last // 4]
+
+
+def _by_stage(ratios: Mapping[Worker, float]) -> dict[int, float]:
+    stages: dict[int, list[float]] = {}
+    for worker, own in ratios.items():
+        stages.setdefault(worker.stage, []).append(own)
+    return {stage: _low_median(peers) for stage, peers in stages.items()}
 
 
 def _low_median(values: Iterable[float]) -> float:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.drift import DriftState, Limits, assumed, drifted, forget, observe, ratio
+from planner.drift import DriftState, Limits, Ratios, assumed, drifted, forget, observe
 from planner.errors import InputError
 from planner.job import Job, StageProfile, Worker
 
@@ -34,14 +34,14 @@ def rounds(job: Job, *ratios: dict[Worker, float], state: DriftState | None = No
 
 
 def test_a_ratio_is_against_the_profile() -> None:
-    assert ratio(JOB, Worker(0, 0), {"F": 10, "I": 12, "W": 8, "O": 99}) == pytest.approx(1)
-    assert ratio(JOB, Worker(0, 0), {"F": 30, "B": 40}) == pytest.approx(70 / 30)
+    assert Ratios(JOB).of(Worker(0, 0), {"F": 10, "I": 12, "W": 8, "O": 99}) == pytest.approx(1)
+    assert Ratios(JOB).of(Worker(0, 0), {"F": 30, "B": 40}) == pytest.approx(70 / 30)
     # The first stage's I takes nothing and says nothing.
-    assert ratio(JOB, Worker(2, 1), {"F": 40, "I": 5, "W": 80}) == pytest.approx(2)
-    assert ratio(JOB, Worker(0, 0), {}) is None
-    assert ratio(JOB, Worker(0, 0), {"O": 3, "F": float("nan")}) is None
+    assert Ratios(JOB).of(Worker(2, 1), {"F": 40, "I": 5, "W": 80}) == pytest.approx(2)
+    assert Ratios(JOB).of(Worker(0, 0), {}) is None
+    assert Ratios(JOB).of(Worker(0, 0), {"O": 3, "F": float("nan")}) is None
     seconds = Job(1, 1, 1, (StageProfile(0.01, 0.01, 0.01),), time_unit="s")
-    assert ratio(seconds, Worker(0, 0), {"F": 15}) == pytest.approx(1.5)
+    assert Ratios(seconds).of(Worker(0, 0), {"F": 15}) == pytest.approx(1.5)
 
 
 def test_a_slow_worker_is_found_and_forgiven() -> None:
@@ -77,7 +77,7 @@ def test_without_a_unit_of_time_a_worker_is_compared_with_its_stage() -> None:
 
 def test_a_worker_that_is_known_to_be_slow_is_measured_by_its_own_speed() -> None:
     job = replace(JOB, speeds=((SLOW, 0.5),))
-    assert ratio(job, SLOW, {"F": 40, "W": 80}) == pytest.approx(1)
+    assert Ratios(job).of(SLOW, {"F": 40, "W": 80}) == pytest.approx(1)
     state, _ = rounds(job, *[{w: 2.0 if w == SLOW else 1.0 for w in WORKERS}] * 10)
     assert speeds(state, job) == ((SLOW, 0.25),)
     assert drifted(job, assumed(job, drifted(job, state))) == drifted(job, state)
