@@ -34,7 +34,7 @@ MAX_KEPT_OPS = 400_000
 # Points of one solve that are drawn and logged: a search may report hundreds a second.
 MAX_POINTS = 2_000
 # Seconds that a child may take to let go of what it does, and beyond its time limit, before it is ended.
-STOP_GRACE = 10.0
+STOP_GRACE = 30.0
 OVER_TIME = 120.0
 
 SolveState = Literal["waiting", "running", "stopping", "done", "failed"]

@@ -30,7 +30,9 @@ def page() -> None:
     question, misread = state.current()
     found = checked(question)
     solve = console.solves.find(found.asked) if found.asked is not None else None
-    plan = _answer(found.asked, saved, solve)
+    # Looked at once, and before the plan: it may be done at any moment, and the page must not be of two minds.
+    running = solve is not None and not solve.over
+    plan = None if running else _answer(found.asked, saved, solve)
     with st.container(horizontal=True, vertical_alignment="bottom", key="page-head"):
         st.html(
             '<h1 class="or-title">Planner</h1><div class="or-about">Mark workers dead and see what it costs, '
@@ -53,10 +55,10 @@ def page() -> None:
         controls.techniques(question, found)
         controls.limits(question, found)
         profile(question, found)
-        _go(console, question, found, solve, plan)
+        _go(console, found, solve, plan, running=running)
     steps = [step.question for step in STEPS] if state.EXAMPLE in st.query_params else [question]
     others(console, [step.asked().id for step in steps] if found.asked else [])
-    if plan is None and solve is not None and not solve.over and found.job is not None:
+    if solve is not None and running and found.job is not None:
         search(console, solve, found.job.time_unit, colours)
     elif plan is not None:
         result(console, question, plan, solve if plan is not saved else None, colours)
@@ -90,10 +92,9 @@ def _answer(asked: PlanAsked | None, saved: Plan | None, solve: Solve | None) ->
     return solve.plan if solve is not None else None
 
 
-def _go(console: Console, question: WhatIf, found: Checked, solve: Solve | None, plan: Plan | None) -> None:
+def _go(console: Console, found: Checked, solve: Solve | None, plan: Plan | None, *, running: bool) -> None:
     """Plan; before that, what can be said at once."""
-    running = solve is not None and not solve.over
-    answered = solve is not None and solve.plan is not None and not solve.stopped
+    answered = not running and solve is not None and solve.plan is not None and not solve.stopped
     with st.container(horizontal=True, vertical_alignment="center", key="planner-go"):
         st.button(
             "Planning …" if running else "Plan again" if plan is not None and not answered else "Plan",
@@ -127,12 +128,13 @@ def _example(console: Console, question: WhatIf) -> None:
     chosen = step_of(question)
     going = any(s is not None and not s.over for s in solves)
     components.heading("The paper's worked example", "3 × 4 workers, 6 micro-batches each; F = I = W = 1 slot")
-    st.fragment(_steps, run_every=0.5 if going else None)(console, chosen.name if chosen else None)
+    st.fragment(_steps, run_every=0.5 if going else None)(console, chosen.name if chosen else None, going)
     with st.container(horizontal=True, vertical_alignment="center", key="planner-steps"):
         names = [step.name for step in STEPS]
         st.segmented_control(
             "Shown in full below",
             names,
+            default=chosen.name if chosen else None,
             key=state.shown("planner-step", chosen.name if chosen else None),
             on_change=_choose_step,
             wrap=True,
@@ -141,17 +143,15 @@ def _example(console: Console, question: WhatIf) -> None:
             st.button("Plan all four", key="planner-example-go", on_click=controls.example, args=(console,))
 
 
-def _steps(console: Console, chosen: str | None) -> None:
+def _steps(console: Console, chosen: str | None, going: bool) -> None:
     solves = [console.solves.find(step.question.asked()) for step in STEPS]
-    example_steps([(s.name, s.about, made, s.name == chosen) for s, made in zip(STEPS, solves, strict=True)])
-    if st.session_state.get("planner-steps-going") and all(s is not None and s.over for s in solves):
-        st.session_state["planner-steps-going"] = False
+    if going and all(s is None or s.over for s in solves):
         st.rerun()
-    st.session_state["planner-steps-going"] = any(s is not None and not s.over for s in solves)
+    example_steps([(s.name, s.about, made, s.name == chosen) for s, made in zip(STEPS, solves, strict=True)])
 
 
 def _choose_step() -> None:
-    chosen = next((s for s in STEPS if s.name == st.session_state["planner-step"]), None)
+    chosen = next((s for s in STEPS if s.name == state.entered("planner-step")), None)
     state.change(chosen.question if chosen else state.now(), example=True)
 
 

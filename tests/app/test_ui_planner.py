@@ -15,7 +15,8 @@ from ui_factory import plan
 
 from app.console import Console, set_console
 from app.solving import Solves
-from app.whatif import WhatIf, parse
+from app.ui.planning.state import EXAMPLE, SAVED
+from app.whatif import PARAMS, WhatIf, parse
 from planner.job import Job
 from planner.plan import job_doc
 
@@ -65,7 +66,9 @@ def words(test: AppTest) -> str:
 
 
 def params(test: AppTest) -> dict[str, str]:
-    return {name: v if isinstance(v, str) else v[0] for name, v in test.query_params.items()}
+    """The page's own words of the link; Live has left others there."""
+    own = {name: v for name, v in test.query_params.items() if name in (*PARAMS, SAVED, EXAMPLE)}
+    return {name: v if isinstance(v, str) else v[0] for name, v in own.items()}
 
 
 def compared(test: AppTest) -> Any:
@@ -113,16 +116,19 @@ def test_each_technique_includes_the_ones_before(console: Console) -> None:
     test = open_page()
 
     def switches() -> list[bool]:
-        return [test.toggle(key=f"planner-use-{t}").value for t in ("adaptive", "decoupled", "staggered")]
+        return [switch(t).value for t in ("Adaptive pipelining", "Decoupled backward", "Staggered optimizer")]
+
+    def switch(label: str) -> Any:
+        return next(toggle for toggle in test.toggle if toggle.label == label)
 
     assert switches() == [True, True, True]
-    test.toggle(key="planner-use-decoupled").set_value(False)
+    switch("Decoupled backward").set_value(False)
     run(test)
     assert switches() == [True, False, False] and params(test) == {"technique": "adaptive"}
-    test.toggle(key="planner-use-adaptive").set_value(False)
+    switch("Adaptive pipelining").set_value(False)
     run(test)
     assert switches() == [False, False, False] and params(test) == {"technique": "fault-free"}
-    test.toggle(key="planner-use-staggered").set_value(True)
+    switch("Staggered optimizer").set_value(True)
     run(test)
     assert switches() == [True, True, True] and params(test) == {}
 
@@ -293,7 +299,7 @@ def test_a_planning_process_that_dies_is_an_error_on_the_page(console: Console) 
 
 def test_a_plan_is_kept_and_its_link_shows_it(console: Console) -> None:
     test = planned(open_page(fail="W1_2", memory="none"), console)
-    test.text_input(key="planner-save-name").set_value("the paper's")
+    next(field for field in test.text_input if field.label == "Name").set_value("the paper's")
     run(test)
     click(test, "planner-keep")
     link = params(test)
@@ -354,12 +360,16 @@ def test_a_saved_plan_is_taken_over(console: Console) -> None:
 
 def test_a_grid_too_large_for_buttons_is_a_heat_map_with_names(console: Console) -> None:
     test = open_page(grid="20x8x4")
+
+    def names() -> Any:
+        return next(field for field in test.text_input if field.label == "Dead workers")
+
     assert not [b for b in test.button if str(b.key).startswith("worker-W")]
     assert test.get("vega_lite_chart")
-    test.text_input(key="planner-dead-names").set_value("W19_7, W0_0")
+    names().set_value("W19_7, W0_0")
     run(test)
     assert params(test) == {"grid": "20x8x4", "fail": "W0_0.W19_7"}
-    test.text_input(key="planner-dead-names").set_value("W20_0")
+    names().set_value("W20_0")
     run(test)
     assert escape("dead workers: got 'W20_0', expected workers of the grid, W0_0 to W19_7") in words(test)
     assert params(test)["fail"] == "W0_0.W19_7"

@@ -14,7 +14,7 @@ from app.errors import ConsoleError
 from app.solving_child import MAX_SECONDS
 from app.ui import facts
 from app.ui.planning.pieces import field_error
-from app.ui.planning.state import PAGE, change, now, said, say, shown
+from app.ui.planning.state import PAGE, change, entered, now, said, say, shown
 from app.whatif import WhatIf
 from app.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
 from app.worked_example import STEPS
@@ -125,13 +125,14 @@ def sizes(question: WhatIf, found: Checked) -> None:
     )
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-sizes"):
         for name, label, note in fields:
-            key = shown(f"planner-{name}", getattr(question, name))
-            st.number_input(label, 1, MAX_SIDE, step=1, key=key, help=note, width=120, on_change=_resize)
+            value = getattr(question, name)
+            key = shown(f"planner-{name}", value)
+            st.number_input(label, 1, MAX_SIDE, value, step=1, key=key, help=note, width=120, on_change=_resize)
     wrong(found, GRID)
 
 
 def _resize() -> None:
-    values = [int(st.session_state[f"planner-{name}"]) for name in ("pipelines", "stages", "micro_batches")]
+    values = [int(entered(f"planner-{name}")) for name in ("pipelines", "stages", "micro_batches")]
     try:
         change(now().with_grid(*values))
     except PlannerError as error:
@@ -146,15 +147,16 @@ def techniques(question: WhatIf, found: Checked) -> None:
     level = LADDER.index(question.technique)
     with st.container(gap="xsmall", key="planner-techniques"):
         for technique, (label, note) in SWITCHES.items():
-            key = shown(f"planner-use-{technique.value}", level >= LADDER.index(technique))
-            st.toggle(label, key=key, help=note, on_change=_use, args=(technique,))
+            on = level >= LADDER.index(technique)
+            key = shown(f"planner-use-{technique.value}", on)
+            st.toggle(label, on, key=key, help=note, on_change=_use, args=(technique,))
     if question.technique is Technique.FAULT_FREE:
         st.caption("All off: plain 1F1B, which bears no failure.")
     wrong(found, TECHNIQUE)
 
 
 def _use(technique: Technique) -> None:
-    on = st.session_state[f"planner-use-{technique.value}"]
+    on = entered(f"planner-use-{technique.value}")
     change(replace(now(), technique=technique if on else LADDER[LADDER.index(technique) - 1]))
 
 
@@ -165,6 +167,7 @@ def limits(question: WhatIf, found: Checked) -> None:
         st.selectbox(
             "Memory limit",
             list(MEMORIES),
+            index=list(MEMORIES).index(named),
             format_func=MEMORIES.__getitem__,
             key=shown("planner-memory", named),
             help=MEMORY_HELP,
@@ -174,12 +177,13 @@ def limits(question: WhatIf, found: Checked) -> None:
         if named == "number":
             count = int(question.memory) if question.memory.isdigit() else question.stages
             key = shown("planner-memory-count", count)
-            st.number_input("Activations", 1, 10**9, step=1, key=key, on_change=_limit, width=110)
+            st.number_input("Activations", 1, 10**9, count, step=1, key=key, on_change=_limit, width=110)
     wrong(found, MEMORY)
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-effort"):
         st.selectbox(
             "Solver",
             SOLVERS,
+            index=SOLVERS.index(question.solver),
             format_func=lambda s: SOLVER_WORDS.get(s, s),
             key=shown("planner-solver", question.solver),
             on_change=_set(lambda value: replace(now(), solver=value), "planner-solver"),
@@ -190,6 +194,7 @@ def limits(question: WhatIf, found: Checked) -> None:
                 "Seconds at most",
                 0.1,
                 MAX_SECONDS,
+                float(question.seconds),
                 step=10.0,
                 key=shown("planner-seconds", question.seconds),
                 format="%g",
@@ -201,18 +206,18 @@ def limits(question: WhatIf, found: Checked) -> None:
 
 
 def _limit() -> None:
-    named = st.session_state["planner-memory"]
+    named = entered("planner-memory")
     if named == "number":
-        named = str(st.session_state.get("planner-memory-count") or now().stages)
+        named = str(entered("planner-memory-count") or now().stages)
     change(replace(now(), memory=MemoryLimit.parse(named).text))
 
 
-def _set(made: Callable[[Any], WhatIf], key: str) -> Callable[[], None]:
-    return partial(_changed, made, key)
+def _set(made: Callable[[Any], WhatIf], name: str) -> Callable[[], None]:
+    return partial(_changed, made, name)
 
 
-def _changed(made: Callable[[Any], WhatIf], key: str) -> None:
-    change(made(st.session_state[key]))
+def _changed(made: Callable[[Any], WhatIf], name: str) -> None:
+    change(made(entered(name)))
 
 
 def wrong(found: Checked, name: str) -> None:

@@ -12,7 +12,7 @@ import streamlit as st
 from app.ui import components, text
 from app.ui.charts.dead_grid import PICKED, dead_grid
 from app.ui.planning.pieces import field_error
-from app.ui.planning.state import change, now, say
+from app.ui.planning.state import change, entered, now, say, shown
 from app.ui.theme import Palette
 from app.views import rerouted_load
 from app.whatif import WhatIf, at_random
@@ -127,12 +127,15 @@ def _by_hand(question: WhatIf, *, buttons: bool) -> None:
     """The dead by name, for large grids and for keyboards; and some at random."""
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-dead"):
         if not buttons:
-            key = "planner-dead-names"
             words = ", ".join(question.failed)
-            if st.session_state.get("planner-dead-known") != words:
-                st.session_state[key] = st.session_state["planner-dead-known"] = words
             st.text_input(
-                "Dead workers", key=key, placeholder="W3_5, W20_9", on_change=_named, width=330, max_chars=200_000
+                "Dead workers",
+                words,
+                key=shown("planner-dead-names", words),
+                placeholder="W3_5, W20_9",
+                on_change=_named,
+                width=330,
+                max_chars=200_000,
             )
         with st.popover("At random", key="planner-random"):
             most = question.stages * (question.pipelines - 1)
@@ -151,9 +154,7 @@ def _by_hand(question: WhatIf, *, buttons: bool) -> None:
 def _named() -> None:
     question = now()
     try:
-        names = {
-            str(Worker.parse(part, field="dead workers")) for part in _parts(st.session_state["planner-dead-names"])
-        }
+        names = {str(Worker.parse(part, field="dead workers")) for part in _parts(entered("planner-dead-names"))}
     except PlannerError as error:
         say(GRID, str(error))
         return

@@ -15,7 +15,7 @@ from app.ui.charts.migrations import migrations_chart
 from app.ui.facts import Card
 from app.ui.planning.pieces import field_error
 from app.ui.planning.search import search
-from app.ui.planning.state import PAGE, change, now, say, shown
+from app.ui.planning.state import PAGE, change, entered, now, say, shown
 from app.ui.theme import CHART_CONFIG, Palette
 from app.whatif import WhatIf
 from planner.errors import PlannerError
@@ -32,14 +32,28 @@ def migrations(console: Console, question: WhatIf, job: Job, colours: Palette) -
     components.heading("Migrations", "a living worker may take a dead one's place, with a copy of its peers' weights")
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-costs"):
         for name, label, note in COSTS:
-            key = shown(f"planner-{name}", getattr(question, name))
+            value = float(getattr(question, name))
+            key = shown(f"planner-{name}", value)
             least = 0.001 if name == "copy_gbs" else 0.0
             st.number_input(
-                label, least, 1e6, key=key, format="%g", help=note, width=170, on_change=_price, args=(console, name)
+                label,
+                least,
+                1e6,
+                value,
+                key=key,
+                format="%g",
+                help=note,
+                width=170,
+                on_change=_price,
+                args=(console, name),
             )
         known = console.solves.find(question.migrations_asked())
         if known is None or (known.over and known.migrations is None):
             st.button("Look for migrations", key="planner-look", on_click=look, args=(console,))
+    if not question.state_gb and not any(p.weight_bytes + p.optimizer_bytes for p in job.profiles):
+        st.caption(
+            "The profile says nothing of weights, so copies count as free; give their size to see what they cost."
+        )
     if known is None:
         return
     if not known.over:
@@ -59,7 +73,7 @@ def look(console: Console) -> None:
 
 
 def _price(console: Console, name: str) -> None:
-    changes: dict[str, Any] = {name: float(st.session_state[f"planner-{name}"])}
+    changes: dict[str, Any] = {name: float(entered(f"planner-{name}"))}
     change(replace(now(), **changes))
     look(console)
 

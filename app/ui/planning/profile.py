@@ -11,7 +11,7 @@ from app.profile_table import HELP, edited, table
 from app.ui import text
 from app.ui.planning.controls import wrong
 from app.ui.planning.pieces import field_error
-from app.ui.planning.state import change, now, said, say, shown
+from app.ui.planning.state import change, entered, now, said, say, shown
 from app.whatif import ENDS, EVEN, OWN, PRESETS, UNEVEN, WhatIf, own_profile, uploaded
 from app.whatif_check import PROFILE, Checked
 from planner.errors import PlannerError
@@ -33,10 +33,13 @@ ROWS = 12
 def profile(question: WhatIf, found: Checked) -> None:
     options = [*PRESETS, *shipped()]
     named = question.profile if question.profile in options else OWN
+    if named == OWN:
+        options.append(OWN)
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-profile-row"):
         st.selectbox(
             "Profile",
-            options if named != OWN else [*options, OWN],
+            options,
+            index=options.index(named),
             format_func=lambda name: NAMES.get(name, f"Measured: {name}"),
             key=shown("planner-profile", named),
             on_change=_choose,
@@ -115,7 +118,7 @@ def _editor(question: WhatIf, job: Job) -> None:
 
 
 def _choose() -> None:
-    name = st.session_state["planner-profile"]
+    name = entered("planner-profile")
     if name != OWN:
         change(replace(now(), profile=name))
 

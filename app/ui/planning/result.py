@@ -153,25 +153,24 @@ def _save(console: Console, plan: Plan, question: WhatIf) -> None:
     with st.popover("Saved" if kept else "Save", icon=":material/bookmark:", key="planner-save"):
         if kept:
             st.markdown(f"Kept as **{_plain(kept['name'])}**. The link to this page shows it.")
-        if NAME not in st.session_state or st.session_state.get(f"{NAME}-of") != plan.fingerprint:
-            st.session_state[NAME] = kept["name"] if kept else question_words(question)[:80]
-            st.session_state[f"{NAME}-of"] = plan.fingerprint
-        st.text_input("Name", key=NAME, max_chars=80)
-        st.button(
-            "Rename" if kept else "Save", type="primary", key="planner-keep", on_click=_keep, args=(console, plan)
-        )
+        name = kept["name"] if kept else question_words(question)[:80]
+        key = f"{NAME}-{plan.fingerprint[:8]}"
+        st.text_input("Name", name, key=key, max_chars=80)
+        words = "Rename" if kept else "Save"
+        st.button(words, type="primary", key="planner-keep", on_click=_keep, args=(console, plan, key))
         if kept:
             st.button("Forget it", key="planner-forget", on_click=_forget, args=(console, plan))
 
 
-def _keep(console: Console, plan: Plan) -> None:
+def _keep(console: Console, plan: Plan, key: str) -> None:
+    name = st.session_state[key]
     try:
-        console.library.save(plan, st.session_state[NAME])
+        console.library.save(plan, name)
     except ConsoleError as error:
         say("page", str(error))
         return
     change(now(), saved=plan.fingerprint)
-    say(SAVED, f"Saved as “{' '.join(st.session_state[NAME].split())}”. The link to this page shows the same.")
+    say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
 
 
 def _forget(console: Console, plan: Plan) -> None:

@@ -14,6 +14,7 @@ QUESTION = "planner-question"
 # Besides the question a link may name a saved plan that answers it, and the paper's example.
 SAVED, EXAMPLE = "saved", "example"
 MESSAGE = "planner-message"
+TURNS = "planner-turns"
 PAGE = "page"
 
 
@@ -49,11 +50,28 @@ def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> 
             del st.query_params[name]
 
 
-def shown(key: str, value: Any) -> str:
-    """Has the widget of that key show `value`; returns the key. Call right before the widget."""
-    if st.session_state.get(key) != value:
-        st.session_state[key] = value
-    return key
+def shown(name: str, value: Any) -> str:
+    """The key of a widget that is to show `value`, which must be its default too. Call right before the widget.
+
+    A value that comes from elsewhere than the widget (a preset, a link) makes it a new widget. To set it by
+    its key would not do: when two clicks come so fast that a run is cut short, the browser misses what was
+    set, shows the first option instead, and reports that as if somebody had chosen it.
+    """
+    key = _key(name)
+    if key in st.session_state and st.session_state[key] != value:
+        turns = st.session_state.setdefault(TURNS, {})
+        turns[name] = turns.get(name, 0) + 1
+    return _key(name)
+
+
+def entered(name: str) -> Any:
+    """What the widget holds, for its callback."""
+    return st.session_state.get(_key(name))
+
+
+def _key(name: str) -> str:
+    turn = st.session_state.get(TURNS, {}).get(name, 0)
+    return f"{name}-{turn}" if turn else name
 
 
 def say(where: str, words: str) -> None:

@@ -1,0 +1,185 @@
+"""The Planner in a real browser: kill by a click, plan, keep, and the link that shows the same to somebody else."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+
+from tests.app.console_server import ConsoleServer
+
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+WAIT_MS = 60_000
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.processes,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install the package chromium to run browser tests"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
+    """A console without a job."""
+    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('planner') / 'console.db'}")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
+    expect.set_options(timeout=WAIT_MS)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+def open_page(browser: Browser, address: str, complaints: list[str], **options: Any) -> Page:
+    page = browser.new_page(**{"viewport": {"width": 1440, "height": 1200}, **options})
+    page.set_default_timeout(WAIT_MS)
+
+    def said(message: ConsoleMessage) -> None:
+        if message.type == "error":
+            complaints.append(message.text)
+
+    page.on("console", said)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(address)
+    return page
+
+
+def dead(page: Page, worker: str) -> Any:
+    return page.locator(f".st-key-cell-failed-{worker}")
+
+
+def period(page: Page) -> Any:
+    card = page.locator(".or-card", has=page.locator(".or-label", has_text=re.compile(r"^Period$")))
+    return card.locator(".or-value")
+
+
+def plan(page: Page) -> None:
+    page.get_by_role("button", name="Plan", exact=True).click()
+    expect(period(page)).to_be_visible()
+
+
+def test_what_if_to_a_link_that_shows_the_same(browser: Browser, server: ConsoleServer) -> None:
+    complaints: list[str] = []
+    page = open_page(browser, server.root, complaints)
+    page.get_by_role("link", name="Planner").click()
+
+    # Two are killed by clicks, and one is brought back by the keyboard.
+    page.get_by_role("button", name="W1_2").click()
+    expect(dead(page, "W1_2")).to_be_visible()
+    page.get_by_role("button", name="W0_0").click()
+    expect(dead(page, "W0_0")).to_be_visible()
+    page.get_by_role("button", name="W0_0").focus()
+    page.keyboard.press("Enter")
+    expect(dead(page, "W0_0")).to_be_hidden()
+    expect(page).to_have_url(re.compile(r"\?fail=W1_2$"))
+    expect(page.get_by_text("No plan can be shorter than 29 slots")).to_be_visible()
+
+    # Planned: its figures, who takes the work, its chart.
+    plan(page)
+    expect(period(page)).to_have_text("29 slots")
+    for peer in ("W0_2", "W2_2"):
+        expect(page.locator(f".st-key-cell-re-routed-{peer}")).to_contain_text("+3 re-routed")
+    expect(page.locator(".js-plotly-plot .annotation-text").filter(has_text="failed")).to_contain_text("W0_2 and W2_2")
+
+    # More memory, another answer, and the one before beside it.
+    page.get_by_role("combobox", name="Memory limit").click()
+    page.get_by_role("option", name="no limit").click()
+    expect(page.get_by_text("No plan can be shorter than 27 slots")).to_be_visible()
+    plan(page)
+    expect(period(page)).to_have_text("27 slots")
+    expect(page.get_by_text(re.compile("Before: 3 × 4 × 6"))).to_be_visible()
+
+    # Kept, and shown to somebody else by the link alone.
+    page.get_by_role("button", name="Save").click()
+    name = page.get_by_role("textbox", name="Name")
+    name.fill("no slower without W1_2")
+    name.press("Enter")
+    page.get_by_test_id("stPopoverBody").get_by_role("button", name="Save").click()
+    expect(page.get_by_text("Saved as “no slower without W1_2”")).to_be_visible()
+    expect(page).to_have_url(re.compile("saved="))
+    other = open_page(browser, page.url, complaints)
+    expect(period(other)).to_have_text("27 slots")
+    expect(dead(other, "W1_2")).to_be_visible()
+    assert [row["name"] for row in server.get("/plans").json()["plans"]] == ["no slower without W1_2"]
+    assert complaints == []
+    other.close()
+    page.close()
+
+
+def test_the_papers_example_is_one_click(browser: Browser, server: ConsoleServer) -> None:
+    complaints: list[str] = []
+    page = open_page(browser, server.root, complaints)
+    page.get_by_role("link", name="Planner").click()
+    page.get_by_role("button", name="Worked example of the paper").click()
+    steps = page.locator(".or-step .or-value")
+    expect(steps).to_have_text(["27 slots", "36 slots", "29 slots", "27 slots"])
+    expect(page.locator(".or-step .or-good")).to_have_count(4)
+    page.get_by_role("radio", name="Adaptive pipelining").click()
+    expect(period(page)).to_have_text("36 slots")
+    assert complaints == []
+    page.close()
+
+
+def test_a_click_on_the_map_of_a_large_grid_kills_and_revives(browser: Browser, server: ConsoleServer) -> None:
+    complaints: list[str] = []
+    page = open_page(browser, f"{server.root}/planner?grid=20x8x4", complaints)
+    cells = page.locator(".stVegaLiteChart .marks").first
+    cells.wait_for()
+    box = cells.bounding_box()
+    assert box is not None
+
+    def click(x: float, y: float) -> None:
+        page.mouse.click(box["x"] + x * box["width"], box["y"] + y * box["height"])
+
+    click(0.3, 0.3)
+    expect(page).to_have_url(re.compile(r"fail=W\d+_\d$"))
+    expect(page.get_by_label("Dead workers")).to_have_value(re.compile(r"^W\d+_\d$"))
+    click(0.7, 0.6)
+    expect(page).to_have_url(re.compile(r"fail=W\d+_\d\.W\d+_\d$"))
+    click(0.3, 0.3)
+    expect(page).to_have_url(re.compile(r"fail=W\d+_\d$"))
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+def test_nothing_is_cut_or_pushed_out(
+    browser: Browser, server: ConsoleServer, scheme: str, width: int, height: int, tmp_path: Path
+) -> None:
+    address = f"{server.root}/planner?fail=W0_2.W1_2&memory=none"
+    page = open_page(browser, address, [], viewport={"width": width, "height": height}, color_scheme=scheme)
+    button = page.get_by_role("button", name="Plan", exact=True)
+    button.wait_for()
+    if button.is_enabled():
+        button.click()
+    expect(period(page)).to_be_visible()
+    expect(page.get_by_text("1 migration shortens the period")).to_be_visible()
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    sizes = page.evaluate(
+        """() => [document.documentElement, document.querySelector('.stMain')]
+            .map(e => e.scrollWidth - e.clientWidth)"""
+    )
+    assert max(sizes) <= 0, f"it scrolls sideways at {width}"
+    cut = page.evaluate(
+        """() => [...document.querySelectorAll('.or-card *, .or-step *, .st-key-worker-grid-planner button')]
+            .filter(e => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline'
+                && e.clientWidth > 0).map(e => e.textContent)"""
+    )
+    assert cut == [], f"text is cut at {width}"
+    charts = page.locator("[data-testid='stPlotlyChart'], [data-testid='stVegaLiteChart']")
+    for i in range(charts.count()):
+        described = charts.nth(i).evaluate("e => !!e.closest('[aria-label]') || !!e.querySelector('[aria-label]')")
+        assert described, f"chart {i} has no description"
+    page.close()
