@@ -136,19 +136,19 @@ def _reduce(rank: int, port: int, pipe: Connection) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
     group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
     buffers = {dtype: torch.zeros(ELEMENTS, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.int64)}
-    seconds: dict[str, list[float]] = {str(dtype): [] for dtype in buffers}
+    seconds: dict[str, list[tuple[float, float]]] = {str(dtype): [] for dtype in buffers}
     for _ in range(ROUNDS):
         for dtype, buffer in buffers.items():
             group.barrier().wait()
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             group.allreduce([buffer], dist.AllreduceOptions()).wait()
-            seconds[str(dtype)].append(time.perf_counter() - started)
-    pipe.send({name: statistics.median(times) for name, times in seconds.items()})
+            seconds[str(dtype)].append((time.perf_counter() - started, time.process_time() - used))
+    pipe.send({name: tuple(map(statistics.median, zip(*times, strict=True))) for name, times in seconds.items()})
     pipe.recv()  # rank 0 holds the store
 
 
-def reductions() -> dict[str, float]:
-    """Median seconds per all-reduce between two processes."""
+def reductions() -> dict[str, tuple[float, float]]:
+    """Median seconds per all-reduce between two processes, and processor seconds of one of them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -160,7 +160,7 @@ def reductions() -> dict[str, float]:
         process.start()
         ends.append(mine)
         processes.append(process)
-    seconds: list[dict[str, float]] = [end.recv() for end in ends]
+    seconds: list[dict[str, tuple[float, float]]] = [end.recv() for end in ends]
     for end in ends:
         end.send("over")
     for process in processes:
@@ -218,8 +218,12 @@ def main() -> None:
         ratio = value / seconds["fp32"]
         print(f"{name:40s} {1000 * value:7.2f} {ratio:6.1f}   {narrow[name]:7d} / {wide[name]:7d}")
     reduced = reductions()
-    for name, value in reduced.items():
-        print(f"all-reduce of 2, {name:22s} {1000 * value:7.2f} ms, {value / reduced['torch.float32']:5.2f} times fp32")
+    plain, plain_used = reduced["torch.float32"]
+    for name, (value, used) in reduced.items():
+        print(
+            f"all-reduce of 2, {name:22s} {1000 * value:7.2f} ms, {value / plain:5.2f} times fp32; "
+            f"processor time {1000 * used:6.2f} ms, {used / plain_used:5.2f} times"
+        )
     deviations()
     print(describe())
 
