@@ -74,6 +74,8 @@ class WorkerChannel:
         self._plans: dict[str, Plan] = {}
         self._over = False
         self._iteration = -1
+        self._hold: int | None = None
+        """Paused: no iteration after this one is begun."""
         self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="launcher-pipe", daemon=True).start()
 
@@ -95,9 +97,13 @@ class WorkerChannel:
             return None if self._over else self._newer(after)
 
     def may_begin(self, epoch: int, iteration: int) -> bool:
-        """Is `iteration` still to be run in `epoch`? False: another epoch waits for this worker."""
+        """Is `iteration` still to be run in `epoch`? False: another epoch waits for this worker. Waits while
+        the job is paused."""
         with self._news:
             self._iteration = iteration
+            self._news.wait_for(
+                lambda: self._over or self._newer(epoch) is not None or self._hold is None or iteration <= self._hold
+            )
             return not self.superseded(epoch)
 
     def superseded(self, epoch: int) -> bool:
@@ -115,9 +121,16 @@ class WorkerChannel:
                 message = receive(self._pipe)
             except (EOFError, OSError):
                 os._exit(1)  # orphaned: nobody would ever end this process
+            held: int | None = None
             with self._news:
                 if message["kind"] == "deployment":
                     self._take(message)
+                elif message["kind"] == "hold":
+                    held = self._iteration if message["after"] is None else None
+                    before = -1 if self._hold is None else self._hold
+                    self._hold = self._iteration if message["after"] is None else max(before, message["after"])
+                elif message["kind"] == "go":
+                    self._hold = None
                 elif message["kind"] == "over":
                     self._over = True
                 elif message["kind"] == "put_out":
@@ -125,6 +138,8 @@ class WorkerChannel:
                 newest = self._orders.epoch if self._orders else 0
                 interrupts = self.superseded(newest - 1)
                 self._news.notify_all()
+            if held is not None:
+                self.say("held", iteration=held)
             if interrupts:
                 self._announced(self.OVER if self._over else newest)
 

@@ -19,6 +19,7 @@ from agent.checkpoints.checkpointing import CheckpointOptions
 from agent.coordination import Coordination, Deploy, Halt
 from agent.devices import Platform
 from agent.faults import Kill, Rejoin, Slow
+from agent.holding import Hold
 from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess, preload
 from agent.protocol import Command, Iteration, VerdictReport
@@ -86,6 +87,7 @@ class Launcher:
         self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)
         self._deployed: Deploy | None = None
         self._after: int | None = None
+        self._hold = Hold()
         self._rejoins = list(options.rejoins)
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
@@ -177,6 +179,8 @@ class Launcher:
                 self._record.dying(cell, at)
             case "left":
                 self._record.left(cell, at)
+            case "held":
+                self._hold.heard(message["iteration"], self._pool.running.values())
             case "formed":
                 self._certain(self._record.formed(cell, message["epoch"], message["iteration"], at))
                 self._coordination.formed(cell, message["epoch"])
@@ -260,7 +264,8 @@ class Launcher:
         """For an epoch in which workers come, change their place or leave, and none was lost: the iteration
         that all finish first.
 
-        One more than the foremost is known to be in, so that the news is there before it ends.
+        One more than the foremost is known to be in, so that the news is there before it ends; in a paused
+        job the one that they stop after.
         """
         deployment = event.deployment
         if self._deployed is None or event.restore or not self._record.formed_by_all:
@@ -269,7 +274,8 @@ class Launcher:
         stay = set(self._deployed.deployment.living) - going
         if set(deployment.living) - set(deployment.joining) != stay or not (deployment.joining or going):
             return None
-        return self._record.newest + 1
+        newest, held = self._record.newest, self._hold.after
+        return held if held is not None and held >= newest - 1 else newest + 1
 
     def _release_the_leaving(self) -> None:
         """Those that were asked to go have finished their iteration, and nobody needs them any more."""
@@ -295,6 +301,7 @@ class Launcher:
             text = None if known in self._plans_sent else plan.to_json()
             self._plans_sent.add(known)
             entry.member = True
+            self._hold.tell(entry)
             entry.post(
                 "deployment",
                 deployment=deployment.model_dump(),
@@ -306,6 +313,12 @@ class Launcher:
             )
 
     def _obey(self, command: Command) -> None:
+        if command.kind == "pause":
+            self._hold.begin(self._pool.running.values())
+        elif command.kind == "resume":
+            self._hold.end(self._pool.running.values())
+        if command.worker is None:
+            return
         cell = Worker.parse(command.worker)
         entry = self._pool.running.get(cell)
         if command.kind == "kill" and entry is not None:

@@ -343,11 +343,12 @@ class VerdictReport(Message):
 
 
 class Command(Message):
-    """kill: SIGKILL the worker's process. restart: start a new process for a failed worker."""
+    """kill: SIGKILL the worker's process. restart: start a new process for a failed worker. pause: all
+    workers stop before the same iteration, until resume."""
 
     seq: Count
-    kind: Literal["kill", "restart"]
-    worker: WorkerName
+    kind: Literal["kill", "restart", "pause", "resume"]
+    worker: Annotated[WorkerName | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class Commands(Message):

@@ -198,7 +198,7 @@ class Console(Reports):
             return job_view(job, stores, self._plans, self.sentence(job), figures, iterations, events)
 
     def sentence(self, job: LiveJob) -> str:
-        return sentence(job.state, time.monotonic(), self.ladder)
+        return sentence(job.state, time.monotonic(), self.ladder, paused=job.paused)
 
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""

@@ -6,7 +6,6 @@ Readers take `job.state`, which is replaced as a whole, and need no lock.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import deque
@@ -36,7 +35,17 @@ from app.membership import (
 )
 from app.notify import Topic
 from app.op_times import OpTimes
-from app.rows import Contact, differs, epoch_row, member_row, read_contact, read_state
+from app.rows import (
+    Contact,
+    contact_row,
+    differs,
+    epoch_row,
+    follow_moves,
+    member_row,
+    read_contact,
+    read_state,
+    state_rows,
+)
 from db.store import Change, Record, Store
 from planner.catalog import Catalog
 from planner.errors import PlannerError
@@ -110,6 +119,12 @@ class LiveJob:
         if verdict is None or epoch is None or epoch.failed != verdict[0] or self.state.halted or self.state.over:
             return None
         return verdict[1].reason
+
+    @property
+    def paused(self) -> bool:
+        """Has an operator asked all workers to stop, and nobody yet to go on?"""
+        asked = [c.kind for c in self.commands if c.kind in ("pause", "resume")]
+        return asked[-1:] == ["pause"] and not self.state.over
 
     @property
     def question(self) -> Question:
@@ -208,19 +223,7 @@ class LiveJob:
     def unsaved_contacts(self) -> list[Record]:
         """Worker columns out of the heartbeats since the last call."""
         workers, self._unsaved = self._unsaved, set()
-        return [
-            {
-                "name": name,
-                "seq": beat.seq,
-                "epoch": beat.epoch,
-                "iteration": beat.iteration,
-                "phase": beat.phase,
-                "op_milliseconds": json.dumps(beat.op_milliseconds),
-                "resident_bytes": beat.resident_bytes,
-                "heard_at": self.contacts[name].at,
-            }
-            for name, beat in ((name, self.contacts[name].beat) for name in workers)
-        ]
+        return [contact_row(name, self.contacts[name]) for name in workers]
 
     # -- plans ------------------------------------------------------------------------------
 
@@ -332,7 +335,7 @@ class LiveJob:
             for row in workers:
                 if row["name"] == getattr(event, "worker", None):
                     row.update(host=process[0], pid=process[1])
-        self._follow_moves(old, workers)
+        follow_moves(old, workers, self.processes)
         opened = next((d.epoch for d in decisions if isinstance(d, OpenEpoch)), None)
         job: Record = {}
         if new.job_state != old.job_state or new.halted != old.halted:
@@ -347,18 +350,8 @@ class LiveJob:
             events=self.note(d for d in decisions if isinstance(d, Note)),
             acknowledgement=acknowledgement,
             audit=audit,
-            states=_state_rows(old, new),
+            states=state_rows(old, new),
         )
-
-    def _follow_moves(self, old: State, workers: list[Record]) -> None:
-        """A process that has taken another place is known there by its host and number too."""
-        for row in workers:
-            incarnation = row["incarnation"]
-            if incarnation and incarnation != old.members[row["name"]].incarnation:
-                came_from = next((m.name for m in old.members.values() if m.incarnation == incarnation), None)
-                if came_from in self.processes:
-                    self.processes[row["name"]] = host, pid = self.processes[came_from]
-                    row.update(host=host, pid=pid)
 
     def _save(self, change: Change) -> None:
         if change:
@@ -401,19 +394,11 @@ class LiveJob:
         store, job_id = self._store, self.job_id
         state = read_state(store, job_row, self.spec)
         self._event_seq = store.last_event(job_id)
-        self.commands = [Command(seq=r["seq"], kind=r["kind"], worker=r["worker"]) for r in store.commands(job_id)]
+        self.commands = [
+            Command(seq=r["seq"], kind=r["kind"], worker=r["worker"] or None) for r in store.commands(job_id)
+        ]
         self.version += 1
         self.state = state
-
-
-def _state_rows(old: State, new: State) -> list[Record]:
-    """Who came into another state."""
-    now = time.time()
-    return [
-        {"worker": name, "state": member.state.value, "at": now}
-        for name, member in new.members.items()
-        if member is not old.members[name] and member.state is not old.members[name].state
-    ]
 
 
 def _workers(names: Iterable[str]) -> frozenset[Worker]:

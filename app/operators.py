@@ -53,11 +53,29 @@ class Operators:
             raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
         return job, member
 
-    def _command(self, job: LiveJob, kind: str, worker: str, actor: str) -> None:
+    def pause(self, job_id: str, actor: str) -> str:
+        """Asks all workers to stop before the same iteration. Raises ConsoleError."""
+        return self._hold(job_id, "pause", actor)
+
+    def resume(self, job_id: str, actor: str) -> str:
+        """Lets a paused job go on. Raises ConsoleError."""
+        return self._hold(job_id, "resume", actor)
+
+    def _hold(self, job_id: str, kind: str, actor: str) -> str:
+        job = self._find(job_id)
+        if job.state.over:
+            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+        with job.lock:
+            if job.paused == (kind == "pause"):
+                raise ConsoleError(409, "no_choice", f"the job is {'' if job.paused else 'not '}paused")
+            self._command(job, kind, None, actor)
+        return "all workers stop before the same iteration" if kind == "pause" else "all workers go on"
+
+    def _command(self, job: LiveJob, kind: str, worker: str | None, actor: str) -> None:
         actor = _named(actor)
         with job.lock, storing():
-            events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker}", worker)])
-            seq = self._store.add_command(job.job_id, kind=kind, worker=worker, actor=actor, events=events)
+            events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker or 'the job'}", worker)])
+            seq = self._store.add_command(job.job_id, kind=kind, worker=worker or "", actor=actor, events=events)
             job.stored(len(events))
             job.commands.append(Command(seq=seq, kind=kind, worker=worker))  # type: ignore[arg-type]
         log.info("operator command", job=job.job_id, kind=kind, worker=worker, actor=actor)
@@ -85,9 +103,11 @@ class Operators:
         return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=_audit(who, "choose", plain(name)))
 
     def choice(self, job_id: str) -> Record:
-        """Who decides, and what there is to choose from. waiting: does the job stand still for it?
+        """Who decides, and what there is to choose from. paused: did an operator stop the job? waiting: does
+        it stand still for a choice?
         seconds_left: then, until the best is taken."""
-        state = self._find(job_id).state
+        job = self._find(job_id)
+        state = job.state
         pending = state.pending
         waiting = pending is not None and pending.until is not None
         failed = pending.failed if pending is not None and waiting else out(state)
@@ -96,6 +116,7 @@ class Operators:
         return {
             "mode": state.mode,
             "patience": state.patience,
+            "paused": job.paused,
             "waiting": waiting,
             "seconds_left": None if left is None else max(0.0, left),
             "failed": list(failed or ()),

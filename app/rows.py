@@ -78,6 +78,21 @@ def read_epoch(row: Record) -> Epoch:
     return Epoch(row["epoch"], living, failed, joining, plan, reason, moves, row["restore"])
 
 
+def contact_row(name: str, contact: Contact) -> Record:
+    """The worker columns that a heartbeat brings."""
+    beat = contact.beat
+    return {
+        "name": name,
+        "seq": beat.seq,
+        "epoch": beat.epoch,
+        "iteration": beat.iteration,
+        "phase": beat.phase,
+        "op_milliseconds": json.dumps(beat.op_milliseconds),
+        "resident_bytes": beat.resident_bytes,
+        "heard_at": contact.at,
+    }
+
+
 def read_contact(row: Record) -> Contact:
     beat = Heartbeat.model_construct(
         worker=row["name"],
@@ -117,3 +132,25 @@ def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
         mode=Mode(job_row["mode"]),
         patience=job_row["patience"],
     )
+
+
+def state_rows(old: State, new: State) -> list[Record]:
+    """Who came into another state."""
+    now = time.time()
+    return [
+        {"worker": name, "state": member.state.value, "at": now}
+        for name, member in new.members.items()
+        if member is not old.members[name] and member.state is not old.members[name].state
+    ]
+
+
+def follow_moves(old: State, workers: list[Record], processes: dict[str, tuple[str, int]]) -> None:
+    """A process that has taken another place is known there by its host and number too. workers: rows of
+    those that changed; processes: by place, (host, number)."""
+    for row in workers:
+        incarnation = row["incarnation"]
+        if incarnation and incarnation != old.members[row["name"]].incarnation:
+            came_from = next((m.name for m in old.members.values() if m.incarnation == incarnation), None)
+            if came_from in processes:
+                processes[row["name"]] = host, pid = processes[came_from]
+                row.update(host=host, pid=pid)

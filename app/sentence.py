@@ -6,8 +6,11 @@ from agent.protocol import WorkerState
 from app.membership import Ladder, Member, State, names, peer_of
 
 
-def sentence(state: State, now: float, ladder: Ladder) -> str:
+def sentence(state: State, now: float, ladder: Ladder, *, paused: bool = False) -> str:
+    """paused: an operator has stopped the job between two iterations."""
     text = _text(state, now, ladder)
+    if paused and not state.over:
+        text = f"paused: all workers wait before the same iteration until somebody resumes the job. {text}"
     return text[0].upper() + text[1:].rstrip(".") + "."
 
 

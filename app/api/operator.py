@@ -1,4 +1,4 @@
-"""How a job goes on while workers are out, who decides that, and workers that are asked to leave."""
+"""How a job goes on while workers are out, who decides that, and what else operators ask of it as a whole."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class CandidateInfo(BaseModel):
 
 
 class ChoiceInfo(BaseModel):
-    """mode: who decides when workers are lost. patience: seconds that the job waits in manual mode. waiting:
-    does it stand still for a choice now? seconds_left: then, until the best is taken.
+    """mode: who decides when workers are lost. patience: seconds that the job waits in manual mode. paused: has
+    an operator stopped it? waiting: does it stand still for a choice now? seconds_left: then, until the best is taken.
 
     failed: the workers that are out. candidates: best first; empty until they are worked out, and when
     nobody is out. better: the name of one that is clearly better than re-routing, "" where none is.
@@ -47,6 +47,7 @@ class ChoiceInfo(BaseModel):
 
     mode: Mode
     patience: float
+    paused: bool
     waiting: bool
     seconds_left: float | None
     failed: list[str]
@@ -79,6 +80,16 @@ def router(console: Console) -> APIRouter:
     async def drain(job_id: str, worker: str, x_actor: Actor = "API") -> Outcome:
         """Asks this worker to leave when the iteration in hand is done; nothing is run twice for it."""
         return Outcome(reason=await in_thread(operators.drain, job_id, worker, x_actor))
+
+    @api.post("/{job_id}/pause", status_code=202, responses={409: {}})
+    async def pause(job_id: str, x_actor: Actor = "API") -> Outcome:
+        """Asks all workers to stop before the same iteration, with nothing in flight."""
+        return Outcome(reason=await in_thread(operators.pause, job_id, x_actor))
+
+    @api.post("/{job_id}/resume", status_code=202, responses={409: {}})
+    async def resume(job_id: str, x_actor: Actor = "API") -> Outcome:
+        """Lets a paused job go on."""
+        return Outcome(reason=await in_thread(operators.resume, job_id, x_actor))
 
     @api.get("/{job_id}/choice")
     async def choice(job_id: str) -> ChoiceInfo:

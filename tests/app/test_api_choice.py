@@ -47,6 +47,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
     assert choice(agents) == {
         "mode": "automatic",
         "patience": 60.0,
+        "paused": False,
         "waiting": False,
         "seconds_left": None,
         "failed": [],
@@ -92,10 +93,11 @@ def test_a_mode_outlives_the_console(tmp_path: Path) -> None:
         assert put_mode(agents, "manual", patience=500).status_code == 200
         agents.exit("W1_1")
         assert choice(agents)["waiting"]
+        assert server.post(agents.path("/pause")).status_code == 202
         server.stop()
         server.start()
         after = choice(agents)
-        assert (after["mode"], after["patience"], after["waiting"]) == ("manual", 500, True)
+        assert (after["mode"], after["patience"], after["waiting"], after["paused"]) == ("manual", 500, True, True)
         assert put_mode(agents, "automatic").status_code == 200
         assert agents.deployment(after=1)["failed"] == ["W1_1"]
         assert not choice(agents)["waiting"]
@@ -117,6 +119,24 @@ def test_a_worker_is_drained(server: ConsoleServer) -> None:
     assert agents.heartbeat("W2_1").status_code == 200
     agents.exit("W2_1")
     assert agents.heartbeat("W2_1").status_code == 409
+
+
+def test_a_job_is_paused_and_goes_on(server: ConsoleServer) -> None:
+    agents = started(server)
+    assert server.post(agents.path("/resume")).json()["detail"] == "the job is not paused"
+    assert server.post(agents.path("/pause"), headers={"X-Actor": "ada"}).status_code == 202
+    assert server.post(agents.path("/pause")).json()["detail"] == "the job is paused"
+    assert choice(agents)["paused"]
+    assert agents.job()["sentence"] == (
+        "Paused: all workers wait before the same iteration until somebody resumes the job. "
+        "Training in epoch 1 with all 12 workers."
+    )
+    assert server.post(agents.path("/resume"), headers={"X-Actor": "ada"}).status_code == 202
+    assert not choice(agents)["paused"]
+    commands = server.get(agents.path("/commands")).json()["commands"]
+    assert commands == [{"seq": 1, "kind": "pause"}, {"seq": 2, "kind": "resume"}]
+    texts = [e["text"] for e in server.get(agents.path("/events"), params={"limit": 500}).json()["events"]]
+    assert texts[-2:] == ["ada asked to pause the job", "ada asked to resume the job"]
 
 
 def test_what_is_wrong_is_said_by_its_name(server: ConsoleServer) -> None:
