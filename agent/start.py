@@ -26,7 +26,7 @@ from agent.recipe import CheckpointWish, Recipe
 from planner.catalog import Catalog
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.plan import JobDoc, job_doc
+from planner.plan import JobDoc, PlanError, job_doc
 from planner.profiles import Profile, job_on, load
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ BY_PROFILE = "profile"
 
 
 def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job:
-    """The op times of `profile` on the grid of `job`; with None, `job` itself. Raises PlannerError.
+    """The op times of `profile` on the grid of `job`; with None, `job` itself. Raises InputError.
 
     profile: a measured one or the document of a job; or a file with either, or a shipped one's name.
     """
@@ -201,7 +201,10 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
         return job
     if job != Job(job.pipelines, job.stages, job.micro_batches):
         raise InputError("--profile", str(profile)[:80], "nothing beside a job that has op times of its own")
-    document = load(profile) if isinstance(profile, str | Path) else profile
+    try:
+        document = load(profile) if isinstance(profile, str | Path) else profile
+    except PlanError as error:
+        raise InputError("--profile", str(profile), f"a profile, or the document of a job ({error})") from None
     return job_on(document, job.pipelines, job.stages, job.micro_batches)
 
 

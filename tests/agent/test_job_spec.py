@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.protocol import JobSpec
-from agent.start import job_spec
+from agent.start import job_spec, with_profile
 from planner.errors import InfeasibleError, InputError
 from planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from planner.plan import job_doc
+from planner.profiles import load_profile
 
 GRID: dict[str, Any] = {"name": "n", "pipelines": 2, "stages": 2, "micro_batches": 3, "iterations": 5}
 TIMES = st.decimals(0, 500, places=3).map(float)
@@ -101,3 +103,27 @@ def test_memory_in_bytes_needs_bytes() -> None:
     assert MemoryLimit(spec.memory).limits(spec.job()) == (2, 2)
     with pytest.raises(InfeasibleError, match=r"memory holds 0\.5 of one micro-batch on stage 0"):
         told(replace(job, capacity_bytes=(1050, 1250)), "bytes").job()
+
+
+def test_a_profile_gives_a_grid_its_op_times(tmp_path: Path) -> None:
+    grid, own = Job(2, 2, 3), Job(2, 2, 3, (StageProfile(1), StageProfile(2)), time_unit="ms")
+    assert with_profile(grid, None) is grid
+    assert with_profile(grid, job_doc(own)) == own
+    (tmp_path / "job.json").write_text(job_doc(own).model_dump_json())
+    assert with_profile(grid, tmp_path / "job.json") == own
+    shipped = load_profile("gpt3-medium")
+    assert with_profile(grid, "gpt3-medium") == with_profile(grid, shipped) == shipped.job_for(2, 2, 3)
+    with pytest.raises(InputError, match=r"--profile: got 'gpt3-medium', expected nothing beside a job that has"):
+        with_profile(own, "gpt3-medium")
+    with pytest.raises(InputError, match=r"--stages: got 2, expected 3, as --profile has it"):
+        with_profile(grid, job_doc(Job(2, 3, 3)))
+
+
+def test_a_measured_capacity_is_planned_with(tmp_path: Path) -> None:
+    measured = load_profile("gpt3-medium").model_copy(update={"capacity_bytes": 1 << 36})
+    assert measured.job_for(2, 4, 8).capacity_bytes == (1 << 36,) * 4
+    # Documents of workers whose memory nobody has said are as they were.
+    assert "capacity_bytes" not in json.loads(load_profile("gpt3-medium").model_dump_json())
+    written = tmp_path / "profile.json"
+    written.write_text(measured.profile(2, 4, 8).model_dump_json())
+    assert load_profile(written).job.job().capacity_bytes == (1 << 36,) * 4

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from agent import JobFailed
 from agent.trainer import ResilientTrainer, TrainingResult
-from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.errors import InfeasibleError, InputError
 from planner.job import Job
 from planner.plan import job_doc
 from tests.agent import own_jobs
@@ -63,7 +63,7 @@ class Local:
         ({"memory": 0}, ["memory: got '0'"]),
         ({"pace": "F=1ms"}, ["pace: got 'F=1ms', expected a time above 0 for I, W too"]),
         ({"pace": "profile"}, ["pace: got 'profile', expected a profile in", "its time unit is slot"]),
-        ({"profile": "no/such.json"}, ["no/such.json can't be read"]),
+        ({"profile": "no/such.json"}, ["profile: got 'no/such.json'", "can't be read"]),
         ({"profile": job_doc(Job(3, 2, 2))}, ["pipelines: got 2, expected 3"]),
         ({"profile": job_doc(Job(2, 2, 3)), "pace": "F=1ms,I=1ms,W=1ms"}, ["pace: got", "beside profile"]),
         ({"profile": "gpt3-medium", "job": Job.uniform(2, 2, 3, durations={"F": 2})}, ["profile: got 'gpt3-medium'"]),
@@ -76,7 +76,7 @@ class Local:
     ],
 )
 def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(PlannerError) as caught:
+    with pytest.raises(InputError) as caught:
         own_jobs.trainer(**changes)
     for word in words:
         assert word in str(caught.value)
