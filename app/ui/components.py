@@ -175,7 +175,7 @@ def job_title(view: JobView, *, pace: bool = True) -> None:
     about = (
         f"{text.count(spec.pipelines, 'pipeline')} × {text.count(spec.stages, 'stage')}, "
         f"{text.count(spec.micro_batches, 'micro-batch', 'micro-batches')} each · {spec.technique} · "
-        f"memory limit {spec.memory}"
+        f"memory limit {'by bytes' if spec.memory == 'bytes' else spec.memory}"
     )
     paced, times = "", op_time_words(spec)
     if spec.profile is not None and times and not spec.paced:
