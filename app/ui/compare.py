@@ -15,7 +15,7 @@ from app.ui.charts.overview import MAX_BARS
 from app.ui.exports import export_source
 from app.ui.facts import Card
 from app.ui.picker import open_job
-from app.ui.plan_source import wait_for
+from app.ui.plan_source import hold_still, wait_for
 from app.ui.schedule_filters import choose_rows
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.errors import InputError
@@ -41,7 +41,7 @@ def page() -> None:
         _nothing_yet()
         return
     if len(sources) > 1:
-        _compare(console, sources, colours)
+        _compare(console, [hold_still(source) for source in sources], colours)
 
 
 def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:

@@ -10,6 +10,7 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.references import OfJob, Reference, parse_reference
 from app.sources import Awaited, Source, find, measured_name, names, saved_names
+from app.ui.schedule_facts import measured_words
 from planner.errors import InputError
 
 PICKER = "plan-picker"
@@ -59,6 +60,21 @@ def ready(console: Console, reference: Reference) -> Source | None:
         return found
     wait_for(console, [reference])
     return None
+
+
+def hold_still(source: Source) -> Source:
+    """A measured iteration stays the same while it is looked at, until a newer one is asked for."""
+    if source.measured is None:
+        return source
+    key = f"held-{source.reference}"
+    held: Source = st.session_state.setdefault(key, source)
+    newest, shown = source.measured, held.measured or source.measured
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.markdown(measured_words(shown))
+        if newest.at != shown.at and st.button(f"Show iteration {newest.iteration}", key=f"newest-{source.job_id}"):
+            st.session_state[key] = source
+            st.rerun()
+    return held
 
 
 def wait_for(console: Console, references: Sequence[Reference]) -> None:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import streamlit as st
 
 from app.console import Console, get_console
 from app.errors import ConsoleError
+from app.references import Made, OfJob
 from app.sources import Source
 from app.ui import components, facts
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import MAX_BARS, Detail
 from app.ui.exports import export_source
 from app.ui.picker import open_job
-from app.ui.plan_source import pick_plan
-from app.ui.schedule_facts import critical_words, measured_words
+from app.ui.plan_source import hold_still, pick_plan
+from app.ui.schedule_facts import critical_words
 from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
 from app.ui.schedule_large import large_chart
 from app.ui.tables import operations_table, workers_table
 from app.ui.theme import CHART_CONFIG, Palette
-from planner.job import Worker
+from planner.job import Technique, Worker
 from planner.plan import Plan
 from planner.schedule import Schedule
 
-HELD = "measured-iteration"
+COMPARE = Path(__file__).with_name("compare.py")
 
 
 def page() -> None:
@@ -50,7 +52,7 @@ def page() -> None:
         )
     if source is None:
         return
-    source = _still(source)
+    source = hold_still(source)
     plan = source.plan
     schedule = st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)
     with filters:
@@ -75,23 +77,6 @@ def _follow(console: Console, job_id: str, shown: str | None) -> None:
         return
     if (plan.fingerprint if plan else None) != shown:
         st.rerun()
-
-
-def _still(source: Source) -> Source:
-    """A measured iteration stays the same while it is looked at, until a newer one is asked for."""
-    if source.measured is None:
-        return source
-    held: Source = st.session_state.get(HELD, source)
-    if held.measured is None or held.reference != source.reference:
-        held = source
-    st.session_state[HELD] = held
-    newest, shown = source.measured, held.measured or source.measured
-    with st.container(horizontal=True, vertical_alignment="center"):
-        st.markdown(measured_words(shown))
-        if newest.at != shown.at and st.button(f"Show iteration {newest.iteration}", key="newest"):
-            st.session_state[HELD] = source
-            st.rerun()
-    return held
 
 
 def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail | None:
@@ -124,17 +109,34 @@ def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, co
             selection_mode="points",
             alt=facts.schedule_words(plan, schedule),
         )
-    st.caption(facts.reading_help(plan))
+    st.caption(f"{facts.reading_help(plan)} Click a bar to see its micro-batch's path through all stages.")
     if "critical" in wish.draw:
         st.caption(critical_words(schedule))
     return None
+
+
+def _comparison(source: Source) -> dict[str, str | list[str]]:
+    """The link to Compare: an iteration as it ran beside the plan in force, a plan beside fault-free 1F1B."""
+    query: dict[str, str | list[str]] = {"plans": [str(source.reference)]}
+    if source.job_id is not None:
+        in_force, plain = OfJob(source.job_id), Made(Technique.FAULT_FREE, "1f1b", source.job_id)
+        other = in_force if source.measured or source.reference == plain else plain
+        query = {"plans": [str(other), str(source.reference)], "job": source.job_id}
+    return query
 
 
 def _tables(console: Console, source: Source, schedule: Schedule, workers: list[Worker], detail: Detail | None) -> None:
     plan = source.plan
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         components.heading("The same in figures", f"times in {plan.job.time_unit}")
-        export_source(console, source)
+        with st.container(horizontal=True, width="content", vertical_alignment="center"):
+            st.page_link(
+                COMPARE,
+                label="Compare with others",
+                icon=":material/compare_arrows:",
+                query_params=_comparison(source),
+            )
+            export_source(console, source)
     by_worker, by_op = st.tabs(["Workers", "Ops of the detail" if detail else "Ops"])
     with by_worker:
         st.dataframe(workers_table(schedule, workers), hide_index=True, key="workers-table", alt="Figures by worker")

@@ -232,7 +232,7 @@ def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(cons
     found.newest = found.newest.model_copy(update={"iteration": iteration + 7, "at": found.newest.at + 5})
     test.run()
     assert f"**Iteration {iteration}** as it ran" in words(test), "what is looked at does not change by itself"
-    test.button(key="newest").click().run()
+    test.button(key=f"newest-{job.job_id}").click().run()
     assert f"**Iteration {iteration + 7}** as it ran" in words(test)
 
 
