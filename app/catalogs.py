@@ -34,6 +34,8 @@ MAX_FILLING = 2
 MAX_KEPT = 16
 # Plans beyond this are not encoded in the console's process, which would hold up its heartbeats.
 KEPT_OPS = 20_000
+# Plans that are stored at once.
+BATCH = 64
 
 Headers = Mapping[str, Header]
 
@@ -167,10 +169,10 @@ class Catalogs:
 
     def delete(self, fingerprint: str) -> None:
         """Raises ConsoleError when there is none, or it is being filled."""
-        self.stored(fingerprint)
         filling = self.filling(fingerprint)
         if filling is not None and filling.running:
             raise ConsoleError(409, "filling", "the catalog is being filled; cancel that first")
+        self.stored(fingerprint)
         with storing():
             self._store.delete_catalog(fingerprint)
         with self._lock:
@@ -234,8 +236,12 @@ class Catalogs:
         try:
             while not outcome:
                 batch: dict[str, bytes] = {}
-                while True:
-                    message = process.receive()
+                while not outcome and len(batch) < BATCH:
+                    try:
+                        message = process.receive()
+                    except (EOFError, OSError):  # what came before it counts
+                        outcome, why = "failed", "the planning process ended too soon; fill again to go on from here"
+                        break
                     if isinstance(message, tuple):
                         batch[message[0]] = message[1]
                     else:
@@ -245,13 +251,11 @@ class Catalogs:
                         why = message.get("error", "")
                         outcome = "failed" if why else "done" if "finished" in message else ""
                     filling.seconds = time.monotonic() - begin
-                    if outcome or len(batch) >= 64 or not process.waiting():
+                    if not process.waiting():
                         break
                 if batch:
                     self._save(info, batch)
                     self.on_plans(info.question, sorted(batch))
-        except (EOFError, OSError):
-            outcome, why = "failed", "the planning process ended before it was done; fill again to go on from here"
         except ConsoleError as error:
             outcome, why = "failed", str(error)
         except Exception:

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.catalog_fill import CatalogRequest
 from app.catalogs import KEPT_OPS, Catalogs
 from app.errors import ConsoleError
 from app.jobs import AHEAD, URGENT, Done, PlanMaker, PlanRequest
 from app.live import LiveJob
-from planner.catalog_store import plan_name
+from planner.catalog_build import listed_patterns
+from planner.catalog_store import CatalogInfo, plan_name
 from planner.failures import canonical_pattern
 from planner.job import Job, Worker
 from planner.plan import Plan, job_doc
@@ -22,6 +24,9 @@ log = structlog.get_logger()
 
 # How many failure patterns are planned ahead; the list scheduler serves the rest when they happen.
 MAX_AHEAD = 512
+# Ops of all plans that a job holds in memory, of about 800 bytes each. Where more are made ahead, they
+# stay in the catalog until they are needed.
+HELD_OPS = 400_000
 # In a grid above this, whatever fails beyond the tolerance is planned when it has failed.
 NEXT_WORKERS = 512
 
@@ -36,6 +41,7 @@ class Planning:
         self._tolerance = tolerance
         self._catalogs = catalogs
         self._maker = PlanMaker()
+        self._filling: dict[str, tuple[str, frozenset[str]]] = {}  # job -> its catalog, the names made ahead
 
     def start(self) -> None:
         self._maker.start()
@@ -46,12 +52,17 @@ class Planning:
     def cancel(self, job: LiveJob) -> None:
         """Nothing more is planned for `job`."""
         self._maker.cancel(job.job_id)
+        self._stop_filling(job)
         job.plans_to_make = job.planned_ahead = 0
 
     def make_ahead(self, job: LiveJob) -> None:
         """The fault-free plan first, then one for each failure pattern, one failure after another."""
-        patterns = [p for count in job.catalog.patterns(self._tolerance) for p in count]
-        self._submit(job, patterns[:MAX_AHEAD])
+        self._stop_filling(job)
+        patterns = [p for count in job.catalog.patterns(self._tolerance) for p in count][:MAX_AHEAD]
+        if job.ops * len(patterns) <= HELD_OPS:
+            self._submit(job, patterns)
+        elif job.job is job.nominal:  # speeds that were found pass
+            self._fill(job)
 
     def make_next(self, job: LiveJob) -> None:
         """Beyond the tolerance too, whatever worker fails next finds its plan made."""
@@ -62,7 +73,9 @@ class Planning:
         living = [Worker.parse(name) for name in epoch.living]
         peers = Counter(worker.stage for worker in living)
         patterns = {canonical_pattern({*failed, w}, job.job)[0]: None for w in living if peers[w.stage] > 1}
-        self._submit(job, [pattern for pattern in patterns if pattern not in job.patterns_asked])
+        missing = [pattern for pattern in patterns if pattern not in job.patterns_asked]
+        if job.ops * len(missing) <= HELD_OPS:
+            self._submit(job, missing)
 
     def make_now(self, job: LiveJob, failed: tuple[str, ...]) -> None:
         """A failure came for which no plan is at hand: it is looked up, else made before all others."""
@@ -98,10 +111,37 @@ class Planning:
 
     def take(self, job: LiveJob, names: Iterable[str]) -> None:
         """Plans with these names have come into the catalog of the job's question."""
-        if job.ops <= KEPT_OPS:
+        if job.job_id in self._filling:
+            job.planned_ahead = len(self._filling[job.job_id][1] & self._catalogs.names(job.question))
+        elif job.ops <= KEPT_OPS:
             stored = self._catalogs.stored_of(job.question)
             for name in names:
                 job.file_plan(stored.plan(name))
+
+    def _fill(self, job: LiveJob) -> None:
+        """Has the catalog filled for as many failures as have few enough patterns, up to the tolerance."""
+        tolerances = range(self._tolerance, -1, -1)
+        listed = ((t, listed_patterns(job.job, t)) for t in tolerances)
+        tolerance, patterns = next((t, found) for t, found in listed if found is not None)
+        question, names = job.question, frozenset(map(plan_name, patterns))
+        request = CatalogRequest(
+            job=job_doc(job.job), technique=question.technique, memory=question.memory.text, tolerance=tolerance
+        )
+        self._filling[job.job_id] = CatalogInfo.of(question).fingerprint, names
+        job.plans_to_make = len(names)
+        try:
+            job.planned_ahead = len(names & self._catalogs.names(question))
+            if job.planned_ahead < job.plans_to_make:
+                self._catalogs.fill(request)
+        except ConsoleError as error:
+            job.plans_to_make = job.planned_ahead
+            log.warning("no plans ahead; they are made when they are needed", job=job.job_id, reason=error.detail)
+
+    def _stop_filling(self, job: LiveJob) -> None:
+        fingerprint, _ = self._filling.pop(job.job_id, ("", frozenset()))
+        filling = self._catalogs.filling(fingerprint)
+        if filling is not None and filling.running and all(fingerprint != f for f, _ in self._filling.values()):
+            self._catalogs.cancel(fingerprint)
 
     def _submit(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> None:
         asked = job.job

@@ -234,7 +234,12 @@ def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> Non
     clicked = _clicked(event)
     if clicked is not None and clicked < len(report.lines) and report.lines[clicked].worst is not None:
         _open(report, report.lines[clicked].plans[0].name)
-    if not report.by_pattern:
+    if report.by_pattern and report.tolerance > 1:
+        st.caption(
+            "At each count the longest plan is for failures that share a stage. Migrations lead them towards the "
+            "shortest: Planner says which, and what they cost."
+        )
+    elif not report.by_pattern:
         st.caption(
             "One plan per number of failures, for the stages where they cost least. Other failures are led there by "
             "migrations, or get the list scheduler's plan at once."

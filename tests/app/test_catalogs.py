@@ -95,7 +95,7 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
     request = parse_request(**LONG)
     filling = catalogs.fill(request)
     assert catalogs.fill(request) is filling, "the same request is the same filling"
-    until(lambda: filling.done >= 2, "some plans are made")
+    until(lambda: len(store.catalog_blobs(filling.fingerprint).names()) >= 2, "some plans are made")
     with pytest.raises(ConsoleError, match="being filled up to 3 failures"):
         catalogs.fill(parse_request(**LONG | {"tolerance": 2}))
     with pytest.raises(ConsoleError, match="cancel that first"):
@@ -116,9 +116,9 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
 
 def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs, store: Store) -> None:
     filling = catalogs.fill(parse_request(**LONG))
-    until(lambda: filling.done >= 1, "a plan is made")
+    until(lambda: bool(store.catalog_blobs(filling.fingerprint).names()), "a plan is made")
     catalogs._processes_of[filling.fingerprint].process.kill()
-    assert "ended before it was done" in ended(filling).why
+    assert "ended too soon" in ended(filling).why
     assert filling.state == "failed"
     assert store.catalog_blobs(filling.fingerprint).names()
 
@@ -287,22 +287,68 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
     here.close()
 
 
-def test_a_job_too_large_for_memory_is_looked_up_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.live.INLINE_OPS", 1)
-    monkeypatch.setattr("app.planning.KEPT_OPS", 1)
+    monkeypatch.setattr("app.planning.HELD_OPS", 1)
     here = ConsoleHere(tmp_path)
-    monkeypatch.setattr(here.console._planning, "make_ahead", lambda job: None)
     job = JobHere(here.console, "large")
-    question = here.console.job(job.job_id).question
-    request = parse_request(job=job_doc(question.job), technique="staggered", memory="uniform", tolerance=1)
-    assert ended(here.console.catalogs.fill(request)).state == "done"
+    live = here.console.job(job.job_id)
+    assert live.plans_to_make == 5, "the full grid, and one failure on each of four stages"
+    wait(lambda: live.planned_ahead == 5)
     job.register()
-    assert here.console.job(job.job_id).catalog.plans[0].failed == (), "only what it needed"
+    assert [plan.failed for plan in live.catalog.plans] == [()], "only what it needed"
     job.die("W1_2")
     wait(lambda: here.console.view(job.job_id).epoch == 2)
     opened = next(event.text for event in here.console.view(job.job_id).events if event.kind == "epoch")
     assert "from the catalog: planned ahead for these failures" in opened
+    again = here.console.job(JobHere(here.console, "the same again").job_id)
+    assert (again.planned_ahead, again.plans_to_make) == (5, 5), "it is there at once"
     here.close()
+
+
+def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ConsoleHere(tmp_path)
+    monkeypatch.setattr("app.planning.HELD_OPS", 1)
+    here.console._planning._tolerance = 3
+    jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
+    (filling,) = here.console.catalogs._fillings.values()
+    jobs[0].finish()
+    assert filling.running, "another job of the same question waits for it"
+    jobs[1].finish()
+    assert filling.state == "cancelled"
+    wait(lambda: not here.console.catalogs._processes_of)
+    here.close()
+
+
+class _Ends:
+    """What a process sent before it was gone."""
+
+    def __init__(self, *messages: dict[str, object] | tuple[str, bytes]) -> None:
+        self.messages = list(messages)
+
+    def receive(self) -> dict[str, object] | tuple[str, bytes]:
+        if not self.messages:
+            raise EOFError
+        return self.messages.pop(0)
+
+    def waiting(self) -> bool:
+        return True  # as a pipe says whose other end is closed
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, store: Store) -> None:
+    request = parse_request(**SMALL)
+    info = CatalogInfo.of(request.question)
+    name, blob = plan_name(frozenset()), encode_plan(make(request), Effort(solver="list"))
+    filling = Filling(request, info.fingerprint)
+    catalogs._collect(info, filling, _Ends({"done": 0, "total": 3}, (name, blob)))  # type: ignore[arg-type]
+    assert (filling.state, filling.total) == ("failed", 3)
+    assert store.catalog_blobs(info.fingerprint).names() == [name]
 
 
 # -- what is drawn of it -----------------------------------------------------------------------
