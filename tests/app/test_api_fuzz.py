@@ -91,6 +91,7 @@ BODIES = {
         detail=short,
         epoch=number,
     ),
+    "/{job}/choice": message(name=st.sampled_from(["re-route", "drop the replica", ""]), failed=st.lists(worker)),
     "/{job}/iterations": message(iterations=st.lists(iteration, max_size=3)),
     "/{job}/recoveries": message(
         worker=worker, epoch=number, detected_ms=number, unblocked_ms=number, reformed_ms=number, resumed_ms=number
