@@ -129,10 +129,10 @@ def test_a_saved_plan_is_shown_without_any_job(tmp_path: Path) -> None:
 
 
 def test_a_plan_by_technique_is_made_while_the_page_waits(console: Console, job: JobHere) -> None:
-    test = open_page(job=job.job_id, plan="made:fault-free:1f1b:2x3x5")
+    test = open_page(job=job.job_id, plan="made:staggered:none:2x3x5")
     deadline = time.monotonic() + DEADLINE
     while not test.get("plotly_chart"):
-        assert any(c.value.startswith("Planning: Fault-free") for c in test.caption)
+        assert any(c.value.startswith("Planning: Adaptive + decoupled") for c in test.caption)
         assert time.monotonic() < deadline
         time.sleep(0.05)
         test.run()
