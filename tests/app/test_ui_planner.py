@@ -294,6 +294,21 @@ def test_a_planning_process_that_dies_is_an_error_on_the_page(console: Console) 
         assert not test.button(key="planner-plan").disabled, "one may try again"
 
 
+def test_a_file_brings_its_profile_and_a_wrong_one_is_refused_beside_it(console: Console) -> None:
+    test = open_page(memory="none")
+    job = Job.uniform(2, 3, 5, durations={"F": 2, "I": 2, "W": 1}, time_unit="ms")
+    test.file_uploader[0].set_value(("mine.json", job_doc(job).model_dump_json().encode(), "application/json"))
+    run(test)
+    made, _ = parse(params(test))
+    assert made.job() == job and made.memory == "none"
+    assert "Your own" in test.selectbox(key="planner-profile-1").options
+    assert "Stages: F 2, I 2, W 1 ms" in [e.label for e in test.expander]
+    test.file_uploader[0].set_value(("wrong.json", b"{}", "application/json"))
+    run(test)
+    assert "wrong.json: the file is neither a profile, nor a job, nor a plan" in words(test)
+    assert parse(params(test))[0] == made
+
+
 # -- keeping and applying -----------------------------------------------------------------------
 
 
@@ -312,6 +327,10 @@ def test_a_plan_is_kept_and_its_link_shows_it(console: Console) -> None:
     again = open_page(saved=link["saved"])
     assert params(again) == link and "27 slots" in words(again) and "A saved plan" in words(again)
     assert console.solves.all() == []
+    again.button(key="planner-to-plan").click()
+    run(again)
+    assert again.query_params["plan"] == f"saved:{link['saved']}" and "27 slots" in words(again)
+    again = open_page(saved=link["saved"])
     click(again, "planner-forget")
     assert console.library.saved() == [] and "saved" not in params(again)
     assert "expected the fingerprint of a plan" in words(open_page(saved=link["saved"]))

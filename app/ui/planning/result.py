@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import streamlit as st
 
@@ -31,7 +32,8 @@ SHOW = "planner-show"
 NAME = "planner-save-name"
 # Plans that the page keeps beside the present one; beyond so many ops none.
 MAX_BEFORE = 4
-MAX_BEFORE_OPS = 50_000
+MAX_BEFORE_OPS = 10_000
+SCHEDULE, COMPARE = (Path(__file__).parents[1] / name for name in ("schedule.py", "compare.py"))
 THIS, REFERENCE, BEFORE = "this", "1f1b", "before"
 
 
@@ -160,6 +162,9 @@ def _save(console: Console, plan: Plan, question: WhatIf) -> None:
         st.button(words, type="primary", key="planner-keep", on_click=_keep, args=(console, plan, key))
         if kept:
             st.button("Forget it", key="planner-forget", on_click=_forget, args=(console, plan))
+            for words, page, word in (("Open on Schedule", SCHEDULE, "plan"), ("Compare", COMPARE, "plans")):
+                if st.button(words, type="tertiary", key=f"planner-to-{word}"):
+                    st.switch_page(page, query_params={word: f"saved:{plan.fingerprint}"})
 
 
 def _keep(console: Console, plan: Plan, key: str) -> None:
