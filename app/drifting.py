@@ -172,11 +172,12 @@ class Drifting:
         gain = self._gain(job, wanted, plan)
         self._planning.replan(job, wanted, plan)
         if gain is not None and gain < LEAST_GAIN:
-            text = f"the plan in force stays: one for {_words(wanted)} would be quicker by {max(0.0, gain):.1%} only"
+            saved = max(0.0, 1 - 1 / (1 + gain))
+            text = f"the plan in force stays: by one for {_words(wanted)} an iteration would take {saved:.1%} less"
             job.record(Note("info", "plan", text))
             return
-        quicker = "" if gain is None else f", quicker by {gain:.0%} than the order in force is with them"
-        reason = f"a plan for {_words(wanted)}{quicker}"
+        less = "" if gain is None else f": an iteration takes {1 - 1 / (1 + gain):.0%} less than by the plan before"
+        reason = f"a plan for {_words(wanted)}{less}"
         try:
             job.apply(UsePlan(plan.fingerprint, failed, "", reason), plan=plan)
         except ConsoleError as error:
