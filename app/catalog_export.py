@@ -8,8 +8,9 @@ import multiprocessing
 import zipfile
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
+from app.catalogs import Catalogs
 from app.errors import ConsoleError
 from planner.catalog_store import INFO, SUFFIX, CatalogInfo
 from planner.errors import PlannerError
@@ -27,6 +28,12 @@ index.json          name, failed workers, period, bound and gap of each plan
 
 A plan serves every failure set that differs only in which pipeline is called which.
 """
+
+
+def exported(catalogs: Catalogs, fingerprint: str, form: Literal["json", "stored"]) -> bytes:
+    """A stored catalog as a zip file. Raises ConsoleError."""
+    info, blobs = catalogs.stored(fingerprint).info, catalogs.blobs(fingerprint)
+    return json_zip(info, blobs) if form == "json" else stored_zip(fingerprint, info, blobs)
 
 
 def stored_zip(fingerprint: str, info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:

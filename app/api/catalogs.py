@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel, Field
 
 from app.api.runner import in_thread
-from app.catalog_export import json_zip, stored_zip
+from app.catalog_export import exported
 from app.catalog_fill import MAX_TOLERANCE, CatalogRequest
 from app.catalog_report import CatalogReport, CatalogSummary, CountLine
 from app.catalogs import Filling
@@ -149,7 +149,7 @@ def router(console: Console) -> APIRouter:
     @api.get("/catalogs/{fingerprint}/export", response_class=Response)
     async def export(fingerprint: Fingerprint, format: Literal["json", "stored"] = "json") -> Response:
         """A zip file: a document per plan, or the folder that the command line keeps and goes on from."""
-        data = await in_thread(exported, console, fingerprint, format)
+        data = await in_thread(exported, catalogs, fingerprint, format)
         named = {"Content-Disposition": f'attachment; filename="catalog-{fingerprint[:12]}.{format}.zip"'}
         return Response(data, media_type="application/zip", headers=named)
 
@@ -161,12 +161,6 @@ def router(console: Console) -> APIRouter:
         return _detail(await in_thread(catalogs.report, job.question, wanted))
 
     return api
-
-
-def exported(console: Console, fingerprint: str, form: Literal["json", "stored"]) -> bytes:
-    """The zip file. Raises ConsoleError."""
-    info, blobs = console.catalogs.stored(fingerprint).info, console.catalogs.blobs(fingerprint)
-    return json_zip(info, blobs) if form == "json" else stored_zip(fingerprint, info, blobs)
 
 
 def _request(console: Console, asked: CatalogAsked) -> CatalogRequest:

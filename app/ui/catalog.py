@@ -9,8 +9,7 @@ from typing import Any
 
 import streamlit as st
 
-from app.api.catalogs import exported
-from app.catalog_export import json_refusal
+from app.catalog_export import exported, json_refusal
 from app.catalog_fill import CatalogRequest, parse_request
 from app.catalog_report import CatalogReport, CatalogSummary, most_failures, stale
 from app.console import Console, get_console
@@ -132,7 +131,7 @@ def _ask(console: Console) -> CatalogRequest:
             1024,
             default,
             key="cat_tolerance" if source == OWN else f"cat_tolerance-{source}",
-            bind="query-params" if source == OWN else None,
+            bind="query-params",
             help=f"Plan for up to so many failed workers; at most {most}, as each stage needs a living one.",
             width=125,
         )
@@ -328,7 +327,7 @@ def _exports(console: Console, report: CatalogReport) -> None:
         ):
             st.download_button(
                 label,
-                partial(exported, console, report.fingerprint, form),  # type: ignore[arg-type]
+                partial(exported, console.catalogs, report.fingerprint, form),  # type: ignore[arg-type]
                 file_name=f"catalog-{report.fingerprint[:12]}.{form}.zip",
                 mime="application/zip",
                 on_click="ignore",

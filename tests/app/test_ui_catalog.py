@@ -88,6 +88,8 @@ def test_a_job_shows_its_own_catalog(here: ConsoleHere) -> None:
     assert "16 missing" in words(test)
     assert "asked for 2" in words(test)
     assert "milliseconds" not in words(test)
+    link = open_page(job=job.job_id, **{f"cat_tolerance-{job.job_id}": "2"})
+    assert "16 missing" in words(link), "a link shows what its sender saw"
 
 
 def test_while_it_is_filled_there_is_progress_and_cancel(here: ConsoleHere) -> None:
