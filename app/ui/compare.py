@@ -141,8 +141,7 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
     pictured = sum(strip.ops for strip in strips) > MAX_BARS
     if pictured:
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
-    else:
-        components.legend_all([(s.schedule, s.workers) for s in strips], ghost=True)
+    components.legend_all([(s.schedule, s.workers) for s in strips], ghost=not pictured)
     with st.container(key="wide-chart"):
         st.plotly_chart(
             comparison(strips, colours, revision=revision),

@@ -74,6 +74,7 @@ def comparison(strips: Sequence[Strip], colours: Palette, *, revision: str = "co
     )
     unit = plural(strips[0].plan.job.time_unit) if factors == [1.0] * len(strips) else RELATIVE
     figure.update_xaxes(title_text=f"time ({unit})", range=[0, end], anchor=sheets[-1].axis, layer="below traces")
+    figure.update_xaxes(showgrid=not as_pictures)  # lines over a picture look like part of it
     return figure
 
 
