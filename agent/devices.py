@@ -91,8 +91,9 @@ class Platform:
 
         if self.device == "cpu":
             return torch.device("cpu")
-        self.check(slot + 1)
+        # First: the driver reads some of it when it is asked anything.
         os.environ.update(CUDA_ENVIRONMENT)
+        self.check(slot + 1)
         torch.cuda.set_device(slot)
         if deterministic:
             torch.use_deterministic_algorithms(True)
