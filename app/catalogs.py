@@ -61,6 +61,11 @@ class Filling:
     def running(self) -> bool:
         return self.state == "running"
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds up to now, or to its end."""
+        return time.time() - self.began if self.running else self.seconds
+
 
 class Catalogs:
     """Thread-safe. on_plans: called with (question, names) when plans came in, in a filling's thread."""

@@ -186,7 +186,7 @@ def _filling(made: Filling) -> FillingInfo:
         planned=made.planned,
         tolerance=made.request.tolerance,
         solver=made.request.solver,
-        seconds=made.seconds,
+        seconds=made.elapsed,
         why=made.why,
     )
 

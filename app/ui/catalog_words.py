@@ -141,7 +141,7 @@ def question_words(report: CatalogReport) -> str:
 
 def filling_words(filling: Filling) -> str:
     """What a filling does, or how it ended."""
-    took = text.milliseconds(1000 * filling.seconds)
+    took = text.milliseconds(1000 * filling.elapsed)
     if filling.running:
         if not filling.total:
             return "Working out what to plan …"

@@ -94,7 +94,7 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
         yaxis3={"title": {"text": "memory", "font": title}, "domain": [0, 0.17], "rangemode": "tozero", **small},
     )
     if not any(line.gap for line in lines):
-        figure.update_layout(yaxis2={"range": [0, 1]})
+        figure.update_layout(yaxis2={"range": [0, 1], "showgrid": False})
         _note(figure, "y2", "every plan is proven optimal", colours)
     if report.limit is not None:
         figure.add_hline(y=report.limit, yref="y3", line={"color": colours.text, "width": 1.25, "dash": "dot"})
