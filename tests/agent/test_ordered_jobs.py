@@ -9,6 +9,7 @@ import pytest
 
 from agent.devices import Platform
 from agent.recipe import Recipe
+from tests.agent import own_jobs
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -65,3 +66,16 @@ def test_a_worker_returns() -> None:
     job = _ordered("W1_1@1:I1", on_line=act, iterations=10_000, **changes)
     assert job.losses == fault_free_losses(len(job.losses), **(GRID | changes))
     assert job.iterations[-1]["living"] == 4
+
+
+def test_several_tensors_follow_each_other() -> None:
+    """Floats, integers and a mask, of which one has a gradient; through the public face."""
+    parts: dict[str, Any] = {
+        "stages": [own_jobs.Embedded, own_jobs.Scored],
+        "data": own_jobs.ids_data,
+        "loss": own_jobs.own_loss,
+    }
+    tagged = own_jobs.trainer(**parts).fit(iterations=3)
+    ordered = own_jobs.trainer(**parts, transport="ordered", kill=["W1_0@1:I0"]).fit(iterations=3)
+    assert ordered.losses == tagged.losses and ordered.parameters_sha256 == tagged.parameters_sha256
+    assert [recovery.worker for recovery in ordered.recoveries] == ["W1_0"]
