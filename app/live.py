@@ -25,6 +25,7 @@ from app.membership import (
     Event,
     Heard,
     Ladder,
+    Member,
     NeedPlan,
     Note,
     OpenEpoch,
@@ -189,14 +190,20 @@ class LiveJob:
 
         Raises ConsoleError for an unknown or fenced worker.
         """
-        state = self.state
-        member = fencing.holder(state.members, beat.worker, beat.incarnation)
-        if member is None:
-            raise ConsoleError(404, "unknown_worker", fencing.no_such_worker(state, beat.worker))
-        if not fencing.counts(member, beat.incarnation):
-            raise ConsoleError(409, "fenced", fencing.fenced_text(member, beat.incarnation))
+        self.sender(beat.worker, beat.incarnation)
         self._fresh.append((beat, self._clock()))
-        return state.epoch
+        return self.state.epoch
+
+    def sender(self, worker: str, incarnation: str) -> Member:
+        """Whose report it is that comes from `incarnation`, as `worker`: one that was given another place may
+        not know it yet. Raises ConsoleError for an unknown or fenced one."""
+        state = self.state
+        member = fencing.holder(state.members, worker, incarnation)
+        if member is None:
+            raise ConsoleError(404, "unknown_worker", fencing.no_such_worker(state, worker))
+        if not fencing.counts(member, incarnation):
+            raise ConsoleError(409, "fenced", fencing.fenced_text(member, incarnation))
+        return member
 
     def tick(self) -> None:
         """Takes the heartbeats that came in, then looks for those that did not."""

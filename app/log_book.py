@@ -6,7 +6,6 @@ import threading
 from collections import deque
 
 from agent.protocol import LogLine, LogLines
-from app.errors import ConsoleError
 from app.live import LiveJob
 
 LINES = 200
@@ -23,15 +22,11 @@ class LogBook:
         self._lock = threading.Lock()
 
     def take(self, job: LiveJob, message: LogLines) -> None:
-        """Raises ConsoleError for a worker that the job does not have."""
-        member = job.state.members.get(message.worker)
-        if member is None:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
-        if member.incarnation != message.incarnation:
-            raise ConsoleError(409, "fenced", f"incarnation: {message.incarnation} of {message.worker} counts no more")
+        """Raises ConsoleError for a worker that the job does not have, or a process that does not count."""
+        member = job.sender(message.worker, message.incarnation)
         most = max(FEWEST, min(LINES, ALL_LINES // len(job.state.members)))
         with self._lock:
-            lines = self._of.setdefault((job.job_id, message.worker), deque(maxlen=most))
+            lines = self._of.setdefault((job.job_id, member.name), deque(maxlen=most))
             if message.skipped and message.lines:
                 lines.append(LogLine(at=message.lines[0].at, text=f"… {message.skipped:,} lines left out …"))
             lines.extend(message.lines)

@@ -244,11 +244,7 @@ def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float)
 def check_ops(message: MeasuredOps, job: LiveJob) -> None:
     """Raises ConsoleError when these can't be ops of the job."""
     spec = job.spec
-    member = job.state.members.get(message.worker)
-    if member is None:
-        raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
-    if member.incarnation != message.incarnation:
-        raise ConsoleError(409, "fenced", f"incarnation: {message.incarnation} of {message.worker} counts no more")
+    job.sender(message.worker, message.incarnation)
     if max(message.pipelines) >= spec.pipelines:
         got = max(message.pipelines)
         raise ConsoleError(422, "invalid", f"pipelines: got {got}, expected below {spec.pipelines}")

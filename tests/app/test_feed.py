@@ -67,9 +67,9 @@ def test_the_newest_lines_of_each_worker_are_kept(here: ConsoleHere, monkeypatch
     book.take(job, lines("more", skipped=1234))
     assert [line.text for line in book.lines(job.job_id, "W0_0")][-2:] == ["… 1,234 lines left out …", "more"]
     assert book.lines(job.job_id, "W0_1") == ()
-    with pytest.raises(ConsoleError, match="expected one of the job's grid"):
+    with pytest.raises(ConsoleError, match="expected a worker of the job's grid"):
         book.take(job, lines("x", worker="W8_8"))
-    with pytest.raises(ConsoleError, match="counts no more"):
+    with pytest.raises(ConsoleError, match="expected 'W0_0-a', the newest"):
         book.take(job, LogLines(worker="W0_0", incarnation="other", lines=()))
 
 

@@ -1,0 +1,56 @@
+"""A process that was given another place reports under its old one until it has heard of it: it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ui_console import ConsoleHere, JobHere
+
+from agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
+from app.choices import MIGRATE, Candidate, Offer, Offered
+from app.errors import ConsoleError
+
+OUT = ("W0_2", "W1_2")
+
+
+def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
+    here = ConsoleHere(tmp_path)
+    try:
+        console = here.console
+        job = JobHere(console, "moves").register()
+        job.die("W0_2").resume(2)
+        job.die("W1_2").resume(3)
+        live = console.job(job.job_id)
+        move = Candidate(MIGRATE, ("W1_2", "W2_1"), (("W2_1", "W0_2"),))
+        live.apply(Offered(OUT, Offer(OUT, (move,), MIGRATE)))
+        assert live.state.epoch == 4 and live.state.members["W0_2"].incarnation == "W2_1-a"
+        mover = {"worker": "W2_1", "incarnation": "W2_1-a"}
+        beat = Heartbeat(**mover, seq=9, epoch=3, iteration=1, phase="waiting")  # type: ignore[arg-type]
+        assert console.heartbeat(job.job_id, beat) is not None
+        console.logs.take(live, LogLines(**mover, lines=(LogLine(at=1.0, text="moves"),)))
+        assert [line.text for line in console.logs.lines(job.job_id, "W0_2")] == ["moves"]
+        ops = MeasuredOps(
+            **mover,
+            epoch=3,
+            iteration=1,
+            clock="one",
+            started_us=0,
+            offset_us=0,
+            uncertainty_us=0,
+            kinds="FO",
+            pipelines=(2, 2),
+            micro_batches=(0, -1),
+            starts_us=(0, 1),
+            durations_us=(1, 1),
+        )
+        console.measuring.take(live, ops)
+        console.acknowledge(job.job_id, Acknowledgement(**mover, epoch=4, state="adopted"))
+        assert live.state.members["W0_2"].acknowledged == "adopted"
+        broken = FailureReport(**mover, cause="transfer", reporter="W2_1", epoch=3)
+        assert "over or about to end" in console.failure(job.job_id, broken)
+        # One that never was in the job does not.
+        with pytest.raises(ConsoleError, match="incarnation"):
+            console.logs.take(live, LogLines(worker="W2_1", incarnation="stranger", lines=()))
+    finally:
+        here.close()
