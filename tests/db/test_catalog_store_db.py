@@ -39,6 +39,8 @@ def test_saved_listed_and_looked_up(store: Store, made: StoredCatalog) -> None:
     assert stored.info == made.info
     assert stored.info.fingerprint == fingerprint
     assert stored.blobs.names() == made.blobs.names()
+    assert store.catalog_blobs(fingerprint).all() == {name: data for name, _, data in plans}
+    assert store.catalog_blobs("nothing").all() == {}
     for failed in ([], [Worker(2, 1)], [Worker(0, 0), Worker(2, 1)]):
         found, expected = stored.find(failed), made.find(failed)
         assert found is not None
