@@ -87,6 +87,7 @@ def launch_line(plan: Plan, spec: JobSpec | None) -> str:
         words += ["--pace", ",".join(f"{kind}={ms:g}ms" for kind, ms in spec.durations.items())]
     elif not _slots(job):
         words += ["--profile", "profile.json"]
+        words += ["--pace", "profile"] if spec is not None and spec.paced else []
     if spec is not None and spec.demo:
         words.append("--demo")
     return shlex.join(words)

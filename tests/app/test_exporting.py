@@ -146,6 +146,8 @@ def test_the_launch_line_is_that_of_the_job(here: ConsoleHere) -> None:
     line = launch_line(made_plan(), job.spec)
     assert "--pace F=40ms,I=40ms,W=40ms" in line and "--iterations 70" in line and "--demo" in line
     assert "--name 'paced job'" in line and "--profile" not in line
+    by_profile = job.spec.model_copy(update={"durations": {}, "profile": made_plan().job})
+    assert "--profile profile.json --pace profile" in launch_line(made_plan(), by_profile)
     slots = launch_line(made_plan(unit="slot"), None)
     assert "--pace" not in slots and "--profile" not in slots
     readme = zipfile.ZipFile(io.BytesIO(make_bundle(made_plan(("W1_2",)), "x", None, CatalogPart("", "none"))))
