@@ -1,0 +1,57 @@
+"""A plan of an operator's own, put in force in a job of real processes while it trains: the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.agent.consoles import console, until
+from tests.agent.runs import GRID, TINY, small
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+
+ITERATIONS = 120
+
+
+def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
+    reference = small(tmp_path / "reference.jsonl", iterations=ITERATIONS)
+    assert reference.status == 0, reference.errors
+    record = tmp_path / "run.jsonl"
+    command = [sys.executable, "-m", "agent", "launch", "--record", str(record), *GRID, *TINY]
+    with console(tmp_path) as server:
+        command += ["--console", server.root, "--iterations", str(ITERATIONS), "--pace", "F=8ms,I=8ms,W=8ms"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            job = f"/jobs/{server.job_id()}"
+            until(lambda: server.read(job)["committed"] >= 2, "training")
+            before = server.read(f"{job}/plans/{server.read(job)['plan_fingerprint']}")
+            # Made in the background, for the job's own grid and op times, with B in one piece.
+            asked = {"kind": "plan", "job": before["job"], "technique": "adaptive", "memory": "1f1b", "solver": "list"}
+            solve = server.post("/solves", asked).json()["id"]
+            until(lambda: server.read(f"/solves/{solve}")["state"] == "done", "the plan")
+            kept = server.post("/plans", {"name": "B in one piece", "solve": solve}).json()["fingerprint"]
+            used = server.session.put(f"{server.base}{job}/plan", json={"fingerprint": kept}, timeout=30)
+            assert used.status_code == 200, used.text
+            until(lambda: server.read(job)["plan_fingerprint"] == kept, "the new epoch")
+            after = server.read(job)["committed"]
+            until(lambda: server.read(job)["committed"] >= after + 3, "training under it")
+            assert server.read(job)["epoch"] == 2 and server.read(job)["living"] == 6
+            # And back to the one before, once all have committed an iteration under this one.
+            assert server.post("/plans", {"name": "before", "plan": before}).status_code == 201
+            use = {"fingerprint": before["fingerprint"]}
+            until(lambda: server.session.put(f"{server.base}{job}/plan", json=use, timeout=30).ok, "the way back")
+            assert process.wait(120) == 0
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait(20)
+        rows = server.read(f"{job}/iterations?limit=500")["iterations"]
+        assert [row["iteration"] for row in rows] == list(range(ITERATIONS))
+        assert {row["epoch"] for row in rows} == {1, 2, 3}
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [line["loss"] for line in lines if "iteration" in line] == reference.losses
+    assert lines[-1]["final"] == reference.final
