@@ -1,0 +1,63 @@
+"""Jobs that bring their whole profile: planned as they are, shown, and taken up again by another console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.protocol import JobSpec
+from app.console import Console
+from app.errors import ConsoleError
+from db.session import Database
+from db.store import Store
+from planner.job import Job, StageProfile, Worker
+from planner.plan import job_doc
+
+BYTES = {"activation_bytes": 100, "weight_backward_bytes": 90, "weight_bytes": 1000}
+UNEVEN = Job(
+    2,
+    2,
+    3,
+    (StageProfile(6, 6, 6, 2, (0.0, 1.0), **BYTES), StageProfile(12.5, 9, 6, 1, **BYTES)),
+    (0.5,),
+    "ms",
+    (0.25,),
+    (1250, 1300),
+    ((Worker(1, 1), 0.5),),
+)
+SIZES = {"name": "job", "pipelines": 2, "stages": 2, "micro_batches": 3, "iterations": 5}
+SPEC = JobSpec.model_validate({**SIZES, "memory": "bytes", "profile": job_doc(UNEVEN)})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    yield Store(database)
+    database.close()
+
+
+def test_a_profile_outlives_its_console(store: Store) -> None:
+    first = Console(store)
+    first.start()
+    created, _ = first.create_job(SPEC, "key")
+    assert first.view(created.job_id).spec.profile == job_doc(UNEVEN)
+    # The same job again, as a launcher sends it that has not heard the answer.
+    assert first.create_job(JobSpec.model_validate_json(SPEC.model_dump_json()), "key") == (created, False)
+    with pytest.raises(ConsoleError, match="used for another job"):
+        first.create_job(SPEC.model_copy(update={"memory": "uniform"}), "key")
+    first.close()
+    second = Console(store)
+    second.start()
+    job = second.job(created.job_id)
+    assert job.job == UNEVEN and job.spec == SPEC and job.catalog.memory.limits(job.job) == (2, 3)
+    second.close()
+
+
+def test_bytes_that_hold_nothing_are_refused_with_what_would_help(store: Store) -> None:
+    console = Console(store)
+    small = SPEC.profile.model_copy(update={"capacity_bytes": 1050}) if SPEC.profile else None
+    with pytest.raises(ConsoleError, match=r"memory holds 0\.5 of one micro-batch on stage 0; give its workers"):
+        console.create_job(SPEC.model_copy(update={"profile": small}))
