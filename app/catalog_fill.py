@@ -7,7 +7,6 @@ who reads its messages stores them, so that nothing is lost when it is ended.
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -227,4 +226,4 @@ def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
 
 def share_of_cores() -> int:
     """How many processes plan: half of the cores, as training may run on this machine too."""
-    return max(1, math.floor((os.cpu_count() or 1) / 2))
+    return max(1, (os.cpu_count() or 1) // 2)

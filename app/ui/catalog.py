@@ -343,7 +343,7 @@ def _others(console: Console, report: CatalogReport) -> None:
     catalogs = console.catalogs.list()
     if not catalogs:
         return
-    old = dict(stale_reasons(report, catalogs))
+    old = {catalog.fingerprint: f"stale: {why}" for catalog, why in stale(report.question, catalogs)}
     states = [
         "this one" if c.fingerprint == report.fingerprint else old.get(c.fingerprint) or _state(c) for c in catalogs
     ]
@@ -372,10 +372,6 @@ def _others(console: Console, report: CatalogReport) -> None:
                     if st.query_params.get("catalog") == chosen:
                         del st.query_params["catalog"]
                     st.rerun()
-
-
-def stale_reasons(report: CatalogReport, catalogs: list[CatalogSummary]) -> list[tuple[str, str]]:
-    return [(catalog.fingerprint, f"stale: {why}") for catalog, why in stale(report.question, catalogs)]
 
 
 def _state(catalog: CatalogSummary) -> str:
