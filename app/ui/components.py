@@ -1,4 +1,4 @@
-"""The console's own pieces of HTML: cards, the coordinator's sentence, recovery, events, legend.
+"""The console's own pieces of HTML: cards, the coordinator's sentence, recovery, legend.
 
 Every text that comes from outside is escaped here.
 """
@@ -19,7 +19,7 @@ from app.ui.charts.bars import KIND_ORDER
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.facts import Card, op_time_words
 from app.ui.theme import OP_WORDS, Palette, palette
-from app.view import EventView, JobView, RecoveryView
+from app.view import JobView, RecoveryView
 from planner.job import Worker
 from planner.schedule import Schedule
 
@@ -119,21 +119,6 @@ def recovery(latest: RecoveryView | None, zone: str | None) -> None:
         f'{text.clock(latest.at, zone)}</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div>'
         f"<ol>{items}</ol></div>"
     )
-
-
-def events(items: tuple[EventView, ...], zone: str | None) -> None:
-    """The newest events first, in a list that scrolls by itself."""
-    if not items:
-        st.html('<div class="or-quiet">Nothing has happened yet.</div>')
-        return
-    marks = {"error": "✕", "warning": "▲", "info": "·"}
-    rows = "".join(
-        f'<li class="or-{escape(e.severity)}"><time>{text.clock(e.at, zone)}</time>'
-        f'<i title="{escape(e.severity)}">{marks.get(e.severity, "·")}</i>'
-        f"<span>{escape(e.text)}</span></li>"
-        for e in items
-    )
-    st.html(f'<ol class="or-events" tabindex="0" aria-label="Events, newest first">{rows}</ol>')
 
 
 def heading(words: str, aside: str = "") -> None:

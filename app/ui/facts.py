@@ -271,7 +271,7 @@ def _names(names: list[str], most: int = 3) -> str:
     shown = names[:most]
     rest = len(names) - len(shown)
     if rest:
-        return f"{', '.join(shown)} and {rest} more"
+        return f"{', '.join(shown)} and {rest:,} more"
     return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
 
 

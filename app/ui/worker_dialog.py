@@ -21,7 +21,7 @@ OPENED = "opened-worker"
 IN_ADDRESS = "worker"
 REFRESH = 2.0
 ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
-DRAINABLE = (WorkerState.RUNNING, WorkerState.SUSPECT)
+DRAINABLE = (WorkerState.RUNNING,)
 
 
 def open_worker(name: str) -> None:

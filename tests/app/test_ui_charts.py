@@ -26,7 +26,7 @@ from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughpu
 from app.ui.charts.vega import LiveChart
 from app.ui.charts.worker_grid import LOOKS, worker_grid
 from app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
-from app.view import JobView
+from app.view import EventView, JobView
 from planner.job import Worker
 from planner.paths import critical_path, micro_batch_path
 from planner.schedule import Op, Schedule
@@ -243,6 +243,20 @@ def test_a_rejoin_and_a_reform_are_told_from_a_failure() -> None:
     marks = epoch_marks(iterations, (), ())
     assert [(m.iteration, m.lost) for m in marks] == [(2, True), (3, False), (4, False)]
     assert marks[0].text == "✕ failure" and marks[1].text == "↺ re-join" and marks[2].text == "re-formed"
+
+
+def test_a_change_of_plan_and_a_worker_that_was_asked_to_leave_are_told_from_a_failure() -> None:
+    base = factory.iteration_views(4)
+    steps = [(1, 12), (2, 11), (3, 11), (3, 11)]
+    iterations = tuple(replace(i, epoch=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
+    texts = (
+        "epoch 2 without W1_2: Ann asked W1_2 to leave; plan 0123abcd: from the catalog: x",
+        "epoch 3 without W1_2: Ann put plan 89abcdef in force; plan 89abcdef: made by Ann",
+    )
+    events = tuple(EventView(i, factory.T0, "info", "epoch", None, text) for i, text in enumerate(texts))
+    marks = epoch_marks(iterations, (), events)
+    assert [(m.text, m.lost) for m in marks] == [("↓ drained", False), ("⇄ new plan", False)]
+    assert marks[1].detail == "Ann put plan 89abcdef in force"
 
 
 def test_without_a_fault_free_rate_nothing_is_drawn_dotted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,9 @@ from app.view import EventView, IterationView, RecoveryView
 PANEL_HEIGHT = 112
 # Beyond as many iterations a line says more than dots on it.
 MOST_DOTS = 120
+# `epoch 3: W1_2 re-joins; plan 6d9b60c0: ...`, as the feed has it when an epoch opens.
+_OPENED = re.compile(r"epoch (\d+)[^:]*: (.*); plan ", re.DOTALL)
+_LONGEST = 160
 # Is the mark so near the right edge that its words must stand on its left?
 LATE = "(datum.iteration - datum.first > 0.85 * (datum.last - datum.first))"
 
@@ -34,21 +38,26 @@ def epoch_marks(
 ) -> list[Mark]:
     """One mark for each iteration whose epoch is newer than that of the one before."""
     healed = {r.epoch: r for r in recoveries}
+    reasons = {int(m[1]): m[2] for e in reversed(events) if e.kind == "epoch" and (m := _OPENED.match(e.text))}
     marks = []
     for before, after in pairwise(iterations):
         if after.epoch == before.epoch:
             continue
         epochs = range(before.epoch + 1, after.epoch + 1)
         known = [healed[e] for e in epochs if e in healed]
+        reason = next((reasons[e] for e in reversed(epochs) if e in reasons), "")
         lost = sorted({r.worker for r in known}) or _reported_lost(events, before, after)
-        if lost or after.living < before.living:
+        if reason.endswith(" to leave") and not lost:
+            marks.append(Mark(after.iteration, "↓ drained", False, reason[:_LONGEST]))
+        elif lost or after.living < before.living:
             text = "✕ " + (", ".join(lost[:2]) + (" …" if len(lost) > 2 else "") or "failure")
             detail = f"resumed after {max(r.resumed_ms for r in known):.0f} ms" if known else "recovered"
             marks.append(Mark(after.iteration, text, True, detail))
         elif after.living > before.living:
             marks.append(Mark(after.iteration, "↺ re-join", False, f"{after.living} workers living again"))
         else:
-            marks.append(Mark(after.iteration, "re-formed", False, "same workers, new groups"))
+            words = "⇄ new plan" if "plan" in reason else "re-formed"
+            marks.append(Mark(after.iteration, words, False, reason[:_LONGEST] or "same workers, new groups"))
     return marks
 
 
