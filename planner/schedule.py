@@ -107,7 +107,16 @@ class Schedule:
 
     def busy(self, worker: Worker) -> int:
         """Ticks in which `worker` works, O included."""
-        return sum(op.duration for op in self.ops[worker])
+        return self._busy[worker]
+
+    @cached_property
+    def _busy(self) -> dict[Worker, int]:
+        return {worker: sum(op.duration for op in ops) for worker, ops in self.ops.items()}
+
+    @cached_property
+    def helpers(self) -> frozenset[Worker]:
+        """The workers that run micro-batches of other pipelines."""
+        return frozenset(w for w, ops in self.ops.items() if any(op.rerouted for op in ops))
 
     def worker_bubble_fraction(self, worker: Worker) -> float:
         """1 - busy / period."""

@@ -20,7 +20,7 @@ from app.ui.plan_source import hold_still, pick_plan
 from app.ui.schedule_facts import critical_words
 from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
 from app.ui.schedule_large import large_chart
-from app.ui.tables import operations_table, workers_table
+from app.ui.tables import Table, operations_table, workers_table
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.job import Technique, Worker
 from planner.plan import Plan
@@ -69,13 +69,17 @@ def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
     return _plan.schedule()
 
 
+def _workers_table(fingerprint: str, names: str, _schedule: Schedule) -> Table:
+    return workers_table(_schedule, [Worker.parse(name) for name in names.split(",")])
+
+
 def _follow(console: Console, job_id: str, shown: str | None) -> None:
     """Runs the page again when another plan comes into force."""
     try:
-        plan = console.view(job_id, iterations=1, events=1).plan
+        epoch = console.job(job_id).state.current
     except ConsoleError:
         return
-    if (plan.fingerprint if plan else None) != shown:
+    if (epoch.plan_fingerprint if epoch else None) != shown:
         st.rerun()
 
 
@@ -84,7 +88,7 @@ def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, co
     ops = sum(len(schedule.ops.get(w, ())) for w in workers)
     revision = f"{plan.fingerprint}-{len(workers)}-{wish.window}"
     if ops > MAX_BARS:
-        return large_chart(schedule, workers, wish, colours, revision)
+        return large_chart(plan.fingerprint, schedule, workers, wish, colours)
     fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
     figure = gantt(
         schedule,
@@ -139,7 +143,10 @@ def _tables(console: Console, source: Source, schedule: Schedule, workers: list[
             export_source(console, source)
     by_worker, by_op = st.tabs(["Workers", "Ops of the detail" if detail else "Ops"])
     with by_worker:
-        st.dataframe(workers_table(schedule, workers), hide_index=True, key="workers-table", alt="Figures by worker")
+        table = st.cache_data(_workers_table, max_entries=32, show_spinner=False)(
+            plan.fingerprint, ",".join(map(str, workers)), schedule
+        )
+        st.dataframe(table, hide_index=True, key="workers-table", alt="Figures by worker")
     with by_op:
         ops = operations_table(schedule, *((detail.workers, detail.window) if detail else (workers, None)))
         st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start")

@@ -19,8 +19,9 @@ BOX = "box"
 ROWS = 16
 
 
-def large_chart(schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette, revision: str) -> Detail:
+def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail:
     """Draws both; a box on the picture, or the fields, choose the part, which is returned."""
+    revision = f"{fingerprint}-{len(workers)}"
     names = [str(w) for w in workers]
     with st.container(horizontal=True, vertical_alignment="bottom"):
         first = st.selectbox("First row", names, key="first-row", bind="query-params", on_change=_forget_box, width=160)
@@ -34,8 +35,11 @@ def large_chart(schedule: Schedule, workers: list[Worker], wish: Wish, colours: 
     else:
         start = wish.window[0] if wish.window else 0.0
         detail = large.detail_of(schedule, workers, names.index(first), ROWS, start)
+    drawn = st.cache_data(_picture, max_entries=32, show_spinner=False)(
+        fingerprint, ",".join(names), colours.name, schedule, colours
+    )
     st.plotly_chart(
-        large.overview(schedule, colours, workers=workers, detail=detail, revision=revision),
+        large.overview(schedule, colours, workers=workers, detail=detail, drawn=drawn, revision=revision),
         theme=None,
         key="overview",
         on_select=_remember_box,
@@ -67,6 +71,11 @@ def large_chart(schedule: Schedule, workers: list[Worker], wish: Wish, colours: 
             alt="The chosen part, op by op.",
         )
     return detail
+
+
+def _picture(fingerprint: str, names: str, theme: str, _schedule: Schedule, _colours: Palette) -> str:
+    """Keyed by what it shows; drawn anew for each box it would take longer than the rest."""
+    return large.picture(_schedule, [Worker.parse(name) for name in names.split(",")], _colours)
 
 
 def _box(rows: int) -> tuple[tuple[float, float], tuple[float, float]] | None:

@@ -72,9 +72,13 @@ def overview(
     *,
     workers: Sequence[Worker],
     detail: Detail | None = None,
+    drawn: str | None = None,
     revision: str = "overview",
 ) -> go.Figure:
-    """The whole iteration as a picture, a few pixels per worker; a box selects the detail."""
+    """The whole iteration as a picture, a few pixels per worker; a box selects the detail.
+
+    drawn: the `picture`, where it is at hand.
+    """
     job = schedule.problem.job
     width, height = job.units(_end(schedule)), len(workers)
     figure = go.Figure(
@@ -82,7 +86,7 @@ def overview(
         go.Scatter(x=[0, width], y=[0, height - 1], mode="markers", marker={"opacity": 0}, hoverinfo="skip")
     )
     figure.add_layout_image(
-        source=picture(schedule, workers, colours),
+        source=drawn or picture(schedule, workers, colours),
         xref="x",
         yref="y",
         x=0,

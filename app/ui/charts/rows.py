@@ -49,8 +49,7 @@ def stage_workers(schedule: Schedule, stage: int) -> list[Worker]:
 
 def touched_workers(schedule: Schedule) -> list[Worker]:
     """The failed workers, and those that run micro-batches of other pipelines."""
-    helping = {w for w, ops in schedule.ops.items() if any(op.rerouted for op in ops)}
-    return sorted(helping | schedule.problem.failed)
+    return sorted(schedule.helpers | schedule.problem.failed)
 
 
 def _several_stages(workers: Sequence[Worker]) -> bool:
