@@ -23,7 +23,8 @@ def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> L
     dead = frozenset(question.failed)
     names = [f"W{p}_{s}" for p in range(pipelines) for s in range(stages)]
     looks = ["dead" if n in dead else "takes re-routed work" if takes.get(n) else "alive" for n in names]
-    axis: dict[str, Any] = {"grid": False, "domain": False, "ticks": False, "labelOverlap": True, "labelAngle": 0}
+    axis: dict[str, Any] = {"grid": False, "domain": False, "ticks": False, "labelAngle": 0}
+    axis |= {"labelOverlap": True, "labelSeparation": 5}
     fills = [getattr(colours, LOOKS[look][2]) for look in _LOOKS.values()]
     scale = {"domain": list(_LOOKS), "range": fills}
     shape = {"domain": ["dead"], "range": [LOOKS["failed"][1]]}
