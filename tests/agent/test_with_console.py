@@ -32,7 +32,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def job(server: JobConsole, record: Path, iterations: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A job that runs beside the test, slow enough (paced) to act on."""
     command = [sys.executable, "-m", "agent", "launch", "--record", str(record), *GRID, *TINY]
-    command += ["--console", server.root, "--demo", "--iterations", str(iterations), *arguments]
+    # These are about other things than workers that change their stage.
+    command += ["--console", server.root, "--demo", "--no-migrate", "--iterations", str(iterations), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         yield process
