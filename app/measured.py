@@ -83,7 +83,12 @@ def measured_iteration(console: Console, job_id: str, *, watch: bool = False) ->
 
 
 def as_schedule(found: Measured, planned: Plan) -> Schedule:
-    """The ops with the times they had. The job's op times are the medians of those measured, by stage."""
+    """The ops with the times they had. The job's op times are the medians of those measured, by stage.
+
+    A worker alone can't tell its reduction from its wait for peers; all of them together can: a stage's
+    steps begin when its last peer has finished its last op, as in the planner's definition.
+    """
+    found = _without_waiting(found)
     problem = planned.problem()
     job = _measured_job(found, problem.job)
     scale = job.ticks_per_unit / 1000  # ticks per microsecond
@@ -105,6 +110,26 @@ def as_schedule(found: Measured, planned: Plan) -> Schedule:
         )
     failed = frozenset(job.workers()) - frozenset(ops)
     return Schedule(Problem(job, failed, problem.technique, problem.memory), ops)
+
+
+def _without_waiting(found: Measured) -> Measured:
+    """Steps that begin no earlier than the last of their stage's other ops ends."""
+    ready: dict[int, int] = {}
+    for name, own in found.workers.items():
+        stage = Worker.parse(name).stage
+        ends = [s + d for k, s, d in zip(own.kinds, own.starts_us, own.durations_us, strict=True) if k != "O"]
+        ready[stage] = max([ready.get(stage, 0), *ends])
+    workers = {}
+    for name, own in found.workers.items():
+        end = own.starts_us[-1] + own.durations_us[-1]
+        begin = min(end, max(own.starts_us[-1], ready[Worker.parse(name).stage]))
+        workers[name] = own.model_copy(
+            update={
+                "starts_us": (*own.starts_us[:-1], begin),
+                "durations_us": (*own.durations_us[:-1], end - begin),
+            }
+        )
+    return found.model_copy(update={"workers": workers})
 
 
 def as_plan(schedule: Schedule, planned: Plan) -> Plan:

@@ -10,6 +10,7 @@ import streamlit as st
 from agent.protocol import JobState
 from app.console import Console, get_console
 from app.errors import ConsoleError
+from app.measured import measured_iteration
 from app.ui import choice, components, event_feed, facts, text
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
@@ -74,6 +75,7 @@ def _live(console: Console, job_id: str, colours: Palette) -> None:
     with right, st.container(gap="xsmall"):
         components.heading("Progress", f"newest {text.count(len(view.iterations), 'iteration')}")
         _progress(view, colours)
+        _measured(console, job_id)
         components.heading("Latest recovery", "from the death of a worker to training again")
         components.recovery(max(view.recoveries, key=lambda r: r.at, default=None), zone)
     if opened:
@@ -149,6 +151,21 @@ def _progress(view: JobView, colours: Palette) -> None:
         st.vega_lite_chart(chart.rows, chart.spec, theme=None, key=key, alt=alt)
     source = f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}. " if reference else ""
     st.caption(source + "Drag to move, Alt + wheel to zoom, double-click to see all.")
+
+
+def _measured(console: Console, job_id: str) -> None:
+    """The real period beside the planned one, and where the iteration can be seen op by op."""
+    found = measured_iteration(console, job_id)
+    if found is None:
+        return
+    words = f"Iteration {found.iteration:,} was measured op by op"
+    if found.period_ms is not None:
+        words += f"; iterations around it took {text.milliseconds(found.period_ms)}"
+    if found.over_plan is not None and found.planned_ms is not None:
+        words += (
+            f", {text.percent(found.over_plan, sign=True)} against the plan's {text.milliseconds(found.planned_ms)}"
+        )
+    st.caption(f"{words}. [See it as a schedule](schedule?job={job_id}&plan=measured:{job_id})")
 
 
 components.guard(page)

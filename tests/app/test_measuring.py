@@ -195,6 +195,28 @@ def test_what_ran_exactly_by_plan_gives_the_plan_again(here: ConsoleHere) -> Non
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_a_step_does_not_begin_before_the_last_peer_has_finished(here: ConsoleHere) -> None:
+    """A worker that is early counts its wait for the others as part of its reduction."""
+    planned = plan_of(here, JobHere(here.console, "early").register())
+    parts = {p.worker: p for p in parts_of(planned.schedule(), iteration=3)}
+    early = parts["W1_0"]
+    ready = early.starts_us[-1]
+    others = [parts[f"W{p}_0"] for p in (0, 2)]
+    begin = early.starts_us[-2] + early.durations_us[-2]
+    # Its step took from the end of its own last op, 30 ms before, until 5 ms after all were ready.
+    parts["W1_0"] = early.model_copy(
+        update={
+            "starts_us": (*early.starts_us[:-2], early.starts_us[-2] - 30_000, begin - 30_000),
+            "durations_us": (*early.durations_us[:-1], ready - begin + 35_000),
+        }
+    )
+    schedule = as_schedule(assemble(parts, planned.fingerprint, 1.0), planned)
+    step = schedule.ops[Worker(1, 0)][-1]
+    last = max(schedule.ops[Worker(int(p.worker[1]), 0)][-2].end for p in others)
+    unit = schedule.problem.job.units
+    assert step.kind == "O" and step.start == last and unit(step.duration) == 5
+
+
 def test_clocks_of_two_hosts_are_put_on_one(here: ConsoleHere) -> None:
     """Each clock's best reading counts for all of its workers, and what it leaves uncertain is said."""
     job = JobHere(here.console, "two hosts").register()
