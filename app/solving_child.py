@@ -28,8 +28,6 @@ log = structlog.get_logger()
 
 # A plan of so many ops is some 40 MB of JSON, which the console reads; the command line takes larger ones.
 MAX_SOLVED_OPS = 400_000
-# Of a grid above this a page does not ask for migrations: each distribution of failures is planned.
-MAX_MIGRATED_OPS = 400_000
 MAX_SECONDS = 3_600.0
 # At most so many points a second leave the child, beside each better plan.
 POINTS_PER_SECOND = 10
