@@ -11,12 +11,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from app.choices import DROP, MIGRATE, REROUTE, Candidate
+from app.choices import Candidate
 from app.membership import names
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
 from planner.plan import JobDoc, Plan
-from planner.policy import PLANNED_OPS, Advice, JobState, Option, advise, one_f_one_b, shares, span
+from planner.policy import (
+    DROP,
+    MIGRATE,
+    PLANNED_OPS,
+    REROUTE,
+    Advice,
+    JobState,
+    Option,
+    advise,
+    one_f_one_b,
+    shares,
+    span,
+)
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, Rate
 from planner.solvers.portfolio import make_plan

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-REROUTE, MIGRATE, DROP = "re-route", "migrate and re-route", "drop the replica"
-
 PATIENCE = 60.0
 LEAST_PATIENCE, MOST_PATIENCE = 1.0, 86_400.0
 
@@ -21,8 +19,8 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way on. failed: the places that are empty under it; moves: (from, to) of workers that change
-    their stage.
+    """One way on, called as in planner.policy. failed: the places that are empty under it; moves: (from,
+    to) of workers that change their stage.
 
     rate: samples per second by its plan; share: of the fault-free plan's, slowdown_vs_1f1b: against
     fault-free 1F1B. pause: seconds until it trains. samples: until the expected repair. plan: its

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from agent.protocol import WorkerState
 from app import restaffing
-from app.choices import REROUTE, Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
+from app.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
 from app.epochs import ask, pend, plan_ready, reconsider
 from app.fencing import no_such_worker, refuse
 from app.membership import PRESENT, Decision, Ladder, Member, Note, PlanReady, State, Step, names
+from planner.policy import REROUTE
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 

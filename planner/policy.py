@@ -25,7 +25,7 @@ from planner.solvers.list_scheduler import ListScheduler
 # Ops above which nothing is planned while a failure waits: the count's own period stands for it.
 PLANNED_OPS = 200_000
 
-REROUTE, MIGRATE = "re-route", "migrate and re-route"
+REROUTE, MIGRATE, DROP = "re-route", "migrate and re-route", "drop the replica"
 
 # From here on a share is called the whole: plans are counted in ticks.
 WHOLE = 0.995
@@ -133,7 +133,7 @@ def _options(
     offer("re-partition", seen + costs.repartition, planned.repartitioned(living))
     broken = len({worker.pipeline for worker in state.failed})
     if failures:
-        offer("drop the replica", seen, planned.replicas(planned.job.pipelines - broken))
+        offer(DROP, seen, planned.replicas(planned.job.pipelines - broken))
         if state.spares >= failures:
             offer("take spares", seen + costs.rejoin, planned.full)
     if state.since_checkpoint is not None:

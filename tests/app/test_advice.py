@@ -12,14 +12,14 @@ from ui_console import ConsoleHere, JobHere, until
 from agent.protocol import FailureReport
 from app.advice import AdviceRequest, Verdict, decide, verdict_document
 from app.advising import REPAIR_SECONDS, copy_times, grounds
-from app.choices import DROP, MIGRATE, REROUTE, Candidate
+from app.choices import Candidate
 from app.choosing import out
 from app.job_history import changes, repair_times
 from app.jobs import PlanMaker
 from planner.check import check
 from planner.job import Job
 from planner.plan import Plan, job_doc
-from planner.policy import Advice, Option, best_option
+from planner.policy import DROP, MIGRATE, REROUTE, Advice, Option, best_option
 from planner.simulation.costs import RecoveryCosts
 
 HOUR = 3600.0

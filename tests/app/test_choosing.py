@@ -6,8 +6,9 @@ import pytest
 from coordinator_run import Run, fingerprint
 
 from agent.protocol import JobState, WorkerState
-from app.choices import DROP, MIGRATE, REROUTE, Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
+from app.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
 from app.membership import Acknowledged, ConsoleRestarted, Exited, PlanReady, Stalled, Tick, TransferBroken
+from planner.policy import DROP, MIGRATE, REROUTE
 
 OUT = ("W0_0", "W1_0")
 MOVED = Candidate(MIGRATE, ("W1_0", "W2_1"), (("W2_1", "W0_0"),), text="15 samples/s")

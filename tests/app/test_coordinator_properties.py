@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agent.protocol import JobState, WorkerState
 from app import coordinator
-from app.choices import DROP, MIGRATE, REROUTE, Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
+from app.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
 from app.membership import (
     Acknowledged,
     ConsoleRestarted,
@@ -24,6 +24,7 @@ from app.membership import (
     TransferBroken,
 )
 from app.sentence import sentence
+from planner.policy import DROP, MIGRATE, REROUTE
 
 PIPELINES, STAGES = 3, 2
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]

@@ -8,8 +8,9 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
-from app.choices import MIGRATE, Candidate, Offer, Offered
+from app.choices import Candidate, Offer, Offered
 from app.errors import ConsoleError
+from planner.policy import MIGRATE
 
 OUT = ("W0_2", "W1_2")
 
