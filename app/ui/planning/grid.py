@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import streamlit as st
@@ -108,19 +109,23 @@ def _heat_map(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> N
     chart = dead_grid(question, takes, colours)
     # A new theme draws the chart anew, without the clicks of the old one.
     key = f"planner-map-{colours.name}-{question.pipelines}x{question.stages}"
-    state = st.vega_lite_chart(
+    if key not in st.session_state:  # first drawn, or after a visit to another page: nothing is selected in it
+        st.session_state[SEEN] = {}
+    st.vega_lite_chart(
         chart.rows,
         chart.spec,
         theme=None,
         key=key,
-        on_select="rerun",
+        on_select=partial(_mapped, key),
         selection_mode=PICKED,
         alt="Worker grid: pipelines across, stages down. The list below names the dead ones.",
     )
-    clicked = _clicked(key, state)
+
+
+def _mapped(key: str) -> None:
+    clicked = _clicked(key, st.session_state[key])
     if clicked:
-        change(question.with_failed(set(question.failed) ^ clicked))
-        st.rerun()
+        change(now().with_failed(set(now().failed) ^ clicked))
 
 
 def _clicked(key: str, state: Mapping[str, Any]) -> set[str]:
