@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from app.goodput import Figures, planned_rate
+from app.heap import settle
 from app.live import LiveJob
 from app.membership import Member
 from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
@@ -52,6 +53,7 @@ class PlanCache:
             ops = sum(_op_count(p) for p, _ in self._plans.values())
             while len(self._plans) > 1 and (len(self._plans) > _KEEP_PLANS or ops > _KEEP_OPS):
                 ops -= _op_count(self._plans.popitem(last=False)[1][0])
+        settle(_op_count(plan))
         return found
 
 

@@ -15,7 +15,7 @@ from app.ui.charts.overview import MAX_BARS
 from app.ui.exports import export_source
 from app.ui.facts import Card
 from app.ui.picker import open_job
-from app.ui.plan_source import hold_still, wait_for
+from app.ui.plan_source import hold_still, schedule_of, wait_for
 from app.ui.schedule_filters import choose_rows
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.errors import InputError
@@ -124,12 +124,8 @@ def _nothing_yet() -> None:
     st.button("Compare the techniques on the paper's worked example", on_click=_show_worked_example, key="worked")
 
 
-def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
-    return _plan.schedule()
-
-
 def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
-    schedules = [st.cache_resource(_schedule, max_entries=16)(s.plan.fingerprint, s.plan) for s in sources]
+    schedules = [schedule_of(source.plan) for source in sources]
     rows = choose_rows(schedules)
     labels = _labels(sources)
     strips = [

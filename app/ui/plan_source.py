@@ -8,13 +8,28 @@ import streamlit as st
 
 from app.console import Console
 from app.errors import ConsoleError
+from app.heap import settle
 from app.references import OfJob, Reference, parse_reference
 from app.sources import Awaited, Source, find, measured_name, names, saved_names
 from app.ui.schedule_facts import measured_words
 from planner.errors import InputError
+from planner.plan import Plan
+from planner.schedule import Schedule
 
 PICKER = "plan-picker"
 WAIT_SECONDS = 0.5
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The plan's schedule, shared by all viewers."""
+    return st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)  # type: ignore[no-any-return]
+
+
+def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
+    """Keyed by the fingerprint; the plan itself is not hashed."""
+    schedule = _plan.schedule()
+    settle(sum(map(len, schedule.ops.values())))
+    return schedule
 
 
 def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Source | None:

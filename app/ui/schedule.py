@@ -16,7 +16,7 @@ from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import MAX_BARS, Detail
 from app.ui.exports import export_source
 from app.ui.picker import open_job
-from app.ui.plan_source import hold_still, pick_plan
+from app.ui.plan_source import hold_still, pick_plan, schedule_of
 from app.ui.schedule_facts import critical_words
 from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
 from app.ui.schedule_large import large_chart
@@ -54,7 +54,7 @@ def page() -> None:
         return
     source = hold_still(source)
     plan = source.plan
-    schedule = st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)
+    schedule = schedule_of(plan)
     with filters:
         workers = choose_workers(schedule)
     with st.container(horizontal=True, vertical_alignment="bottom", key="drawn"):
@@ -62,11 +62,6 @@ def page() -> None:
     components.cards(facts.plan_cards(plan, schedule))
     detail = _chart(plan, schedule, workers, wish, colours)
     _tables(console, source, schedule, workers, detail)
-
-
-def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
-    """Keyed by the fingerprint; the plan itself is not hashed."""
-    return _plan.schedule()
 
 
 def _workers_table(fingerprint: str, names: str, _schedule: Schedule) -> Table:
