@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from agent.protocol import Heartbeat, LogLine, LogLines, VerdictReport
+from agent.protocol import LogLine, LogLines, VerdictReport
 from app import log_book
 from app.errors import ConsoleError
 from app.log_book import LogBook
@@ -71,38 +71,3 @@ def test_the_newest_lines_of_each_worker_are_kept(here: ConsoleHere, monkeypatch
         book.take(job, lines("x", worker="W8_8"))
     with pytest.raises(ConsoleError, match="expected 'W0_0-a', the newest"):
         book.take(job, LogLines(worker="W0_0", incarnation="other", lines=()))
-
-
-def test_a_worker_that_becomes_slow_is_said_and_shown(here: ConsoleHere) -> None:
-    console = here.console
-    job = JobHere(console, "slow").register()
-    live = console.job(job.job_id)
-
-    def beat(seq: int, factor: float) -> None:
-        for name in job.names:
-            times = {"F": 40.0, "I": 40.0, "W": 40.0}
-            if name == "W1_1":
-                times = {kind: ms * factor for kind, ms in times.items()}
-            console.heartbeat(
-                job.job_id,
-                Heartbeat(
-                    worker=name,
-                    incarnation=f"{name}-a",
-                    seq=seq,
-                    epoch=1,
-                    iteration=1,
-                    phase="training",
-                    op_milliseconds=times,  # type: ignore[arg-type]
-                ),
-            )
-        live.take_heartbeats()
-
-    for seq in range(1, 8):
-        beat(seq, 2.0)
-    slow = {w.name: w.slow for w in console.view(job.job_id).workers if w.slow}
-    assert slow == {"W1_1": 2.0}
-    for seq in range(8, 40):
-        beat(seq, 1.0)
-    assert not any(w.slow for w in console.view(job.job_id).workers)
-    said = [e.text for e in console.view(job.job_id).events if e.worker == "W1_1" and "peers" in e.text]
-    assert said == ["W1_1 is as fast as its peers again", "W1_1 is slow: its ops take 2.0 times its peers'"]
