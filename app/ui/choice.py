@@ -18,10 +18,10 @@ MOST_COLUMNS = 3
 
 
 def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
-    """Says who decides; changing it takes effect only when it is applied."""
+    """Says who decides; changing it takes effect only when it is applied. Pauses the job, and lets it go on."""
     choice = console.operators.choice(job_id)
-    mode = Mode(choice["mode"])
-    with st.popover(WORDS[mode], icon=":material/tune:", key="mode", disabled=over):
+    mode, paused = Mode(choice["mode"]), bool(choice["paused"])
+    with st.popover("Paused" if paused else WORDS[mode], icon=":material/tune:", key="mode", disabled=over):
         st.markdown("**When workers are lost**")
         wanted = st.radio(
             "Who decides",
@@ -48,6 +48,20 @@ def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
         if st.button("Apply", type="primary", disabled=unchanged, key="mode-apply"):
             try:
                 console.operators.set_mode(job_id, Mode(wanted), patience, ACTOR)
+            except ConsoleError as error:
+                st.error(str(error))
+                return
+            st.rerun()
+        st.divider()
+        st.markdown("**The job is paused**" if paused else "**The job**")
+        st.caption(
+            "All workers wait before the same iteration; resumed, they go on as if nothing had happened."
+            if paused
+            else "Paused, all workers stop before the same iteration; nothing is redone, and no bit differs later."
+        )
+        if st.button("Resume" if paused else "Pause", type="primary" if paused else "secondary", key="pause"):
+            try:
+                (console.operators.resume if paused else console.operators.pause)(job_id, ACTOR)
             except ConsoleError as error:
                 st.error(str(error))
                 return

@@ -121,6 +121,16 @@ def test_who_decides_can_be_changed(console: Console) -> None:
     assert console.operators.choice(job.job_id)["mode"] == Mode.MANUAL
 
 
+def test_a_job_is_paused_and_goes_on(console: Console) -> None:
+    job = JobHere(console, "pause").register().commit(0, 9, 1)
+    test = open_live(job.job_id)
+    test.button(key="pause").click().run()
+    assert not test.exception and console.job(job.job_id).paused
+    assert test.button(key="pause").label == "Resume" and "Paused: all workers wait" in html(test)
+    test.button(key="pause").click().run()
+    assert not test.exception and not console.job(job.job_id).paused
+
+
 def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) -> None:
     job = JobHere(console, "manual").register().commit(0, 9, 1).beat(10, 1)
     console.operators.set_mode(job.job_id, Mode.MANUAL, 3600.0, "test")
