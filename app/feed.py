@@ -18,8 +18,6 @@ log = structlog.get_logger()
 
 # A report that was sent twice stands among so many of the newest events.
 LOOK_BACK = 200
-# The severities that somebody should take note of.
-NOTABLE = ("warning", "error")
 
 
 def verdict_note(report: VerdictReport) -> Note:
