@@ -51,5 +51,5 @@ def test_a_worker_is_slow_by_the_newest_wish() -> None:
     me = Worker(1, 2)
     assert [slowness(me, i, wishes) for i in (9, 10, 19, 20, 29, 30, 99)] == [1, 2.5, 2.5, 4, 4, 1, 1]
     for text in ("W1_2@10", "W1_2@10:-1", "W1_2@10:0", "W1_2@10:1000", "W1_9@10:2"):
-        with pytest.raises(InputError, match="^--slow: got"):
+        with pytest.raises(InputError, match=r"^--slow: got"):
             Slow.parse(text, JOB)
