@@ -158,14 +158,14 @@ def _measured(console: Console, job_id: str) -> None:
     found = measured_iteration(console, job_id)
     if found is None:
         return
-    words = f"Iteration {found.iteration:,} was measured op by op"
+    words = f"Iteration {found.iteration:,} was measured"
     if found.period_ms is not None:
         words += f"; iterations around it took {text.milliseconds(found.period_ms)}"
     if found.over_plan is not None and found.planned_ms is not None:
         words += (
             f", {text.percent(found.over_plan, sign=True)} against the plan's {text.milliseconds(found.planned_ms)}"
         )
-    st.caption(f"{words}. [See it as a schedule](schedule?job={job_id}&plan=measured:{job_id})")
+    st.caption(f"{words}. [See it op by op](schedule?job={job_id}&plan=measured:{job_id})")
 
 
 components.guard(page)
