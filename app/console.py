@@ -18,6 +18,7 @@ from app import membership as m
 from app.advising import Advising
 from app.catalogs import Catalogs
 from app.children import begin_without_pages
+from app.drifting import Drifting
 from app.errors import ConsoleError, storing, unknown_job, unknown_plan
 from app.feed import Feed
 from app.goodput import Accounts
@@ -66,6 +67,7 @@ class Console(Reports):
         self.catalogs.on_plans = self._take_plans
         self._planning = Planning(tolerance, self.catalogs)
         self._advising = Advising(store)
+        self._drifting = Drifting(self._planning, self._plans.get, self.ladder.heartbeat)
         self.operators = Operators(self.job, store)
         self.observations = Observations(store.database)
         self.measuring = Measuring(self.observations, self.ladder.heartbeat)
@@ -278,6 +280,7 @@ class Console(Reports):
                     job.tick()
                     if missing := job.plan_missing():
                         job.ask_for(missing)
+                    self._drifting.consider(job)
                     self._advising.consider(job)
                     self.measuring.consider(job)
                 except ConsoleError as error:
