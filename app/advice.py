@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from app.choices import Candidate
-from app.membership import names
+from app.coordination.choices import Candidate
+from app.coordination.membership import names
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
 from planner.plan import JobDoc, Plan

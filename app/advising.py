@@ -15,13 +15,13 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.advice import AdviceRequest, Verdict
-from app.choices import Candidate, Mode, Offer, Offered
-from app.choosing import out
+from app.coordination.choices import Candidate, Mode, Offer, Offered
+from app.coordination.choosing import out
+from app.coordination.membership import Note, State
 from app.errors import ConsoleError
-from app.job_history import changes, repair_times
 from app.jobs import PlanMaker
 from app.live import LiveJob
-from app.membership import Note, State
+from app.observing.job_history import changes, repair_times
 from db.store import Record, Store
 from planner.job import Worker
 from planner.plan import Plan, job_doc

@@ -8,8 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from app.coordination.membership import Ladder
 from app.errors import SettingsError
-from app.membership import Ladder
 from app.settings import Settings, read_token
 from planner.errors import PlannerError
 

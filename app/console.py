@@ -14,26 +14,26 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import JobCreated, JobSpec, JobState
-from app import membership as m
 from app.advising import Advising
-from app.catalogs import Catalogs
+from app.catalogs.service import Catalogs
 from app.children import begin_without_pages
-from app.drifting import Drifting
+from app.coordination import membership as m
+from app.coordination.membership import Ladder
+from app.coordination.sentence import sentence
 from app.errors import ConsoleError, storing, unknown_job, unknown_plan
-from app.feed import Feed
-from app.goodput import Accounts
-from app.library import Library
 from app.live import LiveJob
-from app.log_book import LogBook
-from app.making import Making
-from app.measuring import Measuring
-from app.membership import Ladder
+from app.observing.drifting import Drifting
+from app.observing.feed import Feed
+from app.observing.goodput import Accounts
+from app.observing.log_book import LogBook
+from app.observing.measuring import Measuring
 from app.operators import Operators
 from app.planning import Planning
+from app.plans.library import Library
+from app.plans.making import Making
+from app.plans.solving import Solves
 from app.reports import Reports, plain
-from app.sentence import sentence
 from app.simulations import Simulations
-from app.solving import Solves
 from app.view import JobSummary, JobView
 from app.views import PlanCache, job_view, summary
 from db.observations import Observations

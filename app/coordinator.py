@@ -2,8 +2,8 @@
 
     step(state, event, now, ladder) -> Step(state, decisions, reason)
 
-Here: who comes, what they report of an epoch, and how the job ends. app.liveness: who is lost.
-app.epochs: what follows from either. app.choosing: what operators and the advisor say to it.
+Here: who comes, what they report of an epoch, and how the job ends. app.coordination.liveness: who is lost.
+app.coordination.epochs: what follows from either. app.coordination.choosing: what operators and the advisor say to it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from agent.protocol import WorkerState
-from app import choosing, epochs, liveness
-from app.choices import Chosen, DrainAsked, ModeSet, Offered, UsePlan
-from app.epochs import reconsider
-from app.fencing import fence, fenced_text, holder, no_such_worker, refuse
-from app.membership import (
+from app.coordination import choosing, epochs, liveness
+from app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, UsePlan
+from app.coordination.epochs import reconsider
+from app.coordination.fencing import fence, fenced_text, holder, no_such_worker, refuse
+from app.coordination.membership import (
     ACK_ORDER,
     PRESENT,
     Acknowledged,

@@ -15,10 +15,10 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import Command, Heartbeat, JobSpec
-from app import coordinator, fencing
+from app import coordinator
 from app.advice import Verdict
-from app.errors import ConsoleError, unavailable
-from app.membership import (
+from app.coordination import fencing
+from app.coordination.membership import (
     Beat,
     ConsoleRestarted,
     Decision,
@@ -34,8 +34,9 @@ from app.membership import (
     State,
     Tick,
 )
+from app.errors import ConsoleError, unavailable
 from app.notify import Topic
-from app.op_times import OpTimes
+from app.observing.op_times import OpTimes
 from app.rows import (
     Contact,
     contact_row,

@@ -9,9 +9,9 @@ from dataclasses import asdict
 import structlog
 
 from agent.protocol import Command, WorkerState
-from app import membership as m
-from app.choices import LEAST_PATIENCE, MOST_PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer
-from app.choosing import out
+from app.coordination import membership as m
+from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer
+from app.coordination.choosing import out
 from app.errors import ConsoleError, storing
 from app.live import LiveJob
 from app.reports import plain

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.catalog_fill import CatalogRequest
-from app.catalogs import KEPT_OPS, Catalogs
+from app.catalogs.fill import CatalogRequest
+from app.catalogs.service import KEPT_OPS, Catalogs
 from app.errors import ConsoleError
 from app.jobs import AHEAD, URGENT, Done, PlanMaker, PlanRequest
 from app.live import LiveJob

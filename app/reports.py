@@ -22,7 +22,7 @@ from agent.protocol import (
     Registered,
     Registration,
 )
-from app import membership as m
+from app.coordination import membership as m
 from app.errors import ConsoleError, storing
 from app.live import LiveJob
 from db.store import Store

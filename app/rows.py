@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, replace
 
 from agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
-from app.choices import Mode
-from app.membership import ACK_ORDER, Epoch, Member, State
+from app.coordination.choices import Mode
+from app.coordination.membership import ACK_ORDER, Epoch, Member, State
 from db.store import Record, Store
 
 

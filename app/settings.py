@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from app.coordination.membership import Ladder
 from app.errors import SettingsError
-from app.membership import Ladder
 
 MIN_TOKEN = 16
 

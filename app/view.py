@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.protocol import JobSpec, JobState, WorkerState
-from app.goodput import Figures
+from app.observing.goodput import Figures
 from planner.plan import Plan
 
 

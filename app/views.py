@@ -7,10 +7,10 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from app.goodput import Figures, planned_rate
+from app.coordination.membership import Member
 from app.heap import settle
 from app.live import LiveJob
-from app.membership import Member
+from app.observing.goodput import Figures, planned_rate
 from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
 from db.observations import Observations
 from db.store import Store

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel, Field
 
 from app.api.runner import in_thread
-from app.catalog_export import exported
-from app.catalog_fill import MAX_TOLERANCE, CatalogRequest
-from app.catalog_report import CatalogReport, CatalogSummary, CountLine
-from app.catalogs import Filling
+from app.catalogs.export import exported
+from app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
+from app.catalogs.report import CatalogReport, CatalogSummary, CountLine
+from app.catalogs.service import Filling
 from app.console import Console
 from app.errors import ConsoleError
 from planner.catalog_store import CatalogInfo

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Response
 
 from app.api.runner import in_thread
 from app.console import Console
-from app.exporting import offer_named, render
-from app.references import OfJob, Reference, Saved
-from app.sources import Source, export_of, find
+from app.plans.exporting import offer_named, render
+from app.plans.references import OfJob, Reference, Saved
+from app.plans.sources import Source, export_of, find
 
 Pipeline = Annotated[int | None, Query(ge=0, le=2**20)]
 FILE: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}, "description": "The file."}}

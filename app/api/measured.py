@@ -12,7 +12,7 @@ from agent.protocol import ClockReading, MeasuredOps, clock_name
 from app.api.models import Outcome
 from app.api.runner import in_thread
 from app.console import Console
-from app.measured import MeasuredIteration, measured_iteration
+from app.observing.measured import MeasuredIteration, measured_iteration
 from planner.plan import Plan
 
 Watch = Annotated[bool, Query(description="have the job measured again soon")]

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from agent.protocol import WorkerName
 from app.api.models import Outcome
 from app.api.runner import in_thread
-from app.choices import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
 from app.console import Console
+from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
 
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 

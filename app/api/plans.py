@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.api.jobs import Actor
 from app.api.models import Outcome
 from app.api.runner import in_thread
-from app.applying import use_plan
 from app.console import Console
 from app.errors import ConsoleError
-from app.solving import Point, Solve, SolveState
-from app.solving_child import Migrations, MigrationsAsked, PlanAsked, Request
+from app.plans.applying import use_plan
+from app.plans.solving import Point, Solve, SolveState
+from app.plans.solving_child import Migrations, MigrationsAsked, PlanAsked, Request
 from planner.check import check
 from planner.errors import PlannerError
 from planner.plan import Plan

@@ -9,9 +9,9 @@ from typing import Any
 
 import streamlit as st
 
-from app.catalog_export import exported, json_refusal
-from app.catalog_fill import CatalogRequest, parse_request
-from app.catalog_report import CatalogReport, CatalogSummary, most_failures, stale
+from app.catalogs.export import exported, json_refusal
+from app.catalogs.fill import CatalogRequest, parse_request
+from app.catalogs.report import CatalogReport, CatalogSummary, most_failures, stale
 from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.ui import catalog_words as words

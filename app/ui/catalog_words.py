@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from app.catalog_report import CatalogReport, CatalogSummary, CountLine
-from app.catalogs import Filling
+from app.catalogs.report import CatalogReport, CatalogSummary, CountLine
+from app.catalogs.service import Filling
 from app.ui import text
 from app.ui.facts import Card
 

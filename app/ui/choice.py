@@ -7,8 +7,8 @@ from typing import Any
 
 import streamlit as st
 
-from app.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
 from app.console import Console
+from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
 from app.errors import ConsoleError
 from app.ui import components, text
 from app.ui.event_feed import ACTOR, say_later

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.comparing import MOST, WORKED_EXAMPLE, candidates, differences, first_choice, stage_table
 from app.console import Console, get_console
 from app.errors import ConsoleError
-from app.references import Reference, parse_reference
-from app.sources import Awaited, Source, find
+from app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, differences, first_choice, stage_table
+from app.plans.references import Reference, parse_reference
+from app.plans.sources import Awaited, Source, find
 from app.ui import components, facts, text
 from app.ui.charts.compare import Strip, comparison, time_factors
 from app.ui.charts.overview import MAX_BARS

@@ -9,8 +9,8 @@ import streamlit as st
 
 from agent.protocol import JobSpec
 from app.console import Console
-from app.exporting import Export, offers, render
-from app.sources import Source, export_of
+from app.plans.exporting import Export, offers, render
+from app.plans.sources import Source, export_of
 from planner.catalog import Catalog
 from planner.plan import Plan
 

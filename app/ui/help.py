@@ -8,7 +8,7 @@ from html import escape
 import streamlit as st
 
 from app.console import get_console
-from app.idea import JOB, Picture, pictures
+from app.plans.idea import JOB, Picture, pictures
 from app.security import COOKIE
 from app.ui import components
 from app.ui.charts.idea import picture, picture_words

@@ -10,7 +10,7 @@ import streamlit as st
 from agent.protocol import JobState
 from app.console import Console, get_console
 from app.errors import ConsoleError
-from app.measured import measured_iteration
+from app.observing.measured import measured_iteration
 from app.ui import choice, components, event_feed, facts, text
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence

@@ -1,4 +1,4 @@
-"""The picker of plans that pages share. The choice is in the URL, as a reference (app.references)."""
+"""The picker of plans that pages share. The choice is in the URL, as a reference (app.plans.references)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import streamlit as st
 from app.console import Console
 from app.errors import ConsoleError
 from app.heap import settle
-from app.references import OfJob, Reference, parse_reference
-from app.sources import Awaited, Source, find, measured_name, names, saved_names
+from app.plans.references import OfJob, Reference, parse_reference
+from app.plans.sources import Awaited, Source, find, measured_name, names, saved_names
 from app.ui.schedule_facts import measured_words
 from planner.errors import InputError
 from planner.plan import Plan

@@ -6,8 +6,11 @@ import streamlit as st
 
 from app.console import Console, get_console
 from app.errors import ConsoleError
-from app.solving import Solve
-from app.solving_child import PlanAsked
+from app.plans.solving import Solve
+from app.plans.solving_child import PlanAsked
+from app.plans.whatif import PARAMS, WhatIf
+from app.plans.whatif_check import Checked, checked
+from app.plans.worked_example import STEPS, step_of
 from app.ui import components, text
 from app.ui.planning import controls, migrating, state
 from app.ui.planning.grid import grid
@@ -15,9 +18,6 @@ from app.ui.planning.pieces import example_steps
 from app.ui.planning.profile import profile
 from app.ui.planning.result import result
 from app.ui.planning.search import others, search
-from app.whatif import PARAMS, WhatIf
-from app.whatif_check import Checked, checked
-from app.worked_example import STEPS, step_of
 from planner.errors import PlannerError
 from planner.plan import Plan
 

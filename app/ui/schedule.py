@@ -9,8 +9,8 @@ import streamlit as st
 
 from app.console import Console, get_console
 from app.errors import ConsoleError
-from app.references import Made, OfJob
-from app.sources import Source
+from app.plans.references import Made, OfJob
+from app.plans.sources import Source
 from app.ui import components, facts
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import MAX_BARS, Detail

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.measured import MeasuredIteration
+from app.observing.measured import MeasuredIteration
 from app.ui import text
 from planner.paths import critical_path, waited, workers_of
 from planner.schedule import Schedule

@@ -7,7 +7,7 @@ from typing import Any
 import streamlit as st
 
 from app.console import Console, get_console
-from app.job_history import history
+from app.observing.job_history import history
 from app.simulations import DRAWN, HISTORY, POLICIES, Simulation, SimulationRequest, parse_request, shapes
 from app.ui import components, text
 from app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time

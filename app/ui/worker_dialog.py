@@ -11,11 +11,11 @@ import streamlit as st
 from agent.protocol import WorkerState
 from app.console import Console
 from app.errors import ConsoleError
+from app.observing.worker_detail import worker_detail
 from app.ui import worker_words
 from app.ui.event_feed import ACTOR, feed_html
 from app.ui.facts import consequence_of_drain, consequence_of_kill, consequence_of_restart, living_peers
 from app.view import JobView, WorkerView
-from app.worker_detail import worker_detail
 
 OPENED = "opened-worker"
 IN_ADDRESS = "worker"

@@ -9,11 +9,11 @@ from html import escape
 from itertools import groupby
 
 from agent.protocol import WorkerState
+from app.observing.worker_detail import Stay, WorkerDetail
 from app.ui import text
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.facts import look
 from app.ui.theme import OP_WORDS
-from app.worker_detail import Stay, WorkerDetail
 
 # The table below the bar shows so many stays, the newest.
 NEWEST = 8

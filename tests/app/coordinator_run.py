@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app import coordinator
-from app.membership import (
+from app.coordination.membership import (
     Acknowledged,
     Beat,
     Decision,
@@ -22,7 +22,7 @@ from app.membership import (
     Step,
     Tick,
 )
-from app.sentence import sentence
+from app.coordination.sentence import sentence
 
 LADDER = Ladder(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 

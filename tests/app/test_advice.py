@@ -12,10 +12,10 @@ from ui_console import ConsoleHere, JobHere, until
 from agent.protocol import FailureReport
 from app.advice import AdviceRequest, Verdict, decide, verdict_document
 from app.advising import REPAIR_SECONDS, copy_times, grounds
-from app.choices import Candidate
-from app.choosing import out
-from app.job_history import changes, repair_times
+from app.coordination.choices import Candidate
+from app.coordination.choosing import out
 from app.jobs import PlanMaker
+from app.observing.job_history import changes, repair_times
 from planner.check import check
 from planner.job import Job
 from planner.plan import Plan, job_doc

@@ -12,11 +12,11 @@ from ui_console import ConsoleHere, JobHere
 from ui_factory import plan
 
 from app.api.routes import create_routes
-from app.applying import misfit, use_plan
-from app.choices import UsePlan
 from app.console import Console
+from app.coordination.choices import UsePlan
+from app.coordination.membership import Exited, PlanReady
 from app.errors import ConsoleError
-from app.membership import Exited, PlanReady
+from app.plans.applying import misfit, use_plan
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
-from app.catalog_export import documents, json_refusal, stored_zip
-from app.catalog_fill import CatalogRequest, parse_request
-from app.catalog_report import stale, summary
-from app.catalogs import Catalogs, Filling
+from app.catalogs.export import documents, json_refusal, stored_zip
+from app.catalogs.fill import CatalogRequest, parse_request
+from app.catalogs.report import stale, summary
+from app.catalogs.service import Catalogs, Filling
 from app.errors import ConsoleError
 from app.ui import catalog_words
 from app.ui.charts.catalog import catalog_curves

@@ -13,8 +13,8 @@ from sqlalchemy.exc import OperationalError
 
 from agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, JobState, Registration, WorkerState
 from app.console import Console, get_console, set_console
+from app.coordination.membership import Ladder
 from app.errors import ConsoleError
-from app.membership import Ladder
 from db.session import Database
 from db.store import Store
 

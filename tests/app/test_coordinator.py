@@ -6,7 +6,7 @@ import pytest
 from coordinator_run import LADDER, Run, fingerprint
 
 from agent.protocol import JobState, WorkerState
-from app.membership import (
+from app.coordination.membership import (
     Acknowledged,
     Beat,
     ConsoleRestarted,

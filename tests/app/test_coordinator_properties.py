@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agent.protocol import JobState, WorkerState
 from app import coordinator
-from app.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
-from app.membership import (
+from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
+from app.coordination.membership import (
     Acknowledged,
     ConsoleRestarted,
     Exited,
@@ -23,7 +23,7 @@ from app.membership import (
     State,
     TransferBroken,
 )
-from app.sentence import sentence
+from app.coordination.sentence import sentence
 from planner.policy import DROP, MIGRATE, REROUTE
 
 PIPELINES, STAGES = 3, 2

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.protocol import JobState, WorkerState
-from app.membership import PRESENT, Acknowledged, Exited, PlanReady
+from app.coordination.membership import PRESENT, Acknowledged, Exited, PlanReady
 from tests.app.coordinator_run import Run, fingerprint
 
 

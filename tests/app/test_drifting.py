@@ -10,8 +10,8 @@ import pytest
 
 from agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
 from app.console import Console
-from app.drifting import Drifting
 from app.live import LiveJob
+from app.observing.drifting import Drifting
 from db.session import Database
 from db.store import Store
 from planner.drift import Limits

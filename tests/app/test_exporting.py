@@ -19,11 +19,11 @@ from ui_console import ConsoleHere, JobHere
 from ui_factory import plan as made_plan
 
 from agent.cli import app as agent_cli
-from app import exporting
 from app.api.routes import create_routes
-from app.bundle import CatalogPart, launch_line, make_bundle
 from app.errors import ConsoleError
-from app.exporting import Export, file_stem, offer_named, offers, render
+from app.plans import exporting
+from app.plans.bundle import CatalogPart, launch_line, make_bundle
+from app.plans.exporting import Export, file_stem, offer_named, offers, render
 from planner.catalog import Catalog
 from planner.check import check
 from planner.cli import app as planner_cli

@@ -8,9 +8,9 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from agent.protocol import LogLine, LogLines, VerdictReport
-from app import log_book
 from app.errors import ConsoleError
-from app.log_book import LogBook
+from app.observing import log_book
+from app.observing.log_book import LogBook
 
 
 @pytest.fixture(scope="module")

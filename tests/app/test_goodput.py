@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from app import goodput
-from app.goodput import Account, Accounts, figures
+from app.observing import goodput
+from app.observing.goodput import Account, Accounts, figures
 from db.observations import Observations
 from db.store import Store
 

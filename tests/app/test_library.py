@@ -9,7 +9,7 @@ from ui_console import ConsoleHere
 from ui_factory import plan
 
 from app.errors import ConsoleError
-from app.library import Library
+from app.plans.library import Library
 
 
 @pytest.fixture(scope="module")

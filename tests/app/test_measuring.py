@@ -10,8 +10,8 @@ from ui_console import ConsoleHere, JobHere, until
 from agent.protocol import MeasuredOps
 from app.errors import ConsoleError
 from app.live import LiveJob
-from app.measured import as_plan, as_schedule, measured_iteration
-from app.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
+from app.observing.measured import as_plan, as_schedule, measured_iteration
+from app.observing.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
 from db.observations import Observations
 from planner.job import Worker
 from planner.plan import Plan

@@ -8,7 +8,7 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
-from app.choices import Candidate, Offer, Offered
+from app.coordination.choices import Candidate, Offer, Offered
 from app.errors import ConsoleError
 from planner.policy import MIGRATE
 

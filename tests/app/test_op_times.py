@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.op_times import NEWEST, OpTimes
+from app.observing.op_times import NEWEST, OpTimes
 
 
 def test_only_what_is_new_is_taken() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from app.solving import Point, Solve
-from app.solving_child import Migration, Migrations, PlanAsked
+from app.plans.solving import Point, Solve
+from app.plans.solving_child import Migration, Migrations, PlanAsked
+from app.plans.whatif import WhatIf
 from app.ui.charts.dead_grid import dead_grid
 from app.ui.charts.migrations import migrations_chart
 from app.ui.charts.search import search_chart, search_words
 from app.ui.planning.pieces import log_lines, search_cards
 from app.ui.theme import DARK, LIGHT, Palette
-from app.whatif import WhatIf
 from planner.job import Job
 from planner.plan import job_doc
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.profile_table import HELP, edited, table
+from app.plans.profile_table import HELP, edited, table
 from planner.errors import InputError
 from planner.job import Job
 from planner.plan import job_doc

@@ -11,8 +11,8 @@ from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan as made_plan
 
 from app.errors import ConsoleError
-from app.references import Made, Measured, OfJob, Reference, Saved, parse_reference
-from app.sources import Awaited, Source, find, names, saved_names, techniques
+from app.plans.references import Made, Measured, OfJob, Reference, Saved, parse_reference
+from app.plans.sources import Awaited, Source, find, names, saved_names, techniques
 from planner.errors import InputError
 from planner.job import Technique
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from app.job_history import history
+from app.observing.job_history import history
 from app.simulations import HISTORY, SWEEP, Simulation, SimulationRequest, Simulations, parse_request, run
 from app.ui.charts.simulation import policy_words, sensitivity, thinned, throughput_over_time
 from app.ui.theme import DARK, LIGHT

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 import pytest
 from ui_console import until
 
-from app import solving
 from app.errors import ConsoleError
-from app.solving import Solve, Solves
-from app.solving_child import MigrationsAsked, PlanAsked, answer
+from app.plans import solving
+from app.plans.solving import Solve, Solves
+from app.plans.solving_child import MigrationsAsked, PlanAsked, answer
 from planner.check import check
 from planner.errors import InfeasibleError, InputError
 from planner.job import Job

@@ -10,7 +10,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import ConsoleHere, JobHere, until
 
-from app.catalog_fill import parse_request
+from app.catalogs.fill import parse_request
 from app.console import Console, set_console
 from planner.catalog_store import CatalogInfo, plan_name
 from planner.plan_codec import Effort, encode_plan

@@ -14,8 +14,8 @@ import ui_factory as factory
 from streamlit.testing.v1 import AppTest
 from ui_console import DEADLINE, ConsoleHere, JobHere
 
-from app.comparing import MOST, WORKED_EXAMPLE, stage_table
 from app.console import Console, set_console
+from app.plans.comparing import MOST, WORKED_EXAMPLE, stage_table
 from app.ui.charts import compare as charts
 from app.ui.charts.compare import RELATIVE, Strip, comparison
 from app.ui.theme import LIGHT, OP_WORDS

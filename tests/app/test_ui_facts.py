@@ -8,7 +8,7 @@ import pytest
 import ui_factory as factory
 
 from agent.protocol import JobState, WorkerState
-from app.goodput import Figures
+from app.observing.goodput import Figures
 from app.ui import facts, tables, text
 from app.view import JobView
 from planner.job import Job, StageProfile

@@ -13,7 +13,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import ConsoleHere, JobHere
 
 from app.console import set_console
-from app.idea import pictures
+from app.plans.idea import pictures
 from app.ui import snippets
 from app.ui.charts.idea import picture, picture_words
 from app.ui.help import SECTIONS

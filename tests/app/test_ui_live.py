@@ -11,8 +11,8 @@ from streamlit.testing.v1 import AppTest
 from ui_console import ConsoleHere, JobHere, until
 
 from agent.protocol import LogLine, LogLines
-from app.choices import Mode
 from app.console import Console, set_console
+from app.coordination.choices import Mode
 
 MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
 

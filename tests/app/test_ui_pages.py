@@ -14,8 +14,8 @@ from streamlit.testing.v1 import AppTest
 from ui_console import ConsoleHere, JobHere, until
 
 from app.console import Console, set_console
-from app.membership import Ladder
-from app.references import OfJob, parse_reference
+from app.coordination.membership import Ladder
+from app.plans.references import OfJob, parse_reference
 
 MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
 TIMEOUT = 30

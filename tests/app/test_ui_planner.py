@@ -14,9 +14,9 @@ from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan
 
 from app.console import Console, set_console
-from app.solving import Solves
+from app.plans.solving import Solves
+from app.plans.whatif import PARAMS, WhatIf, parse
 from app.ui.planning.state import EXAMPLE, SAVED
-from app.whatif import PARAMS, WhatIf, parse
 from planner.job import Job
 from planner.plan import job_doc
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ui_factory import plan
 
-from app.whatif import PRESETS, WhatIf, own_profile, parse, read_profile, uploaded
+from app.plans.whatif import PRESETS, WhatIf, own_profile, parse, read_profile, uploaded
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.job import Job, StageProfile, Technique, Worker
 from planner.plan import job_doc

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from agent.protocol import JobSpec, JobState, WorkerState
-from app.goodput import Figures
+from app.observing.goodput import Figures
 from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
 from planner.failures import parse_failed
 from planner.job import Job, MemoryLimit, Problem, Technique

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "app"))
 from console_server import ConsoleServer
 from ui_console import ConsoleHere, JobHere
 
-from app.comparing import WORKED_EXAMPLE
+from app.plans.comparing import WORKED_EXAMPLE
 from planner.catalog import Catalog
 from planner.plan import Plan
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from app.catalog_report import CatalogReport, CountLine
+from app.catalogs.report import CatalogReport, CountLine
 from app.ui.theme import Palette, style
 
 # Above so many counts, markers would run into one another.

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from app.plans.whatif import WhatIf
 from app.ui.charts.vega import LiveChart, config
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.theme import Palette
-from app.whatif import WhatIf
 
 PICKED = "picked"
 # Words of the chart, and the look of the same name on Live.

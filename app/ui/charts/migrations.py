@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from app.solving_child import Migrations
+from app.plans.solving_child import Migrations
 from app.ui.theme import Palette, style
 from planner.job import Job, Worker
 

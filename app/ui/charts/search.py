@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from app.solving import Solve
+from app.plans.solving import Solve
 from app.ui.charts.bars import plural
 from app.ui.charts.vega import LiveChart, config
 from app.ui.theme import Palette

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.applying import misfit, use_plan
 from app.console import Console
 from app.errors import ConsoleError
+from app.plans.applying import misfit, use_plan
 from app.ui.planning.state import PAGE, SAVED, say
 from planner.plan import Plan
 

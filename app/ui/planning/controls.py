@@ -11,13 +11,13 @@ import streamlit as st
 
 from app.console import Console
 from app.errors import ConsoleError
-from app.solving_child import MAX_SECONDS
+from app.plans.solving_child import MAX_SECONDS
+from app.plans.whatif import WhatIf
+from app.plans.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
+from app.plans.worked_example import STEPS
 from app.ui import facts
 from app.ui.planning.pieces import field_error
 from app.ui.planning.state import PAGE, change, entered, now, said, say, shown
-from app.whatif import WhatIf
-from app.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
-from app.worked_example import STEPS
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Technique
 from planner.solvers.portfolio import SOLVERS

@@ -10,14 +10,14 @@ from typing import Any
 
 import streamlit as st
 
+from app.plans.whatif import WhatIf, at_random
+from app.plans.whatif_check import GRID, Checked
 from app.ui import components, text
 from app.ui.charts.dead_grid import PICKED, dead_grid
 from app.ui.planning.pieces import field_error
 from app.ui.planning.state import change, entered, now, say, shown
 from app.ui.theme import Palette
 from app.views import rerouted_load
-from app.whatif import WhatIf, at_random
-from app.whatif_check import GRID, Checked
 from planner.errors import PlannerError
 from planner.job import Worker
 from planner.plan import Plan

@@ -9,7 +9,8 @@ import streamlit as st
 
 from app.console import Console
 from app.errors import ConsoleError
-from app.solving_child import Migrations
+from app.plans.solving_child import Migrations
+from app.plans.whatif import WhatIf
 from app.ui import components, text
 from app.ui.charts.migrations import migrations_chart
 from app.ui.facts import Card
@@ -17,7 +18,6 @@ from app.ui.planning.pieces import field_error
 from app.ui.planning.search import search
 from app.ui.planning.state import PAGE, change, entered, now, say, shown
 from app.ui.theme import CHART_CONFIG, Palette
-from app.whatif import WhatIf
 from planner.errors import PlannerError
 from planner.job import Job
 

@@ -6,7 +6,7 @@ from html import escape
 
 import streamlit as st
 
-from app.solving import Solve
+from app.plans.solving import Solve
 from app.ui import text
 from app.ui.facts import Card, gap_words
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import streamlit as st
 
-from app.profile_table import HELP, edited, table
+from app.plans.profile_table import HELP, edited, table
+from app.plans.whatif import ENDS, EVEN, OWN, PRESETS, UNEVEN, WhatIf, own_profile, uploaded
+from app.plans.whatif_check import PROFILE, Checked
 from app.ui import text
 from app.ui.planning.controls import wrong
 from app.ui.planning.pieces import field_error
 from app.ui.planning.state import change, entered, now, said, say, shown
-from app.whatif import ENDS, EVEN, OWN, PRESETS, UNEVEN, WhatIf, own_profile, uploaded
-from app.whatif_check import PROFILE, Checked
 from planner.errors import PlannerError
 from planner.job import Job
 from planner.plan import JobDoc, job_doc

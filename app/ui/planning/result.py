@@ -10,7 +10,8 @@ import streamlit as st
 
 from app.console import Console
 from app.errors import ConsoleError
-from app.solving import Solve
+from app.plans.solving import Solve
+from app.plans.whatif import WhatIf
 from app.ui import components, facts
 from app.ui.charts import overview as large
 from app.ui.charts.bars import plural
@@ -22,7 +23,6 @@ from app.ui.planning.search import drawn
 from app.ui.planning.state import SAVED, change, now, said, say
 from app.ui.tables import workers_table
 from app.ui.theme import CHART_CONFIG, Palette
-from app.whatif import WhatIf
 from planner.plan import Plan
 from planner.reference import reference_plan
 from planner.schedule import Schedule

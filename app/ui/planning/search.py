@@ -8,7 +8,7 @@ import streamlit as st
 
 from app.console import Console
 from app.errors import ConsoleError
-from app.solving import Solve
+from app.plans.solving import Solve
 from app.ui import components, text
 from app.ui.charts.search import search_chart, search_words
 from app.ui.planning.pieces import log, log_lines, search_cards

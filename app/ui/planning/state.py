@@ -6,8 +6,8 @@ from typing import Any
 
 import streamlit as st
 
-from app.whatif import PARAMS, WhatIf, parse
-from app.worked_example import step_of
+from app.plans.whatif import PARAMS, WhatIf, parse
+from app.plans.worked_example import step_of
 from planner.errors import InputError
 
 QUESTION = "planner-question"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.protocol import WorkerState
-from app.membership import Member, Refuse, State, Step
+from app.coordination.membership import Member, Refuse, State, Step
 
 
 def holder(members: Mapping[str, Member], worker: str, incarnation: str) -> Member | None:

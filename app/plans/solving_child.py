@@ -1,4 +1,4 @@
-"""What a planning process of app.solving is asked, and its life: one request, its progress, its answer."""
+"""What a planning process of app.plans.solving is asked, and its life: one request, its progress, its answer."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.console import Console
-from app.references import Made, OfJob, Reference
-from app.sources import made_name, measured_name, names, saved_names, techniques
+from app.plans.references import Made, OfJob, Reference
+from app.plans.sources import made_name, measured_name, names, saved_names, techniques
 from planner.export.compare import by_stage
 from planner.export.compare import compare as compare_plans
 from planner.job import Technique

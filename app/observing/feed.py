@@ -8,9 +8,9 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import VerdictReport
+from app.coordination.membership import Note
 from app.errors import unavailable
 from app.live import LiveJob
-from app.membership import Note
 from db.observations import Observations
 from db.store import Store
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.choices import UsePlan
-from app.choosing import out
+from app.coordination.choices import UsePlan
+from app.coordination.choosing import out
+from app.coordination.membership import Note
 from app.errors import ConsoleError
 from app.live import LiveJob
-from app.membership import Note
 from app.planning import Planning
 from planner.drift import Drift, DriftState, Limits, Ratios, assumed, drifted, forget, observe
 from planner.errors import PlannerError

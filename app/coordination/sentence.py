@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.protocol import WorkerState
-from app.membership import Ladder, Member, State, names, peer_of
+from app.coordination.membership import Ladder, Member, State, names, peer_of
 
 
 def sentence(state: State, now: float, ladder: Ladder, *, paused: bool = False) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.solving_child import PlanAsked
-from app.whatif import WhatIf
+from app.plans.solving_child import PlanAsked
+from app.plans.whatif import WhatIf
 from planner.bounds import Bound, best_bound
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.job import Job

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from app.catalogs import Catalogs
+from app.catalogs.service import Catalogs
 from app.errors import ConsoleError
 from planner.catalog_store import INFO, SUFFIX, CatalogInfo
 from planner.errors import PlannerError

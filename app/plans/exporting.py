@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from agent.protocol import JobSpec
-from app.bundle import CatalogPart, catalog_part, make_bundle
 from app.errors import ConsoleError
 from app.logs import configure_logging
+from app.plans.bundle import CatalogPart, catalog_part, make_bundle
 from planner.catalog import Catalog
 from planner.errors import PlannerError
 from planner.export import EXPORTERS, yaml_document

@@ -10,11 +10,11 @@ from functools import partial
 
 from app.console import Console
 from app.errors import ConsoleError
-from app.exporting import Export
 from app.live import LiveJob
-from app.making import TIME_LIMIT, Question
-from app.measured import MeasuredIteration, measured_iteration
-from app.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
+from app.observing.measured import MeasuredIteration, measured_iteration
+from app.plans.exporting import Export
+from app.plans.making import TIME_LIMIT, Question
+from app.plans.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
 from planner.catalog import Catalog
 from planner.errors import InputError, PlannerError
 from planner.job import Technique

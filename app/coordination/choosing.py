@@ -1,7 +1,7 @@
 """What operators and the advisor say: which way the job goes on, who decides that, and who is to leave. Pure.
 
 In automatic mode the job re-routes at once, and takes the advisor's better way, if there is one, as
-soon as all train again. In manual mode it waits for an operator first (app.epochs). Each public
+soon as all train again. In manual mode it waits for an operator first (app.coordination.epochs). Each public
 function but `overdue` takes one kind of event: (state, event, now, ladder) -> Step.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.protocol import WorkerState
-from app import restaffing
-from app.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
-from app.epochs import ask, pend, plan_ready, reconsider
-from app.fencing import no_such_worker, refuse
-from app.membership import PRESENT, Decision, Ladder, Member, Note, PlanReady, State, Step, names
+from app.coordination import restaffing
+from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
+from app.coordination.epochs import ask, pend, plan_ready, reconsider
+from app.coordination.fencing import no_such_worker, refuse
+from app.coordination.membership import PRESENT, Decision, Ladder, Member, Note, PlanReady, State, Step, names
 from planner.policy import REROUTE
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED

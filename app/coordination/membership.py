@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent.protocol import JobState, WorkerState
-from app.choices import PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
+from app.coordination.choices import PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
 from planner.errors import InputError
 
 AckState = Literal["", "adopted", "formed", "resumed"]

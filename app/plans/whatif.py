@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
+from app.plans.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from app.choices import UsePlan
 from app.console import Console
+from app.coordination.choices import UsePlan
+from app.coordination.membership import names
 from app.errors import ConsoleError
 from app.live import LiveJob
-from app.membership import names
 from app.reports import plain
 from planner.check import check
 from planner.job import MemoryLimit, Worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.whatif import WhatIf
+from app.plans.whatif import WhatIf
 from planner.job import Technique
 
 

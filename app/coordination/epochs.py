@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.protocol import WorkerState
-from app import restaffing
-from app.choices import Mode
-from app.membership import (
+from app.coordination import restaffing
+from app.coordination.choices import Mode
+from app.coordination.membership import (
     PRESENT,
     Decision,
     Epoch,

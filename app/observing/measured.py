@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from app.measuring import Measured
+from app.observing.measuring import Measured
 from planner.job import Job, Problem, StageProfile, Worker
 from planner.normalization import SECONDS
 from planner.plan import MetricsDoc, Plan, SolverDoc

@@ -1,7 +1,7 @@
 """Plans and migrations that people ask for: each made in a child process of its own, with progress.
 
 Equal requests share one result, a bounded number runs at once, and the rest waits in order. Stopping
-keeps the best plan so far. What a child is asked and answers is in app.solving_child.
+keeps the best plan so far. What a child is asked and answers is in app.plans.solving_child.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import structlog
 
 from app.errors import ConsoleError
-from app.solving_child import Migrations, Request, serve
+from app.plans.solving_child import Migrations, Request, serve
 from planner.plan import Plan
 
 log = structlog.get_logger()

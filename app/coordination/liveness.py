@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.protocol import WorkerState
-from app.choosing import overdue
-from app.epochs import lose, reconsider
-from app.fencing import fence, holder, no_such_worker, refuse
-from app.membership import (
+from app.coordination.choosing import overdue
+from app.coordination.epochs import lose, reconsider
+from app.coordination.fencing import fence, holder, no_such_worker, refuse
+from app.coordination.membership import (
     Broken,
     Decision,
     Exited,

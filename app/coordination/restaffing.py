@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.protocol import WorkerState
-from app.membership import PRESENT, Member, State
+from app.coordination.membership import PRESENT, Member, State
 
 
 def still_valid(state: State, moves: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:

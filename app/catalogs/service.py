@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.catalog_fill import CatalogRequest, FillProcess, share_of_cores
-from app.catalog_report import CatalogReport, CatalogSummary, report, summary
+from app.catalogs.fill import CatalogRequest, FillProcess, share_of_cores
+from app.catalogs.report import CatalogReport, CatalogSummary, report, summary
 from app.errors import ConsoleError, unavailable
 from db.store import Store
 from planner.catalog import rename_pipelines

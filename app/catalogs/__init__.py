@@ -1,0 +1,1 @@
+"""Catalogs in the console: filled, stored, reported and exported."""

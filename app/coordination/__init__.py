@@ -1,0 +1,1 @@
+"""Parts of the coordinator: what it knows, and what follows from each kind of event. Pure."""

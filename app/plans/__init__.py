@@ -1,0 +1,1 @@
+"""Plans that people ask for, keep, refer to, compare and take away."""
