@@ -38,5 +38,5 @@ def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypa
         found, in_path, streamlit = ours.recv()
     finally:
         child.join(30)
-    assert Path(found) == PAGES.parents[1] / "planner" / "errors.py"
+    assert Path(found).resolve() == PAGES.parents[1] / "planner" / "errors.py"
     assert not in_path and not streamlit
