@@ -7,6 +7,7 @@ heartbeats alone are kept in memory and written behind.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from agent.protocol import (
@@ -28,19 +29,19 @@ from app.live import LiveJob
 from db.store import Store
 
 
-class Reports:
+class Reports(ABC):
     """Thread-safe. Every method raises ConsoleError: for an unknown job or worker, a process that does
     not count, or a database that does not answer."""
 
     _store: Store
 
+    @abstractmethod
     def job(self, job_id: str) -> LiveJob:
         """Raises ConsoleError (404)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def job_ended(self, job: LiveJob) -> None:
         """Nothing more is to be done for `job`."""
-        raise NotImplementedError
 
     def register(self, job_id: str, message: Registration) -> Registered:
         job = self.job(job_id)

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 from console_server import Agents, ConsoleServer
+from ui_console import ConsoleHere
 
+from app.console import Console, set_console
 from tests.conftest import new_database
 
 
@@ -24,3 +26,19 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def agents(server: ConsoleServer) -> Agents:
     """A 3 x 4 job of which nobody has registered yet."""
     return Agents(server)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
+    """A console in this process, shared by the tests of a module."""
+    console = ConsoleHere(tmp_path_factory.mktemp("console"))
+    yield console
+    console.close()
+
+
+@pytest.fixture
+def console(here: ConsoleHere) -> Iterator[Console]:
+    """That one, as the pages find it."""
+    set_console(here.console)
+    yield here.console
+    set_console(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -267,13 +267,6 @@ def test_what_can_not_be_advised_is_a_sentence() -> None:
 
 
 # -- in a console -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
 
 
 def advised(job: JobHere) -> list[str]:

@@ -7,7 +7,6 @@ import io
 import json
 import shlex
 import zipfile
-from collections.abc import Iterator
 from xml.etree import ElementTree
 
 import pytest
@@ -153,13 +152,6 @@ def test_the_launch_line_is_that_of_the_job(here: ConsoleHere) -> None:
     readme = zipfile.ZipFile(io.BytesIO(make_bundle(made_plan(("W1_2",)), "x", None, CatalogPart("", "none"))))
     assert "comes into force when W1_2 fail" in readme.read("README.md").decode()
     assert job_doc(job.spec.job()) == made_plan().job
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
 
 
 def test_over_the_api(here: ConsoleHere) -> None:

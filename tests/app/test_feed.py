@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from ui_console import ConsoleHere, JobHere
 
@@ -11,13 +9,6 @@ from agent.protocol import LogLine, LogLines, VerdictReport
 from app.errors import ConsoleError
 from app.observing import log_book
 from app.observing.log_book import LogBook
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
 
 
 @pytest.mark.parametrize(

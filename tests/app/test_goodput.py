@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +12,6 @@ from app.observing import goodput
 from app.observing.goodput import Account, Accounts, figures
 from db.observations import Observations
 from db.store import Store
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
 
 
 def account_of(*epochs: tuple[bool, list[float]]) -> Account:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
@@ -16,13 +14,6 @@ from db.observations import Observations
 from planner.job import Worker
 from planner.plan import Plan
 from planner.schedule import Schedule
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
 
 
 def parts_of(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,13 +58,6 @@ def test_anything_else_is_refused_in_a_sentence(text: str) -> None:
 def test_bad_references(text: str) -> None:
     with pytest.raises(InputError, match=r"^(plan|grid|pipelines): got "):
         parse_reference(text)
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
 
 
 def made(here: ConsoleHere, reference: Reference) -> Source:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import ConsoleHere, JobHere, until
+from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from app.catalogs.fill import parse_request
 from app.console import Console, set_console
@@ -17,7 +16,6 @@ from planner.plan_codec import Effort, encode_plan
 from planner.solvers.portfolio import make_plan
 from planner.version import PLANNER_VERSION
 
-MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
 QUESTION = {"pipelines": 2, "stages": 2, "tolerance": 1}
 LONG = {"pipelines": 4, "stages": 4, "micro_batches": 6, "tolerance": 2, "solver": "cp-sat", "time_limit": 60.0}
 

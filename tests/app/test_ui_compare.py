@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import ui_factory as factory
 from streamlit.testing.v1 import AppTest
-from ui_console import DEADLINE, ConsoleHere, JobHere
+from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere
 
 from app.console import Console, set_console
 from app.plans.comparing import MOST, WORKED_EXAMPLE, stage_table
@@ -21,22 +20,6 @@ from app.ui.charts.compare import RELATIVE, Strip, comparison
 from app.ui.theme import LIGHT, OP_WORDS
 from planner.export.compare import by_stage
 from planner.plan import Plan
-
-MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
-
-
-@pytest.fixture
-def console(here: ConsoleHere) -> Iterator[Console]:
-    set_console(here.console)
-    yield here.console
-    set_console(None)
 
 
 @pytest.fixture(scope="module")

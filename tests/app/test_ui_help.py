@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 from base64 import b64decode
 from collections.abc import Iterator
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import ConsoleHere, JobHere
+from ui_console import MAIN, ConsoleHere, JobHere
 
 from app.console import set_console
 from app.plans.idea import pictures
@@ -19,8 +18,6 @@ from app.ui.charts.idea import picture, picture_words
 from app.ui.help import SECTIONS
 from app.ui.theme import DARK, LIGHT, Palette
 from planner.check import check
-
-MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
 
 
 @pytest.fixture(scope="module")

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import ConsoleHere, JobHere, until
+from ui_console import MAIN, JobHere, until
 
 from agent.protocol import LogLine, LogLines
-from app.console import Console, set_console
+from app.console import Console
 from app.coordination.choices import Mode
-
-MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
-
-
-@pytest.fixture
-def console(here: ConsoleHere) -> Iterator[Console]:
-    set_console(here.console)
-    yield here.console
-    set_console(None)
 
 
 def open_live(job_id: str, **address: str) -> AppTest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
@@ -11,28 +10,13 @@ import pandas as pd
 import pytest
 from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
-from ui_console import ConsoleHere, JobHere, until
+from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from app.console import Console, set_console
 from app.coordination.membership import Ladder
 from app.plans.references import OfJob, parse_reference
 
-MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
 TIMEOUT = 30
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
-
-
-@pytest.fixture
-def console(here: ConsoleHere) -> Iterator[Console]:
-    set_console(here.console)
-    yield here.console
-    set_console(None)
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import ConsoleHere, JobHere, until
+from ui_console import MAIN, ConsoleHere, JobHere, until
 from ui_factory import plan
 
 from app.console import Console, set_console
@@ -19,15 +18,6 @@ from app.plans.whatif import PARAMS, WhatIf, parse
 from app.ui.planning.state import EXAMPLE, SAVED
 from planner.job import Job
 from planner.plan import job_doc
-
-MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import ui_factory as factory
 from streamlit.testing.v1 import AppTest
-from ui_console import DEADLINE, ConsoleHere, JobHere, until
+from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from agent.protocol import MeasuredOps
 from app.console import Console, set_console
@@ -20,22 +19,6 @@ from app.ui import schedule_filters, schedule_large
 from app.ui.charts import overview
 from app.ui.schedule_facts import critical_words
 from app.ui.theme import OP_WORDS
-
-MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    console = ConsoleHere(tmp_path_factory.mktemp("console"))
-    yield console
-    console.close()
-
-
-@pytest.fixture
-def console(here: ConsoleHere) -> Iterator[Console]:
-    set_console(here.console)
-    yield here.console
-    set_console(None)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from db.session import Database
 from db.store import Store
 
 DEADLINE = 60.0
+MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
 
 
 class ConsoleHere:
