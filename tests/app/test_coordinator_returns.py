@@ -1,0 +1,102 @@
+"""Workers that return, and processes that are out of the job: the rules, one by one."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_run import Run
+
+from agent.protocol import JobState, WorkerState
+from app.coordination.membership import (
+    Acknowledged,
+    Registered,
+    TransferBroken,
+)
+
+
+def test_a_returned_worker_joins_when_the_others_have_recovered() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    run.back("W1_0")
+    assert run.member("W1_0").state is WorkerState.REJOINING
+    assert len(run.opened) == 2
+    run.resume()
+    epoch = run.opened[-1]
+    assert (epoch.number, epoch.failed, epoch.joining) == (3, (), ("W1_0",))
+    assert epoch.living == ("W0_0", "W0_1", "W1_0", "W1_1")
+    assert epoch.reason == "W1_0 re-joins"
+    assert run.member("W1_0").state is WorkerState.REJOINING
+    run.resume()
+    assert run.member("W1_0").state is WorkerState.RUNNING
+    assert run.state.job_state is JobState.RUNNING
+    assert len(run.opened) == 3
+
+
+def test_a_returned_worker_joins_at_once_in_a_settled_job() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    run.resume()
+    run.back("W1_0")
+    assert run.opened[-1].joining == ("W1_0",)
+
+
+def test_a_failure_takes_a_waiting_worker_along() -> None:
+    run = Run(3, 2).start()
+    run.exit("W1_0")
+    run.back("W1_0")
+    run.exit("W2_1")
+    assert (run.opened[-1].failed, run.opened[-1].joining) == (("W2_1",), ("W1_0",))
+
+
+def test_a_worker_that_still_takes_weights_joins_again_in_the_next_epoch() -> None:
+    run = Run(3, 2).start()
+    run.exit("W1_0")
+    run.resume()
+    run.back("W1_0")
+    incarnation = run.member("W1_0").incarnation or ""
+    run.send(Acknowledged("W1_0", incarnation, 3, "formed"))
+    run.exit("W2_1")
+    assert run.opened[-1].joining == ("W1_0",)
+
+
+def test_a_returned_worker_that_dies_while_it_waits_changes_no_epoch() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    run.back("W1_0")
+    run.exit("W1_0")
+    assert len(run.opened) == 2
+    run.resume()
+    assert len(run.opened) == 2
+
+
+def test_a_new_incarnation_of_a_running_worker_means_that_the_old_one_died() -> None:
+    run = Run().start()
+    run.back("W0_1")
+    assert (run.opened[-1].number, run.opened[-1].joining) == (2, ("W0_1",))
+    assert "W0_1-1" in run.member("W0_1").retired
+
+
+@pytest.mark.parametrize("incarnation", ["W1_0-1", "never-seen"])
+def test_a_fenced_worker_changes_nothing(incarnation: str) -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    run.resume()
+    run.back("W1_0")
+    before = run.state
+    for event in (
+        Acknowledged("W1_0", incarnation, 3, "resumed"),
+        TransferBroken("W1_0", incarnation, "W0_0", 3),
+    ):
+        refusal = run.send(event).refusal
+        assert refusal is not None
+        assert refusal.code == "fenced"
+        assert "W1_0" in refusal.detail
+        assert run.state is before
+
+
+def test_a_worker_that_was_put_out_can_not_register_as_itself() -> None:
+    run = Run().start()
+    run.exit("W1_0")
+    refusal = run.send(Registered("W1_0", "W1_0-1")).refusal
+    assert refusal is not None
+    assert refusal.code == "fenced"
+    assert "may only re-join, as a new incarnation" in refusal.detail
