@@ -2,79 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-ROOT = Path(__file__).resolve().parents[2]
-CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
-WAIT_MS = 60_000
+from tests.app.console_server import ConsoleServer
+from tests.browser.watching import NEEDS_CHROMIUM, settle, watched
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.processes,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install the package chromium to run browser tests"),
-]
+pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
     """A console without a job."""
-    folder = tmp_path_factory.mktemp("catalog")
-    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--database-url", f"sqlite:///{folder / 'c.db'}"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("DATABASE_URL", "OPENRECYCLE_TOKEN")}
-    with (folder / "errors").open("wb") as errors:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+?:\d+", process.stdout.readline())
-        assert found, (folder / "errors").read_text()
-        yield found[0]
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        finally:
-            process.kill()
-            process.wait()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
-    expect.set_options(timeout=WAIT_MS)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
+    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('catalog') / 'console.db'}")
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def page(browser: Browser, address: str) -> Iterator[Page]:
-    """The console's first page; at the end nothing may have been complained about."""
-    page = browser.new_page(viewport={"width": 1440, "height": 1100})
-    page.set_default_timeout(WAIT_MS)
-    complaints: list[str] = []
-
-    def said(message: ConsoleMessage) -> None:
-        if message.type == "error":
-            complaints.append(message.text)
-
-    page.on("console", said)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(address)
-    yield page
-    page.close()
-    assert complaints == []
+def page(browser: Browser, server: ConsoleServer) -> Iterator[Page]:
+    """The console's first page."""
+    with watched(browser, server.root, viewport={"width": 1440, "height": 1100}) as page:
+        page.goto(server.root)
+        yield page
 
 
 def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
@@ -106,6 +59,7 @@ def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
     expect(chart.or_(page.locator(".js-plotly-plot")).first).to_be_visible()
     points = page.locator(".js-plotly-plot .scatterlayer .points path")
     expect(points).to_have_count(4)
+    settle(page)
     points.nth(1).hover(force=True)
     expect(page.locator(".hoverlayer")).to_contain_text("click: open on Schedule")
     points.nth(1).click(force=True)
@@ -115,7 +69,7 @@ def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
     expect(page.get_by_text("failed – its micro-batches run on").first).to_be_visible()
 
 
-def test_help_draws_five_pictures_and_says_how_to_connect(page: Page, address: str) -> None:
+def test_help_draws_five_pictures_and_says_how_to_connect(page: Page, server: ConsoleServer) -> None:
     page.get_by_role("link", name="Help").click()
     pictures = page.locator(".or-idea img")
     expect(pictures).to_have_count(5)
@@ -123,5 +77,5 @@ def test_help_draws_five_pictures_and_says_how_to_connect(page: Page, address: s
         assert pictures.nth(i).evaluate("image => image.decode().then(() => image.naturalWidth)") > 500
         assert (pictures.nth(i).get_attribute("alt") or "").startswith("Schedule of ")
     page.get_by_text("Your own job", exact=True).click()
-    expect(page.get_by_text(f'console="{address}"').first).to_be_visible()
+    expect(page.get_by_text(f'console="{server.root}"').first).to_be_visible()
     expect(page.get_by_text("OPENRECYCLE_TOKEN")).to_have_count(0)

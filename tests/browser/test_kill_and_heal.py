@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,24 +15,23 @@ from typing import Any
 
 import pytest
 import requests
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
+
+from tests.browser.watching import NEEDS_CHROMIUM, assert_it_fits, watched
 
 ROOT = Path(__file__).resolve().parents[2]
-CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 VICTIM = "W1_2"
 PEERS = ("W0_2", "W2_2")
 # Loaded machines are slow, and twelve processes import torch first.
 START_SECONDS = 150.0
-WAIT_MS = 60_000
 CHART = ".js-plotly-plot .main-svg, .stVegaLiteChart .marks"
 
 pytestmark = [
-    pytest.mark.browser,
+    *NEEDS_CHROMIUM,
     pytest.mark.processes,
     pytest.mark.timeout(420),
     # One demo for all of them: a second one beside it would starve both.
     pytest.mark.xdist_group("demo"),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install the package chromium to run browser tests"),
 ]
 
 
@@ -102,43 +100,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     demo.close()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
-    expect.set_options(timeout=WAIT_MS)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
-
-
-class Watched:
-    """A page, and all that it complains about or asks the outside for."""
-
-    def __init__(self, browser: Browser, demo: Demo) -> None:
-        self.page: Page = browser.new_page(viewport={"width": 1440, "height": 900})
-        self.page.set_default_timeout(WAIT_MS)
-        self.complaints: list[str] = []
-        self._root = demo.root
-        self.page.on("console", self._console)
-        self.page.on("pageerror", lambda error: self.complaints.append(f"page error: {error}"))
-        self.page.on("request", self._request)
-
-    def _console(self, message: ConsoleMessage) -> None:
-        if message.type == "error":
-            self.complaints.append(f"console: {message.text}")
-
-    def _request(self, request: Request) -> None:
-        ours = (self._root, self._root.replace("http", "ws", 1), "data:", "blob:")
-        if not request.url.startswith(ours):
-            self.complaints.append(f"fetched from outside: {request.url}")
-
-
 @pytest.fixture
-def watched(browser: Browser, demo: Demo) -> Iterator[Watched]:
-    watched = Watched(browser, demo)
-    yield watched
-    watched.page.close()
+def page(browser: Browser, demo: Demo) -> Iterator[Page]:
+    with watched(browser, demo.root) as page:
+        yield page
 
 
 def card(page: Page, label: str) -> str:
@@ -164,8 +129,7 @@ def cell(page: Page, look: str, worker: str) -> Any:
     return page.locator(f".st-key-cell-{look}-{worker}")
 
 
-def test_kill_and_heal(demo: Demo, watched: Watched) -> None:
-    page = watched.page
+def test_kill_and_heal(demo: Demo, page: Page) -> None:
     page.goto(demo.root)
 
     # It trains, with all workers, and the page follows.
@@ -219,43 +183,20 @@ def test_kill_and_heal(demo: Demo, watched: Watched) -> None:
     expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
     wait_for_iterations(page, iterations_done(page) + 1)
 
-    assert watched.complaints == []
-
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
 def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any, width: int, height: int) -> None:
     """Both pages fit the screen's width in both themes, and say in words what their charts show."""
-    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-    page.set_default_timeout(WAIT_MS)
-    try:
+    with watched(browser, demo.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:
         for path in ("/", "/schedule"):
             page.goto(demo.root + path)
             page.locator(CHART).first.wait_for()
-            sizes = page.evaluate(
-                """() => [document.documentElement, document.querySelector('.stMain')]
-                    .map(e => e.scrollWidth - e.clientWidth)"""
-            )
-            assert max(sizes) <= 0, f"{path} scrolls sideways at {width}"
-            cut = page.evaluate(
-                """() => [...document.querySelectorAll('.or-card *, .or-sentence *, .st-key-worker-grid button')]
-                    .filter(e => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline'
-                        && e.clientWidth > 0).map(e => e.textContent)"""
-            )
-            assert cut == [], f"{path} cuts text at {width}"
-            charts = page.locator("[data-testid='stPlotlyChart'], [data-testid='stVegaLiteChart']")
-            for i in range(charts.count()):
-                described = charts.nth(i).evaluate(
-                    "e => !!e.closest('[aria-label]') || !!e.querySelector('[aria-label]')"
-                )
-                assert described, f"{path}: chart {i} has no description"
-    finally:
-        page.close()
+            assert_it_fits(page, ".or-card *", ".or-sentence *", ".st-key-worker-grid button")
 
 
-def test_charts_are_updated_in_place(demo: Demo, watched: Watched) -> None:
+def test_charts_are_updated_in_place(demo: Demo, page: Page) -> None:
     """A chart that is built anew at each refresh flickers, and forgets the reader's zoom."""
-    page = watched.page
     page.goto(demo.root)
     page.locator(CHART).first.wait_for()
     page.evaluate("(chart) => { window.charts = [...document.querySelectorAll(chart)] }", CHART)
@@ -265,8 +206,7 @@ def test_charts_are_updated_in_place(demo: Demo, watched: Watched) -> None:
     assert still_there, "the charts were torn down at a refresh"
 
 
-def test_workers_can_be_reached_by_keyboard(demo: Demo, watched: Watched) -> None:
-    page = watched.page
+def test_workers_can_be_reached_by_keyboard(demo: Demo, page: Page) -> None:
     page.goto(demo.root)
     button = page.get_by_role("button", name="W0_0")
     button.focus()
@@ -274,4 +214,3 @@ def test_workers_can_be_reached_by_keyboard(demo: Demo, watched: Watched) -> Non
     expect(page.get_by_role("dialog")).to_contain_text("pipeline 0, stage 0")
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_be_hidden()
-    assert watched.complaints == []

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from tests.app.console_server import ConsoleServer
+from tests.browser.watching import NEEDS_CHROMIUM, assert_it_fits, settle, watched
 
-CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
-WAIT_MS = 60_000
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.processes,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install the package chromium to run browser tests"),
-]
+pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -32,28 +23,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
     server.close()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
-    expect.set_options(timeout=WAIT_MS)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
-
-
-def open_page(browser: Browser, address: str, complaints: list[str], **options: Any) -> Page:
-    page = browser.new_page(**{"viewport": {"width": 1440, "height": 1200}, **options})
-    page.set_default_timeout(WAIT_MS)
-
-    def said(message: ConsoleMessage) -> None:
-        if message.type == "error":
-            complaints.append(message.text)
-
-    page.on("console", said)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(address)
-    return page
+@pytest.fixture
+def page(browser: Browser, server: ConsoleServer) -> Iterator[Page]:
+    with watched(browser, server.root, viewport={"width": 1440, "height": 1200}) as page:
+        yield page
 
 
 def dead(page: Page, worker: str) -> Any:
@@ -70,9 +43,8 @@ def plan(page: Page) -> None:
     expect(period(page)).to_be_visible()
 
 
-def test_what_if_to_a_link_that_shows_the_same(browser: Browser, server: ConsoleServer) -> None:
-    complaints: list[str] = []
-    page = open_page(browser, server.root, complaints)
+def test_what_if_to_a_link_that_shows_the_same(browser: Browser, page: Page, server: ConsoleServer) -> None:
+    page.goto(server.root)
     page.get_by_role("link", name="Planner").click()
 
     # Two are killed by clicks, and one is brought back by the keyboard.
@@ -109,18 +81,15 @@ def test_what_if_to_a_link_that_shows_the_same(browser: Browser, server: Console
     page.get_by_test_id("stPopoverBody").get_by_role("button", name="Save").click()
     expect(page.get_by_text("Saved as “no slower without W1_2”")).to_be_visible()
     expect(page).to_have_url(re.compile("saved="))
-    other = open_page(browser, page.url, complaints)
-    expect(period(other)).to_have_text("27 slots")
-    expect(dead(other, "W1_2")).to_be_visible()
+    with watched(browser, server.root) as other:
+        other.goto(page.url)
+        expect(period(other)).to_have_text("27 slots")
+        expect(dead(other, "W1_2")).to_be_visible()
     assert [row["name"] for row in server.get("/plans").json()["plans"]] == ["no slower without W1_2"]
-    assert complaints == []
-    other.close()
-    page.close()
 
 
-def test_the_papers_example_is_one_click(browser: Browser, server: ConsoleServer) -> None:
-    complaints: list[str] = []
-    page = open_page(browser, server.root, complaints)
+def test_the_papers_example_is_one_click(page: Page, server: ConsoleServer) -> None:
+    page.goto(server.root)
     page.get_by_role("link", name="Planner").click()
     page.get_by_role("button", name="Worked example of the paper").click()
     steps = page.locator(".or-step .or-value")
@@ -128,21 +97,17 @@ def test_the_papers_example_is_one_click(browser: Browser, server: ConsoleServer
     expect(page.locator(".or-step .or-good")).to_have_count(4)
     page.get_by_role("radio", name="Adaptive pipelining").click()
     expect(period(page)).to_have_text("36 slots")
-    assert complaints == []
-    page.close()
 
 
-def test_a_click_on_the_map_of_a_large_grid_kills_and_revives(browser: Browser, server: ConsoleServer) -> None:
-    complaints: list[str] = []
-    page = open_page(browser, f"{server.root}/planner?grid=20x8x4", complaints)
+def test_a_click_on_the_map_of_a_large_grid_kills_and_revives(page: Page, server: ConsoleServer) -> None:
+    page.goto(f"{server.root}/planner?grid=20x8x4")
     cells = page.locator(".stVegaLiteChart .marks").first
     cells.wait_for()
     box = cells.bounding_box()
     assert box is not None
 
     def click(x: float, y: float) -> None:
-        # A click while the page is being drawn is lost: the map takes its new rows then.
-        expect(page.locator(".stApp")).to_have_attribute("data-test-script-state", "notRunning")
+        settle(page)
         page.mouse.click(box["x"] + x * box["width"], box["y"] + y * box["height"])
 
     click(0.3, 0.3)
@@ -161,36 +126,20 @@ def test_a_click_on_the_map_of_a_large_grid_kills_and_revives(browser: Browser, 
     cells.wait_for()
     click(0.5, 0.45)
     expect(page).to_have_url(re.compile(r"fail=W\d+_\d\.W\d+_\d$"))
-    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
 def test_nothing_is_cut_or_pushed_out(
-    browser: Browser, server: ConsoleServer, scheme: str, width: int, height: int, tmp_path: Path
+    browser: Browser, server: ConsoleServer, scheme: str, width: int, height: int
 ) -> None:
-    address = f"{server.root}/planner?fail=W0_2.W1_2&memory=none"
-    page = open_page(browser, address, [], viewport={"width": width, "height": height}, color_scheme=scheme)
-    button = page.get_by_role("button", name="Plan", exact=True)
-    button.wait_for()
-    if button.is_enabled():
-        button.click()
-    expect(period(page)).to_be_visible()
-    expect(page.get_by_text("1 migration shortens the period")).to_be_visible()
-    page.locator(".js-plotly-plot .main-svg").first.wait_for()
-    sizes = page.evaluate(
-        """() => [document.documentElement, document.querySelector('.stMain')]
-            .map(e => e.scrollWidth - e.clientWidth)"""
-    )
-    assert max(sizes) <= 0, f"it scrolls sideways at {width}"
-    cut = page.evaluate(
-        """() => [...document.querySelectorAll('.or-card *, .or-step *, .st-key-worker-grid-planner button')]
-            .filter(e => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline'
-                && e.clientWidth > 0).map(e => e.textContent)"""
-    )
-    assert cut == [], f"text is cut at {width}"
-    charts = page.locator("[data-testid='stPlotlyChart'], [data-testid='stVegaLiteChart']")
-    for i in range(charts.count()):
-        described = charts.nth(i).evaluate("e => !!e.closest('[aria-label]') || !!e.querySelector('[aria-label]')")
-        assert described, f"chart {i} has no description"
-    page.close()
+    with watched(browser, server.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:
+        page.goto(f"{server.root}/planner?fail=W0_2.W1_2&memory=none")
+        button = page.get_by_role("button", name="Plan", exact=True)
+        button.wait_for()
+        if button.is_enabled():
+            button.click()
+        expect(period(page)).to_be_visible()
+        expect(page.get_by_text("1 migration shortens the period")).to_be_visible()
+        page.locator(".js-plotly-plot .main-svg").first.wait_for()
+        assert_it_fits(page, ".or-card *", ".or-step *", ".st-key-worker-grid-planner button")

@@ -5,34 +5,22 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "app"))
-
-from console_server import ConsoleServer
-from ui_console import ConsoleHere, JobHere
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from app.plans.comparing import WORKED_EXAMPLE
 from planner.catalog import Catalog
 from planner.plan import Plan
+from tests.app.console_server import ConsoleServer
+from tests.app.ui_console import ConsoleHere, JobHere
+from tests.browser.watching import NEEDS_CHROMIUM, assert_it_fits, settle, watched
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-WAIT_MS = 60_000
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.timeout(420),
-    pytest.mark.xdist_group("plans-in-a-browser"),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install the package chromium to run browser tests"),
-]
+pytestmark = [*NEEDS_CHROMIUM, pytest.mark.timeout(420), pytest.mark.xdist_group("plans-in-a-browser")]
 
 
 class Site:
@@ -60,33 +48,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site.server.close()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    expect.set_options(timeout=WAIT_MS)
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def complaints() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def page(browser: Browser, site: Site, complaints: list[str]) -> Iterator[Page]:
-    """A page; what it complains about, or asks the outside for, is a failure."""
-    page = browser.new_page(viewport={"width": 1440, "height": 1000})
-    page.set_default_timeout(WAIT_MS)
-    page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    ours = (site.root, site.root.replace("http", "ws", 1), "data:", "blob:")
-    page.on("request", lambda r: None if r.url.startswith(ours) else complaints.append(f"outside: {r.url}"))
-    yield page
-    page.close()
-    assert complaints == []
+def page(browser: Browser, site: Site) -> Iterator[Page]:
+    with watched(browser, site.root, viewport={"width": 1440, "height": 1000}) as page:
+        yield page
 
 
 def downloaded(page: Page, button: str) -> tuple[str, bytes]:
@@ -140,6 +105,7 @@ def test_a_click_shows_a_path_and_a_link_shows_it_again(site: Site, page: Page, 
     bars(page).first.wait_for()
     picker = page.locator(".st-key-path")
     rerouted = bars(page).filter(has_text="1·2").first
+    settle(page)
     rerouted.click(force=True)
     expect(picker.locator("input")).to_have_value("2 of pipeline 1")
     page.wait_for_url("**path=1.2**")
@@ -155,6 +121,7 @@ def test_a_click_shows_a_path_and_a_link_shows_it_again(site: Site, page: Page, 
     expect(other.get_by_text("Critical path:")).to_be_visible()
     other.context.close()
 
+    settle(page)
     bars(page).filter(has_text="1·2").first.click(force=True)
     expect(picker.locator("input")).to_have_value("")
     assert parameter(page, "path") is None
@@ -192,24 +159,8 @@ def test_a_box_on_a_large_plan_opens_its_ops(site: Site, page: Page) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 390])
 def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int) -> None:
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page = context.new_page()
-    page.set_default_timeout(WAIT_MS)
-    for path in (f"/schedule?job={site.small}", f"/compare?job={site.small}"):
-        page.goto(site.root + path)
-        page.locator(".js-plotly-plot .main-svg").first.wait_for()
-        sizes = page.evaluate(
-            """() => [document.documentElement, document.querySelector('.stMain')]
-                .map(e => e.scrollWidth - e.clientWidth)"""
-        )
-        assert max(sizes) <= 0, f"{path} scrolls sideways at {width}"
-        cut = page.evaluate(
-            """() => [...document.querySelectorAll('.or-card *, .or-heading, .or-title')]
-                .filter(e => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline'
-                    && e.clientWidth > 0).map(e => e.textContent)"""
-        )
-        assert cut == [], f"{path} cuts text at {width}"
-        charts = page.locator("[data-testid='stPlotlyChart']")
-        for i in range(charts.count()):
-            assert charts.nth(i).evaluate("e => !!e.closest('[aria-label]') || !!e.querySelector('[aria-label]')")
-    context.close()
+    with watched(browser, site.root, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
+        for path in (f"/schedule?job={site.small}", f"/compare?job={site.small}"):
+            page.goto(site.root + path)
+            page.locator(".js-plotly-plot .main-svg").first.wait_for()
+            assert_it_fits(page, ".or-card *", ".or-heading", ".or-title")
