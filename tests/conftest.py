@@ -9,6 +9,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ def _postgres_bin() -> Path | None:
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
     """A throw-away cluster on a free loopback port; gone with the test session."""
+    with postgres_cluster() as url:
+        yield url
+
+
+@contextmanager
+def postgres_cluster() -> Iterator[str]:
     binaries = _postgres_bin()
     if binaries is None:
         pytest.skip("PostgreSQL is not installed here (no initdb on the PATH or in /usr/lib/postgresql)")
