@@ -4,6 +4,7 @@
 
 Here: who comes, what they report of an epoch, and how the job ends. app.coordination.liveness: who is lost.
 app.coordination.epochs: what follows from either. app.coordination.choosing: what operators and the advisor say to it.
+app.coordination.freezing: a plan that is to stay.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from agent.protocol import WorkerState
-from app.coordination import choosing, epochs, liveness
-from app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, UsePlan
+from app.coordination import choosing, epochs, freezing, liveness
+from app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
 from app.coordination.epochs import reconsider
 from app.coordination.fencing import fence, fenced_text, holder, no_such_worker, refuse
 from app.coordination.membership import (
@@ -111,7 +112,7 @@ def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder)
         living = len(state.current.living) if state.current else 0
         text = f"epoch {state.epoch}: all {living} workers have committed an iteration"
         notes.append(Note("info", "recovery" if state.epoch > 1 else "job", text))
-        if back := [m.name for m in state.members.values() if m.state is REJOINING]:
+        if not state.frozen_by and (back := freezing.returned(state)):
             return reconsider(state, f"{names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
     return Step(state, tuple(notes), f"{member.name} {event.state} epoch {event.epoch}")
 
@@ -158,6 +159,7 @@ _HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
     Offered: choosing.offered,
     Chosen: choosing.chosen,
     ModeSet: choosing.mode_set,
+    PlanFrozen: freezing.plan_frozen,
     DrainAsked: choosing.drain_asked,
     UsePlan: choosing.use_plan,
 }

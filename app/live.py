@@ -350,6 +350,8 @@ class LiveJob:
             job = {"state": new.job_state.value, "reason": new.halted or new.over_reason}
         if (new.mode, new.patience) != (old.mode, old.patience):
             job |= {"mode": new.mode.value, "patience": new.patience}
+        if new.frozen_by != old.frozen_by:
+            job |= {"frozen_by": new.frozen_by}
         return Change(
             job=job,
             workers=workers,

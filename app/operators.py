@@ -10,7 +10,7 @@ import structlog
 
 from agent.protocol import Command, WorkerState
 from app.coordination import membership as m
-from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer
+from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, PlanFrozen
 from app.coordination.choosing import out
 from app.errors import ConsoleError, storing
 from app.live import LiveJob
@@ -97,15 +97,21 @@ class Operators:
         who = _named(actor)
         return self._find(job_id).apply(ModeSet(mode, patience, who), audit=_audit(who, "mode", f"{mode} {patience:g}"))
 
+    def freeze(self, job_id: str, frozen: bool, actor: str) -> str:
+        """Has the plan in force stay, or no longer (app.coordination.freezing). Raises ConsoleError."""
+        who = _named(actor)
+        action = "freeze plan" if frozen else "unfreeze plan"
+        return self._find(job_id).apply(PlanFrozen(frozen, who), audit=_audit(who, action, ""))
+
     def choose(self, job_id: str, name: str, failed: tuple[str, ...] | None, actor: str) -> str:
         """Takes one of the ways on. failed: without whom, in what the operator saw. Raises ConsoleError."""
         who = _named(actor)
         return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=_audit(who, "choose", plain(name)))
 
     def choice(self, job_id: str) -> Record:
-        """Who decides, and what there is to choose from. paused: did an operator stop the job? waiting: does
-        it stand still for a choice?
-        seconds_left: then, until the best is taken."""
+        """Who decides, and what there is to choose from. frozen_by: who has frozen the plan; "": nobody. paused:
+        did an operator stop the job? waiting: does it stand still for a choice? seconds_left: then, until the
+        best is taken."""
         job = self._find(job_id)
         state = job.state
         pending = state.pending
@@ -116,6 +122,7 @@ class Operators:
         return {
             "mode": state.mode,
             "patience": state.patience,
+            "frozen_by": state.frozen_by,
             "paused": job.paused,
             "waiting": waiting,
             "seconds_left": None if left is None else max(0.0, left),

@@ -131,6 +131,7 @@ def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
         over_reason=job_row["reason"] if over else "",
         mode=Mode(job_row["mode"]),
         patience=job_row["patience"],
+        frozen_by=job_row["frozen_by"],
     )
 
 

@@ -46,6 +46,7 @@ class JobRow(Base):
     """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs one.
 
     mode: who decides how it goes on, automatic or manual. patience: seconds that it waits in manual mode.
+    frozen_by: the operator who has frozen its plan; "": nobody.
     """
 
     __tablename__ = "job"
@@ -57,6 +58,7 @@ class JobRow(Base):
     reason: Mapped[str] = mapped_column(Text, default="")
     mode: Mapped[str] = mapped_column(String(16), default="automatic", server_default="automatic")
     patience: Mapped[float] = mapped_column(Double, default=60.0, server_default="60")
+    frozen_by: Mapped[str] = mapped_column(String(80), default="", server_default="")
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
     created_at: Mapped[float] = mapped_column(Double)
 

@@ -38,8 +38,9 @@ class CandidateInfo(BaseModel):
 
 
 class ChoiceInfo(BaseModel):
-    """mode: who decides when workers are lost. patience: seconds that the job waits in manual mode. paused: has
-    an operator stopped it? waiting: does it stand still for a choice now? seconds_left: then, until the best is taken.
+    """mode: who decides when workers are lost. patience: seconds that the job waits in manual mode. frozen_by: the
+    operator who has frozen the plan; "": nobody. paused: has an operator stopped it? waiting: does it stand still
+    for a choice now? seconds_left: then, until the best is taken.
 
     failed: the workers that are out. candidates: best first; empty until they are worked out, and when
     nobody is out. better: the name of one that is clearly better than re-routing, "" where none is.
@@ -47,6 +48,7 @@ class ChoiceInfo(BaseModel):
 
     mode: Mode
     patience: float
+    frozen_by: str
     paused: bool
     waiting: bool
     seconds_left: float | None
@@ -70,6 +72,12 @@ class ModeWanted(BaseModel):
 
     mode: Mode
     patience: Annotated[float, Field(ge=LEAST_PATIENCE, le=MOST_PATIENCE, allow_inf_nan=False)] = PATIENCE
+
+
+class FreezeWanted(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    frozen: bool
 
 
 def router(console: Console) -> APIRouter:
@@ -106,5 +114,11 @@ def router(console: Console) -> APIRouter:
     async def mode(job_id: str, body: ModeWanted, x_actor: Actor = "API") -> Outcome:
         """Automatic; or manual: when workers are lost, the job waits up to `patience` seconds for a choice."""
         return Outcome(reason=await in_thread(operators.set_mode, job_id, body.mode, body.patience, x_actor))
+
+    @api.put("/{job_id}/frozen", responses={409: {}})
+    async def frozen(job_id: str, body: FreezeWanted, x_actor: Actor = "API") -> Outcome:
+        """Has the plan in force stay while its workers do: better plans, and workers that come back, wait until it
+        is frozen no more. A failure is handled as ever."""
+        return Outcome(reason=await in_thread(operators.freeze, job_id, body.frozen, x_actor))
 
     return api

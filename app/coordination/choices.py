@@ -83,6 +83,14 @@ class ModeSet:
 
 
 @dataclass(frozen=True)
+class PlanFrozen:
+    """An operator wants the plan in force to stay (app.coordination.freezing), or, not frozen, no longer."""
+
+    frozen: bool
+    actor: str
+
+
+@dataclass(frozen=True)
 class DrainAsked:
     """An operator wants `worker` to leave at the next boundary."""
 

@@ -34,7 +34,7 @@ def offered(state: State, event: Offered, now: float, ladder: Ladder) -> Step:
         return Step(state, reason="other workers are out by now")
     state = replace(state, offer=offer)
     if state.mode is Mode.AUTOMATIC:
-        return _take_better(state, offer, [])
+        return take_better(state, offer, [])
     return Step(state, reason="the ways on are known")
 
 
@@ -62,6 +62,8 @@ def chosen(state: State, event: Chosen, now: float, ladder: Ladder) -> Step:
         return _resolve(state, candidate, f"{event.actor} chose to {event.name}", [note])
     if candidate is None or candidate.name == REROUTE:
         return Step(state, reason="the job re-routes already")
+    if state.frozen_by:
+        return _is_frozen(state)
     return _take(state, candidate, f"{event.actor} chose to {event.name}", [note])
 
 
@@ -77,7 +79,7 @@ def mode_set(state: State, event: ModeSet, now: float, ladder: Ladder) -> Step:
         if state.choosing:
             return overdue(state, notes, "automatic mode")
         if state.offer and out(state) == state.offer.failed:
-            return _take_better(state, state.offer, notes)
+            return take_better(state, state.offer, notes)
     return Step(state, tuple(notes), text)
 
 
@@ -119,6 +121,8 @@ def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
         )
     if event.fingerprint == state.current.plan_fingerprint:
         return Step(state, reason="that plan is in force already")
+    if state.frozen_by:
+        return _is_frozen(state)
     text = event.reason or f"{event.actor} put plan {event.fingerprint[:8]} in force"
     pending = pend(state, text)
     if pending.failed != failed:
@@ -163,10 +167,14 @@ def _resolve(state: State, candidate: Candidate | None, why: str, notes: list[De
     return _take(state, candidate, f"{pending.reason}; {why}", notes)
 
 
-def _take_better(state: State, offer: Offer, notes: list[Decision]) -> Step:
+def take_better(state: State, offer: Offer, notes: list[Decision]) -> Step:
+    """Takes the way on that is clearly better than re-routing, if there is one and the plan is not frozen."""
     candidate = offer.find(offer.better) if offer.better else None
     if candidate is None:
         return Step(state, tuple(notes), "re-routing is the best way on")
+    if state.frozen_by:
+        text = f"{candidate.name} would be better, and waits: {state.frozen_by} has frozen the plan"
+        return Step(state, (*notes, Note("info", "plan", text)), text)
     return _take(state, candidate, f"{candidate.name}: {candidate.text}", notes)
 
 
@@ -209,6 +217,10 @@ def _holders(state: State, stage: int, gone: set[str]) -> list[str]:
     """Who has the state of `stage`, but for those who are to go."""
     here = (m for m in state.members.values() if m.stage == stage and m.name not in gone)
     return [m.name for m in here if m.state in (RUNNING, SUSPECT)]
+
+
+def _is_frozen(state: State) -> Step:
+    return refuse(state, "frozen", f"{state.frozen_by} has frozen the plan; unfreeze it first")
 
 
 def _let_go(members: dict[str, Member], name: str, detail: str) -> None:

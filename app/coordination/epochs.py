@@ -68,7 +68,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     else:
         in_epoch = (state.members[name] for name in current.living)
         died = any((m.state is not FINISHED and m.epoch != state.epoch) or m.state is FAILED for m in in_epoch)
-        wait = any(m.epoch != state.epoch for m in present) and not state.unsettled()
+        wait = any(m.epoch != state.epoch for m in present) and not state.unsettled() and not state.frozen_by
         if not (anew or died or wait or state.pending or state.halted):
             return Step(state, tuple(notes), reason)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent.protocol import JobState, WorkerState
-from app.coordination.choices import PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
+from app.coordination.choices import PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, PlanFrozen, UsePlan
 from planner.errors import InputError
 
 AckState = Literal["", "adopted", "formed", "resumed"]
@@ -125,6 +125,7 @@ class State:
     committed: iterations committed so far, of `iterations`. halted: why the job can't go on.
     over: set once the launcher has said that the job ended. checkpoints: does the job write any?
     patience: seconds that an operator has for a choice in manual mode. offer: the newest one.
+    frozen_by: the operator who has frozen the plan; "": nobody.
     """
 
     members: Mapping[str, Member]
@@ -140,6 +141,7 @@ class State:
     mode: Mode = Mode.AUTOMATIC
     patience: float = PATIENCE
     offer: Offer | None = None
+    frozen_by: str = ""
 
     @classmethod
     def new(cls, pipelines: int, stages: int, iterations: int, *, checkpoints: bool = False) -> State:
@@ -306,6 +308,7 @@ Event = (
     | Offered
     | Chosen
     | ModeSet
+    | PlanFrozen
     | DrainAsked
     | UsePlan
 )
@@ -338,7 +341,7 @@ class Note:
 class Refuse:
     """The event does not count, and nothing changed. code: as in agent.protocol.Problem."""
 
-    code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid", "no_choice", "not_running"]
+    code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid", "no_choice", "not_running", "frozen"]
     detail: str
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent.protocol import WorkerState
+from app.coordination.freezing import returned
 from app.coordination.membership import Ladder, Member, State, names, peer_of
 
 
@@ -72,12 +73,21 @@ def _in_an_epoch(state: State) -> str:
             f"waiting for {names(alike)} {steps[slowest.acknowledged]}."
         )
     out = [m.name for m in state.members.values() if m.state is WorkerState.FAILED]
+    frozen = f" {_frozen(state)}" if state.frozen_by else ""
     if out:
         return (
             f"Training in epoch {state.epoch} with {living} of {len(state.members)} workers; {names(out)} "
-            f"{'is' if len(out) == 1 else 'are'} out, living peers of the same stage do the work."
+            f"{'is' if len(out) == 1 else 'are'} out, living peers of the same stage do the work.{frozen}"
         )
-    return f"Training in epoch {state.epoch} with all {len(state.members)} workers."
+    everyone = "all" if living == len(state.members) else f"{living} of"
+    return f"Training in epoch {state.epoch} with {everyone} {len(state.members)} workers.{frozen}"
+
+
+def _frozen(state: State) -> str:
+    text = f"The plan is frozen by {state.frozen_by}"
+    if back := returned(state):
+        return f"{text}: {names(back)} {'is' if len(back) == 1 else 'are'} back, and can re-join once it is not."
+    return f"{text}: a better one waits until it is not."
 
 
 def _most_silent(state: State, now: float, ladder: Ladder) -> Member | None:

@@ -42,7 +42,8 @@ PATIENCE = 2.5
 class _Watch:
     """One job. living: of the epoch of that number. round: the ratios so far, begun at that time.
 
-    wanted: the job as it turned out to be. asked: what a plan is being made for, and without whom.
+    wanted: the job as it turned out to be. asked: what a plan is being made for, and without whom. held: is
+    there one that waits because the plan in force is frozen?
     """
 
     ratios: Ratios
@@ -54,6 +55,7 @@ class _Watch:
     began: float = 0.0
     incarnations: dict[Worker, str] = field(default_factory=dict)
     asked: tuple[Job, tuple[str, ...]] | None = None
+    held: bool = False
 
 
 class Drifting:
@@ -154,17 +156,20 @@ class Drifting:
     def _plan_anew(self, job: LiveJob, watch: _Watch, failed: tuple[str, ...]) -> None:
         """Has a plan made where the speeds are not those that the job is planned with."""
         wanted = watch.wanted
-        if wanted == job.job:
+        thawed = watch.held and not job.state.frozen_by
+        if wanted == job.job and not thawed:
             watch.asked = None
-        elif watch.asked != (wanted, failed):
-            watch.asked = (wanted, failed)
+        elif thawed or watch.asked != (wanted, failed):
+            watch.asked, watch.held = (wanted, failed), False
 
             def done(plan: Plan | None, why: str) -> None:
-                self._made(job, wanted, failed, plan, why)
+                self._made(job, watch, wanted, failed, plan, why)
 
             self._planning.make_for(job, wanted, failed, done)
 
-    def _made(self, job: LiveJob, wanted: Job, failed: tuple[str, ...], plan: Plan | None, why: str) -> None:
+    def _made(
+        self, job: LiveJob, watch: _Watch, wanted: Job, failed: tuple[str, ...], plan: Plan | None, why: str
+    ) -> None:
         """In the planning's own thread."""
         if plan is None:
             log.warning("no plan for the speeds measured", job=job.job_id, reason=why)
@@ -178,6 +183,10 @@ class Drifting:
             return
         less = "" if gain is None else f": an iteration takes {1 - 1 / (1 + gain):.0%} less than by the plan before"
         reason = f"a plan for {_words(wanted)}{less}"
+        if job.state.frozen_by:
+            watch.held = True
+            job.record(Note("info", "plan", f"{reason}; it waits: {job.state.frozen_by} has frozen the plan"))
+            return
         try:
             job.apply(UsePlan(plan.fingerprint, failed, "", reason), plan=plan)
         except ConsoleError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
     assert choice(agents) == {
         "mode": "automatic",
         "patience": 60.0,
+        "frozen_by": "",
         "paused": False,
         "waiting": False,
         "seconds_left": None,
@@ -146,3 +148,25 @@ def test_what_is_wrong_is_said_by_its_name(server: ConsoleServer) -> None:
     nothing = server.post(agents.path("/choice"), {"name": "re-route"})
     assert nothing.status_code == 409 and nothing.json()["detail"].startswith("there is nothing to choose")
     assert server.post(agents.path("/workers/W9_9/drain")).status_code == 404
+
+
+def test_a_frozen_plan_stays_frozen_over_a_crash_of_the_console(tmp_path: Path) -> None:
+    server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", *PATIENT)
+    agents = started(server)
+
+    def put(frozen: object) -> Any:
+        where = server.base + agents.path("/frozen")
+        return server.session.put(where, json={"frozen": frozen}, headers={"X-Actor": "ada"}, timeout=30)
+
+    assert put("perhaps").status_code == 422
+    answer = put(True)
+    assert answer.status_code == 200 and "stays while its workers do" in answer.json()["reason"]
+    server.stop(signal.SIGKILL)
+    server.start(server.port)
+    assert choice(agents)["frozen_by"] == "ada"
+    assert "frozen by ada" in agents.job()["sentence"]
+    agents.exit("W1_2")
+    assert agents.deployment(after=1)["failed"] == ["W1_2"], "a failure is handled all the same"
+    assert put(False).json()["reason"] == "ada unfroze the plan"
+    assert choice(agents)["frozen_by"] == ""
+    server.close()

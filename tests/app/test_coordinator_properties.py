@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agent.protocol import JobState, WorkerState
 from app import coordinator
-from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
+from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, PlanFrozen
 from app.coordination.membership import (
     Acknowledged,
     ConsoleRestarted,
@@ -113,6 +113,10 @@ class Membership(RuleBasedStateMachine):
     @rule(mode=st.sampled_from(Mode), patience=st.sampled_from([2.0, 30.0]))
     def mode_is_set(self, mode: Mode, patience: float) -> None:
         self.run_.send(ModeSet(mode, patience, "ada"))
+
+    @rule(frozen=st.booleans())
+    def plan_is_frozen(self, frozen: bool) -> None:
+        self.run_.send(PlanFrozen(frozen, "ada"))
 
     @rule(worker=name)
     def drain(self, worker: str) -> None:

@@ -142,6 +142,25 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
     console.close()
 
 
+def test_while_the_plan_is_frozen_a_better_one_waits(store: Store) -> None:
+    console = started(store)
+    created, _ = console.create_job(SPEC)
+    workers = Workers(console, created.job_id)
+    for name in NAMES:
+        console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+    workers.resume()
+    console.operators.freeze(created.job_id, True, "ada")
+    workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
+    until(lambda: any("it waits: ada has frozen the plan" in text for text in workers.texts()))
+    assert workers.job.state.epoch == 1
+    assert workers.job.job.speeds == ((SLOW, 0.5),), "what fails now is planned with that speed"
+    console.operators.freeze(created.job_id, False, "ada")
+    workers.beat({"W1_1": 2.0}, rounds=1)
+    until(lambda: workers.job.state.epoch == 2)
+    assert workers.plan.job.speeds == {"W1_1": 0.5}
+    console.close()
+
+
 def test_all_together_are_slow_and_no_plan_is_to_blame(store: Store) -> None:
     console = started(store)
     created, _ = console.create_job(SPEC)
