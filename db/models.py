@@ -290,3 +290,24 @@ class AuditRow(Base):
     job_id: Mapped[str | None] = mapped_column(String(64))
     target: Mapped[str] = mapped_column(String(255), default="")
     detail: Mapped[str] = mapped_column(Text, default="")
+
+
+class TokenRow(Base):
+    """An access token, without its secret: `orc_<id>_<secret>` is known again by the secret's hash.
+
+    role: view, operate or agent. job_id: the only job that it is good for; None: any. created_by: whose
+    token, or which operator, made it.
+    """
+
+    __tablename__ = "token"
+
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    secret_hash: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(80))
+    role: Mapped[str] = mapped_column(String(16))
+    job_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("job.id", ondelete="CASCADE"), index=True)
+    created_by: Mapped[str] = mapped_column(String(80))
+    created_at: Mapped[float] = mapped_column(Double)
+    expires_at: Mapped[float | None] = mapped_column(Double)
+    revoked_at: Mapped[float | None] = mapped_column(Double)
+    last_used_at: Mapped[float | None] = mapped_column(Double)
