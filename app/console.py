@@ -31,6 +31,7 @@ from app.operators import Operators
 from app.planning import Planning
 from app.plans.library import Library
 from app.plans.making import Making
+from app.plans.replanning import Replanning
 from app.plans.solving import Solves
 from app.reports import Reports, plain
 from app.simulations import Simulations
@@ -78,6 +79,7 @@ class Console(Reports):
         self.making = Making()
         self.library = Library(store, self._plans)
         self.solves = Solves()
+        self.replanning = Replanning(self.job, self.plan, self.solves, self._keep_plan)
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
 
@@ -262,6 +264,11 @@ class Console(Reports):
             look_up=self.catalogs.find,
         )
 
+    def _keep_plan(self, job: LiveJob, plan: Plan) -> None:
+        """Keeps a plan in the catalog of the job's question, unless it is for speeds that were found, which pass."""
+        if job.job is job.nominal:
+            self.catalogs.keep(job.question, plan)
+
     def _take_plans(self, question: Question, names: list[str]) -> None:
         """Running jobs use better plans of their catalog from the next failure on."""
         for job in list(self._jobs.values()):
@@ -282,6 +289,7 @@ class Console(Reports):
                         job.ask_for(missing)
                     self._drifting.consider(job)
                     self._advising.consider(job)
+                    self.replanning.consider(job)
                     self.measuring.consider(job)
                 except ConsoleError as error:
                     log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)

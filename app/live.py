@@ -316,10 +316,10 @@ class LiveJob:
             for i, note in enumerate(notes, start=1)
         ]
 
-    def record(self, *notes: Note) -> None:
+    def record(self, *notes: Note, audit: Record | None = None) -> None:
         """Stores lines of the event feed that come from no step of the coordinator."""
         with self.lock:
-            self._save(Change(events=self.note(notes)))
+            self._save(Change(events=self.note(notes), audit=audit))
         self.topic.publish()
 
     def stored(self, events: int = 0) -> None:

@@ -72,7 +72,7 @@ class Operators:
         return "all workers stop before the same iteration" if kind == "pause" else "all workers go on"
 
     def _command(self, job: LiveJob, kind: str, worker: str | None, actor: str) -> None:
-        actor = _named(actor)
+        actor = named(actor)
         with job.lock, storing():
             events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker or 'the job'}", worker)])
             seq = self._store.add_command(job.job_id, kind=kind, worker=worker or "", actor=actor, events=events)
@@ -86,7 +86,7 @@ class Operators:
     def drain(self, job_id: str, worker: str, actor: str) -> str:
         """Asks a worker to leave when the iteration in hand is done. Raises ConsoleError."""
         job, _ = self._member(job_id, worker)
-        who = _named(actor)
+        who = named(actor)
         return job.apply(DrainAsked(worker, who), audit=_audit(who, "drain", worker))
 
     def set_mode(self, job_id: str, mode: Mode, patience: float, actor: str) -> str:
@@ -94,18 +94,18 @@ class Operators:
         if not LEAST_PATIENCE <= patience <= MOST_PATIENCE:
             expected = f"{LEAST_PATIENCE:g} to {MOST_PATIENCE:g} seconds"
             raise ConsoleError(422, "invalid", f"patience: got {patience!r}, expected {expected}")
-        who = _named(actor)
+        who = named(actor)
         return self._find(job_id).apply(ModeSet(mode, patience, who), audit=_audit(who, "mode", f"{mode} {patience:g}"))
 
     def freeze(self, job_id: str, frozen: bool, actor: str) -> str:
         """Has the plan in force stay, or no longer (app.coordination.freezing). Raises ConsoleError."""
-        who = _named(actor)
+        who = named(actor)
         action = "freeze plan" if frozen else "unfreeze plan"
         return self._find(job_id).apply(PlanFrozen(frozen, who), audit=_audit(who, action, ""))
 
     def choose(self, job_id: str, name: str, failed: tuple[str, ...] | None, actor: str) -> str:
         """Takes one of the ways on. failed: without whom, in what the operator saw. Raises ConsoleError."""
-        who = _named(actor)
+        who = named(actor)
         return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=_audit(who, "choose", plain(name)))
 
     def choice(self, job_id: str) -> Record:
@@ -132,7 +132,8 @@ class Operators:
         }
 
 
-def _named(actor: str) -> str:
+def named(actor: str) -> str:
+    """As the feed and the audit log call who asks."""
     return plain(actor).strip()[:80] or "unknown"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Header
@@ -12,6 +13,9 @@ from app.api.models import Outcome
 from app.api.runner import in_thread
 from app.console import Console
 from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
+from app.operators import named
+from app.plans.replanning import Outcome as ReplanOutcome
+from app.plans.solving_child import MAX_SECONDS
 
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 
@@ -80,6 +84,32 @@ class FreezeWanted(BaseModel):
     frozen: bool
 
 
+class ReplanWanted(BaseModel):
+    """solver: auto, list, cp-sat or milp. seconds: that it may take at most."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    solver: Annotated[str, Field(max_length=20)] = "auto"
+    seconds: Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
+
+
+class ReplanInfo(BaseModel):
+    """The newest request for a new plan. failed: the workers that were out. outcome: planning; adopted: it is in
+    force; kept: the plan before stays; failed: none was made. reason: why. at: POSIX seconds of the request,
+    then of its end. elapsed: seconds of solving. best, bound: of the period, in the job's time unit."""
+
+    actor: str
+    solver: str
+    seconds: float
+    failed: list[str]
+    at: float
+    outcome: ReplanOutcome
+    reason: str
+    elapsed: float
+    best: float | None
+    bound: float | None
+
+
 def router(console: Console) -> APIRouter:
     api = APIRouter(prefix="/jobs", tags=["operator"])
     operators = console.operators
@@ -120,5 +150,24 @@ def router(console: Console) -> APIRouter:
         """Has the plan in force stay while its workers do: better plans, and workers that come back, wait until it
         is frozen no more. A failure is handled as ever."""
         return Outcome(reason=await in_thread(operators.freeze, job_id, body.frozen, x_actor))
+
+    @api.post("/{job_id}/replan", status_code=202, responses={409: {}})
+    async def replan(job_id: str, body: ReplanWanted, x_actor: Actor = "API") -> Outcome:
+        """Plans again for the workers that are out now. The plan is put in force if it is worth a new epoch; the
+        event feed, and GET here, say why not otherwise."""
+        actor = named(x_actor)
+        reason = await in_thread(console.replanning.start, job_id, body.solver, body.seconds, actor)
+        return Outcome(reason=reason)
+
+    @api.get("/{job_id}/replan")
+    async def replan_status(job_id: str) -> ReplanInfo | None:
+        """What has become of the newest request for a new plan; null: there was none since the console started."""
+        found = await in_thread(console.replanning.status, job_id)
+        return None if found is None else ReplanInfo(**asdict(found))
+
+    @api.post("/{job_id}/replan/stop", status_code=202, responses={409: {}})
+    async def stop_replan(job_id: str) -> Outcome:
+        """Has the search for a new plan end; its best one so far counts."""
+        return Outcome(reason=await in_thread(console.replanning.stop, job_id))
 
     return api

@@ -20,12 +20,12 @@ from app.coordination.membership import Note
 from app.errors import ConsoleError
 from app.live import LiveJob
 from app.planning import Planning
+from app.plans.worth import gain
 from planner.drift import Drift, DriftState, Limits, Ratios, assumed, drifted, forget, observe
 from planner.errors import PlannerError
 from planner.job import Job, Worker
 from planner.normalization import SECONDS
 from planner.plan import Plan
-from planner.steady import steady_period
 
 log = structlog.get_logger()
 
@@ -174,14 +174,14 @@ class Drifting:
         if plan is None:
             log.warning("no plan for the speeds measured", job=job.job_id, reason=why)
             return
-        gain = self._gain(job, wanted, plan)
+        gained = self._gain(job, wanted, plan)
         self._planning.replan(job, wanted, plan)
-        if gain is not None and gain < LEAST_GAIN:
-            saved = max(0.0, 1 - 1 / (1 + gain))
+        if gained is not None and gained < LEAST_GAIN:
+            saved = max(0.0, 1 - 1 / (1 + gained))
             text = f"the plan in force stays: by one for {_words(wanted)} an iteration would take {saved:.1%} less"
             job.record(Note("info", "plan", text))
             return
-        less = "" if gain is None else f": an iteration takes {1 - 1 / (1 + gain):.0%} less than by the plan before"
+        less = "" if gained is None else f": an iteration takes {1 - 1 / (1 + gained):.0%} less than by the plan before"
         reason = f"a plan for {_words(wanted)}{less}"
         if job.state.frozen_by:
             watch.held = True
@@ -202,7 +202,7 @@ class Drifting:
             now = self._plan(current.plan_fingerprint)
             if now is None or now.failed != plan.failed:
                 return None
-            return steady_period(now.schedule(), wanted) / steady_period(plan.schedule(), wanted) - 1
+            return gain(now, plan, wanted)
         except (PlannerError, SQLAlchemyError) as error:
             log.warning("the plan in force can't be compared", job=job.job_id, reason=str(error))
             return None

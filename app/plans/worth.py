@@ -1,0 +1,67 @@
+"""Is another plan worth a new epoch? Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.errors import PlannerError
+from planner.job import Job
+from planner.plan import Plan, job_doc
+from planner.steady import steady_period
+
+# Above this an order is not played through with other op times.
+MOST_OPS = 20_000
+# Periods that differ by less than this share are the same.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Worth:
+    """reason: in words, with the numbers."""
+
+    better: bool
+    reason: str
+
+
+def gain(now: Plan, other: Plan, job: Job) -> float:
+    """By how much `now`'s order takes longer than `other`'s with the op times of `job`: 0.05 = 5 %.
+
+    Both are for the same workers. Raises InputError for an order that can't run.
+    """
+    return steady_period(now.schedule(), job) / steady_period(other.schedule(), job) - 1
+
+
+def worth(now: Plan, other: Plan, job: Job, iterations: int) -> Worth:
+    """Should `other` take the place of `now`, with so many iterations left?
+
+    It should if what it saves until then is more than the iteration that a new epoch costs. Both are for
+    the same workers of `job`.
+    """
+    asked = job_doc(job)
+    unit = job.time_unit
+    if other.fingerprint == now.fingerprint:
+        return Worth(False, f"it is the one that was found again{_proof(now)}")
+    if now.job == asked and other.job == asked:
+        gained = now.metrics.period / other.metrics.period - 1
+        periods = f"{other.metrics.period:.6g} {unit} against {now.metrics.period:.6g} {unit}"
+    elif sum(map(len, other.workers.values())) > MOST_OPS:
+        return Worth(True, "it is for the op times that were measured, and the one before is not")
+    else:
+        try:
+            gained = gain(now, other, job)
+        except PlannerError as error:
+            return Worth(False, f"the two can't be compared: {error}")
+        periods = "at the op times that were measured"
+    if gained <= ROUNDING:
+        return Worth(False, f"the new one is no shorter ({periods}){_proof(other)}")
+    saved = gained / (1 + gained)
+    words = f"{saved:.2%} of an iteration ({periods})"
+    if saved * iterations <= 1:
+        left = f"the {iterations} iterations that are left" if iterations != 1 else "the iteration that is left"
+        return Worth(False, f"the new one saves {words}; in {left} that is less than the one that a change costs")
+    return Worth(True, f"it saves {words}")
+
+
+def _proof(plan: Plan) -> str:
+    metrics = plan.metrics
+    return "; it is proven optimal" if metrics.gap <= 0 else f"; no plan can be more than {metrics.gap:.2%} better"

@@ -1,0 +1,141 @@
+"""A job is planned again on request: the better plan comes in force, and else it is said why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from ui_console import JobHere, until
+from ui_factory import plan
+
+from app.api.routes import create_routes
+from app.console import Console
+from app.errors import ConsoleError
+from app.plans.applying import use_plan
+from app.plans.replanning import Replan
+from app.plans.worth import worth
+from planner.job import MemoryLimit, Problem, Technique, Worker
+from planner.plan import Plan
+from planner.solvers.portfolio import make_plan
+
+LOST = ("W1_2",)
+
+
+def ended(console: Console, job: JobHere) -> Replan:
+    def over() -> bool:
+        found = console.replanning.status(job.job_id)
+        return found is not None and found.outcome != "planning"
+
+    until(over, "the new plan has been made and judged")
+    found = console.replanning.status(job.job_id)
+    assert found is not None
+    return found
+
+
+def with_a_poor_plan(console: Console, name: str) -> tuple[JobHere, Plan]:
+    """W1_2 is out, and by an operator's wish all go by a plan that does not decouple the backward."""
+    job = JobHere(console, name).register().commit(0, 9, 1).die("W1_2")
+    job.resume(2)
+    live = console.job(job.job_id)
+    problem = Problem(live.job, frozenset({Worker.parse("W1_2")}), Technique.ADAPTIVE, MemoryLimit.parse("uniform"))
+    poor = make_plan(problem, solver="list")
+    use_plan(console, job.job_id, poor, "eve")
+    job.resume(3)
+    return job, poor
+
+
+def texts(console: Console, job: JobHere) -> list[str]:
+    return [e.text for e in console.view(job.job_id).events]
+
+
+def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> None:
+    job, poor = with_a_poor_plan(console, "again")
+    console.replanning.start(job.job_id, "list", 10.0, "ada")
+    first = ended(console, job)
+    assert (first.outcome, first.failed, first.actor) == ("adopted", LOST, "ada")
+    in_force = console.view(job.job_id).plan
+    assert in_force is not None and in_force.metrics.period < poor.metrics.period
+    assert any("ada planned again (list" in text and "it saves" in text for text in texts(console, job))
+    job.resume(4)
+    console.replanning.start(job.job_id, "list", 10.0, "ada")
+    second = ended(console, job)
+    assert second.outcome == "kept" and "found again" in second.reason
+    assert texts(console, job)[0].startswith("the plan in force stays: it is the one that was found again")
+    assert console.view(job.job_id).epoch == 4
+
+
+def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: Console) -> None:
+    job, _ = with_a_poor_plan(console, "nearly done")
+    job.commit(10, 38, 3)
+    console.replanning.start(job.job_id, "list", 10.0, "ada")
+    found = ended(console, job)
+    assert found.outcome == "kept" and "in the iteration that is left that is less" in found.reason
+    assert console.view(job.job_id).epoch == 3
+    # It is kept all the same, for the next time that these workers are out.
+    kept = console.job(job.job_id).catalog.find({Worker.parse("W1_2")})
+    assert kept is not None and kept.technique is Technique.STAGGERED
+
+
+def test_what_comes_too_late_says_so(console: Console) -> None:
+    slow = {"F": 40.0, "I": 52.0, "W": 28.0}
+    job = JobHere(console, "large", pipelines=6, stages=6, micro_batches=12, durations=slow, memory="7")
+    job.register().commit(0, 3, 1).die("W0_1")
+    job.resume(2)
+    console.replanning.start(job.job_id, "cp-sat", 300.0, "ada")
+    with pytest.raises(ConsoleError, match="being planned again already"):
+        console.replanning.start(job.job_id, "cp-sat", 300.0, "eve")
+
+    def has_a_plan() -> bool:
+        running = console.replanning.status(job.job_id)
+        return running is not None and running.best is not None
+
+    until(has_a_plan, "it has a first plan")
+    job.die("W1_4").resume(3)
+    assert console.replanning.stop(job.job_id) == "the best plan so far counts"
+    found = ended(console, job)
+    assert found.outcome == "kept" and "by now it trains without W0_1, W1_4" in found.reason
+    assert console.view(job.job_id).epoch == 3
+
+
+def test_requests_that_make_no_sense_are_refused(console: Console) -> None:
+    job = JobHere(console, "refused").register().commit(0, 3, 1)
+    client = TestClient(Starlette(routes=create_routes(console)), base_url="http://127.0.0.1")
+    path = f"/api/v1/jobs/{job.job_id}/replan"
+    assert client.get(path).json() is None
+    answer = client.post(path, json={"solver": "oracle"})
+    assert answer.status_code == 422 and "expected one of auto, list" in answer.json()["detail"]
+    assert client.post(path, json={"seconds": 0}).status_code == 422
+    assert client.post(f"{path}/stop").json()["code"] == "no_choice"
+    assert client.post("/api/v1/jobs/none/replan", json={}).status_code == 404
+    console.operators.freeze(job.job_id, True, "eve")
+    answer = client.post(path, json={})
+    assert (answer.status_code, answer.json()["code"]) == (409, "frozen")
+    console.operators.freeze(job.job_id, False, "eve")
+    answer = client.post(path, json={"solver": "list", "seconds": 5}, headers={"X-Actor": "ada"})
+    assert answer.status_code == 202 and "ada asked for a new plan (list, at most 5 s)" in answer.json()["reason"]
+    ended(console, job)
+    assert client.get(path).json()["outcome"] == "kept"
+    job.die("W0_0")
+    assert client.post(path, json={}).json()["code"] == "no_choice"
+    job.resume(2)
+    job.finish()
+    assert client.post(path, json={}).json()["code"] == "job_over"
+
+
+def test_a_plan_is_worth_an_epoch_if_it_saves_more_than_one_iteration() -> None:
+    poor, good = plan(LOST, technique="adaptive"), plan(LOST)
+    job = good.job.job()
+    saved = 1 - good.metrics.period / poor.metrics.period
+    assert worth(poor, good, job, int(1 / saved) + 1).better
+    assert not worth(poor, good, job, int(1 / saved)).better
+    assert not worth(good, poor, job, 10_000).better and "no shorter" in worth(good, poor, job, 10_000).reason
+    assert "found again" in worth(good, good, job, 10_000).reason
+
+
+def test_with_other_speeds_the_orders_are_played_through() -> None:
+    slow = replace(plan().job.job(), speeds=((Worker(1, 1), 0.5),))
+    problem = Problem(slow, frozenset(), Technique.STAGGERED, MemoryLimit.parse("uniform"))
+    found = worth(plan(), make_plan(problem, solver="list"), slow, 1_000)
+    assert found.better and "at the op times that were measured" in found.reason
