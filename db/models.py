@@ -141,7 +141,7 @@ class JobPlanRow(Base):
     __tablename__ = "job_plan"
 
     job_id: Mapped[str] = _job_key()
-    fingerprint: Mapped[str] = mapped_column(String(64), ForeignKey("plan.fingerprint"), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64), ForeignKey("plan.fingerprint"), primary_key=True, index=True)
     failed: Mapped[str] = mapped_column(Text)
     ahead: Mapped[bool]
     created_at: Mapped[float] = mapped_column(Double)
@@ -157,7 +157,7 @@ class EpochRow(Base):
 
     job_id: Mapped[str] = _job_key()
     epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
-    plan_fingerprint: Mapped[str] = mapped_column(String(64), ForeignKey("plan.fingerprint"))
+    plan_fingerprint: Mapped[str] = mapped_column(String(64), ForeignKey("plan.fingerprint"), index=True)
     living: Mapped[str] = mapped_column(Text)
     failed: Mapped[str] = mapped_column(Text)
     joining: Mapped[str] = mapped_column(Text)
@@ -251,6 +251,26 @@ class WorkerStateRow(Base):
     worker: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     at: Mapped[float] = mapped_column(Double)
+
+
+class HeartbeatRow(Base):
+    """Samples of the workers of one group over some time (db.samples).
+
+    level: seconds of one sample. begin, end: when the first and the last sample begin (POSIX seconds).
+    whole: will not be joined with others of its span any more.
+    """
+
+    __tablename__ = "heartbeat"
+    __table_args__ = (Index(None, "job_id", "level", "worker_group", "begin"), Index(None, "level", "whole", "begin"))
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(String(64), ForeignKey("job.id", ondelete="CASCADE"))
+    level: Mapped[int] = mapped_column(Integer)
+    worker_group: Mapped[int] = mapped_column(Integer)
+    begin: Mapped[int] = mapped_column(BigInteger)
+    end: Mapped[int] = mapped_column(BigInteger)
+    whole: Mapped[bool]
+    data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class EventSeenRow(Base):

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+from sqlalchemy import func, insert, select
+from test_store import epoch, event, make_job
+
+from db import retention
+from db.models import AcknowledgementRow, EventSeenRow, PlanRow
+from db.observations import Observations
+from db.retention import Retention
+from db.saved_plans import SavedPlans
+from db.session import Database
+from db.store import Change, Store
+
+MANY = {"events": 10**6, "states": 10**6, "epochs": 10**6, "plans": 10**6}
+
+
+@pytest.fixture
+def trim(database: Database, monkeypatch: pytest.MonkeyPatch) -> Retention:
+    monkeypatch.setattr(retention, "ROWS", 3)
+    return Retention(database)
+
+
+def all_of(trim: Retention, job_id: str, **keep: int) -> list[int]:
+    """What each step deleted."""
+    steps = []
+    while count := trim.trim_job(job_id, **{**MANY, **keep}):
+        steps.append(count)
+    return steps
+
+
+def test_the_newest_events_stay(trim: Retention, store: Store, database: Database) -> None:
+    make_job(store, "a")
+    make_job(store, "b")
+    for job in ("a", "b"):
+        store.apply(job, Change(events=[event(i) for i in range(1, 12)]))
+    Observations(database).see_events("a", [1, 2, 11], "Ann")
+    assert all_of(trim, "a", events=4) == [3, 3, 1], "a bounded number of rows at a time"
+    assert [row["seq"] for row in store.events("a")] == [8, 9, 10, 11]
+    assert store.last_event("a") == 11 and len(store.events("b")) == 11
+    with database.read() as session:
+        assert list(session.scalars(select(EventSeenRow.seq))) == [11]
+
+
+def test_each_worker_keeps_its_last_state(trim: Retention, store: Store, database: Database) -> None:
+    make_job(store)
+    rows = [("W0_0", "running"), *[("W1_1", s) for s in ("running", "suspect") * 4]]
+    store.apply("job", Change(events=[event(1)], states=[{"worker": w, "state": s, "at": 1.0} for w, s in rows]))
+    assert sum(all_of(trim, "job", states=2)) == 6
+    seen = Observations(database)
+    assert [row["state"] for row in seen.states("job", "W0_0")] == ["running"]
+    assert [row["state"] for row in seen.states("job", "W1_1")] == ["running", "suspect"]
+
+
+def test_acknowledgements_of_old_epochs_go(trim: Retention, store: Store, database: Database) -> None:
+    make_job(store)
+    for number in range(1, 6):
+        store.apply("job", Change(plan=("f", "{}", [], False), epoch=epoch(number)))
+        with database.write() as session:
+            ack = {"job_id": "job", "worker": "W0_0", "incarnation": "a", "state": "adopted", "iteration": 0, "at": 1.0}
+            session.execute(insert(AcknowledgementRow).values(epoch=number, **ack))
+    all_of(trim, "job", epochs=2)
+    assert [row["epoch"] for row in store.acknowledgements("job")] == [4, 5]
+    assert len(store.epochs("job")) == 5
+
+
+def test_plans_made_ahead_that_never_ran(trim: Retention, store: Store, database: Database) -> None:
+    make_job(store)
+    for i in range(6):
+        store.put_plan("job", f"f{i}", json.dumps({"plan": i}), [], True)
+        time.sleep(0.002)  # created one after another
+    store.apply("job", Change(plan=("f0", "{}", [], False), epoch=epoch(1, "f0")))
+    SavedPlans(database).save("f1", json.dumps({"plan": 1}), "kept", {})
+    all_of(trim, "job", plans=2)
+    assert {row["fingerprint"] for row in store.job_plans("job")} == {"f0", "f4", "f5"}
+    assert trim.drop_orphans() == 2
+    assert trim.drop_orphans() == 0
+    assert [store.plan(f"f{i}") is not None for i in range(6)] == [True, True, False, False, True, True]
+
+
+def test_a_plan_that_is_taken_up_meanwhile_stays(trim: Retention, store: Store, database: Database) -> None:
+    """Plans come and lose their last reference while orphans are dropped: nobody's plan is lost."""
+    make_job(store)
+    stop = threading.Event()
+    saved = SavedPlans(database)
+    errors: list[BaseException] = []
+
+    def drop() -> None:
+        while not stop.is_set():
+            try:
+                trim.drop_orphans()
+            except BaseException as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    try:
+        for i in range(40):
+            saved.save(f"f{i % 3}", "{}", "n", {})
+            assert saved.document(f"f{i % 3}") == "{}"
+            if i % 2:
+                saved.forget(f"f{i % 3}")
+    finally:
+        stop.set()
+        thread.join(30)
+    assert errors == []
+    with database.read() as session:
+        stored = session.scalar(select(func.count()).select_from(PlanRow))
+    trim.drop_orphans()
+    assert {row["fingerprint"] for row in saved.saved()} <= {f"f{i}" for i in range(3)} and stored is not None
