@@ -26,6 +26,7 @@ from planner.solvers.table import ArraySchedule
 Ints = NDArray[np.int64]
 KINDS = "FIWB"
 F, I, W, O = range(4)  # noqa: E741 -- the field's names
+B = 3  # in KINDS; `durations` has O there
 
 
 class NotColumnar(PlannerError):
@@ -127,17 +128,41 @@ class Columns:
 
     def busy(self) -> int:
         """Ticks in which workers work, all together, O included."""
-        living = sum(int(self.durations[O, w.stage, w.pipeline]) for w in self.problem.living_workers())
-        return int(sum(self.duration(kind).sum() for kind in (F, I, W))) + living
+        return int(self.busy_by_worker().sum())
+
+    def busy_by_worker(self) -> Ints:
+        """[S, P]: ticks in which each worker works, O included; failed ones do nothing."""
+        job = self.problem.job
+        busy = np.where(self.living(), self.durations[O], 0)
+        for s in range(job.stages):
+            work = sum(self.duration(kind)[s] for kind in (F, I, W))
+            np.add.at(busy[s], self.route[s], work)
+        return busy
+
+    def rerouted(self) -> Ints:
+        """[S, P]: micro-batches of other pipelines that each worker runs."""
+        job = self.problem.job
+        away = self.route != np.repeat(np.arange(job.pipelines), job.micro_batches)
+        counts = [np.bincount(self.route[s][away[s]], minlength=job.pipelines) for s in range(job.stages)]
+        return np.array(counts, np.int64)
+
+    def living(self) -> NDArray[np.bool_]:
+        """[S, P]"""
+        living = np.ones(self.durations.shape[1:], bool)
+        for worker in self.problem.failed:
+            living[worker.stage, worker.pipeline] = False
+        return living
+
+    def op_count(self) -> int:
+        """Of all workers, O's included."""
+        split = np.take_along_axis(self.split, self.route, 1)
+        return 2 * self.route.size + int(split.sum()) + int(self.living().sum())
 
     def period(self) -> int:
         """Ticks; the definition is that of planner.schedule."""
         if not self.problem.technique.staggers:
             return self.makespan() + self.problem.longest_optimizer
-        living = np.ones(self.durations.shape[1:], bool)
-        for worker in self.problem.failed:
-            living[worker.stage, worker.pipeline] = False
-        ends = self.step + np.where(living, self.durations[O], 0).max(1)
+        ends = self.step + np.where(self.living(), self.durations[O], 0).max(1)
         return int((ends - self.starts[F].min(1)).max())
 
     def makespan(self) -> int:
@@ -187,26 +212,51 @@ class Columns:
 
     def plan(self, metrics: MetricsDoc, solver: SolverDoc, *, fingerprint: str | None = None) -> Plan:
         """The document. `peak_activations` of `metrics` is filled in from the columns."""
-        problem = self.problem
-        peaks = self.peaks()
         with _without_collector():
             workers, text = self._documents()
-        failed = tuple(map(str, sorted(problem.failed)))
+        head = self.head(metrics, solver)
+        fingerprint = fingerprint or _fingerprint(self.problem, head["failed"], text)
+        return Plan.model_construct(**head, workers=workers, fingerprint=fingerprint)
+
+    def head(self, metrics: MetricsDoc, solver: SolverDoc) -> dict[str, Any]:
+        """The fields of the document but for `workers` and `fingerprint`."""
+        problem, peaks = self.problem, self.peaks()
         counts = {str(w): int(peaks[w.stage, w.pipeline]) for w in problem.living_workers()}
-        return Plan.model_construct(
-            schema_version=SCHEMA_VERSION,
-            job=job_doc(problem.job),
-            failed=failed,
-            technique=problem.technique,
-            memory=problem.memory.text,
-            workers=workers,
-            metrics=metrics.model_copy(update={"peak_activations": counts}),
-            solver=solver,
-            fingerprint=fingerprint or _fingerprint(problem, failed, text),
-        )
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "job": job_doc(problem.job),
+            "failed": tuple(map(str, sorted(problem.failed))),
+            "technique": problem.technique,
+            "memory": problem.memory.text,
+            "metrics": metrics.model_copy(update={"peak_activations": counts}),
+            "solver": solver,
+        }
+
+    def documents(self) -> dict[str, tuple[OpDoc, ...]]:
+        """The ops of each living worker."""
+        with _without_collector():
+            return self._documents()[0]
 
     def _documents(self) -> tuple[dict[str, tuple[OpDoc, ...]], dict[str, str]]:
         """The ops of each living worker, and the canonical JSON of each such list."""
+        job, rows = self.problem.job, self.rows()
+        starts, durations = _units(job, rows.start), _units(job, rows.duration)
+        kinds, homes, numbers = rows.kind.tolist(), rows.home.tolist(), rows.micro_batch.tolist()
+        documents: dict[str, tuple[OpDoc, ...]] = {}
+        texts: dict[str, str] = {}
+        for w in self.problem.living_workers():
+            part = rows.of(w)
+            step = _units(job, self.step[w.stage : w.stage + 1])[0]
+            last = _units(job, self.durations[O, w.stage, w.pipeline : w.pipeline + 1])[0]
+            named = [KINDS[k] for k in kinds[part]]
+            own = zip(named, homes[part], numbers[part], starts[part], durations[part], strict=True)
+            ops = [*own, ("O", w.pipeline, None, step, last)]
+            documents[str(w)] = tuple(_op(kind, p, m, w.stage, a, d) for kind, p, m, a, d in ops)
+            texts[str(w)] = _canonical(ops, w.stage)
+        return documents, texts
+
+    def rows(self) -> OpRows:
+        """All compute ops, worker by worker, each worker's by their start."""
         job = self.problem.job
         n = job.pipelines * job.micro_batches
         stage = np.repeat(np.arange(job.stages), n)
@@ -217,7 +267,7 @@ class Columns:
         lengths[:, I] += np.where(split == 1, 0, lengths[:, W])
         starts = np.stack([self.starts[k].ravel() for k in (F, I, W)], 1)
         kinds = np.tile(np.array([F, I, W]), (len(item), 1))
-        kinds[:, I] = np.where(split == 1, I, 3)
+        kinds[:, I] = np.where(split == 1, I, B)
         keep = np.repeat(split[:, None] == 1, 3, 1)
         keep[:, :W] = True
         flat = keep.ravel()
@@ -230,46 +280,27 @@ class Columns:
         order = np.lexsort((start + length, start, who))
         who = who[order]
         home, number = np.divmod(each(item)[order], job.micro_batches)
-        rows = _OpRows(
-            kinds.ravel()[flat][order].tolist(),
-            home.tolist(),
-            number.tolist(),
-            _units(job, start[order]),
-            _units(job, length[order]),
-        )
-        living = sorted(self.problem.living_workers())
-        keys = np.array([w.pipeline * job.stages + w.stage for w in living])
-        begins, ends = np.searchsorted(who, keys, "left").tolist(), np.searchsorted(who, keys, "right").tolist()
-        documents: dict[str, tuple[OpDoc, ...]] = {}
-        texts: dict[str, str] = {}
-        for w, begin, end in zip(living, begins, ends, strict=True):
-            step = _units(job, self.step[w.stage : w.stage + 1])[0]
-            last = _units(job, self.durations[O, w.stage, w.pipeline : w.pipeline + 1])[0]
-            ops = [*rows.slice(begin, end), ("O", w.pipeline, None, step, last)]
-            documents[str(w)] = tuple(_op(kind, p, m, w.stage, a, d) for kind, p, m, a, d in ops)
-            texts[str(w)] = _canonical(ops, w.stage)
-        return documents, texts
+        bounds = np.searchsorted(who, np.arange(job.pipelines * job.stages + 1))
+        return OpRows(job.stages, bounds, kinds.ravel()[flat][order], home, number, start[order], length[order])
 
 
 @dataclass(frozen=True)
-class _OpRows:
-    kinds: list[int]
-    pipelines: list[int]
-    micro_batches: list[int]
-    starts: list[int | float]
-    durations: list[int | float]
+class OpRows:
+    """Compute ops in arrays. kind: index into KINDS. start, duration: ticks. bounds: where each worker's
+    ops begin, by pipeline * stages + stage, and where the last one's end."""
 
-    def slice(self, begin: int, end: int) -> Iterator[tuple[str, int, int | None, int | float, int | float]]:
-        part = slice(begin, end)
-        kinds = [KINDS[k] for k in self.kinds[part]]
-        return zip(
-            kinds,
-            self.pipelines[part],
-            self.micro_batches[part],
-            self.starts[part],
-            self.durations[part],
-            strict=True,
-        )
+    stages: int
+    bounds: Ints
+    kind: Ints
+    home: Ints
+    micro_batch: Ints
+    start: Ints
+    duration: Ints
+
+    def of(self, worker: Worker) -> slice:
+        """The part that is one worker's."""
+        at = worker.pipeline * self.stages + worker.stage
+        return slice(int(self.bounds[at]), int(self.bounds[at + 1]))
 
 
 def problem_of(job: Job, failed: Sequence[Sequence[int]], technique: Technique, memory: MemoryLimit) -> Problem:

@@ -114,6 +114,16 @@ class Schedule:
         return {worker: sum(op.duration for op in ops) for worker, ops in self.ops.items()}
 
     @cached_property
+    def end(self) -> int:
+        """The tick at which the last op ends, O included."""
+        return max(ops[-1].end for ops in self.ops.values() if ops)
+
+    @cached_property
+    def rerouted_forwards(self) -> dict[Worker, int]:
+        """Of each living worker, how many micro-batches of other pipelines it runs."""
+        return {w: sum(op.kind == "F" and op.rerouted for op in ops) for w, ops in self.ops.items()}
+
+    @cached_property
     def helpers(self) -> frozenset[Worker]:
         """The workers that run micro-batches of other pipelines."""
         return frozenset(w for w, ops in self.ops.items() if any(op.rerouted for op in ops))
