@@ -96,7 +96,7 @@ class AdviceRequest:
     def to_json(self) -> bytes:
         return json.dumps({"advise": {**self.__dict__, "job": self.job.model_dump(mode="json")}}).encode()
 
-    def read(self, document: str) -> Verdict:
+    def read(self, document: bytes) -> Verdict:
         body = json.loads(document)
         candidates = tuple(
             Candidate(**{**c, "failed": tuple(c["failed"]), "moves": tuple((a, b) for a, b in c["moves"])})

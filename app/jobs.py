@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from app.advice import verdict_document
+from app.heap import OP_BYTES, building
 from app.logs import configure_logging
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
@@ -48,7 +49,7 @@ class Request(Protocol[Made_co]):
     @property
     def patience(self) -> float | None: ...
     def to_json(self) -> bytes: ...
-    def read(self, document: str) -> Made_co: ...
+    def read(self, document: bytes) -> Made_co: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class PlanRequest:
         body = {**self.__dict__, "job": self.job.model_dump(mode="json")}
         return json.dumps(body).encode()
 
-    def read(self, document: str) -> Plan:
+    def read(self, document: bytes) -> Plan:
         return Plan.from_json(document, source="the planning process")
 
 
@@ -139,16 +140,17 @@ class PlanMaker:
                 if not pipe.poll(request.patience):
                     self._drop_child()
                     return None, f"it took more than {request.patience:g} s"
-                answer = json.loads(pipe.recv_bytes())
+                made, why = read_answer(pipe.recv_bytes())
             except (EOFError, OSError):
                 if self._stopping:
                     return None, "the console is stopping"
                 log.warning("the planning process died; starting another", job=request.owner)
                 self._drop_child()
                 continue
-            if "error" in answer:
-                return None, answer["error"]
-            return request.read(answer["made"]), ""
+            if made is None:
+                return None, why
+            with building(len(made) // OP_BYTES):
+                return request.read(made), ""
         return None, "the planning process died over it"
 
     def _ensure_child(self) -> Connection:
@@ -183,7 +185,7 @@ def serve(pipe: Connection) -> None:
             request = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        pipe.send_bytes(json.dumps(answer(request)).encode())
+        pipe.send_bytes(answer(request))
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
@@ -192,23 +194,32 @@ def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
     os._exit(0)
 
 
-def answer(request: bytes) -> dict[str, str]:
-    """{"made": JSON document} or {"error": a sentence}."""
+# Before what was made, as JSON, and before why nothing was: a large document is not wrapped into another one.
+_MADE, _WHY = b"+", b"-"
+
+
+def read_answer(data: bytes) -> tuple[bytes | None, str]:
+    """(what was made, "") or (None, why there is nothing)."""
+    return (data[1:], "") if data[:1] == _MADE else (None, data[1:].decode())
+
+
+def answer(request: bytes) -> bytes:
+    """What `read_answer` reads."""
     body = json.loads(request)
     try:
         if "advise" in body:
-            return {"made": verdict_document(body["advise"])}
+            return _MADE + verdict_document(body["advise"]).encode()
         plan = make_plan(
             problem(JobDoc.model_validate(body["job"]), body["failed"], body["technique"], body["memory"]),
             solver=body["solver"],
             time_limit=body["time_limit"],
         )
     except PlannerError as error:
-        return {"error": str(error)}
+        return _WHY + str(error).encode()
     except Exception as error:
         log.exception("the planner failed", failed=body.get("advise", body)["failed"])
-        return {"error": f"the planner failed ({type(error).__name__}); the console's log says more"}
-    return {"made": plan.to_json()}
+        return _WHY + f"the planner failed ({type(error).__name__}); the console's log says more".encode()
+    return _MADE + plan.to_json().encode()
 
 
 def problem(job: JobDoc, failed: Sequence[str], technique: str, memory: str) -> Problem:

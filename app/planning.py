@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.catalogs.fill import CatalogRequest
 from app.catalogs.service import KEPT_OPS, Catalogs
 from app.errors import ConsoleError
+from app.heap import building
 from app.jobs import AHEAD, URGENT, Done, PlanMaker, PlanRequest
 from app.live import LiveJob
 from planner.catalog_build import listed_patterns
@@ -88,7 +89,12 @@ class Planning:
                 job.asked_for = None  # its workers' speeds have changed since; it is asked for again
 
         def look_up() -> None:
-            found = self._catalogs.find(job.question, map(Worker.parse, failed))
+            workers = [Worker.parse(name) for name in failed]
+            with building(job.ops):
+                if job.catalog.has(workers):
+                    found: tuple[Plan, str] | None = job.catalog.plan_for(workers)
+                else:
+                    found = self._catalogs.find(job.question, workers)
             if found is None:
                 self._maker.submit(_request(job, failed), done, priority=URGENT)
                 return

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from app.coordination.membership import Member
-from app.heap import settle
+from app.heap import OP_BYTES, building
 from app.live import LiveJob
 from app.observing.goodput import Figures, planned_rate
 from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
@@ -46,14 +46,14 @@ class PlanCache:
         document = self._store.plan(fingerprint)
         if document is None:
             return None
-        plan = Plan.from_json(document)
+        with building(len(document) // OP_BYTES):
+            plan = Plan.from_json(document)
         found = (plan, rerouted_load(plan))
         with self._lock:
             self._plans[fingerprint] = found
             ops = sum(_op_count(p) for p, _ in self._plans.values())
             while len(self._plans) > 1 and (len(self._plans) > _KEEP_PLANS or ops > _KEEP_OPS):
                 ops -= _op_count(self._plans.popitem(last=False)[1][0])
-        settle(_op_count(plan))
         return found
 
 

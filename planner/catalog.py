@@ -41,15 +41,18 @@ class Catalog:
         self.job = job
         self.technique = technique
         self.memory = memory
-        self._plans: dict[frozenset[Worker], Plan] = {}
+        # As they came, with the place that each of their pipelines has in the pattern: renaming a plan of
+        # 2,048 workers takes seconds, and most are found for the very failures they were made for.
+        self._plans: dict[frozenset[Worker], tuple[Plan, tuple[int, ...]]] = {}
+        self._renamed: tuple[Plan, frozenset[Worker], Plan] | None = None  # what was found last, and for whom
 
     def __len__(self) -> int:
         return len(self._plans)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The stored plans, in the order in which their patterns were first added."""
-        return tuple(self._plans.values())
+        """The stored plans, each for its pattern, in the order in which their patterns were first added."""
+        return tuple(rename_pipelines(plan, places) for plan, places in self._plans.values())
 
     def patterns(self, tolerance: int) -> list[list[frozenset[Worker]]]:
         """For each failure count 0..tolerance the canonical failure sets that leave every stage a
@@ -77,21 +80,33 @@ class Catalog:
         ):
             if value != expected:
                 raise InputError(field, str(value), f"that of the catalog, {expected}")
-        pattern, permutation = canonical_pattern(_failed(plan), self.job)
+        pattern, places = canonical_pattern(_failed(plan), self.job)
         kept = self._plans.get(pattern)
-        if kept is None or _merit(plan) > _merit(kept):
-            self._plans[pattern] = rename_pipelines(plan, permutation)
+        if kept is None or _merit(plan) > _merit(kept[0]):
+            self._plans[pattern] = plan, tuple(places)
 
     def find(self, failed: Iterable[Worker]) -> Plan | None:
         """The stored plan with its pipelines renamed to fit exactly `failed`; None: none stored."""
-        pattern, permutation = canonical_pattern(failed, self.job)
-        plan = self._plans.get(pattern)
-        if plan is None:
+        failed = frozenset(failed)
+        pattern, wanted = canonical_pattern(failed, self.job)
+        found = self._plans.get(pattern)
+        if found is None:
             return None
-        inverse = [0] * len(permutation)
-        for pipeline, position in enumerate(permutation):
-            inverse[position] = pipeline
-        return rename_pipelines(plan, inverse)
+        plan, places = found
+        last = self._renamed
+        if last is not None and last[0] is plan and last[1] == failed:
+            return last[2]
+        inverse = [0] * len(wanted)
+        for pipeline, place in enumerate(wanted):
+            inverse[place] = pipeline
+        renamed = rename_pipelines(plan, (inverse[place] for place in places))
+        if renamed is not plan:
+            self._renamed = plan, failed, renamed
+        return renamed
+
+    def has(self, failed: Iterable[Worker]) -> bool:
+        """Is a plan stored for such failures?"""
+        return canonical_pattern(failed, self.job)[0] in self._plans
 
     def plan_for(self, failed: Iterable[Worker]) -> tuple[Plan, str]:
         """A plan for `failed` at once, and in words where it comes from.

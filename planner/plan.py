@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, TypeAdapter, ValidationError
 
 from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
@@ -160,11 +161,14 @@ class Plan(_Model):
 
     def compute_fingerprint(self) -> str:
         """SHA-256 over the canonical JSON of the problem and the ops (not of who solved it)."""
-        body = self.model_dump(
-            mode="json", include={"schema_version", "job", "failed", "technique", "memory", "workers"}
-        )
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        body = self.model_dump(mode="json", include={"schema_version", "job", "failed", "technique", "memory"})
+        digest = hashlib.sha256(_canonical(body)[:-1])
+        # `workers` is the last key of all; worker by worker, for the reason that `_PIECEMEAL` gives.
+        for i, name in enumerate(sorted(self.workers)):
+            ops = _canonical(_OPS.dump_python(self.workers[name], mode="json"))
+            digest.update((b"," if i else b',"workers":{') + b'"%b":' % name.encode() + ops)
+        digest.update(b"}}" if self.workers else b',"workers":{}}')
+        return digest.hexdigest()[:32]
 
     def problem(self) -> Problem:
         """Raises PlannerError when the document describes no job."""
@@ -195,15 +199,35 @@ class Plan(_Model):
     # -- JSON --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        return self.model_dump_json()
+        head = self.model_copy(update={"workers": {}}).model_dump_json()
+        before, empty, after = head.partition(_NO_WORKERS)
+        ops = (f'"{name}":{_OPS.dump_json(ops).decode()}' for name, ops in self.workers.items())
+        return f"{before}{empty[:-1]}{','.join(ops)}}}{after}"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "plan") -> Plan:
         """Raises PlanError naming the first field that is wrong."""
         try:
-            return cls.model_validate_json(text)
+            return (cls._piecemeal(text) if len(text) > _PIECEMEAL else None) or cls.model_validate_json(text)
         except ValidationError as error:
             raise PlanError(f"{source} is not a plan: {first_problem(error)}") from None
+
+    @classmethod
+    def _piecemeal(cls, text: str | bytes) -> Plan | None:
+        """Reads a document that is laid out as `to_json` does; None for any other, valid or not."""
+        try:
+            text = text if isinstance(text, str) else text.decode()
+            begin = text.index(_NO_WORKERS[:-1]) + len(_NO_WORKERS) - 1
+            workers, at = {}, begin
+            while found := _WORKER.match(text, at):
+                workers[found[1]] = _OPS.validate_json(found[2])
+                at = found.end()
+            plan = cls.model_validate_json(text[:begin] + text[at:])
+        except ValueError:
+            return None
+        if plan.workers:  # `workers` is there twice
+            return None
+        return plan.model_copy(update={"workers": workers})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -213,6 +237,18 @@ class Plan(_Model):
         except OSError as error:
             raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
         return cls.from_json(data, source=str(path))
+
+
+_OPS = TypeAdapter(tuple[OpDoc, ...])
+# Longer documents are read worker by worker, and all are written so: pydantic and json let no other
+# thread run meanwhile, which for 2,048 workers at once takes seconds.
+_PIECEMEAL = 1_000_000
+_NO_WORKERS = '"workers":{}'
+_WORKER = re.compile(r'"(W\d{1,6}_\d{1,6})":(\[[^\[\]]*\])(?:,(?=")|(?=\}))')
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def job_doc(job: Job) -> JobDoc:

@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple
 import structlog
 
 from app.errors import ConsoleError
-from app.plans.solving_child import Migrations, Request, serve
+from app.heap import OP_BYTES, building
+from app.plans.solving_child import PLAN, Migrations, Request, serve
 from planner.plan import Plan
 
 log = structlog.get_logger()
@@ -185,7 +186,11 @@ class Solves:
         try:
             while not solve.over:
                 if pipe.poll(0.2):
-                    self._take(solve, json.loads(pipe.recv_bytes()))
+                    data = pipe.recv_bytes()
+                    if data[:1] == PLAN:
+                        self._take_plan(solve, data[1:])
+                    else:
+                        self._take(solve, json.loads(data))
                     continue
                 limit = deadline if solve.stop_asked is None else min(deadline, solve.stop_asked + STOP_GRACE)
                 if time.monotonic() > limit:
@@ -209,9 +214,6 @@ class Solves:
         match message:
             case {"point": [float() | int() as elapsed, incumbent, bound, str(solver)]}:
                 _add(solve.points, Point(elapsed, incumbent, bound, solver))  # type: ignore[arg-type]
-            case {"plan": str(document)}:
-                solve.plan = Plan.from_json(document, source="the planning process")
-                self._over(solve)
             case {"migrations": document}:
                 solve.migrations = Migrations.model_validate(document)
                 self._over(solve)
@@ -219,6 +221,11 @@ class Solves:
                 self._over(solve, sentence)
             case _:
                 raise ValueError(f"unknown message {sorted(message)}")
+
+    def _take_plan(self, solve: Solve, document: bytes) -> None:
+        with building(len(document) // OP_BYTES):
+            solve.plan = Plan.from_json(document, source="the planning process")
+        self._over(solve)
 
     def _over(self, solve: Solve, error: str = "") -> None:
         with self._lock:

@@ -31,6 +31,8 @@ MAX_SOLVED_OPS = 400_000
 MAX_SECONDS = 3_600.0
 # At most so many points a second leave the child, beside each better plan.
 POINTS_PER_SECOND = 10
+# Before a plan's JSON, which is not wrapped into another document; all other messages are JSON objects.
+PLAN = b"+"
 # Solvers report from threads of their own.
 _SENDING = threading.Lock()
 
@@ -157,8 +159,8 @@ def serve(pipe: Connection) -> None:
         _send(pipe, {"error": f"the planner failed ({type(error).__name__}); the console's log says more"})
 
 
-def answer(request: Request, report: Any, stop: threading.Event) -> dict[str, Any]:
-    """{"plan": JSON document} or {"migrations": document}. report: called with
+def answer(request: Request, report: Any, stop: threading.Event) -> dict[str, Any] | bytes:
+    """{"migrations": document}, or PLAN and the plan's JSON. report: called with
     (seconds, incumbent, bound, solver), times in the job's unit. Raises PlannerError."""
     if isinstance(request, MigrationsAsked):
         return {"migrations": _migrations(request).model_dump()}
@@ -184,7 +186,7 @@ def answer(request: Request, report: Any, stop: threading.Event) -> dict[str, An
     )
     metrics = plan.metrics
     report((round(time.monotonic() - begin, 4), metrics.period, metrics.lower_bound, plan.solver.name))
-    return {"plan": plan.to_json()}
+    return PLAN + plan.to_json().encode()
 
 
 def _migrations(request: MigrationsAsked) -> Migrations:
@@ -222,10 +224,11 @@ def _listen(pipe: Connection, stop: threading.Event) -> None:
     stop.set()
 
 
-def _send(pipe: Connection, message: dict[str, Any]) -> None:
+def _send(pipe: Connection, message: dict[str, Any] | bytes) -> None:
+    data = message if isinstance(message, bytes) else json.dumps(message).encode()
     try:
         with _SENDING:
-            pipe.send_bytes(json.dumps(message).encode())
+            pipe.send_bytes(data)
     except (BrokenPipeError, OSError):
         os._exit(0)  # the console has let go of this request
 

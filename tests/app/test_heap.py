@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,9 +16,12 @@ class Thing:
 
 
 @pytest.fixture(autouse=True)
-def thawed() -> None:
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(heap, "ROUND_SECONDS", 0.0)
     gc.unfreeze()
     gc.collect()
+    yield
+    gc.unfreeze()
 
 
 def test_only_large_plans_are_worth_it() -> None:
@@ -25,7 +29,6 @@ def test_only_large_plans_are_worth_it() -> None:
     assert gc.get_freeze_count() == 0
     heap.settle(heap.LARGE_OPS + 1)
     assert gc.get_freeze_count() > 0
-    gc.unfreeze()
 
 
 def test_what_was_kept_out_is_still_freed() -> None:
@@ -38,5 +41,31 @@ def test_what_was_kept_out_is_still_freed() -> None:
     gc.collect()
     assert seen[1]() is not None, "a cycle is not looked at"
     heap.settle(heap.LARGE_OPS + 1)
-    assert seen[1]() is None, "until the next time"
-    gc.unfreeze()
+    assert seen[1]() is None, "until the next round"
+
+
+def test_rounds_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap.settle(heap.LARGE_OPS + 1)
+    monkeypatch.setattr(heap, "ROUND_SECONDS", 1e9)
+    cycle = Thing()
+    cycle.own = cycle  # type: ignore[attr-defined]
+    seen = weakref.ref(cycle)
+    for _ in range(2):
+        heap.settle(heap.LARGE_OPS + 1)
+        cycle = Thing()
+    assert seen() is not None
+
+
+def test_nothing_is_collected_while_a_large_plan_is_built() -> None:
+    with heap.building(heap.LARGE_OPS):
+        assert gc.isenabled()
+    with heap.building(heap.LARGE_OPS + 1):
+        with heap.building(heap.LARGE_OPS + 1):
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "until the last one is done"
+        built = [Thing() for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > len(built)
+    with pytest.raises(ValueError, match="damaged"), heap.building(heap.LARGE_OPS + 1):
+        raise ValueError("damaged")
+    assert gc.isenabled()

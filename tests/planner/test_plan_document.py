@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -29,6 +30,49 @@ def test_json_round_trip_is_exact(problem: Problem) -> None:
     assert again.problem() == problem
     assert again.schedule().ops == ListScheduler().solve(problem).schedule.ops
     assert again.compute_fingerprint() == plan.fingerprint
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_what_is_done_worker_by_worker_is_as_if_it_were_done_at_once(problem: Problem) -> None:
+    plan = make_plan(problem, solver="list")
+    document = plan.model_dump_json()
+    assert plan.to_json() == document
+    assert Plan._piecemeal(document) == Plan._piecemeal(document.encode()) == plan
+    body = plan.model_dump(mode="json", include={"schema_version", "job", "failed", "technique", "memory", "workers"})
+    whole = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    assert plan.compute_fingerprint() == hashlib.sha256(whole.encode()).hexdigest()[:32]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"kind":"F"', '"kind":"X"'),
+        ('"W0_0":[', '"W0_0":[['),
+        ('"W0_0":[', '"W0_0":{},"W0_0":['),
+        ('"metrics":{', '"metrics":{"odd":1,'),
+        ('"workers":{', '"workers":{},"workers":{'),
+        ('"workers":{', '"workers": {'),
+        ('"workers":{', '"jobs":{},"workers":{"Z":[],'),
+        ('"stage":0', '"stage":"\\ud800"'),
+        ('}],"W0_1"', '}] ,"W0_1"'),
+        ('"schema_version":1', '"schema_version":2'),
+    ],
+)
+def test_a_long_document_is_read_or_refused_as_a_short_one_is(
+    plan: Plan, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = plan.to_json().replace(old, new, 1)
+
+    def outcome() -> Plan | str:
+        try:
+            return Plan.from_json(document)
+        except PlanError as error:
+            return str(error)
+
+    short = outcome()
+    monkeypatch.setattr("planner.plan._PIECEMEAL", 0)
+    assert outcome() == short
 
 
 def test_the_fingerprint_is_of_the_ops_and_not_of_who_solved_them(plan: Plan) -> None:
