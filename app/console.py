@@ -106,6 +106,7 @@ class Console(Reports):
         """Sends every long-poll home, so that the server can end."""
         for job in list(self._jobs.values()):
             job.topic.close()
+            job.epoch_topic.close()
 
     def close(self) -> None:
         """Writes what is not yet written, ends the planning process."""

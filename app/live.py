@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import Command, Heartbeat, JobSpec
+from agent.protocol import Command, Deployment, Heartbeat, JobSpec
 from app import coordinator
 from app.advice import Verdict
 from app.coordination import fencing
@@ -31,6 +31,7 @@ from app.coordination.membership import (
     OpenEpoch,
     PlanReady,
     PlanRefused,
+    Refuse,
     State,
     Tick,
 )
@@ -94,8 +95,10 @@ class LiveJob:
         self.asked_for: tuple[str, ...] | None = None  # what `want_plan` was called for last
         self.advice_asked: tuple[str, ...] = ()  # the workers that were out then
         self.verdict: tuple[tuple[str, ...], Verdict] | None = None  # on these workers being out
-        self.topic = Topic()
+        self.topic = Topic()  # anything that is stored
+        self.epoch_topic = Topic()  # what thousands of workers may wait for: no other change wakes them
         self.state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
+        self.deployment: tuple[object, Deployment] | None = None  # the newest that was asked for, and of what
         self.contacts: dict[str, Contact] = {}
         self.op_times = OpTimes()
         self.slow: dict[str, float] = {}  # workers, and how many times the others' op times they take
@@ -110,6 +113,7 @@ class LiveJob:
         self._look_up = look_up
         self._clock = clock
         self._event_seq = 0
+        self._published_epoch = 0
         self._doubtful = False  # may the database hold another state than this object?
         self._fresh: deque[tuple[Heartbeat, float]] = deque()
         self._unsaved: set[str] = set()
@@ -144,16 +148,15 @@ class LiveJob:
         self,
         event: Event,
         *,
-        process: tuple[str, int] | None = None,
-        acknowledgement: Record | None = None,
+        beside: Sequence[Report] = (),
         plan: Plan | None = None,
         audit: Record | None = None,
     ) -> str:
         """Takes one event, stores what follows from it, and returns the reason.
 
-        process: (host, pid) of a registering worker. acknowledgement, audit: rows that are stored if the
-        event is accepted. plan: the one that a PlanReady speaks of. Raises ConsoleError when the event is
-        refused or can't be stored; then nothing has changed.
+        beside: the report of the event, if it is one. audit: a row that is stored if the event is
+        accepted. plan: the one that a PlanReady speaks of. Raises ConsoleError when the event is refused
+        or can't be stored; then nothing has changed.
         """
         with self.lock:
             if self._doubtful:
@@ -161,7 +164,7 @@ class LiveJob:
             old, now = self.state, self._clock()
             step = coordinator.step(old, event, now, self.ladder)
             if step.refusal:
-                raise ConsoleError(_STATUS.get(step.refusal.code, 409), step.refusal.code, step.refusal.detail)
+                raise _refused(step.refusal)
             decisions, wanted = list(step.decisions), None
             state, reason = step.state, step.reason
             for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:
@@ -173,18 +176,49 @@ class LiveJob:
                 step = coordinator.step(state, answer, now, self.ladder)
                 decisions += step.decisions
                 state, reason = step.state, step.reason
-            change = self._change(old, state, decisions, plan, process, acknowledgement, audit, event)
+            change = self._change(old, state, decisions, plan, beside, audit)
             self._save(change)
-            self.state = state
-            if process is not None:
-                self.processes[event.worker] = process  # type: ignore[union-attr]
-        if change:
-            self.topic.publish()
+            self._now(state, beside)
+        self._publish(change)
         if wanted is not None:
             self.ask_for(wanted)
         if change.epoch:
             self._on_epoch(self)
         return reason
+
+    def apply_all(self, reports: Sequence[Report]) -> list[str | ConsoleError]:
+        """Takes reports as `apply` would take each, with few transactions; the reason or the error of each."""
+        out: list[str | ConsoleError] = []
+        while left := reports[len(out) :]:
+            try:
+                out += self._apply_quiet(left) or [self.apply(left[0].event, beside=left[:1])]
+            except ConsoleError as error:
+                out += [error] * (len(left) if error.status == 503 else 1)
+        return out
+
+    def _apply_quiet(self, reports: Sequence[Report]) -> list[str | ConsoleError]:
+        """Those up to the first that asks for a plan, in one transaction. Raises ConsoleError if it fails."""
+        with self.lock:
+            if self._doubtful:
+                self._read_again()
+            state, notes, answers = run_together(self.state, reports, self._clock(), self.ladder)
+            taken = [report for report, answer in zip(reports, answers, strict=False) if isinstance(answer, str)]
+            change = self._change(self.state, state, notes, None, taken, None)
+            self._save(change)
+            self._now(state, taken)
+        self._publish(change)
+        return [_refused(answer) if isinstance(answer, Refuse) else answer for answer in answers]
+
+    def _now(self, state: State, reports: Sequence[Report] = ()) -> None:
+        self.state = state
+        self.processes.update(_processes(reports))
+
+    def _publish(self, change: Change) -> None:
+        if change:
+            self.topic.publish()
+        if self._published_epoch != self.state.epoch:
+            self._published_epoch = self.state.epoch
+            self.epoch_topic.publish()
 
     def heard(self, beat: Heartbeat) -> int:
         """Takes a heartbeat, without lock or database; returns the newest epoch.
@@ -333,16 +367,14 @@ class LiveJob:
         new: State,
         decisions: Sequence[Decision],
         plan: Plan | None,
-        process: tuple[str, int] | None,
-        acknowledgement: Record | None,
+        reports: Sequence[Report],
         audit: Record | None,
-        event: Event,
     ) -> Change:
         workers = [member_row(member) for name, member in new.members.items() if differs(member, old.members[name])]
-        if process is not None:
-            for row in workers:
-                if row["name"] == getattr(event, "worker", None):
-                    row.update(host=process[0], pid=process[1])
+        processes = _processes(reports)
+        for row in workers:
+            if process := processes.get(row["name"]):
+                row.update(host=process[0], pid=process[1])
         follow_moves(old, workers, self.processes)
         opened = next((d.epoch for d in decisions if isinstance(d, OpenEpoch)), None)
         job: Record = {}
@@ -358,7 +390,7 @@ class LiveJob:
             plan=(plan.fingerprint, plan.to_json(), plan.failed, False) if opened and plan else None,
             epoch=epoch_row(opened) if opened else None,
             events=self.note(d for d in decisions if isinstance(d, Note)),
-            acknowledgement=acknowledgement,
+            acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement],
             audit=audit,
             states=state_rows(old, new),
         )
@@ -413,3 +445,11 @@ class LiveJob:
 
 def _workers(names: Iterable[str]) -> frozenset[Worker]:
     return frozenset(Worker.parse(name) for name in names)
+
+
+def _processes(reports: Iterable[Report]) -> dict[str, tuple[str, int]]:
+    return {report.event.worker: report.process for report in reports if report.process}
+
+
+def _refused(refusal: Refuse) -> ConsoleError:
+    return ConsoleError(_STATUS.get(refusal.code, 409), refusal.code, refusal.detail)

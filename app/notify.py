@@ -20,11 +20,13 @@ class Topic:
         self._closed = False
 
     def publish(self) -> None:
+        waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         with self._lock:
-            waiters = list(self._waiters.items())
-        for event, loop in waiters:
+            for event, loop in self._waiters.items():
+                waiting.setdefault(loop, []).append(event)
+        for loop, events in waiting.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
+                loop.call_soon_threadsafe(_wake, events)  # once: a loop is slow to interrupt
 
     def close(self) -> None:
         """Sends every waiter home with None, now and later."""
@@ -51,3 +53,8 @@ class Topic:
         finally:
             with self._lock:
                 self._waiters.pop(event, None)
+
+
+def _wake(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

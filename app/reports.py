@@ -24,6 +24,7 @@ from agent.protocol import (
     Registration,
 )
 from app.coordination import membership as m
+from app.coordination.together import Report
 from app.errors import ConsoleError, storing
 from app.live import LiveJob
 from db.store import Store
@@ -44,9 +45,14 @@ class Reports(ABC):
         """Nothing more is to be done for `job`."""
 
     def register(self, job_id: str, message: Registration) -> Registered:
-        job = self.job(job_id)
-        job.apply(m.Registered(message.worker, message.incarnation), process=(plain(message.host), message.pid))
+        job, report = self.registration(job_id, message)
+        job.apply(report.event, beside=[report])
         return Registered(worker=message.worker, epoch=job.state.epoch)
+
+    def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, Report]:
+        """For whoever takes many together."""
+        process = plain(message.host), message.pid
+        return self.job(job_id), Report(m.Registered(message.worker, message.incarnation), process)
 
     def heartbeat(self, job_id: str, message: Heartbeat) -> int:
         """Touches no database and waits for nothing: may be called from the event loop."""
@@ -68,9 +74,13 @@ class Reports(ABC):
         )
 
     def acknowledge(self, job_id: str, message: Acknowledgement) -> str:
-        row = {**message.model_dump(), "at": time.time()}
+        job, report = self.acknowledgement(job_id, message)
+        return job.apply(report.event, beside=[report])
+
+    def acknowledgement(self, job_id: str, message: Acknowledgement) -> tuple[LiveJob, Report]:
+        """For whoever takes many together."""
         event = m.Acknowledged(message.worker, message.incarnation, message.epoch, message.state)
-        return self.job(job_id).apply(event, acknowledgement=row)
+        return self.job(job_id), Report(event, acknowledgement={**message.model_dump(), "at": time.time()})
 
     def committed(self, job_id: str, iterations: Sequence[Iteration]) -> None:
         job = self.job(job_id)
@@ -105,21 +115,16 @@ class Reports(ABC):
 
     def deployment(self, job_id: str, after: int) -> Deployment | None:
         """The newest deployment, if its epoch is above `after`. Does not block."""
-        state = self.job(job_id).state
+        job = self.job(job_id)
+        state = job.state
         epoch = state.current
         if epoch is None or epoch.number <= after:
             return None
-        return Deployment(
-            epoch=epoch.number,
-            plan_fingerprint=epoch.plan_fingerprint,
-            living=epoch.living,
-            failed=epoch.failed,
-            joining=epoch.joining,
-            moves=epoch.moves,
-            restore=epoch.restore,
-            leaving=tuple(name for name in epoch.failed if state.members[name].leaving),
-            reason=epoch.reason[:2000],
-        )
+        leaving = tuple(name for name in epoch.failed if state.members[name].leaving)
+        key = (epoch.number, leaving)
+        if job.deployment is None or job.deployment[0] != key:
+            job.deployment = key, _deployment(epoch, leaving)
+        return job.deployment[1]
 
     def commands(self, job_id: str, after: int) -> list[Command]:
         """The commands with seq > after. Does not block."""
@@ -129,3 +134,18 @@ class Reports(ABC):
 def plain(text: str) -> str:
     """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def _deployment(epoch: m.Epoch, leaving: tuple[str, ...]) -> Deployment:
+    # What it is made of has been checked, and there may be thousands of names.
+    return Deployment.model_construct(
+        epoch=epoch.number,
+        plan_fingerprint=epoch.plan_fingerprint,
+        living=epoch.living,
+        failed=epoch.failed,
+        joining=epoch.joining,
+        moves=epoch.moves,
+        restore=epoch.restore,
+        leaving=leaving,
+        reason=epoch.reason[:2000],
+    )

@@ -43,7 +43,7 @@ CATALOG_BATCH = 64  # plans per statement; a large one has some 10^5 bytes
 class Change:
     """What one step of the coordinator adds to a job's history: stored in one transaction.
 
-    job: columns of the job row that changed. workers, epoch, events, acknowledgement, states, audit: rows
+    job: columns of the job row that changed. workers, epoch, events, acknowledgements, states, audit: rows
     without their job_id; `plan` is (fingerprint, JSON document, failed workers, made ahead). states:
     which workers came into another state. audit: what an operator did.
     """
@@ -53,12 +53,12 @@ class Change:
     plan: tuple[str, str, Sequence[str], bool] | None = None
     epoch: Record | None = None
     events: Sequence[Record] = ()
-    acknowledgement: Record | None = None
+    acknowledgements: Sequence[Record] = ()
     states: Sequence[Record] = ()
     audit: Record | None = None
 
     def __bool__(self) -> bool:
-        parts = (self.job, self.workers, self.plan, self.epoch, self.events, self.acknowledgement, self.audit)
+        parts = (self.job, self.workers, self.plan, self.epoch, self.events, self.acknowledgements, self.audit)
         return any(parts)
 
 
@@ -127,9 +127,9 @@ class Store:
                 session.execute(insert(EpochRow).values(job_id=job_id, **row))
             if change.events:
                 session.execute(insert(EventRow), [{"job_id": job_id, **e} for e in change.events])
-            if change.acknowledgement:
-                statement = self._insert_new(AcknowledgementRow)
-                session.execute(statement.values(job_id=job_id, **change.acknowledgement))
+            if change.acknowledgements:
+                rows = [{"job_id": job_id, **row} for row in change.acknowledgements]
+                session.connection().execute(self._insert_new(AcknowledgementRow), rows)
             if change.audit:
                 session.execute(insert(AuditRow).values(job_id=job_id, **change.audit))
             if change.states:

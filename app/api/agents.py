@@ -19,6 +19,7 @@ from agent.protocol import (
     Registered,
     Registration,
 )
+from app.api.intake import Intake
 from app.api.models import Outcome
 from app.api.runner import in_thread
 from app.console import Console
@@ -30,6 +31,8 @@ IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 def router(console: Console) -> APIRouter:
     api = APIRouter(prefix="/jobs", tags=["agents"])
+    intake = Intake()
+    rendered: dict[str, tuple[Deployment, str]] = {}  # by job: thousands of workers ask for the same
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
     async def create_job(spec: JobSpec, response: Response, idempotency_key: IdempotencyKey = None) -> JobCreated:
@@ -40,20 +43,24 @@ def router(console: Console) -> APIRouter:
 
     @api.post("/{job_id}/workers", status_code=201)
     async def register(job_id: str, message: Registration) -> Registered:
-        return await in_thread(console.register, job_id, message)
+        job, report = console.registration(job_id, message)
+        await intake.take(job, report)
+        return Registered(worker=message.worker, epoch=job.state.epoch)
 
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
         """The newest deployment with an epoch above `after`, as soon as there is one; 204: none in time."""
-        topic = console.job(job_id).topic
+        topic = console.job(job_id).epoch_topic
         found = await topic.wait_for(lambda: console.deployment(job_id, after), wait)
         if found is None:
             return Response(status_code=204)
-        return Response(found.model_dump_json(), media_type="application/json")
+        if rendered.get(job_id, (None,))[0] is not found:
+            rendered[job_id] = found, found.model_dump_json()
+        return Response(rendered[job_id][1], media_type="application/json")
 
     @api.post("/{job_id}/acknowledgements")
     async def acknowledge(job_id: str, message: Acknowledgement) -> Outcome:
-        return Outcome(reason=await in_thread(console.acknowledge, job_id, message))
+        return Outcome(reason=await intake.take(*console.acknowledgement(job_id, message)))
 
     @api.post("/{job_id}/failures")
     async def failure(job_id: str, message: FailureReport) -> Outcome:

@@ -5,7 +5,7 @@ Plain immutable data. `now` and every time in here are seconds of one monotonic 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -166,13 +166,17 @@ class State:
     @property
     def settled(self) -> bool:
         """Have all of the current epoch's members committed an iteration in it?"""
-        return self.current is not None and self.pending is None and not self.unsettled()
+        return self.current is not None and self.pending is None and next(self._unsettled(), None) is None
 
     def unsettled(self) -> list[Member]:
         """Members of the current epoch that have not resumed yet."""
-        living = self.current.living if self.current else ()
-        members = (self.members[name] for name in living)
-        return [m for m in members if m.state is not WorkerState.FINISHED and m.acknowledged != "resumed"]
+        return list(self._unsettled())
+
+    def _unsettled(self) -> Iterator[Member]:
+        for name in self.current.living if self.current else ():
+            member = self.members[name]
+            if member.acknowledged != "resumed" and member.state is not WorkerState.FINISHED:
+                yield member
 
     def with_member(self, member: Member) -> State:
         return replace(self, members={**self.members, member.name: member})

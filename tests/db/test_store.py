@@ -68,14 +68,9 @@ def test_a_change_is_stored_as_a_whole(store: Store) -> None:
         plan=("f", '{"plan": 1}', ["W0_1"], False),
         epoch=epoch(1),
         events=[event(1), event(2)],
-        acknowledgement={
-            "worker": "W0_0",
-            "incarnation": "a",
-            "epoch": 1,
-            "state": "adopted",
-            "iteration": 0,
-            "at": 1.0,
-        },
+        acknowledgements=[
+            {"worker": "W0_0", "incarnation": "a", "epoch": 1, "state": "adopted", "iteration": 0, "at": 1.0}
+        ],
     )
     store.apply("job", change)
     assert store.jobs()[0]["state"] == "running"

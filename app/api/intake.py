@@ -1,0 +1,54 @@
+"""What many workers of a job report at the same time is stored in one transaction.
+
+When an epoch opens, every worker acknowledges it three times within a second or two. A transaction each
+would keep the console of a large job busy for longer than the workers take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from app.api.runner import in_thread
+from app.coordination.together import Report
+from app.live import LiveJob
+
+
+class Intake:
+    """Of all jobs, in the API's event loop: what comes while a job stores, it takes together next."""
+
+    def __init__(self) -> None:
+        self._queues: dict[LiveJob, list[tuple[Report, asyncio.Future[str]]]] = {}
+        self._busy: set[LiveJob] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def take(self, job: LiveJob, report: Report) -> str:
+        """The reason, when it is stored. Raises ConsoleError as LiveJob.apply does."""
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(job, []).append((report, answer))
+        if job not in self._busy:
+            self._busy.add(job)
+            task = asyncio.create_task(self._drain(job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await answer
+
+    async def _drain(self, job: LiveJob) -> None:
+        while queue := self._queues.pop(job, None):
+            results: Sequence[str | Exception]
+            try:
+                results = await in_thread(job.apply_all, [report for report, _ in queue])
+            except Exception as error:
+                results = [error] * len(queue)
+            # Before anybody hears of it: a loop may end with its last answer.
+            if job not in self._queues:
+                self._busy.discard(job)
+            for (_, answer), result in zip(queue, results, strict=True):
+                if answer.done():  # its connection is gone
+                    continue
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
+            if job not in self._busy:
+                return

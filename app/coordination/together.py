@@ -1,0 +1,40 @@
+"""Reports that many workers make at the same time, taken one after the other before anything is stored. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.coordination.membership import Acknowledged, Ladder, Note, Refuse, Registered, State
+from app.coordinator import step
+
+
+@dataclass(frozen=True)
+class Report:
+    """An event, and what is stored beside it if it is accepted. process: (host, pid) of a worker that
+    registers. acknowledgement: a row."""
+
+    event: Registered | Acknowledged
+    process: tuple[str, int] | None = None
+    acknowledgement: Mapping[str, Any] | None = None
+
+
+def run_together(
+    state: State, reports: Sequence[Report], now: float, ladder: Ladder
+) -> tuple[State, list[Note], list[str | Refuse]]:
+    """Takes reports up to the first one that asks for a plan or opens an epoch, which is not taken.
+
+    Returns the state after them, what they add to the event feed, and for each the reason or refusal.
+    """
+    notes: list[Note] = []
+    answers: list[str | Refuse] = []
+    for report in reports:
+        after = step(state, report.event, now, ladder)
+        said = [decision for decision in after.decisions if isinstance(decision, Note)]
+        if len(said) < len(after.decisions) - (after.refusal is not None):
+            break
+        notes += said
+        answers.append(after.refusal or after.reason)
+        state = after.state
+    return state, notes, answers

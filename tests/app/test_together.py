@@ -1,0 +1,157 @@
+"""Reports of many workers that are taken together: as if each had come alone, in few transactions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from agent.protocol import Acknowledgement, FailureReport, JobSpec, Registration
+from app.api.intake import Intake
+from app.console import Console
+from app.coordination.together import Report
+from app.errors import ConsoleError
+from app.live import LiveJob
+from db.session import Database
+from db.store import Change, Store
+
+SPEC = JobSpec(name="a job", pipelines=2, stages=2, micro_batches=2, iterations=100)
+NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
+STATES = ("adopted", "formed", "resumed")
+
+
+class Counting(Store):
+    """Counts its transactions, and fails when it is told to."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
+        self.changes: list[Change] = []
+        self.broken = False
+
+    def apply(self, job_id: str, change: Change) -> None:
+        if self.broken:
+            raise OperationalError("insert", {}, Exception("the disk is full"))
+        super().apply(job_id, change)
+        self.changes.append(change)
+
+
+@pytest.fixture
+def console(tmp_path: Path) -> Iterator[Console]:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    console = Console(Counting(database))
+    yield console
+    console.close()
+    database.close()
+
+
+def store_of(console: Console) -> Counting:
+    assert isinstance(console._store, Counting)
+    return console._store
+
+
+def registrations(console: Console, job_id: str) -> list[Report]:
+    messages = [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
+    return [console.registration(job_id, message)[1] for message in messages]
+
+
+def acknowledgements(console: Console, job_id: str, epoch: int) -> list[Report]:
+    messages = [
+        Acknowledgement(worker=name, incarnation=f"{name}-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+        for state in STATES
+        for name in NAMES
+    ]
+    return [console.acknowledgement(job_id, message)[1] for message in messages]
+
+
+def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console: Console) -> None:
+    jobs: list[LiveJob] = [console.job(console.create_job(SPEC)[0].job_id) for _ in range(2)]
+    together, alone = jobs
+    answers = together.apply_all(registrations(console, together.job_id))
+    assert [alone.apply(r.event, beside=[r]) for r in registrations(console, alone.job_id)] == answers
+    reports = acknowledgements(console, together.job_id, 1)
+    answers = together.apply_all(reports)
+    assert [alone.apply(r.event, beside=[r]) for r in acknowledgements(console, alone.job_id, 1)] == answers
+
+    def told(job: LiveJob) -> object:
+        members = [(m.name, m.state, m.incarnation, m.epoch, m.acknowledged) for m in job.state.members.values()]
+        rows = console.epochs(job.job_id)[0]["acknowledgements"]
+        events = [(e["seq"], e["kind"], e["text"]) for e in console.events(job.job_id, 0, 100)]
+        hosts = {r["name"]: (r["host"], r["pid"]) for r in console._store.workers(job.job_id)}
+        return members, {(a["worker"], a["state"]) for a in rows}, events, hosts, job.processes
+
+    assert told(together) == told(alone)
+    assert together.state.job_state == "running"
+
+
+def test_what_comes_together_is_stored_in_one_transaction(console: Console) -> None:
+    job_id = console.create_job(SPEC)[0].job_id
+    job, store = console.job(job_id), store_of(console)
+    job.apply_all(registrations(console, job_id))
+    assert len(store.changes) == 2  # three registrations; the fourth, which opens the epoch
+    store.changes.clear()
+    reports = acknowledgements(console, job_id, 1)
+
+    async def all_at_once() -> list[str]:
+        intake = Intake()
+        first = asyncio.create_task(intake.take(job, reports[0]))
+        await asyncio.sleep(0)  # it is on its way to the database when the others come
+        return [await first, *await asyncio.gather(*(intake.take(job, report) for report in reports[1:]))]
+
+    assert len(asyncio.run(all_at_once())) == len(reports)
+    assert [len(change.acknowledgements) for change in store.changes if change.acknowledgements] == [1, 11]
+
+
+def test_a_refused_report_does_not_keep_out_the_others(console: Console) -> None:
+    job_id = console.create_job(SPEC)[0].job_id
+    job = console.job(job_id)
+    job.apply_all(registrations(console, job_id))
+    stranger = Acknowledgement(worker="W0_1", incarnation="of-old", epoch=1, state="adopted")
+    reports = acknowledgements(console, job_id, 1)
+    reports.insert(2, console.acknowledgement(job_id, stranger)[1])
+    answers = job.apply_all(reports)
+    refused = [answer for answer in answers if isinstance(answer, ConsoleError)]
+    assert [(e.status, e.code) for e in refused] == [(409, "fenced")]
+    assert answers.index(refused[0]) == 2
+    assert job.state.settled
+    assert len(console.epochs(job_id)[0]["acknowledgements"]) == 12
+
+
+def test_without_a_database_all_are_told_and_nothing_has_changed(console: Console) -> None:
+    job_id = console.create_job(SPEC)[0].job_id
+    job, store = console.job(job_id), store_of(console)
+    job.apply_all(registrations(console, job_id))
+    before, store.broken = job.state, True
+    reports = acknowledgements(console, job_id, 1)
+    answers = job.apply_all(reports)
+    assert [getattr(answer, "status", 0) for answer in answers] == [503] * len(reports)
+    assert job.state is before
+    store.broken = False
+    assert all(isinstance(answer, str) for answer in job.apply_all(reports))
+    assert job.state.settled
+
+
+def test_acknowledgements_do_not_wake_those_that_wait_for_an_epoch(console: Console) -> None:
+    job_id = console.create_job(SPEC)[0].job_id
+    job = console.job(job_id)
+    job.apply_all(registrations(console, job_id))
+
+    async def main() -> int:
+        looks: list[int] = []
+
+        def look() -> int | None:
+            looks.append(job.state.epoch)
+            return job.state.epoch if job.state.epoch > 1 else None
+
+        waiting = asyncio.create_task(job.epoch_topic.wait_for(look, 60))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(job.apply_all, acknowledgements(console, job_id, 1))
+        death = FailureReport(worker="W0_1", incarnation="W0_1-a", cause="exit", reporter="launcher")
+        await asyncio.to_thread(console.failure, job_id, death)
+        assert await waiting == 2
+        return len(looks)
+
+    assert asyncio.run(main()) == 2
