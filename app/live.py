@@ -35,6 +35,7 @@ from app.coordination.membership import (
     State,
     Tick,
 )
+from app.coordination.together import Report, run_together
 from app.errors import ConsoleError, unavailable
 from app.notify import Topic
 from app.observing.op_times import OpTimes
