@@ -70,7 +70,8 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     configure_logging()
     database = Database(settings.database_url or default_database_url())
     try:
-        database.lead()
+        if database.is_sqlite:
+            database.lead()
         database.upgrade()
         console = Console(Store(database), ladder=settings.ladder, tolerance=settings.tolerance)
         set_console(console)

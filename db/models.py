@@ -331,3 +331,19 @@ class TokenRow(Base):
     expires_at: Mapped[float | None] = mapped_column(Double)
     revoked_at: Mapped[float | None] = mapped_column(Double)
     last_used_at: Mapped[float | None] = mapped_column(Double)
+
+
+class LeadershipRow(Base):
+    """The only row: which console leads on PostgreSQL (db.leadership).
+
+    term: how many leads there were. holder: the console that leads, "" when it has resigned. renewed_at:
+    by the database's clock.
+    """
+
+    __tablename__ = "leadership"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    term: Mapped[int] = mapped_column(BigInteger)
+    holder: Mapped[str] = mapped_column(String(64))
+    address: Mapped[str] = mapped_column(String(255))
+    renewed_at: Mapped[float] = mapped_column(Double)

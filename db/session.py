@@ -1,15 +1,16 @@
 """Opens a database: SQLite in a file (WAL) or PostgreSQL; brings its tables up to date.
 
 `Database.write()` is a transaction that may read and then write: on SQLite it takes the write lock
-at its start, so that it can't fail half way because another writer came first.
+at its start, so that it can't fail half way because another writer came first. On PostgreSQL, where
+several consoles share a database, it first makes sure that its own is still the one that leads.
 """
 
 from __future__ import annotations
 
 import fcntl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,9 +23,14 @@ from sqlalchemy.orm import Session
 
 from db.models import Base
 
-# Any two numbers, so that our advisory locks don't meet those of other users of the database.
+# Any number, so that our advisory lock doesn't meet those of other users of the database.
 _MIGRATION_LOCK = 0x0C1E_0001
-_LEADER_LOCK = 0x0C1E_0002
+
+NOT_LEADING = -1
+"""The term of a console that does not lead: it may read, and write nothing."""
+
+# Seconds until a PostgreSQL server that has become unreachable without a word counts as lost.
+_CONNECT_SECONDS, _UNANSWERED_SECONDS = 4, 5
 
 HERE = Path(__file__).parent
 
@@ -36,25 +42,37 @@ class DatabaseError(Exception):
     """The database can't be used. `str(error)` is one sentence, without the password."""
 
 
+class Fenced(SQLAlchemyError):
+    """A write of a console that does not lead, or leads no more. Nothing of it has been stored."""
+
+
 class Database:
     """One database. Thread-safe.
 
-    url: `sqlite:///path/to/file.db` or `postgresql://user:password@host/name`.
+    url: `sqlite:///path/to/file.db` or `postgresql://user:password@host/name`. me: the console whose
+    connections these are. term: the one in which it leads (db.leadership); its writes raise Fenced, and
+    call `on_fenced`, as soon as there is a later one. None: written to whoever leads.
     Raises DatabaseError when it can't be opened.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self, url: str, *, me: str = "", term: int | None = None, on_fenced: Callable[[], None] = lambda: None
+    ) -> None:
         self.url = _parse(url)
+        self._term, self._on_fenced = term, on_fenced
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         # SQLite has one writer; waiting here is fairer and quicker than its own polling.
         self._writer = threading.Lock()
-        self._lease: IO[str] | Connection | None = None
+        self._lead: IO[str] | None = None
         if self.is_sqlite:
             self._path = _sqlite_path(self.url)
             self.engine = create_engine(self.url, connect_args={"timeout": 5.0}, pool_size=16, max_overflow=16)
             _prepare_sqlite(self.engine)
         else:
-            self.engine = create_engine(self.url, pool_pre_ping=True, pool_size=8, max_overflow=8)
+            arguments = connect_arguments(self.url, me)
+            self.engine = create_engine(
+                self.url, pool_pre_ping=True, pool_size=8, max_overflow=8, connect_args=arguments
+            )
 
     @property
     def shown_url(self) -> str:
@@ -62,30 +80,24 @@ class Database:
         return self.url.render_as_string(hide_password=True)
 
     def lead(self) -> None:
-        """Claims the database for this process until `close`: two consoles would decide twice.
+        """Claims an SQLite file for this process until `close`: two consoles would decide twice.
 
-        Raises DatabaseError when another console has it.
+        Raises DatabaseError when another console has it. Who leads on PostgreSQL: db.leadership.
         """
-        taken = f"database {self.shown_url} is in use by another console; stop that one, or name another database"
-        if self.is_sqlite:
-            handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (held until close)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                handle.close()
-                raise DatabaseError(taken) from None
-            self._lease = handle
-            return
-        with self._explained():
-            connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-            if not connection.scalar(text("select pg_try_advisory_lock(:key)"), {"key": _LEADER_LOCK}):
-                connection.close()
-                raise DatabaseError(taken)
-        self._lease = connection
+        assert self.is_sqlite
+        handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (held until close)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.close()
+            raise DatabaseError(
+                f"database {self.shown_url} is in use by another console; stop that one, or name another database"
+            ) from None
+        self._lead = handle
 
     def upgrade(self) -> None:
         """Brings the tables to this version of the program. Processes that start together take turns."""
-        with self._explained(), self._alone(), self._writing() as connection:
+        with explained(self.shown_url), self._alone(), self._writing() as connection:
             if not self.is_sqlite:
                 connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
             command.upgrade(alembic_config(connection), "head")
@@ -119,19 +131,16 @@ class Database:
         return dialect.insert(model.__table__).on_conflict_do_nothing()
 
     def close(self) -> None:
-        if self._lease is not None:
-            if isinstance(self._lease, Connection):
-                # The server drops a closed connection's lock in its own time; a successor may be waiting.
-                with suppress(SQLAlchemyError):
-                    self._lease.execute(text("select pg_advisory_unlock(:key)"), {"key": _LEADER_LOCK})
-            self._lease.close()
-            self._lease = None
+        if self._lead is not None:
+            self._lead.close()
+            self._lead = None
         self.engine.dispose()
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
         if not self.is_sqlite:
             with self.engine.begin() as connection:
+                self._check_term(connection)
                 yield connection
             return
         with self._writer, self.engine.connect() as connection:
@@ -139,15 +148,45 @@ class Database:
             with connection.begin():
                 yield connection
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except DBAPIError as error:
-            first = str(error.orig).strip().splitlines()[0]
-            raise DatabaseError(f"database {self.shown_url} can't be used: {first}") from None
-        except SQLAlchemyError as error:
-            raise DatabaseError(f"database {self.shown_url} can't be used: {error}") from None
+    def _check_term(self, connection: Connection) -> None:
+        """Holds the row of the lead until the transaction ends: a new leader waits for it before it leads."""
+        if self._term is None:
+            return
+        held = text("select 1 from leadership where id = 1 and term = :term for key share")
+        if connection.scalar(held, {"term": self._term}) is None:
+            self._on_fenced()
+            raise Fenced("this console does not lead")
+
+
+@contextmanager
+def explained(shown_url: str) -> Iterator[None]:
+    """Turns errors of the database into a DatabaseError."""
+    try:
+        yield
+    except DBAPIError as error:
+        first = str(error.orig).strip().splitlines()[0]
+        raise DatabaseError(f"database {shown_url} can't be used: {first}") from None
+    except SQLAlchemyError as error:
+        raise DatabaseError(f"database {shown_url} can't be used: {error}") from None
+
+
+def application_name(me: str) -> str:
+    """What PostgreSQL lists the connections of the console `me` under."""
+    return f"openrecycle {me}".strip()
+
+
+def connect_arguments(url: URL, me: str) -> dict[str, Any]:
+    """For psycopg: a server that is gone without a word is noticed in seconds. What `url` says goes first."""
+    ours = {
+        "application_name": application_name(me),
+        "connect_timeout": _CONNECT_SECONDS,
+        "keepalives_idle": 2,
+        "keepalives_interval": 1,
+        "keepalives_count": 3,
+        "tcp_user_timeout": _UNANSWERED_SECONDS * 1000,
+    }
+    # Consoles find each other's connections by this name; it is not the user's to choose.
+    return {key: value for key, value in ours.items() if key not in url.query or key == "application_name"}
 
 
 def alembic_config(connection: Connection | None = None) -> Config:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 from alembic import command
@@ -55,8 +56,9 @@ def test_every_migration_can_be_taken_back(database: Database) -> None:
     assert "job" in inspect(database.engine).get_table_names()
 
 
-def test_one_console_at_a_time_has_the_database(database_url: str) -> None:
-    first, second = Database(database_url), Database(database_url)
+def test_one_console_at_a_time_has_an_sqlite_file(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'console.db'}"
+    first, second = Database(url), Database(url)
     first.lead()
     with pytest.raises(DatabaseError, match="in use by another console"):
         second.lead()
