@@ -1,0 +1,28 @@
+"""`python -m app serve` that also notes when each heartbeat came: worker, incarnation, seconds of its monotonic
+clock, one line each, into the file that OPENRECYCLE_HEARTBEATS names."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from agent.protocol import Heartbeat
+from app.cli import cli
+from app.live import LiveJob
+
+
+def main() -> None:
+    heard = LiveJob.heard
+    with Path(os.environ["OPENRECYCLE_HEARTBEATS"]).open("a", buffering=1) as file:
+
+        def noted(job: LiveJob, beat: Heartbeat) -> int:
+            file.write(f"{beat.worker} {beat.incarnation} {time.monotonic():.6f}\n")
+            return heard(job, beat)
+
+        LiveJob.heard = noted  # type: ignore[method-assign]
+        cli()
+
+
+if __name__ == "__main__":
+    main()
