@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import JobCreated, JobSpec, JobState
 from app.advising import Advising
+from app.audit import AuditLog
 from app.catalogs.service import Catalogs
 from app.children import begin_without_pages
 from app.coordination import membership as m
@@ -34,11 +35,15 @@ from app.plans.making import Making
 from app.plans.replanning import Replanning
 from app.plans.solving import Solves
 from app.reports import Reports, plain
+from app.security.access import Access
+from app.security.tokens import Tokens
 from app.simulations import Simulations
 from app.view import JobSummary, JobView
 from app.views import PlanCache, job_view, summary
+from db.audit import AuditStore
 from db.observations import Observations
 from db.store import Record, Store
+from db.tokens import TokenStore
 from planner.errors import PlannerError
 from planner.plan import Plan
 from planner.plan_codec import Question
@@ -70,6 +75,9 @@ class Console(Reports):
         self._advising = Advising(store)
         self._drifting = Drifting(self._planning, self._plans.get, self.ladder.heartbeat)
         self.operators = Operators(self.job, store)
+        self.tokens = Tokens(TokenStore(store.database))
+        self.audit = AuditLog(AuditStore(store.database))
+        self.access = Access()  # of whoever serves it
         self.observations = Observations(store.database)
         self.measuring = Measuring(self.observations, self.ladder.heartbeat)
         self.accounts = Accounts(store, self.observations)
@@ -114,6 +122,7 @@ class Console(Reports):
         self._stop.set()
         if self._ticker.is_alive():
             self._ticker.join(2)
+        self.tokens.close()
         self.catalogs.close()
         self._planning.close()
         self._advising.close()
@@ -190,6 +199,7 @@ class Console(Reports):
     def job_ended(self, job: LiveJob) -> None:
         self._planning.cancel(job)
         self._advising.cancel(job)
+        self.tokens.end_job(job.job_id)
 
     def list_jobs(self) -> list[JobSummary]:
         """Newest first."""

@@ -31,7 +31,11 @@ from app.console import Console, set_console
 from app.errors import SettingsError
 from app.frontend import PageBase
 from app.logs import configure_logging
-from app.security import BodyLimit, HostGuard, TokenGuard
+from app.security.access import Access
+from app.security.bodies import BodyLimit
+from app.security.guard import AccessGuard
+from app.security.hosts import HostGuard
+from app.security.oidc import Login
 from app.settings import Settings, default_database_url
 from db.session import Database
 from db.store import Store
@@ -45,6 +49,7 @@ GRACE = 1
 
 def create_app(console: Console, settings: Settings) -> Starlette:
     """The whole application. The console is started and closed by its caller."""
+    console.access = Access(settings.token, console.tokens, settings.oidc, _sign_in(settings))
     routes: list[BaseRoute] = create_routes(console)
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]]
     if settings.api_only:
@@ -54,9 +59,11 @@ def create_app(console: Console, settings: Settings) -> Starlette:
         pages = _streamlit(settings)
         lifespan = pages.lifespan()
         routes.append(Mount("/", PageBase(pages)))
-    middleware = [Middleware(HostGuard, allowed=_allowed_hosts(settings)), Middleware(BodyLimit)]
-    if settings.token is not None:
-        middleware.append(Middleware(TokenGuard, token=settings.token))
+    middleware = [
+        Middleware(HostGuard, allowed=_allowed_hosts(settings)),
+        Middleware(AccessGuard, access=console.access),
+        Middleware(BodyLimit),
+    ]
     return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
 
 
@@ -77,6 +84,8 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         set_console(console)
         try:
             console.start()
+            if settings.token is not None:
+                console.tokens.start()
             config = uvicorn.Config(
                 create_app(console, settings),
                 loop="uvloop",
@@ -91,6 +100,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
                 # just as the next request leaves looks like a console that is down.
                 timeout_keep_alive=90,
                 timeout_graceful_shutdown=GRACE,
+                forwarded_allow_ips=list(settings.proxies),
             )
             _run(_Server(config, console, lambda: _ready(settings, database, on_ready)), listener)
         finally:
@@ -178,14 +188,25 @@ def _streamlit(settings: Settings) -> Any:
             "browser.serverAddress": settings.host if settings.loopback else None,
             "client.toolbarMode": "minimal",
             "client.showErrorDetails": "none",
+            "secrets.files": [str(settings.oidc.file)] if settings.oidc else [],
         }
     )
     return st.App(str(UI_SCRIPT))
 
 
+def _sign_in(settings: Settings) -> Login | None:
+    if settings.oidc is None:
+        return None
+    from app.streamlit_login import StreamlitLogin
+
+    return StreamlitLogin()
+
+
 def _allowed_hosts(settings: Settings) -> tuple[str, ...]:
-    """On loopback the names of loopback only: a foreign page can't reach us under a name of its own."""
-    return ("localhost", "127.0.0.1", "[::1]") if settings.loopback else ()
+    """On loopback the names of loopback and those given only: a foreign page can't reach us under a name
+    of its own. Elsewhere any name, unless some are given."""
+    own = ("localhost", "127.0.0.1", "[::1]") if settings.loopback or settings.names else ()
+    return own + settings.names
 
 
 async def _no_pages(request: Request) -> Response:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
+import socket
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,15 +13,21 @@ from pathlib import Path
 
 from app.coordination.membership import Ladder
 from app.errors import SettingsError
+from app.security.hosts import is_loopback
+from app.security.oidc import OidcSettings
 
 MIN_TOKEN = 16
+_ADDRESS = re.compile(r"https?://[A-Za-z0-9._\[\]:-]{1,200}(/[A-Za-z0-9._~/-]{0,40})?")
+_NAME = re.compile(r"[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){0,10}|\[[0-9a-fA-F:]+\]")
 
 
 @dataclass(frozen=True)
 class Settings:
     """database_url: empty for the default file. token: None only on a loopback address.
 
-    tolerance: plans are made ahead for up to this many failures.
+    tolerance: plans are made ahead for up to this many failures. names: host names under which it is
+    reached, through a proxy, say. proxies: addresses whose word on who the client is counts. oidc: where
+    people may sign in with an account.
     """
 
     host: str = "127.0.0.1"
@@ -29,10 +37,16 @@ class Settings:
     ladder: Ladder = field(default_factory=Ladder)
     tolerance: int = 2
     api_only: bool = False
+    advertise: str = ""
+    names: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ("127.0.0.1", "::1")
+    oidc: OidcSettings | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"--port: got {self.port}, expected 0 (any free one) to 65535")
+        if self.advertise and not _ADDRESS.fullmatch(self.advertise):
+            raise SettingsError(f"--advertise: got {self.advertise!r}, expected an address such as http://node1:8501")
         if self.token is not None and (len(self.token) < MIN_TOKEN or not self.token.isprintable()):
             raise SettingsError(f"the token must have at least {MIN_TOKEN} printable characters")
         if self.token is None and not self.loopback:
@@ -40,10 +54,30 @@ class Settings:
                 f"--host {self.host} can be reached from other machines, so a token is needed: "
                 "set OPENRECYCLE_TOKEN, or --token-file to a file with mode 0600"
             )
+        for option, value in (("--name", self.names), ("--oidc", self.oidc)):
+            if value and self.token is None:
+                raise SettingsError(
+                    f"{option} lets others in, so a token is needed: set OPENRECYCLE_TOKEN, or --token-file"
+                )
+        if self.oidc is not None and self.api_only:
+            raise SettingsError("--oidc: people sign in on the pages, and --api-only serves none")
+        for name in self.names:
+            if not _NAME.fullmatch(name):
+                raise SettingsError(f"--name: got {name!r}, expected a host name such as console.example.org")
+        for address in self.proxies:
+            if not _is_network(address):
+                raise SettingsError(f"--proxy: got {address!r}, expected an address or network such as 10.0.0.0/8")
 
     @property
     def loopback(self) -> bool:
         return is_loopback(self.host)
+
+    @property
+    def advertised(self) -> str:
+        """As other machines reach it, as far as this one knows: what a standby says of its leader."""
+        if self.advertise:
+            return self.advertise.rstrip("/")
+        return self.address if self.host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{self.port}"
 
     @property
     def address(self) -> str:
@@ -52,11 +86,12 @@ class Settings:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
-def is_loopback(host: str) -> bool:
+def _is_network(text: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_network(text)
     except ValueError:
-        return host == "localhost"
+        return False
+    return True
 
 
 def default_database_url(environment: Mapping[str, str] | None = None) -> str:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from agent.protocol import API, Heartbeat, HeartbeatReply, Problem
-from app.api import agents, catalogs, exports, jobs, measured, observed, operator, plans, problems
+from app.api import access, agents, catalogs, exports, jobs, measured, observed, operator, plans, problems
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
@@ -38,6 +38,7 @@ def create_api(console: Console) -> FastAPI:
     api.include_router(observed.router(console))
     api.include_router(exports.router(console))
     api.include_router(catalogs.router(console))
+    api.include_router(access.router(console))
 
     # Answered by the lean route of `create_routes`; declared here for the OpenAPI document.
     @api.post("/jobs/{job_id}/heartbeats", tags=["agents"])

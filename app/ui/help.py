@@ -9,7 +9,6 @@ import streamlit as st
 
 from app.console import get_console
 from app.plans.idea import JOB, Picture, pictures
-from app.security import COOKIE
 from app.ui import components
 from app.ui.charts.idea import picture, picture_words
 from app.ui.charts.worker_grid import LOOKS
@@ -102,7 +101,7 @@ def _steps(colours: Palette) -> None:
 
 def _own(colours: Palette) -> None:
     address = (st.context.url or "http://127.0.0.1:8501").split("?")[0].removesuffix("/help").rstrip("/")
-    if COOKIE in list(st.context.cookies):
+    if get_console().access.guarded:
         st.markdown("This console asks for a token. Processes that report to it find it in their environment:")
         st.code(token_line(), language="bash")
     st.markdown("A training script of your own: stages, loss and data, and the console to report to.")

@@ -1,0 +1,29 @@
+"""The audit log: who did what, on what. What changes a job is written with that change (app.operators);
+everything else that an operator does is written here, once it is done.
+"""
+
+from __future__ import annotations
+
+import time
+
+from app.errors import storing
+from db.audit import AuditStore
+from db.store import Record
+
+
+class AuditLog:
+    """Thread-safe. Its methods raise ConsoleError (503)."""
+
+    def __init__(self, store: AuditStore) -> None:
+        self._store = store
+
+    def record(self, actor: str, action: str, target: str = "", *, job_id: str | None = None, detail: str = "") -> None:
+        """actor: the name of a token or an account. action: a verb and what it is done to."""
+        row = {"actor": actor.strip()[:80] or "unknown", "action": action, "target": target[:255], "detail": detail}
+        with storing():
+            self._store.add({"at": time.time(), "job_id": job_id, **row})
+
+    def read(self, after: int = 0, limit: int = 200, job_id: str | None = None) -> list[Record]:
+        """Lines with an id > after, oldest first."""
+        with storing():
+            return self._store.read(after=after, limit=limit, job_id=job_id)

@@ -1,0 +1,63 @@
+"""How large the body of a request may be."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agent.protocol import API
+from app.api.problems import problem
+from app.security.hosts import UNSAFE
+
+HEARTBEAT_LIMIT = 64 * 1024
+BODY_LIMIT = 8 * 1024 * 1024
+LOGIN_LIMIT = 4 * 1024
+
+
+class BodyLimit:
+    """Reads the body of an API request before the handler does, up to its limit: 413 beyond."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = _limit(scope)
+        if limit is None:
+            await self.app(scope, receive, send)
+            return
+        body, more = bytearray(), True
+        too_large = int(Headers(scope=scope).get("content-length") or 0) > limit
+        while more and not too_large:
+            message = await receive()
+            if message["type"] != "http.request":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            too_large = len(body) > limit
+        if too_large:
+            response = problem(413, "too_large", f"the body: got more than {limit:,} bytes, expected at most that")
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+            return
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        await self.app(scope, replay, send)
+
+
+def _limit(scope: Scope) -> int | None:
+    """Bytes that the request's body may have; None: not ours to say (Streamlit has its own)."""
+    if scope["type"] != "http" or scope["method"] not in UNSAFE:
+        return None
+    path = scope["path"]
+    if path == "/login":
+        return LOGIN_LIMIT
+    if path.startswith(API):
+        return HEARTBEAT_LIMIT if path.endswith("/heartbeats") else BODY_LIMIT
+    return None

@@ -1,0 +1,128 @@
+"""Signing in with an account of an OpenID Connect provider. Streamlit's own login does the protocol and
+keeps who it was in a signed cookie; here is which role that account has.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from app.errors import SettingsError
+from app.security.callers import Caller, Role
+
+CALLBACK = "/oauth2callback"
+LOGOUT = "/auth/logout"
+GROUP = "group:"
+MIN_SECRET = 32
+# As long as a session by token: whoever leaves the company is out by the end of the day.
+SIGNED_IN_SECONDS = 12 * 3600
+_SHARED = ("redirect_uri", "cookie_secret")
+_OF_PROVIDER = ("client_id", "client_secret", "server_metadata_url")
+
+
+@dataclass(frozen=True)
+class OidcSettings:
+    """file: with Streamlit's [auth] section. providers: their names in it; "" for the only one.
+
+    operators, viewers: e-mail addresses, with * for any characters, or `group:NAME`.
+    """
+
+    file: Path
+    providers: tuple[str, ...]
+    redirect_uri: str
+    operators: tuple[str, ...]
+    viewers: tuple[str, ...]
+
+    def role(self, claims: Mapping[str, Any]) -> Role | None:
+        """Of the account that a provider has vouched for."""
+        for patterns, role in ((self.operators, Role.OPERATE), (self.viewers, Role.VIEW)):
+            if any(_fits(pattern, claims) for pattern in patterns):
+                return role
+        return None
+
+    def caller(self, claims: Mapping[str, Any]) -> Caller | None:
+        """None: no role, or signed in too long ago. claims: of an ID token that was checked."""
+        role, at = self.role(claims), claims.get("iat")
+        if role is None or not isinstance(at, int | float) or time.time() >= at + SIGNED_IN_SECONDS:
+            return None
+        name = account(claims)
+        return Caller(f"oidc:{name}", name, role, until=at + SIGNED_IN_SECONDS)
+
+
+class Login(Protocol):
+    """What Streamlit does of it."""
+
+    def claims(self, cookies: Mapping[str, str]) -> Mapping[str, Any]:
+        """Of who has signed in by these cookies; {} for nobody."""
+
+    def start(self, provider: str) -> str:
+        """The path at which signing in with this provider begins; it is good for minutes."""
+
+
+def account(claims: Mapping[str, Any]) -> str:
+    return str(claims.get("email") or claims.get("sub") or "unknown")[:80]
+
+
+def _fits(pattern: str, claims: Mapping[str, Any]) -> bool:
+    if pattern.startswith(GROUP):
+        groups = claims.get("groups")
+        return isinstance(groups, list) and pattern.removeprefix(GROUP) in groups
+    email = claims.get("email")
+    # An address that the provider has not verified is what somebody typed.
+    verified = claims.get("email_verified", True) in (True, "true")
+    return isinstance(email, str) and verified and fnmatchcase(email.casefold(), pattern.casefold())
+
+
+def read_oidc(file: Path, operators: Sequence[str], viewers: Sequence[str]) -> OidcSettings:
+    """Raises SettingsError, which names the field and never a secret."""
+    for option, patterns in (("--oidc-operators", operators), ("--oidc-viewers", viewers)):
+        for pattern in patterns:
+            if "@" not in pattern and not (pattern.startswith(GROUP) and len(pattern) > len(GROUP)):
+                raise SettingsError(f"{option}: got {pattern!r}, expected ada@example.org, *@example.org or group:NAME")
+    if not operators and not viewers:
+        raise SettingsError("--oidc: nobody could sign in; expected --oidc-operators, --oidc-viewers or both beside it")
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+        document = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise SettingsError(f"--oidc {file} can't be read: {why}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"--oidc {file} is not TOML: {error}") from None
+    if mode & 0o077:
+        raise SettingsError(f"--oidc {file} has mode {mode:04o}, expected 0600: others must not read it")
+    auth = document.get("auth")
+    if not isinstance(auth, dict):
+        raise SettingsError(f"--oidc {file}: [auth] is missing, expected a section")
+    named = {name: section for name, section in auth.items() if isinstance(section, dict)}
+    for name, section in named.items() or (("", auth),):
+        _check(file, f"auth.{name}" if name else "auth", section, _OF_PROVIDER)
+        url = section["server_metadata_url"]
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise SettingsError(f"--oidc {file}: server_metadata_url: got {url!r}, expected an http(s) address")
+        if "_" in name or not name.isprintable():
+            raise SettingsError(f"--oidc {file}: [auth.{name}]: a provider's name has no underscore")
+    _check(file, "auth", auth, _SHARED)
+    if len(auth["cookie_secret"]) < MIN_SECRET:
+        raise SettingsError(f"--oidc {file}: cookie_secret is too short, expected at least {MIN_SECRET} characters")
+    redirect = auth["redirect_uri"]
+    parts = urlsplit(redirect)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path != CALLBACK:
+        raise SettingsError(
+            f"--oidc {file}: redirect_uri: got {redirect!r}, expected this console's own address with {CALLBACK}"
+        )
+    return OidcSettings(file, tuple(named) or ("",), redirect, tuple(operators), tuple(viewers))
+
+
+def _check(file: Path, where: str, section: Mapping[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        value = section.get(name)
+        if not isinstance(value, str) or not value:
+            raise SettingsError(f"--oidc {file}: [{where}] {name}: missing, expected text")
