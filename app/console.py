@@ -23,6 +23,8 @@ from app.coordination.membership import Ladder
 from app.coordination.sentence import sentence
 from app.errors import ConsoleError, storing, unknown_job, unknown_plan
 from app.live import LiveJob
+from app.metrics.exposition import Metrics
+from app.metrics.jobs import JobMetrics
 from app.observing.drifting import Drifting
 from app.observing.feed import Feed
 from app.observing.goodput import Accounts
@@ -71,7 +73,8 @@ class Console(Reports):
         self.tolerance = tolerance
         self.catalogs = Catalogs(store)
         self.catalogs.on_plans = self._take_plans
-        self._planning = Planning(tolerance, self.catalogs)
+        self.metrics = Metrics()
+        self._planning = Planning(tolerance, self.catalogs, self.metrics.plan_made)
         self._advising = Advising(store)
         self._drifting = Drifting(self._planning, self._plans.get, self.ladder.heartbeat)
         self.operators = Operators(self.job, store)
@@ -81,12 +84,15 @@ class Console(Reports):
         self.observations = Observations(store.database)
         self.measuring = Measuring(self.observations, self.ladder.heartbeat)
         self.accounts = Accounts(store, self.observations)
+        self._job_metrics = JobMetrics(lambda: list(self._jobs.values()), store, self._plans.get, self.accounts.of)
+        self.metrics.registry.register(self._job_metrics)
+        self._unwatch = self.metrics.watch(store.database.engine)
         self.feed = Feed(store, self.observations)
         self.logs = LogBook()
         self.simulations = Simulations()
         self.making = Making()
         self.library = Library(store, self._plans)
-        self.solves = Solves()
+        self.solves = Solves(on_made=self.metrics.plan_made)
         self.replanning = Replanning(self.job, self.plan, self.solves, self._keep_plan)
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
@@ -106,6 +112,7 @@ class Console(Reports):
                 log.exception("a stored job can't be read; it is left out", job=row["id"])
                 continue
             self._jobs[job.job_id] = job
+            self._job_metrics.begin(job)
             if not job.state.over:
                 self._planning.make_ahead(job)
         self._ticker.start()
@@ -133,6 +140,7 @@ class Console(Reports):
             with suppress(ConsoleError):
                 job.take_heartbeats()
         self._flush()
+        self._unwatch()
 
     def ready(self) -> None:
         """Raises ConsoleError when the database does not answer."""

@@ -78,10 +78,12 @@ Done = Callable[[Made | None, str], None]
 
 
 class PlanMaker:
-    """Owns the child process. Thread-safe. `done` callbacks run one after the other."""
+    """Owns the child process. Thread-safe. `done` callbacks run one after the other. on_made: called with
+    everything that was made, before them."""
 
-    def __init__(self, name: str = "planning") -> None:
+    def __init__(self, name: str = "planning", *, on_made: Callable[[Any], None] = lambda made: None) -> None:
         self._name = name
+        self._on_made = on_made
         self._queue: queue.PriorityQueue[tuple[int, int, Request[Any] | None, Done[Any]]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._lock = threading.Lock()
@@ -128,6 +130,8 @@ class PlanMaker:
                 return
             if request.owner not in self._cancelled:
                 try:
+                    if made is not None:
+                        self._on_made(made)
                     done(made, why)
                 except Exception:
                     log.exception("what was made could not be filed", job=request.owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -35,13 +35,13 @@ NEXT_WORKERS = 512
 class Planning:
     """Plans of all jobs come out of the catalogs, and else out of one child process.
 
-    tolerance: failures planned for from the start.
+    tolerance: failures planned for from the start. on_made: called with each plan that the child makes.
     """
 
-    def __init__(self, tolerance: int, catalogs: Catalogs) -> None:
+    def __init__(self, tolerance: int, catalogs: Catalogs, on_made: Callable[[Plan], None] = lambda plan: None) -> None:
         self._tolerance = tolerance
         self._catalogs = catalogs
-        self._maker = PlanMaker()
+        self._maker = PlanMaker(on_made=on_made)
         self._filling: dict[str, tuple[str, frozenset[str]]] = {}  # job -> its catalog, the names made ahead
 
     def start(self) -> None:

@@ -31,6 +31,7 @@ from app.console import Console, set_console
 from app.errors import SettingsError
 from app.frontend import PageBase
 from app.logs import configure_logging
+from app.metrics.requests import Metering
 from app.security.access import Access
 from app.security.bodies import BodyLimit
 from app.security.guard import AccessGuard

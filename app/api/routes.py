@@ -14,6 +14,7 @@ from app.api import access, agents, catalogs, exports, jobs, measured, observed,
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
+from app.metrics.requests import Named
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
@@ -74,6 +75,11 @@ def create_routes(console: Console) -> list[BaseRoute]:
             return problems.problem(error.status, error.code, error.detail)
         return JSONResponse({"status": "ready"})
 
+    async def metrics(request: Request) -> Response:
+        """For Prometheus."""
+        text, media_type = await in_thread(console.metrics.text, request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": media_type})
+
     async def nothing(request: Request) -> Response:
         """Without this, Streamlit would answer an unknown API path with its page and 200."""
         return problems.http_problem(request, HTTPException(404))
@@ -81,8 +87,9 @@ def create_routes(console: Console) -> list[BaseRoute]:
     return [
         Route("/healthz", healthz),
         Route("/readyz", readyz),
+        Route("/metrics", metrics),
         Route(f"{API}/jobs/{{job_id}}/heartbeats", heartbeat, methods=["POST"]),
-        Mount(API, create_api(console)),
+        Mount(API, Named(create_api(console))),
         Route("/api", nothing, methods=METHODS),
         Route("/api/{path:path}", nothing, methods=METHODS),
     ]

@@ -88,9 +88,16 @@ class Solve:
 class Solves:
     """One per console. Thread-safe."""
 
-    def __init__(self, *, running: int = MAX_RUNNING, target: Callable[[Connection], None] = serve) -> None:
+    def __init__(
+        self,
+        *,
+        running: int = MAX_RUNNING,
+        target: Callable[[Connection], None] = serve,
+        on_made: Callable[[Plan], None] = lambda plan: None,
+    ) -> None:
         self._most = running
         self._target = target
+        self._on_made = on_made
         self._spare: _Child | None = None
         self._lock = threading.RLock()
         self._solves: dict[str, Solve] = {}
@@ -225,6 +232,7 @@ class Solves:
     def _take_plan(self, solve: Solve, document: bytes) -> None:
         with building(len(document) // OP_BYTES):
             solve.plan = Plan.from_json(document, source="the planning process")
+        self._on_made(solve.plan)
         self._over(solve)
 
     def _over(self, solve: Solve, error: str = "") -> None:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.protocol import JobSpec, JobState, WorkerState
+from app.observing.rates import recent_rate
 from app.ui import text
-from app.view import IterationView, JobView, WorkerView
+from app.view import JobView, WorkerView
 from planner.normalization import SECONDS
 from planner.plan import Plan
 from planner.schedule import Schedule
 
-RECENT = 5
 LOST = (WorkerState.FAILED,)
 OVER = (JobState.FINISHED, JobState.STOPPED)
 # Seconds after which data is old: several heartbeats are missing.
@@ -40,17 +40,6 @@ def look(worker: WorkerView) -> str:
     if worker.state is WorkerState.RUNNING and worker.takes_rerouted:
         return "re-routed"
     return worker.state.value
-
-
-def recent_rate(iterations: tuple[IterationView, ...]) -> float | None:
-    """Samples per second over the newest iterations of the newest epoch."""
-    if not iterations:
-        return None
-    newest = [i for i in iterations[-RECENT:] if i.epoch == iterations[-1].epoch]
-    # The first iteration of an epoch holds the recovery itself; later ones tell the pace.
-    settled = newest[1:] if len(newest) > 1 else newest
-    seconds = sum(i.seconds for i in settled)
-    return sum(i.samples_per_second * i.seconds for i in settled) / seconds if seconds else None
 
 
 @dataclass(frozen=True)
@@ -175,7 +164,7 @@ def gap_words(plan: Plan) -> str:
 def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
     """Period, bound, bubbles, slowdowns, re-routed work, memory."""
     metrics, unit = plan.metrics, plan.job.time_unit
-    moved = sum(op.kind == "F" and op.rerouted for op in schedule.compute_ops())
+    moved = sum(schedule.rerouted_forwards.values())
     total = plan.job.pipelines * plan.job.stages * plan.job.micro_batches
     peak = max(metrics.peak_activations.values(), default=0)
     return [
@@ -296,7 +285,7 @@ def plan_name(failed: Sequence[str]) -> str:
 
 def schedule_words(plan: Plan, schedule: Schedule) -> str:
     """The Gantt chart in words, for those who can't see it."""
-    moved = sum(op.kind == "F" and op.rerouted for op in schedule.compute_ops())
+    moved = sum(schedule.rerouted_forwards.values())
     unit = plan.job.time_unit
     return (
         f"Gantt chart of {plan.job.pipelines} pipelines by {plan.job.stages} stages, "

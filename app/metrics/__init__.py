@@ -1,0 +1,1 @@
+"""What the console tells Prometheus."""

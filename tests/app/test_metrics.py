@@ -1,0 +1,229 @@
+"""What Prometheus reads: of a real console process, parsed and checked as its own tools would."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from console_server import Agents, ConsoleServer
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+
+from agent.protocol import Iteration, JobSpec
+from app.console import Console
+from app.metrics.exposition import quantiles
+from app.metrics.jobs import Distribution
+from app.metrics.requests import route_of
+from app.observing.rates import recent_rate
+from db.session import Database
+from db.store import Store
+
+UNITS = ("_seconds", "_bytes", "_ratio", "_total", "_info", "_per_second")
+BARE = {"jobs", "job_workers", "job_epoch", "job_plans_ahead", "job_plans_ahead_wanted"}
+# Of Python and the process: prometheus_client's own.
+OTHERS = ("python_", "process_")
+
+
+@pytest.fixture(scope="module")
+def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
+    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('metrics') / 'console.db'}", "--api-only")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def job(console: ConsoleServer) -> Agents:
+    """3 x 4; seven iterations of 0.2 s, W1_2 dead since then and the others recovered."""
+    agents = Agents(console, samples_per_micro_batch=8)
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    for name in agents.names:
+        assert agents.heartbeat(name).status_code == 200
+    rows = [
+        {"iteration": i, "loss": 1.0, "loss_hex": "0x1p+0", "seconds": 0.2, "epoch": 1, "living": 12} for i in range(7)
+    ]
+    assert console.post(agents.path("/iterations"), {"iterations": rows}).status_code == 204
+    agents.exit("W1_2")
+    agents.deployment(after=1)
+    agents.resume([name for name in agents.names if name != "W1_2"], 2)
+    times = {"detected_ms": 4, "unblocked_ms": 20, "reformed_ms": 60, "resumed_ms": 450}
+    assert console.post(agents.path("/recoveries"), {"worker": "W1_2", "epoch": 2, **times}).status_code == 204
+    return agents
+
+
+def scrape(server: ConsoleServer, accept: str = "") -> requests.Response:
+    answer = requests.get(f"{server.root}/metrics", headers={"Accept": accept}, timeout=30)
+    assert answer.status_code == 200
+    return answer
+
+
+def families(server: ConsoleServer) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(scrape(server).text)}
+
+
+def value(server: ConsoleServer, sample: str, **labels: str) -> float | None:
+    for family in families(server).values():
+        for found in family.samples:
+            if found.name == f"openrecycle_{sample}" and labels.items() <= found.labels.items():
+                return found.value
+    return None
+
+
+def test_names_and_types_keep_to_the_conventions(console: ConsoleServer, job: Agents) -> None:
+    seen = families(console)
+    ours = {name: family for name, family in seen.items() if not name.startswith(OTHERS)}
+    assert len(ours) > 20
+    for name, family in ours.items():
+        assert re.fullmatch(r"openrecycle_[a-z0-9_]+", name)
+        assert family.documentation.endswith((".", "always 1.")), name
+        assert family.type in ("counter", "gauge", "histogram"), name
+        bare = name.removeprefix("openrecycle_")
+        # Base units, said at the end; the parser takes `_total` off the names of counters.
+        assert name.endswith(UNITS) or family.type == "counter" or bare in BARE, name
+        assert not re.search(r"milli|percent|minutes|kilo|mega", name), name
+        for sample in family.samples:
+            assert (
+                not {"le", "quantile"} & sample.labels.keys()
+                or family.type == "histogram"
+                or "quantile" in sample.labels
+            )
+            assert not re.fullmatch(r"W\d+_\d+", " ".join(sample.labels.values())), "no series per worker"
+    keys = [(s.name, tuple(sorted(s.labels.items()))) for f in seen.values() for s in f.samples]
+    assert len(keys) == len(set(keys))
+
+
+def test_histograms_add_up(console: ConsoleServer, job: Agents) -> None:
+    histograms = [family for family in families(console).values() if family.type == "histogram"]
+    assert len(histograms) >= 6
+    for family in histograms:
+        series: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = {}
+        counts: dict[tuple[tuple[str, str], ...], float] = {}
+        for sample in family.samples:
+            labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k != "le"))
+            if sample.name.endswith("_bucket"):
+                series.setdefault(labels, []).append((float(sample.labels["le"]), sample.value))
+            elif sample.name.endswith("_count"):
+                counts[labels] = sample.value
+        for labels, buckets in series.items():
+            assert [le for le, _ in buckets] == sorted(le for le, _ in buckets)
+            assert [n for _, n in buckets] == sorted(n for _, n in buckets)
+            assert buckets[-1] == (math.inf, counts[labels])
+
+
+def test_a_job_is_told_as_it_is(console: ConsoleServer, job: Agents) -> None:
+    of = {"job": job.job_id}
+    assert value(console, "job_workers", state="running", **of) == 11
+    assert value(console, "job_workers", state="failed", **of) == 1
+    assert value(console, "job_epoch", **of) == 2
+    assert value(console, "job_iteration_duration_seconds_count", **of) == 7
+    assert value(console, "job_iteration_duration_seconds_sum", **of) == pytest.approx(1.4)
+    assert value(console, "job_iteration_duration_seconds_bucket", le="0.1", **of) == 0
+    assert value(console, "job_iteration_duration_seconds_bucket", le="0.25", **of) == 7
+    assert value(console, "job_samples_total", **of) == 7 * 3 * 6 * 8
+    assert value(console, "job_samples_per_second", **of) == pytest.approx(3 * 6 * 8 / 0.2)
+    assert value(console, "job_throughput_ratio", **of) == pytest.approx(1)
+    assert value(console, "job_recoveries_total", **of) == 1
+    assert value(console, "job_detection_duration_seconds_sum", **of) == pytest.approx(0.004)
+    assert value(console, "job_recovery_duration_seconds_bucket", le="0.5", **of) == 1
+    assert value(console, "job_recovery_duration_seconds_bucket", le="0.25", **of) == 0
+    ages = [value(console, "job_heartbeat_age_seconds", quantile=q, **of) for q in ("0.5", "0.99", "1")]
+    assert all(age is not None and age >= 0 for age in ages)
+
+
+def test_goodput_is_that_of_the_rest_of_the_console(console: ConsoleServer, job: Agents) -> None:
+    for name in ("goodput", "ettr"):
+        before = job.job()[name]
+        told = value(console, f"job_{name}_ratio", job=job.job_id)
+        after = job.job()[name]
+        # Both fall as time passes without a commit.
+        assert told is not None and after <= told <= before
+
+
+def test_requests_are_counted_by_route(console: ConsoleServer, job: Agents) -> None:
+    for path in ("/jobs/none", "/jobs/another"):
+        assert console.get(path).status_code == 404
+    assert value(console, "http_requests_total", method="GET", route="/api/v1/jobs/{job_id}", status="4xx") == 2
+    for path in ("/nothing", "/jobs/none/nothing", "/jobs/none/none/none/none"):
+        console.get(path)
+    requests.get(f"{console.root}/made-up", timeout=10)
+    assert value(console, "http_requests_total", route="/api/v1/jobs/{job_id}/heartbeats", status="2xx") == 12
+    assert value(console, "http_request_duration_seconds_count", route="/api/v1/jobs/{job_id}/heartbeats") == 12
+    routes = {
+        sample.labels["route"] for f in families(console).values() for sample in f.samples if "route" in sample.labels
+    }
+    assert {"other", "pages", "/metrics"} <= routes
+    assert not any("none" in route or "nothing" in route or "made-up" in route for route in routes)
+
+
+def test_the_process_and_its_plans(console: ConsoleServer, job: Agents) -> None:
+    seen = families(console)
+    assert seen["process_resident_memory_bytes"].samples[0].value > 1e6
+    assert "openrecycle_plan_solve_duration_seconds" in seen
+    assert value(console, "jobs", state="finished") == 0
+
+
+def test_open_metrics_for_those_who_ask(console: ConsoleServer, job: Agents) -> None:
+    answer = scrape(console, "application/openmetrics-text; version=1.0.0")
+    assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+    assert scrape(console).headers["Content-Type"].startswith("text/plain")
+
+
+def test_a_restarted_console_begins_anew(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+
+    def committed(console: Console, job_id: str, number: int) -> None:
+        row = Iteration(iteration=number, loss=1.0, loss_hex="0x1p+0", seconds=0.2, epoch=1, living=4)
+        console.committed(job_id, [row])
+
+    def counted(console: Console) -> float | None:
+        return console.metrics.registry.get_sample_value(
+            "openrecycle_job_iteration_duration_seconds_count", {"job": job_id}
+        )
+
+    first = Console(Store(database), tolerance=0)
+    job_id = first.create_job(JobSpec(name="n", pipelines=2, stages=2, micro_batches=2, iterations=9))[0].job_id
+    for number in range(3):
+        committed(first, job_id, number)
+    assert counted(first) == 3
+    first.close()
+    second = Console(Store(database), tolerance=0)
+    try:
+        second.start()
+        assert counted(second) == 0
+        committed(second, job_id, 3)
+        assert counted(second) == 1
+        with pytest.raises(SQLAlchemyError), database.read() as session:
+            session.execute(text("select nothing"))
+        errors = {"error": "OperationalError"}
+        assert second.metrics.registry.get_sample_value("openrecycle_database_errors_total", errors) == 1
+    finally:
+        second.close()
+        database.close()
+
+
+def test_quantiles_are_values_that_occur() -> None:
+    assert quantiles([], (0.5, 1.0)) == []
+    assert quantiles([3.0, 1.0, 2.0], (0.0, 0.5, 1.0)) == [1.0, 2.0, 3.0]
+
+
+def test_bounds_belong_to_the_bucket_below() -> None:
+    seconds = Distribution((1.0, 2.0))
+    for each in (0.5, 1.0, 1.5, 2.0, 9.0):
+        seconds.add(each)
+    assert seconds.buckets() == [("1.0", 2.0), ("2.0", 4.0), ("+Inf", 5.0)]
+    assert seconds.total == 14.0
+
+
+def test_a_path_that_somebody_made_up_is_no_label() -> None:
+    assert route_of("/api/v1/jobs/x/heartbeats", 200) == "/api/v1/jobs/{job_id}/heartbeats"
+    assert route_of("/api/v1/x/y/z/heartbeats", 404) == "other"
+    assert route_of("/_stcore/stream", 200) == "pages"
+    assert recent_rate(()) is None
