@@ -61,6 +61,7 @@ def create_app(console: Console, settings: Settings) -> Starlette:
         lifespan = pages.lifespan()
         routes.append(Mount("/", PageBase(pages)))
     middleware = [
+        Middleware(Metering, metrics=console.metrics),
         Middleware(HostGuard, allowed=_allowed_hosts(settings)),
         Middleware(AccessGuard, access=console.access),
         Middleware(BodyLimit),
