@@ -101,6 +101,17 @@ class PlanRow(Base):
     created_at: Mapped[float] = mapped_column(Double)
 
 
+class PlanColumnsRow(Base):
+    """A large plan once more, in columns (planner.columnar.pack)."""
+
+    __tablename__ = "plan_columns"
+
+    fingerprint: Mapped[str] = mapped_column(
+        String(64), ForeignKey("plan.fingerprint", ondelete="CASCADE"), primary_key=True
+    )
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+
 class SavedPlanRow(Base):
     """A plan that somebody keeps under a name. summary: what a list of plans says of it, as JSON."""
 
