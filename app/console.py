@@ -28,8 +28,10 @@ from app.metrics.jobs import JobMetrics
 from app.observing.drifting import Drifting
 from app.observing.feed import Feed
 from app.observing.goodput import Accounts
+from app.observing.keep import Keep
 from app.observing.log_book import LogBook
 from app.observing.measuring import Measuring
+from app.observing.recorder import Recorder
 from app.operators import Operators
 from app.planning import Planning
 from app.plans.library import Library
@@ -61,10 +63,12 @@ FLUSH_SECONDS = 1.0
 class Console(Reports):
     """One per process and database. `start` before use, `close` at the end.
 
-    tolerance: plans are made ahead for up to this many failures.
+    tolerance: plans are made ahead for up to this many failures. keep: how much of its history.
     """
 
-    def __init__(self, store: Store, *, ladder: Ladder | None = None, tolerance: int = 2) -> None:
+    def __init__(
+        self, store: Store, *, ladder: Ladder | None = None, tolerance: int = 2, keep: Keep | None = None
+    ) -> None:
         self.ladder = ladder or Ladder()
         self._store = store
         self._jobs: dict[str, LiveJob] = {}
@@ -88,6 +92,7 @@ class Console(Reports):
         self.metrics.registry.register(self._job_metrics)
         self._unwatch = self.metrics.watch(store.database.engine)
         self.feed = Feed(store, self.observations)
+        self.recorder = Recorder(store.database, lambda: list(self._jobs.values()), keep or Keep())
         self.logs = LogBook()
         self.simulations = Simulations()
         self.making = Making()
@@ -116,6 +121,7 @@ class Console(Reports):
             if not job.state.over:
                 self._planning.make_ahead(job)
         self._ticker.start()
+        self.recorder.start()
 
     def stop_waiting(self) -> None:
         """Sends every long-poll home, so that the server can end."""
@@ -139,6 +145,7 @@ class Console(Reports):
         for job in self._jobs.values():
             with suppress(ConsoleError):
                 job.take_heartbeats()
+        self.recorder.close()
         self._flush()
         self._unwatch()
 

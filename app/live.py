@@ -39,6 +39,7 @@ from app.coordination.together import Report, run_together
 from app.errors import ConsoleError, unavailable
 from app.notify import Topic
 from app.observing.op_times import OpTimes
+from app.observing.recording import Recording
 from app.rows import (
     Contact,
     contact_row,
@@ -102,6 +103,7 @@ class LiveJob:
         self.deployment: tuple[object, Deployment] | None = None  # the newest that was asked for, and of what
         self.contacts: dict[str, Contact] = {}
         self.op_times = OpTimes()
+        self.recording = Recording(self.state.members, spec.stages)
         self.slow: dict[str, float] = {}  # workers, and how many times the others' op times they take
         self.processes: dict[str, tuple[str, int]] = {}
         self.commands: list[Command] = []
@@ -258,6 +260,7 @@ class LiveJob:
                 # An older one that came late still shows that the worker lives, and no more.
                 self.contacts[beat.worker] = Contact(beat, time.time())
                 self.op_times.report(beat.worker, beat.incarnation, beat.op_milliseconds)
+                self.recording.take(beat, heard)
                 self._unsaved.add(beat.worker)
             beats[beat.worker] = Beat(beat.incarnation, heard, beat.phase == "draining")
         if beats:

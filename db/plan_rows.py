@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Session
 
@@ -28,7 +28,7 @@ def keep_plan(database: Database, session: Session, fingerprint: str, document: 
     session.execute(insert.on_conflict_do_update(index_elements=[PlanRow.fingerprint], set_=held))
 
 
-def plan_document(session: Session, fingerprint: str) -> str | None:
+def plan_document(session: Session | Connection, fingerprint: str) -> str | None:
     """As JSON."""
     data = session.scalar(select(PlanRow.document).where(PlanRow.fingerprint == fingerprint))
     return None if data is None else zlib.decompress(data).decode()

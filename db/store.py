@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import Table, bindparam, delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
+from db.job_rows import HIDDEN
 from db.models import (
     AcknowledgementRow,
     AuditRow,
@@ -104,9 +105,10 @@ class Store:
             return row
 
     def jobs(self) -> list[Record]:
-        """Every job, oldest first."""
+        """Every job, oldest first; without those on their way in or out."""
+        query = select(JobRow.__table__).where(JobRow.state.not_in(HIDDEN)).order_by(JobRow.created_at, JobRow.id)
         with self.database.read() as session:
-            return _rows(session, select(JobRow.__table__).order_by(JobRow.created_at, JobRow.id))
+            return _rows(session, query)
 
     def workers(self, job_id: str) -> list[Record]:
         with self.database.read() as session:

@@ -1,0 +1,179 @@
+"""Everything that is stored of one job, table by table: to be exported, imported, and deleted.
+
+A job that is on its way in or out has a state of its own (HIDDEN), under which no console takes it up;
+what a process left half done when it died is found by it, and deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, String, Table, delete, insert, literal_column, select, update
+from sqlalchemy.exc import IntegrityError
+
+from db.models import (
+    AcknowledgementRow,
+    AuditRow,
+    Base,
+    CommandRow,
+    EpochRow,
+    EventRow,
+    EventSeenRow,
+    HeartbeatRow,
+    IterationRow,
+    JobPlanRow,
+    JobRow,
+    MeasuredIterationRow,
+    RecoveryRow,
+    WorkerRow,
+    WorkerStateRow,
+)
+from db.plan_rows import keep_plan, plan_document
+from db.retention import drop_orphans
+from db.session import Database
+
+Record = dict[str, Any]
+
+IMPORTING, DELETING = "importing", "deleting"
+HIDDEN = (IMPORTING, DELETING)
+ROWS = 5_000
+
+# In the order in which they can be written. The first columns of each are its key, in which rows of a
+# job are unique and ordered; tables with an `id` of their own go by that.
+MODELS: dict[str, type[Base]] = {
+    model.__tablename__: model
+    for model in (
+        WorkerRow,
+        JobPlanRow,
+        EpochRow,
+        AcknowledgementRow,
+        EventRow,
+        EventSeenRow,
+        IterationRow,
+        RecoveryRow,
+        MeasuredIterationRow,
+        WorkerStateRow,
+        CommandRow,
+        HeartbeatRow,
+    )
+}
+
+
+def table(name: str) -> Table:
+    made = (JobRow if name == "job" else AuditRow if name == "audit" else MODELS[name]).__table__
+    assert isinstance(made, Table)
+    return made
+
+
+class JobRows:
+    """Thread-safe. Raises SQLAlchemyError."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    # -- out ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """The job as it was at one moment, however long reading takes."""
+        with self._database.engine.connect() as connection:
+            if not self._database.is_sqlite:
+                connection = connection.execution_options(isolation_level="REPEATABLE READ")
+            with connection.begin():
+                yield Snapshot(connection)
+
+    # -- in -------------------------------------------------------------------------------------
+
+    def begin(self, job: Record) -> bool:
+        """Stores the row of a job that is on its way in. False: there is a job of that id."""
+        try:
+            with self._database.write() as session:
+                session.execute(insert(JobRow).values({**job, "state": IMPORTING}))
+        except IntegrityError:
+            return False
+        return True
+
+    def add(self, name: str, job_id: str, rows: Sequence[Record], plans: Iterable[tuple[str, str]] = ()) -> None:
+        """plans: (fingerprint, document) that these rows refer to and that may not be stored yet."""
+        with self._database.write() as session:
+            for fingerprint, document in plans:
+                keep_plan(self._database, session, fingerprint, document)
+            if rows:
+                session.connection().execute(insert(table(name)), [{"job_id": job_id, **row} for row in rows])
+
+    def exists(self, job_id: str) -> bool:
+        with self._database.read() as session:
+            return session.scalar(select(JobRow.id).where(JobRow.id == job_id)) is not None
+
+    def finish(self, job_id: str, state: str, audit: Record) -> None:
+        """From now on it is a job as any other. audit: who wanted it."""
+        with self._database.write() as session:
+            session.execute(update(JobRow).where(JobRow.id == job_id).values(state=state))
+            session.execute(insert(AuditRow).values(audit))
+
+    # -- away -----------------------------------------------------------------------------------
+
+    def hide(self, job_id: str, audit: Record) -> bool:
+        """The first step of deleting a job. False: there is none. audit: who wanted it."""
+        with self._database.write() as session:
+            done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
+            if session.scalar(done.values(state=DELETING).returning(JobRow.id)) is None:
+                return False
+            session.execute(insert(AuditRow).values(audit))
+        return True
+
+    def delete_some(self, job_id: str) -> bool:
+        """Deletes a bounded number of a hidden job's rows, at last the job; False when nothing is left of it.
+
+        Plans that others have, or that are kept under a name, stay. The audit log stays.
+        """
+        place: ColumnElement[Any] = literal_column("rowid" if self._database.is_sqlite else "ctid")
+        with self._database.write() as session:
+            hidden = select(JobRow.id).where(JobRow.id == job_id, JobRow.state.in_(HIDDEN))
+            if session.scalar(hidden) is None:
+                return drop_orphans(session) > 0
+            left = ROWS
+            for name in reversed(MODELS):
+                rows = table(name)
+                some = select(place).select_from(rows).where(rows.c.job_id == job_id).limit(left)
+                left -= session.connection().execute(delete(rows).where(place.in_(some))).rowcount
+                if left <= 0:
+                    return True
+            session.execute(delete(JobRow).where(JobRow.id == job_id))
+        return True
+
+    def half_done(self) -> list[str]:
+        """Jobs that were on their way in or out when a process ended."""
+        with self._database.read() as session:
+            return list(session.scalars(select(JobRow.id).where(JobRow.state.in_(HIDDEN))))
+
+
+class Snapshot:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def job(self, job_id: str) -> Record | None:
+        row = self._connection.execute(select(table("job")).where(table("job").c.id == job_id)).mappings().first()
+        return None if row is None or row["state"] in HIDDEN else dict(row)
+
+    def rows(self, name: str, job_id: str) -> Iterator[Record]:
+        """In the order of the table's key, text by its bytes; read as they are taken."""
+        rows = table(name)
+        bytewise = "C" if self._connection.dialect.name == "postgresql" else "BINARY"
+        keys = [c.collate(bytewise) if isinstance(c.type, String) else c for c in rows.primary_key.columns]
+        query = select(rows).where(rows.c.job_id == job_id).order_by(*keys)
+        with self._connection.execution_options(yield_per=500).execute(query) as result:
+            for row in result.mappings():
+                yield dict(row)
+
+    def plan(self, fingerprint: str) -> str | None:
+        return plan_document(self._connection, fingerprint)
+
+    def fingerprints(self, job_id: str) -> list[str]:
+        """Of every plan that the job has or has run."""
+        plans, epochs = table("job_plan"), table("epoch")
+        ran = select(epochs.c.plan_fingerprint).where(epochs.c.job_id == job_id)
+        query = select(plans.c.fingerprint).where(plans.c.job_id == job_id).union(ran)
+        return sorted(self._connection.scalars(query))

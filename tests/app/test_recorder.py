@@ -1,0 +1,164 @@
+"""From heartbeats to the history that is read of a worker, with a real database and a real console."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from agent.protocol import Heartbeat, JobSpec, Registration
+from app.console import Console
+from app.errors import ConsoleError, SettingsError
+from app.live import LiveJob
+from app.observing.keep import Keep, seconds
+from app.observing.recorder import Recorder, clock_offset
+from app.observing.worker_history import MAX_SAMPLES, worker_history
+from db.heartbeats import Level
+from db.session import Database
+from db.store import Store
+
+SPEC = JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=50)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def console(database: Database) -> Iterator[Console]:
+    """Its threads do not run: the tests say when a minute is over."""
+    console = Console(Store(database))
+    yield console
+    console.close()
+
+
+@pytest.fixture
+def job(console: Console) -> LiveJob:
+    created, _ = console.create_job(SPEC)
+    for place in range(4):
+        name = f"W{place // 2}_{place % 2}"
+        console.register(created.job_id, Registration(worker=name, incarnation="a", host="h", pid=7))
+    return console.job(created.job_id)
+
+
+def beat(job: LiveJob, seq: int, worker: str = "W1_0", incarnation: str = "a", **more: object) -> None:
+    fields = {"op_milliseconds": {"F": 10.0 + seq}, "resident_bytes": 2**30, "phase": "training", **more}
+    job.heard(Heartbeat(worker=worker, incarnation=incarnation, seq=seq, epoch=1, iteration=seq, **fields))  # type: ignore[arg-type]
+
+
+def test_what_is_not_written_yet_is_read_too(console: Console, job: LiveJob) -> None:
+    for seq in range(3):
+        beat(job, seq)
+    beat(job, 1)  # comes late: it shows that the worker lives, and no more
+    job.take_heartbeats()
+    now = time.time()
+    before = worker_history(console, job.job_id, "W1_0", now - 60, now + 60)
+    assert before.step == 1 and sum(before.beats) == 3
+    assert set(before.metrics) == {"F", "resident_bytes", "silence_seconds"}
+    assert before.iteration[-1] == 2 and set(before.phase) == {"training"}
+    console.recorder.write(float("inf"))
+    after = worker_history(console, job.job_id, "W1_0", now - 60, now + 60)
+    assert after == before
+    low, high = after.metrics["F"].low, after.metrics["F"].high
+    assert (min(v for v in low if v), max(v for v in high if v)) == (10, 12)
+    assert worker_history(console, job.job_id, "W0_0", now - 60, now + 60).at == ()
+    assert worker_history(console, job.job_id, "W1_0", now - 60, now + 60, Level.HOUR).step == 3600
+
+
+def test_only_minutes_that_are_over_are_written(console: Console, job: LiveJob) -> None:
+    beat(job, 0)
+    job.take_heartbeats()
+    console.recorder.write(time.time() - 10)
+    assert console.recorder.heartbeats.bytes_by_level(job.job_id) == {}
+    console.recorder.write(time.time() + 10)
+    assert set(console.recorder.heartbeats.bytes_by_level(job.job_id)) == {Level.SECOND, Level.MINUTE}
+    assert len(job.recording.peek(2, clock_offset())) == 0
+
+
+def test_a_process_that_is_new_has_not_been_silent(console: Console, job: LiveJob) -> None:
+    beat(job, 0)
+    job.take_heartbeats()
+    console.register(job.job_id, Registration(worker="W1_0", incarnation="b", host="h", pid=8))
+    beat(job, 0, incarnation="b")
+    job.take_heartbeats()
+    rows = job.recording.peek(2, clock_offset())
+    assert len(rows) == 2 and rows.counts[:, 6].tolist() == [0, 0]
+
+
+def test_heartbeats_wait_for_a_database_that_fails(console: Console, job: LiveJob, database: Database) -> None:
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table heartbeat rename to elsewhere"))
+    beat(job, 0)
+    job.take_heartbeats()
+    console.recorder.write(float("inf"))
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table elsewhere rename to heartbeat"))
+    console.recorder.write(0)
+    now = time.time()
+    assert worker_history(console, job.job_id, "W1_0", now - 60, now + 60).beats == (1,)
+
+
+def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
+    console = Console(Store(database))
+    console.start()
+    try:
+        created, _ = console.create_job(SPEC)
+        console.register(created.job_id, Registration(worker="W1_0", incarnation="a", host="h", pid=7))
+        beat(console.job(created.job_id), 0)
+    finally:
+        console.close()
+    again = Console(Store(database))
+    again.start()
+    try:
+        now = time.time()
+        assert worker_history(again, created.job_id, "W1_0", now - 120, now + 60).beats == (1,)
+    finally:
+        again.close()
+
+
+def test_old_samples_expire(console: Console, job: LiveJob, database: Database) -> None:
+    beat(job, 0)
+    job.take_heartbeats()
+    console.recorder.write(float("inf"))
+    keep = Keep()
+    recorder = Recorder(database, list, keep)
+    sizes = recorder.heartbeats.bytes_by_level
+    recorder.tidy(time.time() + keep.seconds + 61)
+    assert set(sizes(job.job_id)) == {Level.MINUTE}
+    recorder.tidy(time.time() + 3600 + 180)
+    assert set(sizes(job.job_id)) == {Level.MINUTE, Level.HOUR}
+    recorder.tidy(time.time() + keep.minutes + 3700)
+    assert set(sizes(job.job_id)) == {Level.HOUR}
+    recorder.tidy(time.time() + keep.hours + 90_000)
+    assert sizes(job.job_id) == {}
+    recorder.trim()
+
+
+def test_the_step_follows_what_is_asked_for(console: Console, job: LiveJob) -> None:
+    now = time.time()
+    for since, step in ((now - 600, 1), (now - 3600, 60), (now - 86_400, 60), (now - 3 * 86_400, 3600)):
+        assert worker_history(console, job.job_id, "W0_0", since, now).step == step
+    with pytest.raises(ConsoleError, match="expected one of the job's grid"):
+        worker_history(console, job.job_id, "W9_9", now - 1, now)
+    with pytest.raises(ConsoleError, match="expected more than since"):
+        worker_history(console, job.job_id, "W0_0", now, now)
+    with pytest.raises(ConsoleError, match=f"at most {MAX_SAMPLES:,} samples"):
+        worker_history(console, job.job_id, "W0_0", now - 86_400, now, Level.SECOND)
+
+
+def test_how_long_things_are_kept() -> None:
+    assert [seconds(t, "--keep-hours") for t in ("90s", "15m", "48h", "400d")] == [90, 900, 172_800, 34_560_000]
+    for wrong in ("", "15", "1.5h", "-3m", "4w", "9999999999s"):
+        with pytest.raises(SettingsError, match="--keep-hours: got"):
+            seconds(wrong, "--keep-hours")
+    with pytest.raises(SettingsError, match="--keep-minutes: got 60 s, expected at least two hours"):
+        Keep(minutes=60)
+    with pytest.raises(SettingsError, match="--keep-events"):
+        Keep(events=5)
