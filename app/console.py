@@ -32,6 +32,7 @@ from app.observing.keep import Keep
 from app.observing.log_book import LogBook
 from app.observing.measuring import Measuring
 from app.observing.recorder import Recorder
+from app.observing.rollout import RollOuts
 from app.operators import Operators
 from app.planning import Planning
 from app.plans.library import Library
@@ -92,6 +93,7 @@ class Console(Reports):
         self.metrics.registry.register(self._job_metrics)
         self._unwatch = self.metrics.watch(store.database.engine)
         self.feed = Feed(store, self.observations)
+        self.roll_outs = RollOuts(store)
         self.recorder = Recorder(store.database, lambda: list(self._jobs.values()), keep or Keep())
         self.logs = LogBook()
         self.simulations = Simulations()

@@ -11,7 +11,7 @@ from agent.protocol import JobState
 from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.observing.measured import measured_iteration
-from app.ui import choice, components, event_feed, facts, text
+from app.ui import choice, components, event_feed, facts, plan_control, text
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
 from app.ui.picker import open_job
@@ -39,6 +39,7 @@ def page() -> None:
     view, controls = opened
     with controls:
         choice.mode_switch(console, view.job_id, over=view.state in OVER)
+        plan_control.plan_menu(console, view.job_id, over=view.state in OVER)
         moving = st.toggle(
             "Refresh",
             value=True,
@@ -64,6 +65,7 @@ def _live(console: Console, job_id: str, colours: Palette) -> None:
         components.sentence(view)
         components.advice(view)
         choice.candidates(console, job_id)
+        plan_control.replan_line(console, view)
         components.cards(facts.live_cards(view))
     left, right = st.columns(2, gap="medium")
     with left, st.container(gap="xsmall"):
@@ -78,6 +80,9 @@ def _live(console: Console, job_id: str, colours: Palette) -> None:
         _measured(console, job_id)
         components.heading("Latest recovery", "from the death of a worker to training again")
         components.recovery(max(view.recoveries, key=lambda r: r.at, default=None), zone)
+        if rolled := plan_control.roll_out_html(console.roll_outs.of(console.job(job_id))):
+            components.heading("Roll-out of the plan", "who has taken it up, and when")
+            st.html(rolled)
     if opened:
         open_worker(opened)
         st.rerun()

@@ -14,6 +14,9 @@ from app.ui.theme import FONT, Palette
 
 # Column name to its values, all of one length.
 Columns = dict[str, Any]
+# `usermeta` of every chart. Streamlit makes the view first and hands it its rows then; of the empty one in
+# between Vega warns that no axis has an extent. Errors are reported still.
+ERRORS_ONLY = {"embedOptions": {"logLevel": 1}}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""How the newest epoch's plan is taken up: each worker's acknowledgements, and when they came."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from app.errors import storing
+from app.live import LiveJob
+from db.store import Store
+
+STEPS = ("adopted", "formed", "resumed")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Milliseconds from the opening of the epoch until the console heard of each step; None: not yet."""
+
+    worker: str
+    adopted: float | None = None
+    formed: float | None = None
+    resumed: float | None = None
+
+    @property
+    def steps(self) -> tuple[float | None, float | None, float | None]:
+        return self.adopted, self.formed, self.resumed
+
+
+@dataclass(frozen=True)
+class RollOut:
+    """workers: those of the epoch, in grid order. opened_at: POSIX seconds."""
+
+    epoch: int
+    opened_at: float
+    reason: str
+    workers: tuple[Taken, ...]
+
+    def count(self, step: str) -> int:
+        """Workers that have come so far."""
+        return sum(getattr(w, step) is not None for w in self.workers)
+
+    @property
+    def done(self) -> bool:
+        """Do all train by the plan?"""
+        return self.count("resumed") == len(self.workers)
+
+    def slowest_first(self) -> list[Taken]:
+        """Who is furthest behind first; of those that all train, who came last."""
+        never = float("inf")
+        return sorted(
+            self.workers, key=lambda w: [never if at is None else at for at in reversed(w.steps)], reverse=True
+        )
+
+
+class RollOuts:
+    """One per console. Thread-safe: what is over is read once, and what goes on once per look."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._of: dict[str, RollOut] = {}
+
+    def of(self, job: LiveJob) -> RollOut | None:
+        """None before the first epoch. Raises ConsoleError."""
+        current = job.state.current
+        if current is None:
+            return None
+        known = self._of.get(job.job_id)
+        if known is not None and known.epoch == current.number and known.done:
+            return known
+        with storing():
+            if known is None or known.epoch != current.number:
+                rows = (row for row in self._store.epochs(job.job_id) if row["epoch"] == current.number)
+                opened = next((row["opened_at"] for row in rows), None)
+            else:
+                opened = known.opened_at
+            acknowledged = self._store.acknowledgements(job.job_id, current.number)
+        if opened is None:
+            return None
+        at: dict[str, dict[str, float]] = {}
+        for row in acknowledged:
+            at.setdefault(row["worker"], {})[row["state"]] = max(0.0, 1000 * (row["at"] - opened))
+        living = frozenset(current.living)
+        workers = tuple(Taken(name, **at.get(name, {})) for name in job.state.members if name in living)
+        found = RollOut(current.number, opened, current.reason, workers)
+        with self._lock:
+            self._of[job.job_id] = found
+        return found

@@ -1,0 +1,93 @@
+"""Live's hand on the plan: frozen and not, planned again, taken up worker by worker."""
+
+from __future__ import annotations
+
+from streamlit.testing.v1 import AppTest
+from ui_console import MAIN, JobHere, until
+
+from agent.protocol import Acknowledgement
+from app.console import Console
+from app.observing.rollout import RollOut, Taken
+from app.ui.plan_control import roll_out_html
+
+
+def open_live(job_id: str) -> AppTest:
+    test = AppTest.from_file(MAIN, default_timeout=30)
+    test.query_params["job"] = job_id
+    test.run()
+    assert not test.exception, test.exception[0].message
+    return test
+
+
+def html(test: AppTest) -> str:
+    parts = [element.proto.body for element in test.get("html")]
+    return "\n".join(parts + [m.value for kind in ("markdown", "caption") for m in test.get(kind)])
+
+
+def test_the_plan_is_frozen_and_thawed(console: Console) -> None:
+    job = JobHere(console, "frozen").register().commit(0, 9, 1)
+    test = open_live(job.job_id)
+    assert not test.button(key="replan").disabled
+    test.button(key="freeze").click().run()
+    assert not test.exception
+    assert console.operators.choice(job.job_id)["frozen_by"] == "operator in the browser"
+    assert test.button(key="freeze").label == "Unfreeze"
+    assert test.button(key="replan").disabled, "it would be refused"
+    assert "The plan is frozen by operator in the browser" in html(test)
+    test.button(key="freeze").click().run()
+    assert console.operators.choice(job.job_id)["frozen_by"] == ""
+    assert "frozen" not in html(test).split('class="or-cards"')[0].split("or-says")[1]
+
+
+def test_a_plan_is_asked_for_and_the_page_says_what_became_of_it(console: Console) -> None:
+    job = JobHere(console, "asked").register().commit(0, 9, 1)
+    test = open_live(job.job_id)
+    test.selectbox(key="replan-solver").select("list").run()
+    test.number_input(key="replan-seconds").set_value(5.0).run()
+    test.button(key="replan").click().run()
+    assert not test.exception
+    replan = console.replanning.status(job.job_id)
+    assert replan is not None and (replan.solver, replan.seconds) == ("list", 5.0)
+
+    def over() -> bool:
+        found = console.replanning.status(job.job_id)
+        return found is not None and found.outcome != "planning"
+
+    until(over, "the new plan has been judged")
+    page = html(test.run())
+    assert "Planned again" in page and "The plan in force stays: it is the one that was found again" in page
+    assert "asked for a new plan (list, at most 5 s)" in page
+
+
+def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: Console) -> None:
+    job = JobHere(console, "rolling").register().commit(0, 9, 1)
+    assert "Epoch 1: all 12 workers train by it" in html(open_live(job.job_id))
+    job.die("W1_2")
+    until(lambda: console.view(job.job_id).epoch == 2, "epoch 2 opens")
+
+    def acknowledge(worker: str, *states: str) -> None:
+        for state in states:
+            ack = Acknowledgement(worker=worker, incarnation=f"{worker}-a", epoch=2, state=state)  # type: ignore[arg-type]
+            console.acknowledge(job.job_id, ack)
+
+    acknowledge("W0_0", "adopted")
+    acknowledge("W0_1", "adopted", "formed")
+    acknowledge("W0_2", "adopted", "formed", "resumed")
+    test = open_live(job.job_id)
+    page = html(test)
+    assert "Epoch 2: of 11 workers 3 have the plan, 2 are in their groups, 1 train" in page
+    assert "has the plan" in test.button(key="worker-W0_0").label
+    assert "in its groups" in test.button(key="worker-W0_1").label
+    rows = page.split('<table class="or-table"><caption>Acknowledged')[1].split("<tr>")[2:]
+    assert [row.count("waits") for row in rows] == [3] * 8 + [2, 1, 0], "who is furthest behind comes first"
+    job.resume(2)
+    assert "Epoch 2: all 11 workers train by it, the last after" in html(open_live(job.job_id))
+
+
+def test_of_many_workers_the_last_ones_are_listed() -> None:
+    workers = tuple(Taken(f"W{p}_0", 1.0, 2.0, 10.0 + p) for p in range(100))
+    page = roll_out_html(RollOut(3, 0.0, "x", workers))
+    assert "all 100 workers train by it, the last after 109 ms" in page
+    assert page.index("W99_0") < page.index("W98_0") and "W2_0<" not in page
+    assert "and 76 that were quicker" in page
+    assert roll_out_html(None) == ""
