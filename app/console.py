@@ -265,6 +265,16 @@ class Console(Reports):
         with storing():
             return self._store.iterations(job_id, after=after, limit=limit)
 
+    def epochs_by_plan(self, job_id: str) -> dict[str, list[int]]:
+        """The numbers of the epochs that each plan was in force in, by its fingerprint."""
+        self.job(job_id)
+        with storing():
+            rows = self._store.epochs(job_id)
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            found.setdefault(row["plan_fingerprint"], []).append(row["epoch"])
+        return found
+
     def epochs(self, job_id: str) -> list[Record]:
         """Every epoch with its acknowledgements, oldest first."""
         self.job(job_id)

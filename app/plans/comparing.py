@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from app.console import Console
 from app.plans.references import Made, OfJob, Reference
@@ -25,12 +25,12 @@ WORKED_EXAMPLE = (
 Table = dict[str, list[object]]
 
 
-def candidates(console: Console, job_id: str | None) -> dict[str, str]:
-    """Everything that can be compared, by its reference: the job's, the library's, the paper's."""
+def candidates(console: Console, job_id: str | None, clock: Callable[[float], str] | None = None) -> dict[str, str]:
+    """Everything that can be compared, by its reference: the job's, the library's, the paper's. clock: see names."""
     out: dict[str, str] = {}
     if job_id is not None:
         job = console.job(job_id)
-        out |= names(console, job_id)
+        out |= names(console, job_id, clock)
         out |= measured_name(console, job_id)
         lost = job.state.current.failed if job.state.current else ()
         out |= {str(made): f"Made now: {made_name(made)}" for made in techniques(job_id, lost, job.spec.memory)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from app.observing.measured import MeasuredIteration, measured_iteration
 from app.plans.exporting import Export
 from app.plans.making import TIME_LIMIT, Question
 from app.plans.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
+from db.store import Record
 from planner.catalog import Catalog
 from planner.errors import InputError, PlannerError
 from planner.job import Technique
@@ -87,16 +89,41 @@ def job_catalog(console: Console, job: LiveJob) -> Catalog:
     return catalog
 
 
-def names(console: Console, job_id: str) -> dict[str, str]:
-    """Every plan of a job by its reference: the one in force first, then fewest failures first."""
+def names(console: Console, job_id: str, clock: Callable[[float], str] | None = None) -> dict[str, str]:
+    """Every plan of a job by its reference: the one in force first, then fewest failures first.
+
+    Where several are for the same workers, it is said what tells them apart. clock: POSIX seconds as the
+    reader's time of day.
+    """
     job = console.job(job_id)
     out = {}
     epoch = job.state.current
     if epoch is not None:
         out[str(OfJob(job_id))] = f"In force, epoch {epoch.number}: {without(epoch.failed)}"
-    for record in sorted(console.plans(job_id), key=lambda r: (len(r["failed"]), r["failed"])):
-        out[str(OfJob(job_id, record["fingerprint"]))] = without(record["failed"])
+    records = sorted(console.plans(job_id), key=lambda r: (len(r["failed"]), r["failed"], r["created_at"]))
+    alike = Counter(tuple(record["failed"]) for record in records)
+    ran = console.epochs_by_plan(job_id) if any(n > 1 for n in alike.values()) else {}
+    for record in records:
+        name = without(record["failed"])
+        if alike[tuple(record["failed"])] > 1:
+            name += _apart(console, record, ran.get(record["fingerprint"], []), clock)
+        out[str(OfJob(job_id, record["fingerprint"]))] = name
     return out
+
+
+def _apart(console: Console, record: Record, epochs: list[int], clock: Callable[[float], str] | None) -> str:
+    """` · staggered · 880 ms · epochs 2 and 5 · made 14:03:27`."""
+    plan = console.plan(record["fingerprint"])
+    words = [plan.technique.value, f"{plan.metrics.period:,.6g} {plan.job.time_unit}"]
+    if plan.job.speeds:
+        words.append("for other speeds")
+    if epochs:
+        lead = "epoch " if len(epochs) == 1 else "epochs … " if len(epochs) > 3 else "epochs "
+        words.append(lead + ", ".join(map(str, epochs[-3:])))
+    else:
+        words.append("not used")
+    words.append(f"made {clock(record['created_at'])}" if clock else record["fingerprint"][:8])
+    return "".join(f" · {word}" for word in words)
 
 
 def measured_name(console: Console, job_id: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from app.ui.charts.overview import MAX_BARS
 from app.ui.exports import export_source
 from app.ui.facts import Card
 from app.ui.picker import open_job
-from app.ui.plan_source import hold_still, schedule_of, wait_for
+from app.ui.plan_source import clock, hold_still, schedule_of, wait_for
 from app.ui.schedule_filters import choose_rows
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.errors import InputError
@@ -47,7 +47,7 @@ def page() -> None:
 def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
     """What is compared, the baseline first. It is in the URL: `?plans=` once each, and `?baseline=`."""
     wanted = _wanted(console, job_id)
-    options = candidates(console, job_id)
+    options = candidates(console, job_id, clock)
     found: dict[str, Source | Awaited] = {}
     for reference in wanted:
         try:

@@ -11,6 +11,7 @@ from app.errors import ConsoleError
 from app.heap import settle
 from app.plans.references import OfJob, Reference, parse_reference
 from app.plans.sources import Awaited, Source, find, measured_name, names, saved_names
+from app.ui import text
 from app.ui.schedule_facts import measured_words
 from planner.errors import InputError
 from planner.plan import Plan
@@ -37,7 +38,7 @@ def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Sour
 
     None: there is no plan to show yet, or it is being made; the page has then said so.
     """
-    of_job = {**names(console, job_id), **measured_name(console, job_id)} if job_id else {}
+    of_job = {**names(console, job_id, clock), **measured_name(console, job_id)} if job_id else {}
     options = {**of_job, **saved_names(console)}
     wanted = _wanted(console, job_id)
     if wanted is not None:
@@ -56,13 +57,18 @@ def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Sour
     return ready(console, parse_reference(chosen))
 
 
+def clock(at: float) -> str:
+    """POSIX seconds as the viewer's time of day."""
+    return text.clock(at, st.context.timezone)
+
+
 def _wanted(console: Console, job_id: str | None) -> Source | Awaited | None:
     """What the URL asks for; a bare fingerprint is one of the job's. Says what is wrong with it."""
-    text = st.query_params.get("plan")
-    if text is None:
+    said = st.query_params.get("plan")
+    if said is None:
         return None
     try:
-        return find(console, parse_reference(text if ":" in text or job_id is None else str(OfJob(job_id, text))))
+        return find(console, parse_reference(said if ":" in said or job_id is None else str(OfJob(job_id, said))))
     except (InputError, ConsoleError) as error:
         st.error(f"{error}. Choose one instead.")
         return None

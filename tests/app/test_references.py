@@ -9,10 +9,12 @@ from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan as made_plan
 
 from app.errors import ConsoleError
+from app.plans.applying import use_plan
 from app.plans.references import Made, Measured, OfJob, Reference, Saved, parse_reference
 from app.plans.sources import Awaited, Source, find, names, saved_names, techniques
 from planner.errors import InputError
-from planner.job import Technique
+from planner.job import MemoryLimit, Problem, Technique, Worker
+from planner.solvers.portfolio import make_plan
 
 WORD = st.from_regex(r"[0-9A-Za-z_-]{1,64}", fullmatch=True)
 WORKER = st.builds("W{}_{}".format, st.integers(0, 99), st.integers(0, 99))
@@ -122,3 +124,17 @@ def test_what_nothing_stands_behind(here: ConsoleHere, text: str, status: int, w
     until(lambda: refused() is not None, "it is refused")
     error = refused()
     assert error is not None and error.status == status and words in str(error)
+
+
+def test_plans_for_the_same_workers_are_told_apart(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "many plans").register().die("W1_2").heal("W1_2", 2)
+    live = here.console.job(job.job_id)
+    problem = Problem(live.job, frozenset({Worker(1, 2)}), Technique.ADAPTIVE, MemoryLimit.parse("uniform"))
+    mine = make_plan(problem, solver="list")
+    use_plan(here.console, job.job_id, mine, "ada")
+    listed = names(here.console, job.job_id, lambda at: "12:34:56")
+    alike = [name for name in listed.values() if name.startswith("without W1_2")]
+    assert len(set(listed.values())) == len(listed)
+    assert f"without W1_2 · adaptive · {mine.metrics.period:,.6g} ms · epoch 3 · made 12:34:56" in alike
+    assert any("· staggered · " in name and "· epoch 2 ·" in name for name in alike)
+    assert "fault-free" in listed.values(), "one of its kind needs no more"
