@@ -7,14 +7,21 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import structlog
+
 from app.coordination.membership import Member
 from app.heap import OP_BYTES, building
 from app.live import LiveJob
 from app.observing.goodput import Figures, planned_rate
+from app.plans.packing import Packing
 from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
 from db.observations import Observations
+from db.plan_columns import PlanColumns
 from db.store import Store
-from planner.plan import Plan
+from planner.columnar import ColumnarPlan, unpack
+from planner.plan import Plan, PlanError
+
+log = structlog.get_logger()
 
 # Parsed plans kept in memory; a plan of 393,216 ops takes about 300 MB.
 _KEEP_PLANS = 64
@@ -22,10 +29,15 @@ _KEEP_OPS = 400_000
 
 
 class PlanCache:
-    """Plans by fingerprint, out of the store; the most recently used ones stay parsed. Thread-safe."""
+    """Plans by fingerprint, out of the store; the most recently used ones stay parsed. Thread-safe.
+
+    Large ones are put into columns once they are asked for, and are read in no time from then on.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._columns = PlanColumns(store.database)
+        self._packing = Packing(self._columns, self._packed)
         self._lock = threading.Lock()
         self._plans: OrderedDict[str, tuple[Plan, dict[str, int]]] = OrderedDict()
 
@@ -43,11 +55,14 @@ class PlanCache:
             if found := self._plans.get(fingerprint):
                 self._plans.move_to_end(fingerprint)
                 return found
-        document = self._store.plan(fingerprint)
-        if document is None:
-            return None
-        with building(len(document) // OP_BYTES):
-            plan = Plan.from_json(document)
+        plan = self._in_columns(fingerprint)
+        if plan is None:
+            document = self._store.plan(fingerprint)
+            if document is None:
+                return None
+            with building(len(document) // OP_BYTES):
+                plan = Plan.from_json(document)
+            self._packing.want(fingerprint, _op_count(plan))
         found = (plan, rerouted_load(plan))
         with self._lock:
             self._plans[fingerprint] = found
@@ -56,13 +71,36 @@ class PlanCache:
                 ops -= _op_count(self._plans.popitem(last=False)[1][0])
         return found
 
+    def close(self) -> None:
+        """Ends what is done in the background."""
+        self._packing.close()
+
+    def _in_columns(self, fingerprint: str) -> Plan | None:
+        data = self._columns.get(fingerprint)
+        if data is None:
+            return None
+        try:
+            return unpack(data, source=f"plan {fingerprint}")
+        except PlanError as error:
+            log.warning("the columns of a plan can't be read; its document is", reason=str(error))
+            return None
+
+    def _packed(self, fingerprint: str) -> None:
+        """Whoever asks next gets the columns, which take a hundredth of the memory."""
+        with self._lock:
+            self._plans.pop(fingerprint, None)
+
 
 def _op_count(plan: Plan) -> int:
+    if isinstance(plan, ColumnarPlan):
+        return plan.op_count
     return sum(map(len, plan.workers.values()))
 
 
 def rerouted_load(plan: Plan) -> dict[str, int]:
     """worker -> forwards of other pipelines' micro-batches, per iteration."""
+    if isinstance(plan, ColumnarPlan):
+        return plan.rerouted()
     return {
         name: sum(op.kind == "F" and op.pipeline != int(name[1:].partition("_")[0]) for op in ops)
         for name, ops in plan.workers.items()

@@ -35,14 +35,16 @@ class ColumnarSchedule(Schedule):
         object.__setattr__(self, "rows", rows)
         living = columns.problem.living_workers()
         peaks, busy, moved = columns.peaks(), columns.busy_by_worker(), columns.rerouted()
+        ends = columns.step[:, None] + columns.durations[O]
         # The values that the base class would compute from all ops; tested equal.
         self.__dict__.update(
             period=columns.period(),
             makespan=columns.makespan(),
-            end=int((columns.step[:, None] + columns.durations[O])[columns.living()].max()),
+            ends={w: int(ends[w.stage, w.pipeline]) for w in living},
             _busy={w: int(busy[w.stage, w.pipeline]) for w in living},
             peak_activations={w: int(peaks[w.stage, w.pipeline]) for w in living},
             rerouted_forwards={w: int(moved[w.stage, w.pipeline]) for w in living},
+            op_counts={w: rows.count(w) + 1 for w in living},
             helpers=frozenset(w for w in living if moved[w.stage, w.pipeline]),
         )
 
@@ -52,6 +54,15 @@ class ColumnarSchedule(Schedule):
         start, last = self.rows.start[part], columns.step[worker.stage]
         ends = np.append(start + self.rows.duration[part], last + columns.durations[O, worker.stage, worker.pipeline])
         return np.append(start, last), ends, [*(KINDS[k] for k in self.rows.kind[part].tolist()), "O"]
+
+
+def worker_arrays(schedule: Schedule, worker: Worker) -> tuple[Ints, Ints, list[str]]:
+    """Starts and ends (ticks) and kinds of one living worker's ops, by start, of any schedule."""
+    if isinstance(schedule, ColumnarSchedule):
+        return schedule.arrays(worker)
+    ops = schedule.ops[worker]
+    starts, ends = (np.array([getattr(op, name) for op in ops], np.int64) for name in ("start", "end"))
+    return starts, ends, [op.kind for op in ops]
 
 
 class _Ops(Mapping[Worker, tuple[Op, ...]]):

@@ -302,6 +302,10 @@ class OpRows:
         at = worker.pipeline * self.stages + worker.stage
         return slice(int(self.bounds[at]), int(self.bounds[at + 1]))
 
+    def count(self, worker: Worker) -> int:
+        part = self.of(worker)
+        return int(part.stop - part.start)
+
 
 def problem_of(job: Job, failed: Sequence[Sequence[int]], technique: Technique, memory: MemoryLimit) -> Problem:
     """failed: by stage, the pipelines whose worker is dead."""

@@ -116,7 +116,17 @@ class Schedule:
     @cached_property
     def end(self) -> int:
         """The tick at which the last op ends, O included."""
-        return max(ops[-1].end for ops in self.ops.values() if ops)
+        return max(self.ends.values())
+
+    @cached_property
+    def ends(self) -> dict[Worker, int]:
+        """Of each living worker the tick at which its last op ends."""
+        return {w: ops[-1].end for w, ops in self.ops.items() if ops}
+
+    @cached_property
+    def op_counts(self) -> dict[Worker, int]:
+        """Of each living worker, O included."""
+        return {w: len(ops) for w, ops in self.ops.items()}
 
     @cached_property
     def rerouted_forwards(self) -> dict[Worker, int]:

@@ -80,7 +80,7 @@ def _follow(console: Console, job_id: str, shown: str | None) -> None:
 
 def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail | None:
     """Returns the part that is shown op by op, where that is not all of it."""
-    ops = sum(len(schedule.ops.get(w, ())) for w in workers)
+    ops = sum(schedule.op_counts.get(w, 0) for w in workers)
     revision = f"{plan.fingerprint}-{len(workers)}-{wish.window}"
     if ops > MAX_BARS:
         return large_chart(plan.fingerprint, schedule, workers, wish, colours)

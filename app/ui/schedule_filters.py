@@ -125,7 +125,7 @@ def _remember_path() -> None:
 def _choose_time(plan: Plan, schedule: Schedule) -> tuple[float, float] | None:
     """`?time=5-12`, in the job's own unit."""
     job = schedule.problem.job
-    end = float(job.units(max(ops[-1].end for ops in schedule.ops.values() if ops)))
+    end = float(job.units(schedule.end))
     # A slider of its own for each plan, whose iterations differ in length.
     key = f"time-{plan.fingerprint[:12]}"
     if key not in st.session_state:

@@ -19,21 +19,20 @@ def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
         for name in ("worker", "state", "ops", "re-routed micro-batches", "busy", "bubble %", "peak activations", "end")
     }
     for worker in workers:
-        ops = schedule.ops.get(worker)
         row: list[object]
-        if ops is None:
+        if worker not in schedule.ops:
             row = [str(worker), "failed", 0, 0, None, None, None, None]
         else:
-            moved = sum(op.kind == "F" and op.rerouted for op in ops)
+            moved = schedule.rerouted_forwards[worker]
             row = [
                 str(worker),
                 "takes re-routed work" if moved else "runs its own",
-                len(ops),
+                schedule.op_counts[worker],
                 moved,
                 job.units(schedule.busy(worker)),
                 round(100 * schedule.worker_bubble_fraction(worker), 1),
                 schedule.peak_activations[worker],
-                job.units(ops[-1].end),
+                job.units(schedule.ends[worker]),
             ]
         for column, value in zip(table.values(), row, strict=True):
             column.append(value)

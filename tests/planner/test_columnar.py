@@ -31,7 +31,17 @@ def test_a_schedule_in_columns_is_that_of_the_document(problem: Problem) -> None
     columnar = unpack(packed(plan))
     by_ops, by_columns = plan.schedule(), columnar.schedule()
     assert isinstance(by_columns, ColumnarSchedule)
-    for name in ("period", "makespan", "end", "bubble_fraction", "peak_activations", "rerouted_forwards", "helpers"):
+    for name in (
+        "period",
+        "makespan",
+        "end",
+        "ends",
+        "bubble_fraction",
+        "peak_activations",
+        "rerouted_forwards",
+        "helpers",
+        "op_counts",
+    ):
         assert getattr(by_columns, name) == getattr(by_ops, name), name
     assert [by_columns.busy(w) for w in by_ops.ops] == [by_ops.busy(w) for w in by_ops.ops]
     assert columnar.op_count == sum(map(len, by_ops.ops.values()))

@@ -238,9 +238,9 @@ def _mark_failed(figure: go.Figure, sheet: Sheet, worker: Worker) -> None:
     takers = sorted(
         {
             op.worker
-            for w, ops in sheet.schedule.ops.items()
+            for w in sheet.schedule.ops
             if w.stage == worker.stage
-            for op in ops
+            for op in sheet.schedule.ops[w]
             if op.kind == "F" and op.pipeline == worker.pipeline
         }
     )

@@ -34,7 +34,7 @@ class Strip:
 
     @property
     def ops(self) -> int:
-        return sum(len(self.schedule.ops.get(w, ())) for w in self.workers)
+        return sum(self.schedule.op_counts.get(w, 0) for w in self.workers)
 
 
 def comparison(strips: Sequence[Strip], colours: Palette, *, revision: str = "compare") -> go.Figure:
@@ -95,7 +95,7 @@ def _row_pixels(sheets: Sequence[Sheet]) -> int:
 
 
 def _end(schedule: Schedule) -> int:
-    return max(schedule.period, *(ops[-1].end for ops in schedule.ops.values() if ops))
+    return max(schedule.period, schedule.end)
 
 
 def _axis(figure: go.Figure, sheet: Sheet, domain: tuple[float, float], *, pictured: bool) -> None:
@@ -137,7 +137,7 @@ def _add_bars(figure: go.Figure, sheet: Sheet, end: float) -> None:
 
 
 def _add_picture(figure: go.Figure, strip: Strip, sheet: Sheet) -> None:
-    length = max(ops[-1].end for ops in strip.schedule.ops.values() if ops)
+    length = strip.schedule.end
     figure.add_layout_image(
         source=picture(strip.schedule, strip.workers, sheet.colours),
         xref="x",

@@ -166,9 +166,8 @@ def _add_path(figure: go.Figure, sheet: Sheet, ops: Sequence[Op]) -> None:
 
 
 def _axis_end(schedule: Schedule, fault_free_end: float | None) -> float:
-    last = max(ops[-1].end for ops in schedule.ops.values() if ops)
     # Room behind the end for the next iteration's first ops, which staggering pulls forward.
-    return max(last, fault_free_end or 0, schedule.period) * 1.12
+    return max(schedule.end, fault_free_end or 0, schedule.period) * 1.12
 
 
 def _mark_fault_free_end(figure: go.Figure, sheet: Sheet, ticks: float) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from app.ui.theme import Palette, style
+from planner.columnar import worker_arrays
 from planner.job import Worker
 from planner.schedule import Schedule
 
@@ -44,17 +45,15 @@ def raster(schedule: Schedule, workers: Sequence[Worker], columns: int = COLUMNS
     """(rows, columns) of op codes (0: idle). Rows are `workers`, thinned out to MAX_ROWS."""
     step = -(-len(workers) // MAX_ROWS)
     shown = workers[::step]
-    end = _end(schedule)
+    end = schedule.end
     centres = (np.arange(columns) + 0.5) * end / columns
     image = np.zeros((len(shown), columns), dtype=np.uint8)
     for row, worker in enumerate(shown):
-        ops = schedule.ops.get(worker)
-        if ops is None:
+        if worker not in schedule.ops:
             image[row] = FAILED
             continue
-        starts = np.array([op.start for op in ops])
-        ends = np.array([op.end for op in ops])
-        codes = np.array([CODES[op.kind] for op in ops], dtype=np.uint8)
+        starts, ends, kinds = worker_arrays(schedule, worker)
+        codes = np.array([CODES[kind] for kind in kinds], dtype=np.uint8)
         at = np.searchsorted(starts, centres, side="right") - 1
         busy = (at >= 0) & (centres < ends[np.maximum(at, 0)])
         image[row, busy] = codes[at[busy]]
@@ -80,7 +79,7 @@ def overview(
     drawn: the `picture`, where it is at hand.
     """
     job = schedule.problem.job
-    width, height = job.units(_end(schedule)), len(workers)
+    width, height = job.units(schedule.end), len(workers)
     figure = go.Figure(
         # Streamlit reports a drawn box only where the figure has points.
         go.Scatter(x=[0, width], y=[0, height - 1], mode="markers", marker={"opacity": 0}, hoverinfo="skip")
@@ -127,7 +126,7 @@ def detail_of(
     """`rows` workers from `first_row`, from `start` (ticks) for as long as `most` ops allow."""
     chosen = tuple(workers[first_row : first_row + rows])
     starts = np.sort(np.array([op.start for w in chosen for op in schedule.ops.get(w, ()) if op.end > start]))
-    end = float(_end(schedule))
+    end = float(schedule.end)
     if len(starts) > most:
         return Detail(chosen, (start, float(starts[most])), most, True)
     return Detail(chosen, (start, end), len(starts), False)
@@ -140,16 +139,12 @@ def detail_of_box(
     scale = schedule.problem.job.ticks_per_unit
     first = max(0, min(len(workers) - 1, round(min(y))))
     last = max(first, min(len(workers) - 1, round(max(y))))
-    start, end = max(0.0, min(x) * scale), min(float(_end(schedule)), max(x) * scale)
+    start, end = max(0.0, min(x) * scale), min(float(schedule.end), max(x) * scale)
     detail = detail_of(schedule, workers, first, last - first + 1, start, MAX_DETAIL)
     if detail.window[1] <= end:
         return detail
     count = sum(op.end > start and op.start < end for w in detail.workers for op in schedule.ops.get(w, ()))
     return Detail(detail.workers, (start, end), count, False)
-
-
-def _end(schedule: Schedule) -> int:
-    return max(ops[-1].end for ops in schedule.ops.values() if ops)
 
 
 def _png(image: NDArray[np.uint8], colours: Palette) -> str:

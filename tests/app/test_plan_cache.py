@@ -1,0 +1,79 @@
+"""Plans that are read: large ones are put into columns in the background, and come from those afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.plans import packing
+from app.views import PlanCache
+from db.plan_columns import PlanColumns
+from db.saved_plans import SavedPlans
+from db.session import Database
+from db.store import Store
+from planner.columnar import ColumnarPlan
+from planner.job import Job, Problem, Worker
+from planner.plan import Plan
+from planner.solvers.portfolio import make_plan
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path}/console.db")
+    database.upgrade()
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def plan(database: Database) -> Plan:
+    plan = make_plan(Problem(Job.uniform(3, 4, 6), frozenset({Worker(1, 2)})), solver="list")
+    SavedPlans(database).save(plan.fingerprint, plan.to_json(), "a plan", {})
+    return plan
+
+
+def read(database: Database, plan: Plan) -> Plan | None:
+    cache = PlanCache(Store(database))
+    try:
+        assert cache.rerouted(plan.fingerprint)["W0_2"] == 3
+        return cache.get(plan.fingerprint)
+    finally:
+        cache.close()
+
+
+def test_small_plans_stay_documents(database: Database, plan: Plan) -> None:
+    found = read(database, plan)
+    assert found == plan
+    assert not isinstance(found, ColumnarPlan)
+    assert PlanColumns(database).get(plan.fingerprint) is None
+
+
+def test_a_large_plan_is_put_into_columns_once_it_was_read(
+    database: Database, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "LARGE_OPS", 10)
+    cache = PlanCache(Store(database))
+    assert cache.get(plan.fingerprint) == plan
+    deadline = time.monotonic() + 120
+    while not isinstance(cache.get(plan.fingerprint), ColumnarPlan):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    cache.close()
+    found = read(database, plan)
+    assert isinstance(found, ColumnarPlan)
+    assert found == plan
+    SavedPlans(database).forget(plan.fingerprint)
+    assert PlanColumns(database).get(plan.fingerprint) is None
+
+
+def test_damaged_columns_do_no_harm(database: Database, plan: Plan) -> None:
+    PlanColumns(database).put(plan.fingerprint, b"nonsense")
+    assert read(database, plan) == plan
+
+
+def test_a_plan_that_is_gone_gets_no_columns(database: Database) -> None:
+    PlanColumns(database).put("0123", b"nonsense")
+    assert PlanColumns(database).get("0123") is None
