@@ -130,6 +130,7 @@ class Console(Reports):
         for job in list(self._jobs.values()):
             job.topic.close()
             job.epoch_topic.close()
+        self.solves.stop_waiting()
 
     def close(self) -> None:
         """Writes what is not yet written, ends the planning process."""

@@ -136,6 +136,11 @@ class LiveJob:
         return asked[-1:] == ["pause"] and not self.state.over
 
     @property
+    def last_event(self) -> int:
+        """Number of the newest line of the event feed; 0: there is none."""
+        return self._event_seq
+
+    @property
     def question(self) -> Question:
         """What all plans of the job have in common."""
         return Question(self.job, self.catalog.technique, self.catalog.memory)

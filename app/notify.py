@@ -33,6 +33,10 @@ class Topic:
         self._closed = True
         self.publish()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     async def wait_for(self, look: Callable[[], T | None], timeout: float) -> T | None:
         """The first `look()` that is not None; None after `timeout` seconds. `look` must not block."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 
+from app.api.agents import Wait
 from app.api.models import (
     EpochInfo,
     Epochs,
@@ -49,8 +50,13 @@ def router(console: Console) -> APIRouter:
         return Workers(workers=[WorkerInfo(**asdict(worker)) for worker in view.workers])
 
     @api.get("/{job_id}/events")
-    async def events(job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Limit = 200) -> Events:
-        """Events with seq > after, oldest first: read on with `after` = the last one's seq."""
+    async def events(
+        job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Limit = 200, wait: Wait = 0
+    ) -> Events:
+        """Events with seq > after, oldest first: read on with `after` = the last one's seq. With `wait`, as
+        soon as there are any; an empty list after `wait` seconds."""
+        job = console.job(job_id)
+        await job.topic.wait_for(lambda: job.last_event > after or None, wait)
         return Events(events=[EventInfo(**row) for row in await in_thread(console.events, job_id, after, limit)])
 
     @api.get("/{job_id}/iterations")

@@ -117,19 +117,19 @@ def router(console: Console) -> APIRouter:
     @api.get("/solves", tags=["plans"])
     async def solves() -> SolveList:
         """In the order in which they were asked for, without their points."""
-        return SolveList(solves=[_info(solve, len(solve.points)) for solve in console.solves.all()])
+        return SolveList(solves=[solve_info(solve, len(solve.points)) for solve in console.solves.all()])
 
     @api.post("/solves", status_code=202, tags=["plans"])
     async def start(message: Annotated[Request, Field(discriminator="kind")], response: Response) -> SolveInfo:
         """Begins to make a plan, or to look for migrations, in a process of its own; equal requests share one."""
         solve = await in_thread(_start, console, message)
         response.headers["Location"] = f"solves/{solve.id}"
-        return _info(solve, 0)
+        return solve_info(solve, 0)
 
     @api.get("/solves/{solve_id}", tags=["plans"])
     async def progress(solve_id: str, after: Annotated[int, Query(ge=0, le=10**6)] = 0) -> SolveInfo:
         """How far it is. after: how many points are known already."""
-        return _info(console.solves.get(solve_id), after)
+        return solve_info(console.solves.get(solve_id), after)
 
     @api.get("/solves/{solve_id}/plan", response_model=dict[str, Any], tags=["plans"])
     async def made(solve_id: str) -> Response:
@@ -140,7 +140,7 @@ def router(console: Console) -> APIRouter:
     @api.post("/solves/{solve_id}/stop", status_code=202, tags=["plans"])
     async def stop(solve_id: str) -> SolveInfo:
         """Has it end with the best plan so far."""
-        return _info(await in_thread(console.solves.stop, solve_id), 0)
+        return solve_info(await in_thread(console.solves.stop, solve_id), 0)
 
     return api
 
@@ -176,7 +176,7 @@ def _plan_of(console: Console, solve_id: str) -> Plan:
     return solve.plan
 
 
-def _info(solve: Solve, after: int) -> SolveInfo:
+def solve_info(solve: Solve, after: int) -> SolveInfo:
     last = solve.points[-1] if solve.points else None
     return SolveInfo(
         id=solve.id,

@@ -10,7 +10,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from agent.protocol import API, Heartbeat, HeartbeatReply, Problem
-from app.api import access, agents, catalogs, exports, jobs, measured, observed, operator, plans, problems
+from app.api import (
+    access,
+    agents,
+    catalogs,
+    exports,
+    heartbeats,
+    jobs,
+    measured,
+    observed,
+    operator,
+    plans,
+    problems,
+    streams,
+)
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
@@ -32,6 +45,8 @@ def create_api(console: Console) -> FastAPI:
     api.state.console = console
     problems.install(api)
     api.include_router(agents.router(console))
+    api.include_router(heartbeats.router(console))
+    api.include_router(streams.router(console))
     api.include_router(jobs.router(console))
     api.include_router(operator.router(console))
     api.include_router(plans.router(console))

@@ -22,6 +22,7 @@ import structlog
 
 from app.errors import ConsoleError
 from app.heap import OP_BYTES, building
+from app.notify import Topic
 from app.plans.solving_child import PLAN, Migrations, Request, serve
 from planner.plan import Plan
 
@@ -72,6 +73,12 @@ class Solve:
     process: multiprocessing.process.BaseProcess | None = None
     pipe: Connection | None = None
     stop_asked: float | None = None  # monotonic
+    topic: Topic = field(default_factory=Topic)
+    version: int = 0  # rises with all that changes, which `topic` is told
+
+    def changed(self) -> None:
+        self.version += 1
+        self.topic.publish()
 
     @property
     def over(self) -> bool:
@@ -145,6 +152,7 @@ class Solves:
                 self._over(solve, "stopped before it had begun")
             elif solve.state == "running":
                 solve.stopped, solve.state, solve.stop_asked = True, "stopping", time.monotonic()
+                solve.changed()
                 if solve.pipe is not None:
                     with suppress(OSError):
                         solve.pipe.send_bytes(b"stop")
@@ -156,7 +164,13 @@ class Solves:
             if not self._closed and (self._spare is None or not self._spare.process.is_alive()):
                 self._spare = _spawn(self._target)
 
+    def stop_waiting(self) -> None:
+        """Sends home whoever follows a solve, so that the server can end."""
+        for solve in self.all():
+            solve.topic.close()
+
     def close(self) -> None:
+        self.stop_waiting()
         with self._lock:
             self._closed = True
             if self._spare is not None:
@@ -183,6 +197,7 @@ class Solves:
         with suppress(OSError):  # it is gone: whoever collects its messages says so
             child.pipe.send_bytes(solve.request.model_dump_json().encode())
         solve.state, solve.begun = "running", time.time()
+        solve.changed()
         threading.Thread(target=self._collect, args=(solve, solve.pipe), name="solve", daemon=True).start()
 
     def _collect(self, solve: Solve, pipe: Connection) -> None:
@@ -221,6 +236,7 @@ class Solves:
         match message:
             case {"point": [float() | int() as elapsed, incumbent, bound, str(solver)]}:
                 _add(solve.points, Point(elapsed, incumbent, bound, solver))  # type: ignore[arg-type]
+                solve.changed()
             case {"migrations": document}:
                 solve.migrations = Migrations.model_validate(document)
                 self._over(solve)
@@ -242,6 +258,7 @@ class Solves:
             solve.seconds = solve.elapsed
             solve.error = error
             solve.state = "failed" if error else "done"
+            solve.changed()
             self._drop_old()
             self._begin_next()
 
