@@ -56,9 +56,9 @@ _CLOSE_SECONDS = 5.0
 class Reporter:
     """One worker's line to the console. Only the constructor raises, and only InputError.
 
-    console: its address; token: its token. run: what all processes of this run call it, and no
-    earlier run was called. job: the grid, with op times where they are known. worker: this process,
-    such as W0_1. iterations: how many the job runs. technique, memory: for the plans. profile: the op
+    console: its address, its standby's after a comma; token: their token. run: what all processes of this
+    run call it, and no earlier run was called. job: the grid, with op times where they are known. worker:
+    this process, such as W0_1. iterations: how many the job runs. technique, memory: for the plans. profile: the op
     times, where job has none, as for ResilientTrainer.
     samples_per_micro_batch: for the throughput shown.
     on_plan: called with each new epoch and its plan, in a thread of the reporter's; what it raises is

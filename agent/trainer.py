@@ -95,7 +95,8 @@ class ResilientTrainer:
     seed: of parameters, data order and dropout. technique, memory, mode, autocast, clip_norm,
         non_finite, staggered, keep_finished, device, transport, pace: as `python -m agent launch --help`
         says; pace is "profile" for the times that job or profile have.
-    console: address of a console that watches and decides; token: its token. name: there.
+    console: address of a console that watches and decides, its standby's after a comma; token: their
+        token. name: there.
         demo: the console may kill and restart these processes.
     weights: folder that the trained weights are written to, a file per stage; kept in memory if not given.
     checkpoint: folder for checkpoints, of which one is written every checkpoint_every iterations and

@@ -41,7 +41,13 @@ def launch(
     ] = None,
     iterations: Annotated[int, typer.Option(help="Iterations to commit.")] = 30,
     record: Annotated[Path | None, typer.Option(help="JSON-lines file: losses, failures, final hash.")] = None,
-    console: Annotated[str | None, typer.Option(help="Address of a console, such as http://127.0.0.1:8501.")] = None,
+    console: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OPENRECYCLE_CONSOLE",
+            help="Address of a console, such as http://127.0.0.1:8501; its standby's after a comma.",
+        ),
+    ] = None,
     token_file: Annotated[Path | None, typer.Option(help="The console's token (or OPENRECYCLE_TOKEN).")] = None,
     kill: Annotated[list[str] | None, typer.Option(help="W1_2@10:F3: SIGKILL before that op. Repeatable.")] = None,
     rejoin: Annotated[list[str] | None, typer.Option(help="W1_2@15: start it anew after that iteration.")] = None,

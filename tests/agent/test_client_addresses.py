@@ -1,0 +1,152 @@
+"""A client with the addresses of a console and its standby: real servers on loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from agent.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
+from agent.protocol import ClockReading
+from planner.errors import InputError
+
+GOOD = (200, {"name": "clock", "microseconds": 7})
+STANDBY = (503, {"title": "t", "status": 503, "code": "standby", "detail": "this console is a standby: a leads"})
+
+
+class Answering:
+    """A server that says what it is told to, and counts; None: takes a request and says nothing."""
+
+    def __init__(self, answer: tuple[int, object] | None) -> None:
+        self.answer = answer
+        self.asked: list[str] = []
+        self.ending = threading.Event()
+        served = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                served.asked.append(self.path)
+                if served.answer is None:
+                    served.ending.wait(60)
+                    return
+                status, body = served.answer
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self) -> None:
+        self.ending.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def answering(stack: ExitStack, answer: tuple[int, object] | None) -> Answering:
+    server = Answering(answer)
+    stack.callback(server.close)
+    return server
+
+
+def gone() -> str:
+    """An address that nobody listens on any more."""
+    server = Answering(GOOD)
+    server.close()
+    return server.url
+
+
+def read(client: ConsoleClient) -> int:
+    reading = client.get("/clock", ClockReading)
+    assert reading is not None
+    return reading.microseconds
+
+
+@pytest.mark.parametrize("text", ["http://a:1, https://b:2/", "http://a:1,https://b:2"])
+def test_addresses_have_a_comma_between(text: str) -> None:
+    assert check_url(text) == "http://a:1,https://b:2"
+
+
+@pytest.mark.parametrize("text", ["http://a:1,", "http://a:1,b:2", ",http://a:1", "http://a:1;,http://"])
+def test_each_address_must_be_one(text: str) -> None:
+    with pytest.raises(InputError, match="several with commas between"):
+        check_url(text)
+
+
+@pytest.mark.parametrize("first", ["gone", "standby", "silent", "broken"])
+def test_what_one_does_not_take_goes_to_the_other(stack: ExitStack, first: str) -> None:
+    leader = answering(stack, GOOD)
+    answers = {"standby": STANDBY, "silent": None, "broken": (502, "a proxy's page")}
+    url = gone() if first == "gone" else answering(stack, answers[first]).url
+    client = ConsoleClient(f"{url},{leader.url}", timeout=0.5)
+    assert read(client) == 7
+    assert client.url == leader.url, "and the next one goes there at once"
+
+
+def test_it_stays_with_the_one_that_answers(stack: ExitStack) -> None:
+    first, second = answering(stack, STANDBY), answering(stack, GOOD)
+    client = ConsoleClient(f"{first.url},{second.url}")
+    for _ in range(3):
+        read(client)
+    assert (len(first.asked), len(second.asked)) == (1, 3)
+
+
+def test_when_the_leader_changes_the_client_follows(stack: ExitStack) -> None:
+    first, second = answering(stack, GOOD), answering(stack, STANDBY)
+    client = ConsoleClient(f"{first.url},{second.url}")
+    read(client)
+    first.answer, second.answer = STANDBY, GOOD
+    assert read(client) == 7 and client.url == second.url
+
+
+def test_while_nobody_leads_each_is_asked_once_and_the_error_says_so(stack: ExitStack) -> None:
+    first, second = answering(stack, STANDBY), gone()
+    client = ConsoleClient(f"{first.url},{second}")
+    with pytest.raises(ConsoleUnavailable) as error:
+        read(client)
+    assert f"{first.url} answered 503 (this console is a standby: a leads)" in str(error.value)
+    assert f"{second} does not answer" in str(error.value)
+    assert len(first.asked) == 1
+
+
+def test_one_that_hangs_is_not_asked_first_again(stack: ExitStack) -> None:
+    silent, standby = answering(stack, None), answering(stack, STANDBY)
+    client = ConsoleClient(f"{silent.url},{standby.url}", timeout=0.3)
+    with pytest.raises(ConsoleUnavailable):
+        read(client)
+    standby.answer = GOOD
+    assert read(client) == 7
+    assert len(silent.asked) == 1
+
+
+def test_a_refusal_is_an_answer(stack: ExitStack) -> None:
+    no = (404, {"title": "t", "status": 404, "code": "unknown_job", "detail": "no such job"})
+    first, second = answering(stack, no), answering(stack, GOOD)
+    client = ConsoleClient(f"{first.url},{second.url}")
+    with pytest.raises(ConsoleRefused, match="no such job"):
+        read(client)
+    assert second.asked == []
+
+
+def test_long_polls_are_short_where_another_console_may_have_taken_over(stack: ExitStack) -> None:
+    only, other = answering(stack, GOOD), answering(stack, GOOD)
+    ConsoleClient(only.url).get("/clock", ClockReading, wait=20)
+    ConsoleClient(f"{only.url},{other.url}").get("/clock", ClockReading, wait=20)
+    assert [path.partition("?")[2] for path in only.asked] == ["wait=20", "wait=5.0"]
