@@ -38,9 +38,10 @@ STREAM: dict[int | str, dict[str, Any]] = {
 class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
-    def __init__(self, messages: AsyncIterator[str]) -> None:
+    # FastAPI reads the status off the signature.
+    def __init__(self, messages: AsyncIterator[str], status_code: int = 200) -> None:
         # nginx would keep messages back until it has some kilobytes.
-        super().__init__(messages, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        super().__init__(messages, status_code, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
 
 def router(console: Console) -> APIRouter:
