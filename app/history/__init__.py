@@ -1,0 +1,1 @@
+"""The whole history of a job as a file: exported, checked, imported; and jobs deleted."""

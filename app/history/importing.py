@@ -1,0 +1,98 @@
+"""A checked file becomes a job: stored in small steps, beside a console that has other things to do."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from app.history.reading import History, HistoryError, importable
+from app.history.tables import Format, format_of
+from db.job_rows import JobRows, Record
+from db.session import Database
+
+BATCH = 500
+REST = 0.005
+"""Seconds between two transactions: SQLite has one writer, and others wait."""
+OVER = ("finished", "stopped")
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """rows: of all tables together."""
+
+    job_id: str
+    rows: int
+    plans: int
+
+
+def import_history(
+    database: Database,
+    path: Path,
+    *,
+    new_id: str | None = None,
+    actor: str = "CLI",
+    rest: Callable[[float], None] = time.sleep,
+) -> Imported:
+    """Stores the job, all of it or nothing; the whole file is checked first. new_id: instead of its own.
+
+    A job that had not ended is stopped: its processes do not know this console. Raises HistoryError,
+    SQLAlchemyError.
+    """
+    if new_id is not None and not _IDENTIFIER.fullmatch(new_id):
+        raise HistoryError(f"id: got {new_id!r:.80}, expected 1 to 64 letters, digits, _ or -")
+    rows = JobRows(database)
+    with History(path) as history:
+        job = format_of("job").to_row(next(history.lines("job")))
+        job_id = job["id"] = new_id or job["id"]
+        if rows.exists(job_id):
+            raise _taken(job_id)
+        history.check()
+        if job["state"] not in OVER:
+            job["reason"] = f"it was {job['state']} when its history was exported; imported, it does not go on"
+            job["state"] = "stopped"
+        if not rows.begin(job):
+            raise _taken(job_id)
+        try:
+            _store(rows, history, job_id, rest)
+            audit = {"at": time.time(), "actor": actor, "action": "import", "job_id": job_id, "target": job_id}
+            rows.finish(job_id, job["state"], {**audit, "detail": f"exported as {history.manifest.job}"[:2000]})
+        except BaseException:
+            delete_job(rows, job_id, rest)
+            raise
+        manifest = history.manifest
+    return Imported(job_id, sum(t.rows for n, t in manifest.tables.items() if n != "audit"), len(manifest.plans))
+
+
+def delete_job(rows: JobRows, job_id: str, rest: Callable[[float], None] = time.sleep) -> None:
+    """All of a hidden job (db.job_rows), in small steps. Raises SQLAlchemyError."""
+    while rows.delete_some(job_id):
+        rest(REST)
+
+
+def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float], None]) -> None:
+    known: set[str] = set()  # plans that rows of this job hold
+    for form in importable():
+        for batch in _batches(history, form):
+            named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
+            rows.add(form.name, job_id, batch, ((f, history.plan(f)) for f in sorted(named)))
+            known |= named
+            rest(REST)
+
+
+def _batches(history: History, form: Format) -> Iterator[list[Record]]:
+    """A row that brings a plan along, which may be large, has few others beside it."""
+    size = 8 if form.name in ("job_plan", "epoch") else BATCH
+    lines = history.lines(form.name)
+    while batch := [form.to_row(line) for line in islice(lines, size)]:
+        yield batch
+
+
+def _taken(job_id: str) -> HistoryError:
+    return HistoryError(
+        f"job: {job_id} is there already, and is not overwritten; delete it first, or import under another id (--as)"
+    )

@@ -1,0 +1,171 @@
+"""A row of each table as a line of JSON. What a column may hold is read off the table; what people or
+the console rely on beyond its type is said here."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model
+from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary, String, Text
+
+from agent.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
+from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
+from app.observing.measuring import Measured
+from db.job_rows import table
+
+Record = dict[str, Any]
+
+# Not exported: what other jobs or consoles count by, and a key under which requests find the job again.
+LEFT_OUT = {"job": ("idempotency_key",), "worker_state": ("id",), "heartbeat": ("id",), "audit": ("id",)}
+# The job's id is that of the file, or another one.
+JOB_COLUMN = "job_id"
+MOST_TEXT = 2**20
+
+
+def _no_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("text without NUL")
+    return text
+
+
+def _hex(text: str) -> str:
+    float.fromhex(text)
+    return text
+
+
+Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Workers = list[WorkerName]
+Place = Annotated[str, StringConstraints(pattern=r"^(W\d{1,6}_\d{1,6})?$")]
+_STRICTER: dict[str, Any] = {
+    "job.id": Identifier,
+    "job.name": Name,
+    "job.spec": JobSpec,
+    "job.state": Literal["starting", "running", "recovering", "halted", "finished", "stopped"],
+    "job.mode": Mode,
+    "job.patience": Annotated[float, Field(ge=LEAST_PATIENCE, le=MOST_PATIENCE)],
+    "worker.name": WorkerName,
+    "worker.state": WorkerState,
+    "worker.incarnation": Identifier | None,
+    "worker.retired": list[Identifier],
+    "worker.phase": Literal["", "starting", "waiting", "forming", "training", "draining"],
+    "worker.op_milliseconds": dict[OpKind, Milliseconds],
+    "job_plan.fingerprint": Fingerprint,
+    "job_plan.failed": Workers,
+    "epoch.epoch": Annotated[int, Field(ge=1, le=2**53)],
+    "epoch.plan_fingerprint": Fingerprint,
+    "epoch.living": Workers,
+    "epoch.failed": Workers,
+    "epoch.joining": Workers,
+    "epoch.moves": list[tuple[WorkerName, WorkerName]],
+    "acknowledgement.worker": WorkerName,
+    "acknowledgement.state": Literal["adopted", "formed", "resumed"],
+    "event.severity": Literal["info", "warning", "error"],
+    "event.kind": Literal["worker", "failure", "epoch", "recovery", "plan", "job", "console", "operator", "step"],
+    "event.worker": WorkerName | None,
+    "event.seq": Annotated[int, Field(ge=1, le=2**53)],
+    "iteration.iteration": Annotated[int, Field(ge=0, le=2**53)],
+    "iteration.seconds": Annotated[float, Field(ge=0, le=1e9)],
+    "iteration.living": Annotated[int, Field(ge=0, le=2**31 - 1)],
+    "iteration.loss_hex": Annotated[str, StringConstraints(max_length=40), AfterValidator(_hex)],
+    "recovery.worker": WorkerName,
+    "measured_iteration.document": Measured,
+    "worker_state.worker": WorkerName,
+    "worker_state.state": WorkerState,
+    "command.kind": Literal["kill", "restart", "pause", "resume"],
+    "command.worker": Place,
+    "heartbeat.level": Literal[1, 60, 3600],
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """One table: the model of its lines, and its key; both without the job's id.
+
+    key: columns in which lines rise strictly; () where equal lines may follow each other. single: there
+    is one line at most.
+    """
+
+    name: str
+    line: type[BaseModel]
+    key: tuple[str, ...]
+    single: bool
+    _write: dict[str, Callable[[Any], Any]]
+    _read: dict[str, Callable[[Any], Any]]
+
+    def to_line(self, row: Record) -> Record:
+        """Plain data for JSON."""
+        return {
+            name: self._write[name](row[name]) if name in self._write else row[name] for name in self.line.model_fields
+        }
+
+    def to_row(self, line: BaseModel) -> Record:
+        """Without the columns that an older file does not have."""
+        return {
+            name: self._read[name](value) if name in self._read else value
+            for name in line.model_fields_set
+            for value in (getattr(line, name),)
+        }
+
+
+@cache
+def format_of(name: str) -> Format:
+    columns = [c for c in table(name).columns if c.name != JOB_COLUMN and c.name not in LEFT_OUT.get(name, ())]
+    fields: dict[str, Any] = {}
+    write: dict[str, Callable[[Any], Any]] = {}
+    read: dict[str, Callable[[Any], Any]] = {}
+    for column in columns:
+        stricter = _STRICTER.get(f"{name}.{column.name}")
+        kind = stricter if stricter is not None else _type(column)
+        # Columns that came with a later version have a default for rows of before.
+        fields[column.name] = (kind, ...) if column.server_default is None else (kind, None)
+        if isinstance(column.type, LargeBinary):
+            write[column.name], read[column.name] = _encoded, base64.b64decode
+        if isinstance(stricter, type) and issubclass(stricter, BaseModel):
+            deflate = isinstance(column.type, LargeBinary)
+            write[column.name] = _inflated_json if deflate else json.loads
+            read[column.name] = _deflated_json if deflate else BaseModel.model_dump_json
+        elif isinstance(column.type, Text) and stricter is not None:
+            write[column.name], read[column.name] = json.loads, json.dumps
+    model = create_model(
+        name, __config__=ConfigDict(extra="forbid", protected_namespaces=(), use_enum_values=True), **fields
+    )
+    key = tuple(c.name for c in table(name).primary_key.columns if c.name != JOB_COLUMN)
+    return Format(name, model, () if key == ("id",) else key, not key, write, read)
+
+
+def _type(column: Column[Any]) -> Any:
+    kind: Any
+    if isinstance(column.type, LargeBinary):
+        kind = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/]*={0,2}$", strict=True)]
+    elif isinstance(column.type, Text):
+        kind = Annotated[str, StringConstraints(max_length=MOST_TEXT, strict=True), AfterValidator(_no_nul)]
+    elif isinstance(column.type, String):
+        kind = Annotated[str, StringConstraints(max_length=column.type.length, strict=True), AfterValidator(_no_nul)]
+    elif isinstance(column.type, Boolean):
+        kind = Annotated[bool, Field(strict=True)]
+    elif isinstance(column.type, BigInteger) or column.type._variant_mapping:
+        kind = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+    elif isinstance(column.type, Integer):
+        kind = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
+    else:
+        assert isinstance(column.type, Double), column
+        kind = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+    return kind | None if column.nullable else kind
+
+
+def _encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _inflated_json(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data))
+
+
+def _deflated_json(document: BaseModel) -> bytes:
+    return zlib.compress(document.model_dump_json().encode())

@@ -1,0 +1,107 @@
+"""A job with something in every table, for tests of its history as a file."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import select
+
+from agent.protocol import (
+    Acknowledgement,
+    FailureReport,
+    Heartbeat,
+    Iteration,
+    JobFinished,
+    JobSpec,
+    Recovery,
+    Registration,
+)
+from app.console import Console
+from app.history.tables import LEFT_OUT
+from app.observing.measuring import Measured, WorkerOps
+from db.job_rows import MODELS, table
+from db.session import Database
+
+SPEC = JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=50, demo=True)
+NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
+
+
+def lived_job(console: Console, *, finished: bool = True) -> str:
+    """Workers register, one dies and comes back, an operator looks on; it ends."""
+    job_id = console.create_job(SPEC)[0].job_id
+    for name in NAMES:
+        console.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="nöde", pid=7))
+    job = console.job(job_id)
+    _resume(console, job_id, NAMES, 1)
+    for seq in range(3):
+        for name in NAMES:
+            ops = {"F": 10.0 + seq, "I": 11.1, "W": 9.3, "O": 0.25}
+            job.heard(
+                Heartbeat(
+                    worker=name,
+                    incarnation=f"{name}-a",
+                    seq=seq,
+                    epoch=1,
+                    iteration=seq,
+                    phase="training",
+                    op_milliseconds=ops,  # type: ignore[arg-type]
+                    resident_bytes=2**31,
+                )
+            )
+    job.take_heartbeats()
+    console.recorder.write(float("inf"))
+    console.recorder.tidy(time.time() + 7200)
+    console._flush()
+    losses = [
+        Iteration(iteration=i, loss=1 / (i + 3), loss_hex=(1 / (i + 3)).hex(), seconds=0.1, epoch=1, living=4)
+        for i in range(7)
+    ]
+    console.committed(job_id, losses)
+    console.operators.kill(job_id, "W1_0", "Ann")
+    exit_report = FailureReport(worker="W1_0", incarnation="W1_0-a", cause="exit", reporter="launcher", detail="gone")
+    console.failure(job_id, exit_report)
+    _resume(console, job_id, [n for n in NAMES if n != "W1_0"], 2)
+    times = {"detected_ms": 1.0, "unblocked_ms": 2.5, "reformed_ms": 3.0, "resumed_ms": 1e-3}
+    console.recovered(job_id, Recovery(worker="W1_0", epoch=2, **times))
+    console.feed.acknowledge(job, [1, 2], "Zoë 🚀")
+    epoch = job.state.current
+    assert epoch is not None
+    ops = WorkerOps(
+        kinds="FBO", pipelines=(0, 0, 0), micro_batches=(0, 0, -1), starts_us=(0, 5, 9), durations_us=(5, 4, 1)
+    )
+    measured = Measured(
+        iteration=3,
+        epoch=2,
+        plan_fingerprint=epoch.plan_fingerprint,
+        at=time.time(),
+        uncertainty_us=4,
+        workers=dict.fromkeys(epoch.living, ops),
+    )
+    console.observations.put_measured(job_id, 3, measured.model_dump_json(), measured.at)
+    if finished:
+        console.finish(job_id, JobFinished(state="finished", reason="all iterations are committed"))
+    return job_id
+
+
+def _resume(console: Console, job_id: str, names: list[str], epoch: int) -> None:
+    for name in names:
+        for state in ("adopted", "formed", "resumed"):
+            message = Acknowledgement(worker=name, incarnation=f"{name}-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+            console.acknowledge(job_id, message)
+
+
+def everything(database: Database, job_id: str) -> dict[str, list[dict[str, Any]]]:
+    """All rows of a job in each table that an import fills, without its id and what is not exported."""
+    found = {}
+    with database.engine.connect() as connection:
+        for name in ("job", *MODELS):
+            rows = table(name)
+            of_job = rows.c.id if name == "job" else rows.c.job_id
+            left_out = {"job_id", *LEFT_OUT.get(name, ()), *(("id",) if name == "job" else ())}
+            query = select(rows).where(of_job == job_id)
+            plain = [
+                {k: v for k, v in row.items() if k not in left_out} for row in connection.execute(query).mappings()
+            ]
+            found[name] = sorted(plain, key=repr)
+    return found

@@ -1,0 +1,349 @@
+"""A job's history as a file: out of one database and into another, and what is not let in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from history_job import NAMES, everything, lived_job
+from sqlalchemy import func, select
+
+from app.console import Console
+from app.history import importing, reading
+from app.history.archive import EXPORTED, Manifest, export, table_file
+from app.history.importing import delete_job, import_history
+from app.history.reading import HistoryError
+from app.history.tables import LEFT_OUT, format_of
+from db.job_rows import MODELS, JobRows, table
+from db.models import AuditRow, Base, PlanRow
+from db.session import Database
+from db.store import Store
+from tests.conftest import new_database
+
+
+def opened(url: str) -> Database:
+    database = Database(url)
+    database.upgrade()
+    return database
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Database, str, Path]]:
+    """A database with a finished job and another, the id of the first, and its file. Not to be changed."""
+    folder = tmp_path_factory.mktemp("origin")
+    database = opened(f"sqlite:///{folder / 'origin.db'}")
+    console = Console(Store(database))
+    try:
+        job_id = lived_job(console)
+        lived_job(console, finished=False)
+    finally:
+        console.close()
+    assert export(database, job_id, folder / "job.zip")
+    yield database, job_id, folder / "job.zip"
+    database.close()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Database]:
+    database = opened(f"sqlite:///{tmp_path / 'target.db'}")
+    yield database
+    database.close()
+
+
+def counts(database: Database) -> dict[str, int]:
+    with database.read() as session:
+        return {
+            t.name: session.scalar(select(func.count()).select_from(t)) or 0
+            for t in Base.metadata.sorted_tables
+            if t.name not in ("audit", "leadership")
+        }
+
+
+def test_there_and_back_again_equal_row_by_row(
+    origin: tuple[Database, str, Path], target: Database, postgres_url: str, tmp_path: Path
+) -> None:
+    source, job_id, path = origin
+    wanted = everything(source, job_id)
+    assert all(wanted[name] for name in wanted), "every table is put to the test"
+    postgres = opened(new_database(postgres_url))
+    try:
+        done = import_history(postgres, path)
+        assert done.job_id == job_id and done.rows == sum(map(len, wanted.values()))
+        assert everything(postgres, job_id) == wanted
+        assert export(postgres, job_id, tmp_path / "again.zip")
+        with pytest.raises(HistoryError, match=f"{job_id} is there already, and is not overwritten"):
+            import_history(postgres, path)
+        assert import_history(postgres, path, new_id="other").job_id == "other"
+        assert everything(postgres, "other") == wanted
+    finally:
+        postgres.close()
+    import_history(target, tmp_path / "again.zip")
+    assert everything(target, job_id) == wanted
+    with source.read() as a, target.read() as b:
+        query = select(PlanRow.fingerprint, PlanRow.document).order_by(PlanRow.fingerprint)
+        plans = {row.fingerprint: row.document for row in a.execute(query)}
+        assert {row.fingerprint: row.document for row in b.execute(query)}.items() <= plans.items()
+        assert b.scalar(select(func.count()).select_from(PlanRow)) == done.plans
+        assert [row.action for row in b.scalars(select(AuditRow))] == ["import"], "the audit log is never imported"
+
+
+def test_an_imported_job_is_looked_at_as_any_other(origin: tuple[Database, str, Path], target: Database) -> None:
+    _, job_id, path = origin
+    import_history(target, path)
+    console = Console(Store(target))
+    console.start()
+    try:
+        view = console.view(job_id)
+        assert {w.name for w in view.workers} == set(NAMES) and view.plan is not None
+        assert console.job(job_id).state.job_state == "finished"
+        assert len(console.iterations(job_id, -1, 100)) == 7
+    finally:
+        console.close()
+
+
+def test_a_job_that_runs_is_stopped_where_it_is_imported(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path
+) -> None:
+    source, finished, _ = origin
+    other = next(row["id"] for row in Store(source).jobs() if row["id"] != finished)
+    assert export(source, other, tmp_path / "job.zip")
+    import_history(target, tmp_path / "job.zip")
+    job = Store(target).jobs()[0]
+    assert job["state"] == "stopped" and "when its history was exported" in job["reason"]
+    assert export(source, "nobody", tmp_path / "none.zip") is None
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix in (".zip", ".part")) == ["job.zip"]
+
+
+def test_every_table_of_a_job_is_exported_or_said_not_to_be() -> None:
+    apart = {"token"}  # secrets, of this console alone
+    of_job = {t.name for t in Base.metadata.sorted_tables if "job_id" in t.columns}
+    assert of_job - apart == set(EXPORTED) - {"job"}
+    for name in EXPORTED:
+        exported = set(format_of(name).line.model_fields)
+        assert exported | {"job_id", *LEFT_OUT.get(name, ())} >= set(table(name).columns.keys()), name
+
+
+def rewritten(path: Path, out: Path, change: Callable[[dict[str, bytes], dict[str, Any]], None]) -> Path:
+    """The file with its parts changed; sums and sizes are put right unless the manifest's text was changed."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    manifest = json.loads(parts.pop("manifest.json"))
+    change(parts, manifest)
+    text = parts.pop("manifest.json", None)
+    for name, data in parts.items():
+        kind, _, rest = name.partition("/")
+        entry = manifest.get(kind, {}).get(rest.rpartition(".")[0])
+        if entry:
+            entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            if kind == "tables":
+                entry["rows"] = data.count(b"\n")
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+        archive.writestr("manifest.json", text if text is not None else json.dumps(manifest))
+    return out
+
+
+def row(in_table: str, /, number: int = 0, **columns: Any) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
+    """One row with other values."""
+
+    def change(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        lines = parts[table_file(in_table)].splitlines(keepends=True)
+        lines[number] = json.dumps({**json.loads(lines[number]), **columns}).encode() + b"\n"
+        parts[table_file(in_table)] = b"".join(lines)
+
+    return change
+
+
+def part(name: str, data: bytes | None) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
+    return lambda parts, _: parts.update({name: data}) if data is not None else parts.pop(name) and None
+
+
+def first_plan(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
+    def of_parts(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        name = min(n for n in parts if n.startswith("plans/"))
+        plan = json.loads(parts[name])
+        change(plan)
+        parts[name] = json.dumps(plan).encode()
+
+    return of_parts
+
+
+def twice(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+    name = table_file("event")
+    parts[name] = parts[name].splitlines(keepends=True)[0] * 2
+
+
+def forgotten(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+    del manifest["tables"]["epoch"]
+
+
+def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+    a, b = sorted(n for n in parts if n.startswith("plans/"))[:2]
+    parts[a] = parts[b]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (part("../../evil", b"x"), "got '../../evil' in it"),
+        (part("/etc/cron.d/x", b"x"), "which the manifest does not name"),
+        (part(table_file("iteration"), None), "tables/iteration.jsonl is missing"),
+        (forgotten, "table 'epoch' is missing"),
+        (part("manifest.json", b"{}"), "manifest.json: format: Field required"),
+        (part("manifest.json", b"[" * 100_000), "manifest.json:"),
+        (lambda parts, m: m.update(version=2), "manifest.json: version"),
+        (part(table_file("event"), b"\0" * 300_000_000), "at most 200 times as many"),
+        (part(table_file("event"), b"not json\n"), "tables/event.jsonl, line 1: the line: Invalid JSON"),
+        (part(table_file("event"), b'{"seq": 1}\n'), "tables/event.jsonl, line 1: at: Field required"),
+        (twice, "expected more than the row before has"),
+        (row("event", seq=1.5), "seq"),
+        (row("event", at="later"), "at: "),
+        (row("event", text="a\0b"), "without NUL"),
+        (row("event", worker="W9_9"), "expected one of the job's grid"),
+        (row("event", severity="loud"), "severity"),
+        (row("event", extra=1), "extra"),
+        (row("worker", name="W5_5"), "expected"),
+        (row("worker", retired="no list"), "retired"),
+        (row("job", spec={"name": "x"}), "spec"),
+        (row("job", state="importing"), "state"),
+        (row("job", id="../x"), "id: "),
+        (row("iteration", loss=float("inf")), "loss"),
+        (row("iteration", iteration=10**6), "iteration"),
+        (row("iteration", loss_hex="zz"), "loss_hex"),
+        (row("epoch", plan_fingerprint="f" * 32), "expected one of the file's plans"),
+        (row("epoch", living=["W0_0", "W7_0"]), "living: got 'W7_0'"),
+        (row("epoch", epoch=2**70), "epoch"),
+        (row("heartbeat", data="AAAA"), "data: "),
+        (row("heartbeat", data="\u00e9"), "data"),
+        (row("heartbeat", worker_group=3), "not of group 3"),
+        (row("heartbeat", begin=5), "its times are not those"),
+        (row("measured_iteration", document={"iteration": 1}), "document"),
+        (row("command", kind="format"), "kind"),
+        (first_plan(lambda plan: plan.update(failed=["W0_0"])), "plans/"),
+        (first_plan(lambda plan: plan["metrics"].update(period=1e-9)), "period"),
+        (other_plan, "got another plan than that of this fingerprint"),
+    ],
+)
+def test_what_is_not_let_in(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path, change: Any, words: str
+) -> None:
+    before = counts(target)
+    path = rewritten(origin[2], tmp_path / "changed.zip", change)
+    with pytest.raises(HistoryError) as refused:
+        import_history(target, path)
+    assert words in str(refused.value) and len(str(refused.value)) < 500 and "\n" not in str(refused.value)
+    assert counts(target) == before, "nothing is stored"
+
+
+def test_files_that_are_no_history(origin: tuple[Database, str, Path], target: Database, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    whole = origin[2].read_bytes()
+    for data in (
+        b"",
+        b"PK",
+        b"hello" * 100,
+        whole[:-50],
+        whole[: len(whole) // 2],
+        whole[:40] + b"damage" + whole[46:],
+    ):
+        path.write_bytes(data)
+        with pytest.raises(HistoryError):
+            import_history(target, path)
+    with pytest.raises(HistoryError, match="can't be read"):
+        import_history(target, tmp_path / "nothing")
+    with pytest.raises(HistoryError, match="id: got 'a b'"):
+        import_history(target, origin[2], new_id="a b")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", b"x")
+    with pytest.raises(HistoryError, match=r"it has no manifest.json"):
+        import_history(target, path)
+
+
+def test_a_directory_beyond_all_bounds(target: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MOST_DIRECTORY", 1000)
+    with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:
+        for i in range(100):
+            archive.writestr(f"file{i}", b"")
+    with pytest.raises(HistoryError, match="its directory has"):
+        import_history(target, tmp_path / "many.zip")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"sha256": "0" * 64}, "SHA-256 are not those"),
+        ({"bytes": 10}, "its bytes or their"),
+        ({"rows": 10**6}, "expected 1000000, as the manifest says"),
+        ({"bytes": -1}, "bytes: Input should be greater"),
+        ({"bytes": 2**49}, "expected at most that"),
+    ],
+)
+def test_sums_that_do_not_agree(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path, wrong: dict[str, Any], words: str
+) -> None:
+    def change(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        manifest["tables"]["event"].update(wrong)
+        parts["manifest.json"] = json.dumps(manifest).encode()
+
+    with pytest.raises(HistoryError, match=words):
+        import_history(target, rewritten(origin[2], tmp_path / "sums.zip", change))
+
+
+def test_an_import_that_breaks_off_leaves_nothing(
+    origin: tuple[Database, str, Path], target: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = counts(target)
+    monkeypatch.setattr(importing, "BATCH", 2)
+    steps = 0
+
+    def broken(seconds: float) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 12:
+            raise OSError("no space left on the disk")
+
+    with pytest.raises(OSError, match="no space left"):
+        import_history(target, origin[2], rest=broken)
+    assert counts(target) == before
+    # A process that died has left its half; whoever starts next finds it.
+    rows = JobRows(target)
+    monkeypatch.setattr(importing, "delete_job", lambda *_: None)
+    steps = 0
+    with pytest.raises(OSError, match="no space left"):
+        import_history(target, origin[2], rest=broken)
+    assert Store(target).jobs() == [] and rows.half_done() == [origin[1]]
+    delete_job(rows, origin[1])
+    assert counts(target) == before
+
+
+def test_deleting_one_of_two_jobs_that_share_plans(origin: tuple[Database, str, Path], target: Database) -> None:
+    _, job_id, path = origin
+    import_history(target, path)
+    before, plans = everything(target, job_id), counts(target)["plan"]
+    import_history(target, path, new_id="copy")
+    assert counts(target)["plan"] == plans, "equal plans are stored once"
+    rows = JobRows(target)
+    audit = {"at": 1.0, "actor": "Ann", "action": "delete", "job_id": "copy", "target": "copy", "detail": ""}
+    assert rows.hide("copy", audit) and not rows.hide("copy", audit) and not rows.hide("nobody", audit)
+    assert [row["id"] for row in Store(target).jobs()] == [job_id]
+    delete_job(rows, "copy")
+    assert everything(target, job_id) == before and counts(target)["plan"] == plans
+    assert rows.hide(job_id, {**audit, "job_id": job_id})
+    delete_job(rows, job_id)
+    assert not any(counts(target).values()), "plans that nobody has are gone, too"
+    assert {row["action"] for row in Store(target).audit("copy")} == {"import", "delete"}
+
+
+def test_the_manifest_is_one(origin: tuple[Database, str, Path]) -> None:
+    with zipfile.ZipFile(origin[2]) as archive:
+        manifest = Manifest.model_validate_json(archive.read("manifest.json"))
+        assert manifest.job == origin[1] and set(manifest.tables) == {"job", "audit", *MODELS}
+        events = [json.loads(line) for line in archive.read(table_file("event")).splitlines()]
+    assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
+    assert any("Ann asked to kill W1_0" in e["text"] for e in events)
