@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from agent import channel
+from agent.protocol import TOKEN_VARIABLE
 from agent.workload import WorkloadSource
 from planner.job import Worker
 
@@ -104,7 +105,13 @@ def start_server(preload: list[str]) -> None:
     # Broken connections are this program's daily bread; c10d would print a stack for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-    forkserver.ensure_running()
+    # Workers inherit its environment, and the token in ours may be one that operates.
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if token is not None:
+            os.environ[TOKEN_VARIABLE] = token
 
 
 class ProcessPool:

@@ -23,6 +23,10 @@ from planner.plan import JobDoc
 
 API = "/api/v1"
 PROTOCOL_VERSION = 1
+# With the answer to POST /jobs: a token that is good for this job alone, for its launcher's workers.
+AGENT_TOKEN = "OpenRecycle-Agent-Token"
+# Where programs find the token that they were given.
+TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
 # Of one worker and iteration, at most.
 MEASURED_OPS = 100_000
 # Of one post of a worker's log: lines, and characters in each.

@@ -140,8 +140,9 @@ def make_launcher(
         )
     else:
         url, token = options.console, options.token
+        client = ConsoleClient(url, token=token)
         created = create_job(
-            ConsoleClient(url, token=token),
+            client,
             job_spec(
                 options.job,
                 name=options.name,
@@ -156,6 +157,8 @@ def make_launcher(
                 seed=options.seed,
             ),
         )
+        # From here on with the job's own token: what workers hold must open nothing else.
+        token = client.issued or token
         link = ConsoleLink(url, created.job_id, token, created.heartbeat_seconds)
         coordination = ConsoleCoordination(
             lambda: ConsoleClient(url, token=token),

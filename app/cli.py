@@ -10,7 +10,9 @@ import typer
 
 from app.coordination.membership import Ladder
 from app.errors import SettingsError
+from app.security.oidc import read_oidc
 from app.settings import Settings, read_token
+from app.token_cli import tokens
 from planner.errors import PlannerError
 
 cli = typer.Typer(
@@ -20,6 +22,8 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+cli.add_typer(tokens, name="token")
 
 _DEFAULT = Ladder()
 
@@ -44,6 +48,20 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="File (mode 0600) with the token; else OPENRECYCLE_TOKEN.")
     ] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Host name under which it is reached, through a proxy, say.")
+    ] = None,
+    proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy that says who the client is. Default: this machine."),
+    ] = None,
+    oidc: Annotated[
+        Path | None, typer.Option(help="TOML file (mode 0600) with Streamlit's [auth]: people sign in with an account.")
+    ] = None,
+    oidc_operators: Annotated[
+        str, typer.Option(help="Who may operate: ada@x.org,*@ops.x.org,group:NAME.", show_default=False)
+    ] = "",
+    oidc_viewers: Annotated[str, typer.Option(help="Who may look on, in the same form.", show_default=False)] = "",
     api_only: Annotated[bool, typer.Option("--api-only", help="Serve the REST API without the pages.")] = False,
     heartbeat: Annotated[float, typer.Option(help="Seconds between two reports of a worker.")] = _DEFAULT.heartbeat,
     suspect: Annotated[float, typer.Option(help="Seconds of silence that make a suspect.")] = _DEFAULT.suspect,
@@ -65,6 +83,9 @@ def serve(
             ladder=Ladder(heartbeat=heartbeat, suspect=suspect, dead=dead),
             tolerance=tolerance,
             api_only=api_only,
+            names=tuple(host_name or ()),
+            proxies=tuple(proxy or Settings.proxies),
+            oidc=None if oidc is None else read_oidc(oidc, _listed(oidc_operators), _listed(oidc_viewers)),
         )
         run(settings)
     except (SettingsError, PlannerError, DatabaseError) as error:
@@ -95,6 +116,10 @@ def demo(
     except SettingsError as error:
         fail(str(error))
     raise SystemExit(status)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part for part in (part.strip() for part in text.split(",")) if part)
 
 
 def fail(sentence: str) -> NoReturn:

@@ -1,8 +1,9 @@
 """One TCP connection between two launchers of a job: JSON messages that only the other could have sent.
 
 Both sides prove that they know the job's token, without sending it; after that every message
-carries an HMAC over its direction, its number and its text. Nothing is encrypted, and nothing is
-unpickled. Without a token (on loopback) the same happens with an empty one, which proves nothing.
+carries an HMAC over its direction, its number and its text. Nothing is unpickled, and nothing is encrypted
+but the token that workers report with. Without a token (on loopback) the same happens with an empty one,
+which proves nothing.
 """
 
 from __future__ import annotations
@@ -68,6 +69,25 @@ class Frames:
         if not isinstance(message, dict):
             raise NotTrusted("a message is not a JSON object")
         return message
+
+    def seal(self, text: str) -> str:
+        """Hexadecimal, and of no use to whoever listens in. text: ASCII."""
+        nonce = secrets.token_bytes(_NONCE)
+        return (nonce + self._veil(nonce, text.encode("ascii"))).hex()
+
+    def unseal(self, sealed: str) -> str:
+        """Raises NotTrusted for what no `seal` of the other side made."""
+        try:
+            data = bytes.fromhex(sealed)
+            return self._veil(data[:_NONCE], data[_NONCE:]).decode("ascii")
+        except ValueError:
+            raise NotTrusted("a sealed text can't be read") from None
+
+    def _veil(self, nonce: bytes, data: bytes) -> bytes:
+        """XOR with HMACs over a nonce that is used once and a counter, under the session's key."""
+        blocks = range(-(-len(data) // _MAC))
+        pad = b"".join(_hmac(self._key, b"seal", nonce, block.to_bytes(4, "big")) for block in blocks)
+        return bytes(a ^ b for a, b in zip(data, pad, strict=False))
 
     def close(self) -> None:
         """Also wakes a thread that waits in `receive`."""

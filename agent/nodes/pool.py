@@ -122,7 +122,9 @@ class NodeLink:
         if not self.alive:
             pipe.close()
             process.ended(None)
-        self.post({"kind": "start", "spec": encode_spec(spec)})
+        token = spec.console.token if spec.console is not None else None
+        sealed = {} if token is None else {"token": self._frames.seal(token)}
+        self.post({"kind": "start", "spec": encode_spec(spec), **sealed})
         return process
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ def by_name(workload: WorkloadSource) -> NamedWorkload:
 
 
 def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
-    """Without the console's token: each node has its own. Raises InputError as `by_name` does."""
+    """Without the token, which travels sealed. Raises InputError as `by_name` does."""
     workload, console = by_name(spec.workload), spec.console
     return {
         "worker": str(spec.worker),
@@ -68,7 +68,7 @@ def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
 
 
 def decode_spec(document: dict[str, Any], token: str | None) -> WorkerSpec:
-    """token: of this node, for the console. Raises ValueError when it is no such document."""
+    """token: what the worker reports to the console with. Raises ValueError when it is no such document."""
     try:
         console = document["console"]
         return WorkerSpec(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from agent.protocol import (
+    AGENT_TOKEN,
     Acknowledgement,
     Commands,
     Deployment,
@@ -23,9 +24,12 @@ from app.api.intake import Intake
 from app.api.models import Outcome
 from app.api.runner import in_thread
 from app.console import Console
+from app.security.access import caller_of
+from app.security.callers import Role
 
 After = Annotated[int, Query(ge=0, le=2**53)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new")]
+Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
@@ -35,9 +39,26 @@ def router(console: Console) -> APIRouter:
     rendered: dict[str, tuple[Deployment, str]] = {}  # by job: thousands of workers ask for the same
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
-    async def create_job(spec: JobSpec, response: Response, idempotency_key: IdempotencyKey = None) -> JobCreated:
-        """201 for a new job; 200 with the earlier one for an Idempotency-Key seen before."""
+    async def create_job(
+        spec: JobSpec,
+        request: Request,
+        response: Response,
+        idempotency_key: IdempotencyKey = None,
+        x_actor: Actor = "API",
+    ) -> JobCreated:
+        """201 for a new job; 200 with the earlier one for an Idempotency-Key seen before.
+
+        A console with a token answers with another one in OpenRecycle-Agent-Token, which is good for this job
+        alone: whoever starts its workers gives them that.
+        """
+        caller = caller_of(console.access, request.headers)
         created, new = await in_thread(console.create_job, spec, idempotency_key)
+        if new:
+            await in_thread(console.audit.record, x_actor, "create job", created.job_id, job_id=created.job_id)
+        # Asked again, those who already have an agent's token keep it: many processes may share one job.
+        if console.access.guarded and (new or caller.operates):
+            _, token = await in_thread(console.tokens.create, Role.AGENT, created_by=caller.name, job_id=created.job_id)
+            response.headers[AGENT_TOKEN] = token
         response.status_code = 201 if new else 200
         return created
 

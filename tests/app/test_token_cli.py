@@ -1,0 +1,73 @@
+"""`python -m app token`: what it prints, what it refuses, and that a console that runs knows of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from app.cli import cli
+from app.security.tokens import Tokens
+from db.audit import AuditStore
+from db.session import Database
+from db.tokens import TokenStore
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'console.db'}"
+
+
+def run(url: str, *arguments: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(cli, ["token", *arguments, "--database-url", url])
+    return done.exit_code, done.stdout.strip(), done.stderr.strip()
+
+
+def test_a_token_from_making_to_revoking(url: str) -> None:
+    status, text, said = run(url, "create", "--role", "operate", "--name", "ada", "--days", "30")
+    assert (status, text.startswith("orc_")) == (0, True)
+    assert "'ada' may look at everything and operate; it expires on" in said
+    assert "not shown again" in said
+    token_id = text.split("_")[1]
+    status, table, _ = run(url, "list")
+    assert status == 0
+    assert token_id in table
+    assert text.rpartition("_")[2] not in table
+    database = Database(url)
+    tokens = Tokens(TokenStore(database))
+    assert tokens.look_up(text) is not None
+    assert run(url, "revoke", token_id) == (0, "", f"'ada' ({token_id}) is revoked")
+    tokens.refresh()
+    assert tokens.check(text) is None
+    assert "revoked" in run(url, "list")[1]
+    lines = AuditStore(database).read()
+    assert [(line["action"], line["target"], line["detail"]) for line in lines] == [
+        ("create token", token_id, "ada"),
+        ("revoke token", token_id, "ada"),
+    ]
+    assert all(line["actor"].endswith("command line") for line in lines)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("create", "--role", "boss"), "role: got 'boss', expected view, operate or agent"),
+        (("create", "--role", "agent", "--job", "x"), "--job: got 'x', expected the id of a job"),
+        (("create", "--role", "view", "--days", "0"), "days: got 0, expected more than 0"),
+        (("revoke", "nope"), "token: got 'nope', expected the id of a token"),
+    ],
+)
+def test_what_is_refused(url: str, arguments: tuple[str, ...], words: str) -> None:
+    status, out, said = run(url, *arguments)
+    assert (status, out) == (2, "")
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_database_that_can_not_be_used() -> None:
+    status, _, said = run("mysql://a:secret@b/c", "list")
+    assert status == 2
+    assert "got a mysql database" in said
+    assert "secret" not in said
