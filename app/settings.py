@@ -54,7 +54,7 @@ class Settings:
                 f"--host {self.host} can be reached from other machines, so a token is needed: "
                 "set OPENRECYCLE_TOKEN, or --token-file to a file with mode 0600"
             )
-        for option, value in (("--name", self.names), ("--oidc", self.oidc)):
+        for option, value in (("--host-name", self.names), ("--oidc", self.oidc)):
             if value and self.token is None:
                 raise SettingsError(
                     f"{option} lets others in, so a token is needed: set OPENRECYCLE_TOKEN, or --token-file"
@@ -63,7 +63,7 @@ class Settings:
             raise SettingsError("--oidc: people sign in on the pages, and --api-only serves none")
         for name in self.names:
             if not _NAME.fullmatch(name):
-                raise SettingsError(f"--name: got {name!r}, expected a host name such as console.example.org")
+                raise SettingsError(f"--host-name: got {name!r}, expected a host name such as console.example.org")
         for address in self.proxies:
             if not _is_network(address):
                 raise SettingsError(f"--proxy: got {address!r}, expected an address or network such as 10.0.0.0/8")
