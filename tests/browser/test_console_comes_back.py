@@ -1,0 +1,66 @@
+"""The console dies under an open page, and comes back on the same port and database."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.app.console_server import Agents, ConsoleServer
+from tests.browser.watching import NEEDS_CHROMIUM, WAIT_MS, settle
+
+pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
+# Nobody sends heartbeats here.
+PATIENT = ("--suspect", "80000", "--dead", "86400")
+SAID = "getComputedStyle(document.querySelector('.stApp'), '::after').content"
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
+    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('comes_back') / 'console.db'}", *PATIENT)
+    yield server
+    server.close()
+
+
+def commit(agents: Agents, iteration: int) -> None:
+    row: dict[str, Any] = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 12}
+    answer = agents.server.post(agents.path("/iterations"), {"iterations": [{"iteration": iteration, **row}]})
+    assert answer.ok, answer.text
+
+
+def test_an_open_page_comes_back_with_a_killed_console(browser: Browser, server: ConsoleServer) -> None:
+    agents = Agents(server)
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    commit(agents, 0)
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page.set_default_timeout(WAIT_MS)
+    broken: list[str] = []
+    page.on("pageerror", lambda error: broken.append(str(error)))
+    page.goto(f"{server.root}/?events=plan")
+    done = page.locator(".or-card", has_text="Iterations done").locator(".or-value")
+    expect(done).to_have_text("1 of 100")
+    expect(page.get_by_role("button", name="W2_3")).to_be_visible()
+    settle(page)
+
+    server.stop(signal.SIGKILL)
+    page.wait_for_function(f"{SAID}.includes('The console does not answer. Training goes on without it')")
+    expect(done).to_be_visible()
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    server.start(server.port)
+    commit(agents, 1)
+
+    # By itself, with what it showed before, and with what has happened since.
+    expect(done).to_have_text("2 of 100")
+    page.wait_for_function(f"{SAID} === 'none'")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page.get_by_role("radio", name="Plans")).to_be_checked()
+    page.get_by_role("radio", name="All").click()
+    expect(page.locator(".or-events")).to_contain_text("the console was restarted and took the job up again")
+    commit(agents, 2)
+    expect(done).to_have_text("3 of 100")
+    assert broken == []
+    page.close()
