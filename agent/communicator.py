@@ -17,7 +17,8 @@ from torch import Tensor
 from agent.boundaries import CPU
 from agent.devices import Transport
 from agent.store import StoreClient
-from agent.transport.group import GlooGroup, Group, Pending, Timeouts, TransferError, first_line
+from agent.timeouts import Timeouts
+from agent.transport.group import GlooGroup, Group, Pending, TransferError, first_line
 from agent.transport.nccl import NcclGroup
 from agent.transport.ordered import OrderedTransfers
 from agent.transport.tagged import TaggedTransfers

@@ -26,6 +26,7 @@ from agent.protocol import Command, Iteration, VerdictReport
 from agent.recipe import Recipe
 from agent.record import DivergedError, Recorded, RunRecord
 from agent.store import RendezvousStore, StoreError
+from agent.timeouts import HANG_SECONDS, Timeouts
 from agent.workload import WorkloadSource
 from planner.job import Job, Worker
 
@@ -61,7 +62,8 @@ class LaunchOptions:
     boundaries: Boundaries | None = None
     weights: str | None = None
     checkpoints: CheckpointOptions | None = None
-    hang_seconds: float = 20.0
+    hang_seconds: float = HANG_SECONDS
+    timeouts: Timeouts = field(default_factory=Timeouts)
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
     slow: tuple[Slow, ...] = ()
@@ -353,6 +355,7 @@ class Launcher:
             platform=options.platform,
             paced_by_profile=options.paced_by_profile,
             slow=options.slow,
+            timeouts=options.timeouts,
         )
         if joins:
             # A worker that comes back is not killed, or slow, a second time by the same wish.

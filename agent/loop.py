@@ -34,6 +34,7 @@ from agent.recovery import Agreement, Makeup, agree, check_alike
 from agent.script import Script
 from agent.state import StateError
 from agent.state_transfer import StateTransferError, receive_state, send_state
+from agent.timeouts import Timeouts
 from agent.transport.group import TransferError
 from agent.validation import Verdict
 from agent.verdicts import Steps
@@ -68,6 +69,7 @@ class LoopOptions:
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
     slow: tuple[Slow, ...] = ()
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 class WorkerLoop:

@@ -83,7 +83,9 @@ class JobSpec(Message):
     takes one slot. paced: each op is stretched to its duration (a demo on a machine without
     accelerators). demo: its processes may be killed from the console. checkpoints: the job writes
     some, so that a stage whose last worker is gone can be staffed anew. migrate: its workers may be
-    told to change their stage, in their processes (Deployment.moves).
+    told to change their stage, in their processes (Deployment.moves). transfer_timeout, group_timeout:
+    seconds that a worker waits for a peer's data, and for a sum over a stage; the console has its say on
+    them (agent.timeouts). None: not said.
     """
 
     name: Name
@@ -103,6 +105,8 @@ class JobSpec(Message):
     # Left out, too: what does not run on this agent's launcher can't do it.
     migrate: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
     seed: Count = 0
+    transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
+    group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
 
     def job(self) -> Job:
         """What is planned for. Durations are milliseconds, whole microseconds.

@@ -23,6 +23,7 @@ from agent.pacing import profile_pace
 from agent.processes import preload, start_server
 from agent.protocol import JobSpec
 from agent.recipe import CheckpointWish, Recipe
+from agent.timeouts import HANG_SECONDS, Timeouts
 from planner.catalog import Catalog
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
@@ -72,6 +73,7 @@ class StartOptions:
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
     slow: tuple[Slow, ...] = ()
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         """Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
@@ -85,6 +87,8 @@ class StartOptions:
             if not folder.absolute().parent.is_dir() or (folder.exists() and not folder.is_dir()):
                 raise InputError("--weights", self.weights, "a folder, or a name for one in a folder that exists")
         self._check_kills()
+        if self.console is None:
+            self.timeouts.check_above(HANG_SECONDS)
         if self.paced_by_profile:
             profile_pace(self.job, Worker(0, 0), self.job.workers())
         if self.slow and not (self.pace or self.paced_by_profile):
@@ -133,6 +137,7 @@ def make_launcher(
     checkpoints = _checkpoints(options, say)
     pool = open_pool(options.role, options.job, options.workload, options.token, say) if options.role else None
     link: ConsoleLink | None = None
+    hang_seconds = HANG_SECONDS
     coordination: Coordination
     if options.console is None:
         coordination = LocalCoordination(
@@ -155,8 +160,12 @@ def make_launcher(
                 checkpoints=options.checkpoints is not None,
                 migrate=options.migrate is not False,
                 seed=options.seed,
+                timeouts=options.timeouts,
             ),
         )
+        # A console that does not know of them has not checked them.
+        options.timeouts.check_above(created.dead_seconds)
+        hang_seconds = max(HANG_SECONDS, created.dead_seconds)
         # From here on with the job's own token: what workers hold must open nothing else.
         token = client.issued or token
         link = ConsoleLink(url, created.job_id, token, created.heartbeat_seconds)
@@ -184,6 +193,8 @@ def make_launcher(
             platform=options.platform,
             paced_by_profile=options.paced_by_profile,
             slow=options.slow,
+            hang_seconds=hang_seconds,
+            timeouts=options.timeouts,
         ),
         coordination,
         listener,
@@ -295,6 +306,7 @@ def job_spec(
     checkpoints: bool = False,
     migrate: bool = False,
     seed: int = 0,
+    timeouts: Timeouts | None = None,
 ) -> JobSpec:
     """What a console is told of a job. Raises InputError naming the option that it would not take."""
     durations = _durations(job)
@@ -315,6 +327,8 @@ def job_spec(
             checkpoints=checkpoints,
             migrate=migrate,
             seed=seed,
+            transfer_timeout=None if timeouts is None else timeouts.transfer,
+            group_timeout=None if timeouts is None else timeouts.group,
         )
     except ValidationError as error:
         first = error.errors()[0]

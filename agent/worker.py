@@ -65,7 +65,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     # The same everywhere: the number of threads shows in the bits of some kernels.
     torch.set_num_threads(spec.threads)
     platform = spec.options.platform
-    communicator = Communicator(address=spec.address, transport=platform.transport)
+    communicator = Communicator(spec.options.timeouts, address=spec.address, transport=platform.transport)
     channel = WorkerChannel(pipe, communicator.cancel, lambda: os._exit(FENCED))
     status, log = Status(), LogTail()
     heartbeat = _heartbeat(spec, status, log)

@@ -121,6 +121,7 @@ class Console(Reports):
             self._jobs[job.job_id] = job
             self._job_metrics.begin(job)
             if not job.state.over:
+                self._check_ladder(job)
                 self._planning.make_ahead(job)
         self._ticker.start()
         self.recorder.start()
@@ -173,6 +174,7 @@ class Console(Reports):
         job_id, created_at = secrets.token_hex(6), time.time()
         try:
             job = self._live(job_id, spec, created_at)
+            self.ladder.check_above(spec.transfer_timeout, spec.group_timeout)
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
@@ -304,6 +306,13 @@ class Console(Reports):
         )
 
     def _keep_plan(self, job: LiveJob, plan: Plan) -> None:
+    def _check_ladder(self, job: LiveJob) -> None:
+        """Of a job that another console took: it runs, so it is not refused."""
+        try:
+            self.ladder.check_above(job.spec.transfer_timeout, job.spec.group_timeout)
+        except PlannerError as error:
+            job.record(m.Note("warning", "console", f"this console's time-outs do not suit the job's agents: {error}"))
+
         """Keeps a plan in the catalog of the job's question, unless it is for speeds that were found, which pass."""
         if job.job is job.nominal:
             self.catalogs.keep(job.question, plan)

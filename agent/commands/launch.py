@@ -19,6 +19,7 @@ from agent.nodes.role import check_token, role_of
 from agent.recipe import CheckpointWish, Recipe
 from agent.record_words import is_remark, sentence_of
 from agent.start import BY_PROFILE, StartOptions, make_launcher, parse_pace
+from agent.timeouts import Timeouts
 from agent.workload import NamedWorkload
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
@@ -99,6 +100,12 @@ def launch(
             help="May workers change their stage to shorten the plan? By default where a console decides, if it pays.",
         ),
     ] = None,
+    transfer_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for a peer's data; longer than any silence that is borne.")
+    ] = Timeouts.transfer,
+    group_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for a sum over a stage's workers; longer than for a transfer.")
+    ] = Timeouts.group,
     nodes: Annotated[int | None, typer.Option(help="Launchers of this job, one per node.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="This one's number; 0 leads.")] = None,
     lead: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, as every node reaches it.")] = None,
@@ -147,6 +154,7 @@ def launch(
             platform=Platform.of(device, transport),
             paced_by_profile=by_profile,
             slow=tuple(Slow.parse(text, job) for text in slow or ()),
+            timeouts=Timeouts(transfer=transfer_timeout, group=group_timeout),
         )
         if record is not None:
             check_writable(record, field="--record")

@@ -15,7 +15,7 @@ from agent import channel
 from agent.communicator import Groups
 from agent.processes import ProcessPool
 from agent.profiling.profiler import timing_of
-from agent.transport.group import Timeouts
+from agent.timeouts import Timeouts
 from planner.job import Worker
 from planner.profiles import Clock, Reductions, Timing
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed
 from torch import Tensor
+
+from agent.timeouts import Timeouts
 
 # torch ships no types for what is used here.
 dist: Any = torch.distributed
@@ -27,14 +28,6 @@ _NOBODY_SENDS = 2**31 - 1
 
 class TransferError(RuntimeError):
     """A transfer or reduction broke: a peer died, or the groups were cancelled."""
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds. form: to connect the groups of an epoch; transfer: to wait for a peer's data."""
-
-    form: float = 15.0
-    transfer: float = 120.0
 
 
 class Pending(Protocol):
@@ -88,7 +81,7 @@ class GlooGroup:
     def __init__(self, store: Any, name: str, rank: int, size: int, timeouts: Timeouts, address: str) -> None:
         """Blocks until all ranks are there. Raises RuntimeError."""
         self.rank = rank
-        self._timeout = timedelta(seconds=timeouts.transfer)
+        self._timeout, self._sum_timeout = timedelta(seconds=timeouts.transfer), timedelta(seconds=timeouts.group)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeouts.form)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -109,7 +102,7 @@ class GlooGroup:
     def sum(self, tensor: Tensor) -> None:
         try:
             options = dist.AllreduceOptions()
-            options.timeout = self._timeout
+            options.timeout = self._sum_timeout
             self._group.allreduce([tensor], options).wait()
         except RuntimeError as error:
             raise TransferError(first_line(error)) from None

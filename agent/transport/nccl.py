@@ -36,7 +36,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from agent.transport.group import Timeouts, TransferError, first_line
+from agent.timeouts import Timeouts
+from agent.transport.group import TransferError, first_line
 
 dist: Any = torch.distributed
 
@@ -103,13 +104,13 @@ class NcclGroup:
         stuck: Callable[[], None] = _end_process,
     ) -> None:
         self.rank = rank
-        self._seconds, self._device = timeouts.transfer, device
+        self._seconds, self._sum_seconds, self._device = timeouts.transfer, timeouts.group, device
         self._cancelled, self._aborting = threading.Event(), threading.Lock()
         self._aborted = False
         self._connected: set[int] = set()
         self._stuck = stuck
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeouts.transfer)
+        options._timeout = timedelta(seconds=timeouts.group)
         self._group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
@@ -145,7 +146,8 @@ class NcclGroup:
     def _start(self, peer: int, tensor: Tensor, operation: Callable[[], Any]) -> NcclPending:
         if self._cancelled.is_set():
             raise TransferError("the group was cancelled")
-        patience = threading.Timer(self._seconds, self._stuck) if peer not in self._connected else None
+        seconds = self._sum_seconds if peer == _ALL else self._seconds
+        patience = threading.Timer(seconds, self._stuck) if peer not in self._connected else None
         if patience is not None:
             patience.daemon = True
             patience.start()
@@ -157,4 +159,4 @@ class NcclGroup:
             if patience is not None:
                 patience.cancel()
         self._connected.add(peer)
-        return NcclPending(work, tensor, self._seconds, self._cancelled)
+        return NcclPending(work, tensor, seconds, self._cancelled)

@@ -44,6 +44,14 @@ class Ladder:
         if not 0 < self.transfer_grace < self.dead:
             raise InputError("transfer_grace", self.transfer_grace, f"above 0, below dead ({self.dead:g} s)")
 
+    def check_above(self, transfer: float | None, group: float | None) -> None:
+        """The rungs that a job's agents have said they wait on. Raises InputError."""
+        if transfer is not None and transfer <= self.dead:
+            expected = f"more than dead ({self.dead:g} s), the silence after which this console takes a worker out"
+            raise InputError("transfer_timeout", transfer, expected)
+        if group is not None and transfer is not None and group <= transfer:
+            raise InputError("group_timeout", group, f"more than transfer_timeout ({transfer:g} s)")
+
 
 @dataclass(frozen=True)
 class Member:

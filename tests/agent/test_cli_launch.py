@@ -47,6 +47,9 @@ from agent.cli import app
         (["--seed", "-1"], ["--seed", "-1"]),
         (["--token-file", "/no/such/file"], ["--token-file"]),
         (["--weights", __file__], ["--weights", "expected a folder"]),
+        (["--transfer-timeout", "20"], ["--transfer-timeout", "20.0", "more than the 20 s"]),
+        (["--transfer-timeout", "200"], ["--group-timeout", "150.0", "--transfer-timeout (200 s)"]),
+        (["--group-timeout", "0"], ["--group-timeout", "0.0", "more than 0 seconds"]),
     ],
 )
 def test_bad_input(arguments: list[str], words: list[str]) -> None:

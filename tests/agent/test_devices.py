@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from agent.cli import app
 from agent.devices import Platform, completion, kind_number, on_device
 from agent.processes import ProcessPool
+from agent.timeouts import Timeouts
 from agent.transport import nccl
-from agent.transport.group import Timeouts, TransferError
+from agent.transport.group import TransferError
 from planner.errors import InputError
 from planner.job import Worker
 from tests.agent import own_jobs

@@ -15,7 +15,7 @@ from agent.communicator import Groups
 from agent.gradients import GradientSum
 from agent.optimizer import StageOptimizer
 from agent.state_transfer import StateTransferError, receive_state, send_state
-from agent.transport.group import Timeouts
+from agent.timeouts import Timeouts
 from planner.job import Worker
 
 A, B = Worker(0, 0), Worker(1, 0)

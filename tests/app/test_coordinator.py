@@ -6,6 +6,7 @@ import pytest
 from coordinator_run import LADDER, Run, fingerprint
 
 from agent.protocol import JobState, WorkerState
+from app.console import TICK_SECONDS
 from app.coordination.membership import (
     Acknowledged,
     Beat,
@@ -352,6 +353,40 @@ def test_a_ladder_whose_rungs_cross_is_refused(values: dict[str, float], field: 
     with pytest.raises(InputError) as error:
         Ladder(**values)
     assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("transfer", "group", "sentence"),
+    [
+        (20.0, 150.0, "transfer_timeout: got 20.0, expected more than dead (20 s)"),
+        (120.0, 120.0, "group_timeout: got 120.0, expected more than transfer_timeout (120 s)"),
+    ],
+)
+def test_agents_that_wait_for_less_than_the_ladder_allows_are_refused(
+    transfer: float, group: float, sentence: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        LADDER.check_above(transfer, group)
+    assert sentence in str(error.value)
+
+
+def test_agents_that_wait_long_enough_or_do_not_say_are_taken() -> None:
+    LADDER.check_above(LADDER.dead + 1, LADDER.dead + 2)
+    LADDER.check_above(None, None)
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.1, 0.249])
+@pytest.mark.parametrize(("rung", "state"), [(LADDER.suspect, "suspect"), (LADDER.dead, "failed")])
+def test_a_silence_is_noticed_by_the_next_tick(phase: float, rung: float, state: str) -> None:
+    run = Run().start()
+    run.beat()
+    heard = run.now
+    run.now += phase
+    while run.member("W1_1").state != state:
+        run.now += TICK_SECONDS
+        run.beat("W0_0", "W0_1", "W1_0")
+        run.send(Tick())
+    assert rung < run.now - heard <= rung + TICK_SECONDS <= 1.1 * rung
 
 
 def test_the_ladder_of_these_tests_is_the_default_one() -> None:

@@ -1,7 +1,8 @@
 """How many workers one console bears: simulated agents at 1 Hz over real HTTP, deaths and returns meanwhile.
 
-Prints heartbeat latencies, what a recovery costs, and what the console's process uses of the machine,
-while somebody looks at the Live page. SQLite, or with --postgres a throw-away PostgreSQL.
+Prints heartbeat latencies, what a recovery costs, and what the console's process uses of the machine
+(instructions too, which a busy machine does not change), while somebody looks at the Live page. SQLite,
+or with --postgres a throw-away PostgreSQL.
 
     python -m tests.benchmarks.bench_console_load --grid 64x32
     python -m tests.benchmarks.bench_console_load --grid 128x64 --postgres
@@ -22,6 +23,7 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
 from tests.app.console_server import ConsoleServer
+from tests.benchmarks.instructions import counter, process_counter
 from tests.benchmarks.machine import describe
 from tests.benchmarks.page_session import PageSession
 from tests.benchmarks.simulated_agents import Load, Told, simulate
@@ -78,10 +80,12 @@ def measure(server: ConsoleServer, load: Load, *, look: bool) -> Told:
         print(f"all registered after {seconds:.1f} s; processor time of the console: {whole.seconds:.1f} s", flush=True)
         _, job, seconds = ours.recv()
         print(f"all train after {seconds:.1f} s; {whole.seconds:.1f} s of processor time", flush=True)
-        steady = Usage(server.process.pid)
+        steady, counted = Usage(server.process.pid), process_counter(server.process.pid)
         refreshes = _look(ours, server.port, job) if look else []
         _, told, _ = ours.recv()
         print(f"console: {steady.cores:.2f} cores, {steady.resident:.0f} MiB resident; {describe()}")
+        if told.requests and counter() is not None:
+            print(f"  {counted():.0f} million instructions in user space, {counted() / told.requests:.2f} per request")
         if refreshes:
             pages = [seconds for seconds, _ in refreshes]
             size = statistics.median(size for _, size in refreshes) / 1e6

@@ -1,0 +1,67 @@
+"""The console's time-outs and those of a job's agents, where both are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent.protocol import JobSpec
+from agent.timeouts import Timeouts
+from app.console import Console
+from app.coordination.membership import Ladder
+from app.errors import ConsoleError
+from db.session import Database
+from db.store import Store
+from planner.errors import InputError
+
+SPEC = JobSpec(name="a job", pipelines=1, stages=1, micro_batches=1, iterations=10)
+
+
+def open_console(path: Path, **rungs: float) -> tuple[Console, Database]:
+    database = Database(f"sqlite:///{path / 'console.db'}")
+    database.upgrade()
+    return Console(Store(database), ladder=Ladder(**rungs)), database
+
+
+def spec(timeouts: Timeouts) -> JobSpec:
+    return SPEC.model_copy(update={"transfer_timeout": timeouts.transfer, "group_timeout": timeouts.group})
+
+
+def test_the_defaults_of_both_sides_make_a_ladder() -> None:
+    ladder, agents = Ladder(), Timeouts()
+    assert ladder.heartbeat < ladder.suspect < ladder.dead < agents.transfer < agents.group
+
+
+def test_a_job_whose_agents_give_up_before_the_console_does_is_refused(tmp_path: Path) -> None:
+    console, database = open_console(tmp_path, dead=60)
+    with pytest.raises(ConsoleError) as refused:
+        console.create_job(spec(Timeouts(transfer=45.0)))
+    assert refused.value.status == 422
+    assert "transfer_timeout: got 45.0, expected more than dead (60 s)" in refused.value.detail
+    created, _ = console.create_job(spec(Timeouts(transfer=61)))
+    assert console.job(created.job_id).spec.transfer_timeout == 61
+    console.create_job(SPEC)  # a loop of one's own does not say
+    console.close()
+    database.close()
+
+
+def test_a_console_that_comes_back_with_another_ladder_says_whom_it_does_not_suit(tmp_path: Path) -> None:
+    console, database = open_console(tmp_path)
+    job_id = console.create_job(spec(Timeouts(transfer=45.0)))[0].job_id
+    console.close()
+    database.close()
+    console, database = open_console(tmp_path, dead=60)
+    console.start()
+    said = [event["text"] for event in console.events(job_id, 0, 100) if event["severity"] == "warning"]
+    console.close()
+    database.close()
+    assert len(said) == 1
+    assert "transfer_timeout: got 45.0, expected more than dead (60 s)" in said[0]
+
+
+@pytest.mark.parametrize("rungs", [{"transfer": 0.0}, {"group": 120.0}, {"form": float("nan")}, {"transfer": 1e9}])
+def test_time_outs_that_make_no_ladder(rungs: dict[str, float]) -> None:
+    with pytest.raises(InputError) as error:
+        Timeouts(**rungs)
+    assert error.value.field == f"--{next(iter(rungs))}-timeout"
