@@ -173,8 +173,8 @@ class Console(Reports):
             )
         job_id, created_at = secrets.token_hex(6), time.time()
         try:
-            job = self._live(job_id, spec, created_at)
             self.ladder.check_above(spec.transfer_timeout, spec.group_timeout)
+            job = self._live(job_id, spec, created_at)
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
@@ -305,7 +305,6 @@ class Console(Reports):
             look_up=self.catalogs.find,
         )
 
-    def _keep_plan(self, job: LiveJob, plan: Plan) -> None:
     def _check_ladder(self, job: LiveJob) -> None:
         """Of a job that another console took: it runs, so it is not refused."""
         try:
@@ -313,6 +312,7 @@ class Console(Reports):
         except PlannerError as error:
             job.record(m.Note("warning", "console", f"this console's time-outs do not suit the job's agents: {error}"))
 
+    def _keep_plan(self, job: LiveJob, plan: Plan) -> None:
         """Keeps a plan in the catalog of the job's question, unless it is for speeds that were found, which pass."""
         if job.job is job.nominal:
             self.catalogs.keep(job.question, plan)
