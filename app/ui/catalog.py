@@ -16,6 +16,7 @@ from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.ui import catalog_words as words
 from app.ui import components
+from app.ui.access import acting
 from app.ui.charts.catalog import catalog_curves
 from app.ui.picker import CHOSEN
 from app.ui.theme import CHART_CONFIG, Palette
@@ -260,13 +261,19 @@ def _fill(console: Console, request: CatalogRequest, report: CatalogReport) -> N
     with st.container(horizontal=True, vertical_alignment="center", key="catalog-actions"):
         if running:
             if st.button("Cancel", key="cancel-fill"):
-                console.catalogs.cancel(report.fingerprint)
-                st.rerun()
+                try:
+                    with acting(console, "cancel filling", report.fingerprint):
+                        console.catalogs.cancel(report.fingerprint)
+                except ConsoleError as error:
+                    st.error(str(error))
+                else:
+                    st.rerun()
         elif current and st.button(
             "Fill", type="primary", key="fill", help="Plans what is missing, in the background."
         ):
             try:
-                console.catalogs.fill(request)
+                with acting(console, "fill catalog", report.fingerprint):
+                    console.catalogs.fill(request)
             except ConsoleError as error:
                 st.error(str(error))
             else:
@@ -365,7 +372,8 @@ def _others(console: Console, report: CatalogReport) -> None:
             st.markdown("Its plans are gone for good; a job that runs keeps those it has, and Fill makes them anew.")
             if st.button("Delete this catalog", type="primary", key="act-kill-catalog"):
                 try:
-                    console.catalogs.delete(chosen)
+                    with acting(console, "delete catalog", chosen):
+                        console.catalogs.delete(chosen)
                 except ConsoleError as error:
                     st.error(str(error))
                 else:

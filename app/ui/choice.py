@@ -11,7 +11,8 @@ from app.console import Console
 from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
 from app.errors import ConsoleError
 from app.ui import components, text
-from app.ui.event_feed import ACTOR, say_later
+from app.ui.access import actor
+from app.ui.event_feed import say_later
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 3
@@ -47,7 +48,7 @@ def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
         unchanged = wanted is mode and (wanted is Mode.AUTOMATIC or patience == choice["patience"])
         if st.button("Apply", type="primary", disabled=unchanged, key="mode-apply"):
             try:
-                console.operators.set_mode(job_id, Mode(wanted), patience, ACTOR)
+                console.operators.set_mode(job_id, Mode(wanted), patience, actor(console))
             except ConsoleError as error:
                 st.error(str(error))
                 return
@@ -61,7 +62,7 @@ def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
         )
         if st.button("Resume" if paused else "Pause", type="primary" if paused else "secondary", key="pause"):
             try:
-                (console.operators.resume if paused else console.operators.pause)(job_id, ACTOR)
+                (console.operators.resume if paused else console.operators.pause)(job_id, actor(console))
             except ConsoleError as error:
                 st.error(str(error))
                 return
@@ -127,7 +128,7 @@ def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, 
 
 def _choose(console: Console, job_id: str, name: str, failed: tuple[str, ...]) -> None:
     try:
-        console.operators.choose(job_id, name, failed, ACTOR)
+        console.operators.choose(job_id, name, failed, actor(console))
         say_later(f"The job goes on: {name}")
     except ConsoleError as error:
         say_later(str(error))

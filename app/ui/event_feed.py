@@ -9,9 +9,9 @@ import streamlit as st
 from app.console import Console
 from app.errors import ConsoleError
 from app.ui import text
+from app.ui.access import actor
 from app.view import EventView, JobView
 
-ACTOR = "operator in the browser"
 MARKS = {"error": "✕", "warning": "▲", "info": "·"}
 # What the filter offers: words, and the kinds of events it lets through.
 SHOW: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -120,7 +120,7 @@ def feed(console: Console, view: JobView, events: list[EventView], zone: str | N
 
 def _acknowledge(console: Console, job_id: str, seqs: list[int]) -> None:
     try:
-        console.feed.acknowledge(console.job(job_id), seqs, ACTOR)
+        console.feed.acknowledge(console.job(job_id), seqs, actor(console))
     except ConsoleError as error:
         say_later(str(error))
 

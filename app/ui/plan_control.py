@@ -14,7 +14,8 @@ from app.observing.rollout import RollOut
 from app.plans.replanning import Replan
 from app.plans.solving_child import MAX_SECONDS
 from app.ui import text
-from app.ui.event_feed import ACTOR, say_later
+from app.ui.access import acting, actor
+from app.ui.event_feed import say_later
 from app.ui.planning.controls import SOLVER_WORDS
 from app.view import JobView
 from planner.solvers.portfolio import SOLVERS
@@ -45,7 +46,7 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
             key="freeze",
             type="primary" if frozen_by else "secondary",
             on_click=_try,
-            args=(lambda: console.operators.freeze(job_id, not frozen_by, ACTOR),),
+            args=(lambda: console.operators.freeze(job_id, not frozen_by, actor(console)),),
         )
         st.divider()
         st.markdown("**Plan again**")
@@ -61,7 +62,7 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
             disabled=bool(frozen_by),
             help="The plan is frozen." if frozen_by else None,
             on_click=_try,
-            args=(lambda: console.replanning.start(job_id, solver, seconds, ACTOR),),
+            args=(lambda: console.replanning.start(job_id, solver, seconds, actor(console)),),
         )
 
 
@@ -79,10 +80,15 @@ def replan_line(console: Console, view: JobView) -> None:
                 type="tertiary",
                 help="The best plan so far counts.",
                 on_click=_try,
-                args=(lambda: console.replanning.stop(view.job_id),),
+                args=(lambda: _stop(console, view.job_id),),
             )
     elif time.time() - replan.at < TOLD_FOR:
         st.html(f'<div class="or-quiet" role="status">{escape(_outcome(replan, st.context.timezone))}</div>')
+
+
+def _stop(console: Console, job_id: str) -> None:
+    with acting(console, "stop planning again", job_id):
+        console.replanning.stop(job_id)
 
 
 def _searching(replan: Replan, view: JobView) -> str:

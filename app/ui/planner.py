@@ -12,6 +12,7 @@ from app.plans.whatif import PARAMS, WhatIf
 from app.plans.whatif_check import Checked, checked
 from app.plans.worked_example import STEPS, step_of
 from app.ui import components, text
+from app.ui.access import acting
 from app.ui.planning import controls, migrating, state
 from app.ui.planning.grid import grid
 from app.ui.planning.pieces import example_steps
@@ -115,9 +116,10 @@ def _go(console: Console, found: Checked, solve: Solve | None, plan: Plan | None
 def _plan(console: Console) -> None:
     question = state.now()
     try:
-        console.solves.start(question.asked())
-        if question.failed:
-            console.solves.start(question.migrations_asked())
+        with acting(console, "plan"):
+            console.solves.start(question.asked())
+            if question.failed:
+                console.solves.start(question.migrations_asked())
     except (ConsoleError, PlannerError) as error:
         state.say(state.PAGE, str(error))
 

@@ -13,7 +13,8 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.observing.worker_detail import worker_detail
 from app.ui import worker_words
-from app.ui.event_feed import ACTOR, feed_html
+from app.ui.access import actor
+from app.ui.event_feed import feed_html
 from app.ui.facts import consequence_of_drain, consequence_of_kill, consequence_of_restart, living_peers
 from app.view import JobView, WorkerView
 
@@ -126,7 +127,7 @@ def _offered(console: Console, view: JobView, worker: WorkerView) -> list[_Actio
                 f"**Kill {name}?** {process}, as if its machine had died. {consequence}",
                 True,
                 f"SIGKILL sent to {name}",
-                lambda: console.operators.kill(job_id, name, ACTOR),
+                lambda: console.operators.kill(job_id, name, actor(console)),
                 "" if survives else "This kill stops the job.",
             )
         )
@@ -138,7 +139,7 @@ def _offered(console: Console, view: JobView, worker: WorkerView) -> list[_Actio
                 f"**Drain {name}?** {consequence_of_drain(view, worker)}",
                 True,
                 f"{name} is asked to leave",
-                lambda: console.operators.drain(job_id, name, ACTOR),
+                lambda: console.operators.drain(job_id, name, actor(console)),
             )
         )
     if worker.state is WorkerState.FAILED:
@@ -150,7 +151,7 @@ def _offered(console: Console, view: JobView, worker: WorkerView) -> list[_Actio
                 f"**Restart {name}?** {consequence}",
                 helps,
                 f"Starting a new process for {name}",
-                lambda: console.operators.restart(job_id, name, ACTOR),
+                lambda: console.operators.restart(job_id, name, actor(console)),
             )
         )
     return made

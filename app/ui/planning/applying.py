@@ -7,6 +7,7 @@ import streamlit as st
 from app.console import Console
 from app.errors import ConsoleError
 from app.plans.applying import misfit, use_plan
+from app.ui.access import actor
 from app.ui.planning.state import PAGE, SAVED, say
 from planner.plan import Plan
 
@@ -37,7 +38,7 @@ def apply(console: Console, plan: Plan) -> None:
 
 def _apply(console: Console, plan: Plan) -> None:
     try:
-        reason = use_plan(console, st.session_state[JOB], plan, "operator")
+        reason = use_plan(console, st.session_state[JOB], plan, actor(console))
     except ConsoleError as error:
         say(PAGE, f"The plan was not applied: {error}")
     else:

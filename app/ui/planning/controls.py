@@ -16,6 +16,7 @@ from app.plans.whatif import WhatIf
 from app.plans.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
 from app.plans.worked_example import STEPS
 from app.ui import facts
+from app.ui.access import acting
 from app.ui.planning.pieces import field_error
 from app.ui.planning.state import PAGE, change, entered, now, said, say, shown
 from planner.errors import PlannerError
@@ -92,7 +93,8 @@ def example(console: Console) -> None:
     change(STEPS[-1].question, example=True)
     for step in STEPS:
         try:
-            console.solves.start(step.question.asked())
+            with acting(console, "plan"):
+                console.solves.start(step.question.asked())
         except ConsoleError as error:
             say(PAGE, str(error))
 

@@ -12,6 +12,7 @@ from app.errors import ConsoleError
 from app.plans.solving_child import Migrations
 from app.plans.whatif import WhatIf
 from app.ui import components, text
+from app.ui.access import acting
 from app.ui.charts.migrations import migrations_chart
 from app.ui.facts import Card
 from app.ui.planning.pieces import field_error
@@ -67,7 +68,8 @@ def migrations(console: Console, question: WhatIf, job: Job, colours: Palette) -
 def look(console: Console) -> None:
     """Begins to look, in the background."""
     try:
-        console.solves.start(now().migrations_asked())
+        with acting(console, "look for migrations"):
+            console.solves.start(now().migrations_asked())
     except (ConsoleError, PlannerError) as error:
         say(PAGE, str(error))
 

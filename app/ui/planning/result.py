@@ -13,6 +13,7 @@ from app.errors import ConsoleError
 from app.plans.solving import Solve
 from app.plans.whatif import WhatIf
 from app.ui import components, facts
+from app.ui.access import acting
 from app.ui.charts import overview as large
 from app.ui.charts.bars import plural
 from app.ui.charts.gantt import KIND_ORDER, gantt
@@ -170,7 +171,8 @@ def _save(console: Console, plan: Plan, question: WhatIf) -> None:
 def _keep(console: Console, plan: Plan, key: str) -> None:
     name = st.session_state[key]
     try:
-        console.library.save(plan, name)
+        with acting(console, "save plan", plan.fingerprint):
+            console.library.save(plan, name)
     except ConsoleError as error:
         say("page", str(error))
         return
@@ -180,7 +182,8 @@ def _keep(console: Console, plan: Plan, key: str) -> None:
 
 def _forget(console: Console, plan: Plan) -> None:
     try:
-        console.library.forget(plan.fingerprint)
+        with acting(console, "forget plan", plan.fingerprint):
+            console.library.forget(plan.fingerprint)
     except ConsoleError as error:
         say("page", str(error))
     change(now())

@@ -10,6 +10,7 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.plans.solving import Solve
 from app.ui import components, text
+from app.ui.access import acting
 from app.ui.charts.search import search_chart, search_words
 from app.ui.planning.pieces import log, log_lines, search_cards
 from app.ui.planning.state import PAGE, say
@@ -82,6 +83,7 @@ def _standing(solve: Solve) -> str:
 
 def _stop(console: Console, solve_id: str) -> None:
     try:
-        console.solves.stop(solve_id)
+        with acting(console, "stop solve", solve_id):
+            console.solves.stop(solve_id)
     except ConsoleError as error:
         say(PAGE, str(error))

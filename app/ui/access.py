@@ -1,0 +1,43 @@
+"""Who sits before the page: the name under which they act, and whether they may act at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+
+import streamlit as st
+
+from app.console import Console
+from app.errors import ConsoleError
+from app.security.callers import CALLER
+from app.security.guard import SIGN_OUT
+
+
+def actor(console: Console) -> str:
+    """For the audit log. Raises ConsoleError, a sentence, when they may only look on."""
+    return console.access.operator(st.context.headers.get(CALLER))
+
+
+@contextmanager
+def acting(console: Console, action: str, target: str = "") -> Iterator[None]:
+    """Around what is no change of a job: asks whether they may, and puts it into the audit log when it is done."""
+    name = actor(console)
+    yield
+    console.audit.record(name, action, target)
+
+
+def who(console: Console) -> None:
+    """Says who has signed in, and what they may not do. Nothing where the console has no token."""
+    if not console.access.guarded:
+        return
+    try:
+        caller = console.access.caller(st.context.headers.get(CALLER))
+    except ConsoleError as error:
+        st.error(str(error))
+        return
+    may = "may operate" if caller.operates else "may look at everything; what changes something is refused"
+    st.html(
+        f'<div class="or-quiet" role="note">Signed in as {escape(caller.name)}: {may}. '
+        f'<a href="{SIGN_OUT}" target="_self">Sign out</a></div>'
+    )
