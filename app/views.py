@@ -71,6 +71,10 @@ class PlanCache:
                 ops -= _op_count(self._plans.popitem(last=False)[1][0])
         return found
 
+    def stored(self, plan: Plan) -> None:
+        """A plan has been stored, and will be asked for: it need not be read as a document first."""
+        self._packing.want(plan.fingerprint, _op_count(plan))
+
     def close(self) -> None:
         """Ends what is done in the background."""
         self._packing.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Technique, Worker
+from planner.op_rows import Ints, OpRows
 from planner.plan import JobDoc, MetricsDoc, OpDoc, Plan, PlanError, SolverDoc, first_problem
 from planner.plan_codec import Effort, Question, decode_columns, decode_header, encode_plan
-from planner.plan_columns import KINDS, Columns, Ints, O, OpRows
+from planner.plan_columns import KINDS, Columns, O
 from planner.schedule import Op, Schedule
 
 
@@ -47,6 +49,11 @@ class ColumnarSchedule(Schedule):
             op_counts={w: rows.count(w) + 1 for w in living},
             helpers=frozenset(w for w in living if moved[w.stage, w.pipeline]),
         )
+
+    @cached_property
+    def peak_bytes(self) -> dict[Worker, int]:
+        peaks = self.columns.peak_bytes()
+        return {w: int(peaks[w.stage, w.pipeline]) for w in self.ops}
 
     def arrays(self, worker: Worker) -> tuple[Ints, Ints, list[str]]:
         """Starts and ends (ticks) and kinds of one living worker's ops, O last, without making them."""

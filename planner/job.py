@@ -382,8 +382,7 @@ def _bytes_limit(job: Job, stage: int, technique: Technique) -> int | None:
     if not job.capacity_bytes:
         raise InputError("capacity_bytes", None, "bytes per worker in the job's profile, as --memory bytes needs them")
     profile, capacity = job.profiles[stage], job.capacity_bytes[stage]
-    fixed = profile.weight_bytes + profile.optimizer_bytes
-    each = max(profile.activation_bytes, profile.weight_backward_bytes if technique.splits else 0)
+    fixed, each = profile.fixed_bytes, profile.micro_batch_bytes(splits=technique.splits)
     remedy = f"give its workers at least {fixed + each:,} bytes each, or cut the model into smaller stages"
     if fixed > capacity:
         raise InfeasibleError(

@@ -24,8 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planner.errors import PlannerError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.op_rows import Ints
 from planner.plan import MetricsDoc, Plan, PlanError, SolverDoc, first_problem
-from planner.plan_columns import Columns, F, I, Ints, NotColumnar, W, problem_of
+from planner.plan_columns import Columns, F, I, NotColumnar, problem_of
 
 MAGIC = b"ORP1"
 DIGEST = hashlib.sha256().digest_size
@@ -167,7 +168,7 @@ def _waits(columns: Columns) -> Ints:
     out[1] = forward
     out[1][1:] -= forward[:-1] + columns.duration(F)[:-1] + wire
     out[2] = backward
-    out[2][:-1] -= backward[1:] + _backward(columns)[1:] + wire_back
+    out[2][:-1] -= backward[1:] + columns.backward()[1:] + wire_back
     out[2][-1] -= forward[-1] + columns.duration(F)[-1]
     out[3] = weight - backward - columns.duration(I)
     return out
@@ -182,7 +183,7 @@ def _from_waits(problem: Problem, waits: Ints, split: Ints, durations: Ints, ste
     starts = waits[1:].copy()
     columns = Columns(problem, route, starts, split, durations, step)
     forward, backward, weight = starts
-    length, back = columns.duration(F), _backward(columns)
+    length, back = columns.duration(F), columns.backward()
     for s in range(1, job.stages):
         forward[s] += forward[s - 1] + length[s - 1] + job.transfer_ticks[s - 1]
     backward[-1] += forward[-1] + length[-1]
@@ -190,12 +191,6 @@ def _from_waits(problem: Problem, waits: Ints, split: Ints, durations: Ints, ste
         backward[s] += backward[s + 1] + back[s + 1] + job.backward_transfer_ticks[s]
     weight += backward + columns.duration(I)
     return columns
-
-
-def _backward(columns: Columns) -> Ints:
-    """[S, n]: how long I, or B where it is not split, takes."""
-    whole = np.take_along_axis(columns.split, columns.route, 1) == 0
-    return columns.duration(I) + np.where(whole, columns.duration(W), 0)
 
 
 _TYPES: tuple[Literal["i1", "i2", "i4", "i8"], ...] = ("i1", "i2", "i4", "i8")

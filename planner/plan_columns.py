@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.op_rows import Ints, OpRows
 from planner.plan import SCHEMA_VERSION, MetricsDoc, OpDoc, Plan, SolverDoc, job_doc
 from planner.schedule import Schedule
 from planner.solvers.table import ArraySchedule
 
-Ints = NDArray[np.int64]
 KINDS = "FIWB"
 F, I, W, O = range(4)  # noqa: E741 -- the field's names
 B = 3  # in KINDS; `durations` has O there
@@ -110,14 +110,34 @@ class Columns:
         durations: Ints = np.take_along_axis(self.durations[kind], self.route, 1)
         return durations
 
+    def backward(self) -> Ints:
+        """[S, n]: how long I, or B where it is not split, takes."""
+        whole = np.take_along_axis(self.split, self.route, 1) == 0
+        return self.duration(I) + np.where(whole, self.duration(W), 0)
+
     def peaks(self) -> Ints:
         """[S, P]: most activations each worker holds at once, as planner.schedule counts them."""
+        one = np.ones_like(self.route)
+        return self._highest([self.starts[F], self.starts[W] + self.duration(W)], [one, -one])
+
+    def peak_bytes(self) -> Ints:
+        """[S, P]: most bytes each worker holds at once, as planner.schedule counts them."""
+        profiles = self.problem.job.profiles
+        activation, for_weights, fixed = (
+            np.array([getattr(p, name) for p in profiles], np.int64)[:, None]
+            for name in ("activation_bytes", "weight_backward_bytes", "fixed_bytes")
+        )
+        for_weights = for_weights * np.take_along_axis(self.split, self.route, 1)
+        times = [self.starts[F], self.starts[I] + self.backward(), self.starts[W] + self.duration(W)]
+        return self._highest(times, [activation, for_weights - activation, -for_weights]) + fixed
+
+    def _highest(self, times: Sequence[Ints], changes: Sequence[Ints]) -> Ints:
+        """[S, P]: what each worker has at most, where each item changes it at each of its times. All [S, n]."""
         job = self.problem.job
-        worker = (np.arange(job.stages)[:, None] * job.pipelines + self.route).ravel()
-        taken, freed = self.starts[F].ravel(), (self.starts[W] + self.duration(W)).ravel()
-        who = np.concatenate([worker, worker])
-        when = np.concatenate([taken, freed])
-        change = np.repeat(np.array([1, -1]), len(worker))
+        worker = np.arange(job.stages)[:, None] * job.pipelines + self.route
+        who = np.concatenate([worker.ravel()] * len(times))
+        when = np.concatenate([t.ravel() for t in times])
+        change = np.concatenate([np.broadcast_to(c, worker.shape).ravel() for c in changes])
         order = np.lexsort((when, who))
         who, when, held = who[order], when[order], np.cumsum(change[order])
         # What happens at one tick counts together, so only the last step of each tick is a state.
@@ -282,29 +302,6 @@ class Columns:
         home, number = np.divmod(each(item)[order], job.micro_batches)
         bounds = np.searchsorted(who, np.arange(job.pipelines * job.stages + 1))
         return OpRows(job.stages, bounds, kinds.ravel()[flat][order], home, number, start[order], length[order])
-
-
-@dataclass(frozen=True)
-class OpRows:
-    """Compute ops in arrays. kind: index into KINDS. start, duration: ticks. bounds: where each worker's
-    ops begin, by pipeline * stages + stage, and where the last one's end."""
-
-    stages: int
-    bounds: Ints
-    kind: Ints
-    home: Ints
-    micro_batch: Ints
-    start: Ints
-    duration: Ints
-
-    def of(self, worker: Worker) -> slice:
-        """The part that is one worker's."""
-        at = worker.pipeline * self.stages + worker.stage
-        return slice(int(self.bounds[at]), int(self.bounds[at + 1]))
-
-    def count(self, worker: Worker) -> int:
-        part = self.of(worker)
-        return int(part.stop - part.start)
 
 
 def problem_of(job: Job, failed: Sequence[Sequence[int]], technique: Technique, memory: MemoryLimit) -> Problem:

@@ -35,6 +35,20 @@ class StageProfile:
     weight_bytes: int = 0
     optimizer_bytes: int = 0
 
+    @property
+    def counts_bytes(self) -> bool:
+        """Is anything known of what it keeps in memory?"""
+        return bool(self.fixed_bytes or self.activation_bytes or self.weight_backward_bytes)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What a worker holds throughout: weights and optimizer state."""
+        return self.weight_bytes + self.optimizer_bytes
+
+    def micro_batch_bytes(self, *, splits: bool) -> int:
+        """The larger part of a micro-batch: what I needs, or, where B is split, what W needs."""
+        return max(self.activation_bytes, self.weight_backward_bytes if splits else 0)
+
     def check(self, where: str) -> None:
         for name in ("forward", "input_backward", "weight_backward", "optimizer"):
             check_duration(f"{where}.{name}", getattr(self, name))

@@ -164,6 +164,38 @@ class Schedule:
             steps.append((tick, held))
         return steps
 
+    @property
+    def counts_bytes(self) -> bool:
+        """Do the stages' profiles say what a worker holds in bytes?"""
+        return any(profile.counts_bytes for profile in self.problem.job.profiles)
+
+    def held_bytes(self, worker: Worker) -> list[tuple[int, int]]:
+        """Steps (tick, bytes held from then on) of one worker, the first at tick 0.
+
+        Weights and optimizer state all along; of each micro-batch what I needs from F's start to
+        the end of I (or B), and what W needs from there to the end of W.
+        """
+        profile = self.problem.job.profiles[worker.stage]
+        change: dict[int, int] = {0: profile.fixed_bytes}
+        for op in self.ops[worker]:
+            if op.kind == "F":
+                change[op.start] = change.get(op.start, 0) + profile.activation_bytes
+            elif op.kind in ("I", "B"):
+                kept = profile.weight_backward_bytes if op.kind == "I" else 0
+                change[op.end] = change.get(op.end, 0) - profile.activation_bytes + kept
+            elif op.kind == "W":
+                change[op.end] = change.get(op.end, 0) - profile.weight_backward_bytes
+        held, steps = 0, []
+        for tick in sorted(change):
+            held += change[tick]
+            steps.append((tick, held))
+        return steps
+
+    @cached_property
+    def peak_bytes(self) -> dict[Worker, int]:
+        """Most bytes each living worker holds at once; 0 where the profile does not say."""
+        return {w: max(n for _, n in self.held_bytes(w)) for w in self.ops}
+
     @cached_property
     def peak_activations(self) -> dict[Worker, int]:
         """Most activations each living worker holds at once."""

@@ -27,6 +27,7 @@ class Library:
             raise ConsoleError(422, "invalid", f"name: got {name!r}, expected 1 to {MAX_NAME} printable characters")
         with storing():
             self._rows.save(plan.fingerprint, plan.to_json(), name, _summary(plan))
+        self._plans.stored(plan)
         return plan.fingerprint
 
     def saved(self) -> list[dict[str, Any]]:

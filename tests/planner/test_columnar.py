@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from planner.check import check
 from planner.columnar import ColumnarPlan, ColumnarSchedule, pack, unpack
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.plan import Plan, PlanError
@@ -87,3 +91,33 @@ def test_what_is_damaged_is_refused(spoil: object) -> None:
     data = packed(make_plan(Problem(JOB, frozenset(), Technique.STAGGERED, MemoryLimit("none")), solver="list"))
     with pytest.raises(PlanError, match="a plan of W"):
         unpack(spoil(data), source="a plan of W")  # type: ignore[operator]
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
+def test_bytes_are_counted_alike_by_ops_by_columns_and_by_the_check(
+    problem: Problem, activation: int, for_weights: int, fixed: int
+) -> None:
+    profiles = tuple(
+        replace(
+            p, activation_bytes=activation, weight_backward_bytes=for_weights, weight_bytes=fixed, optimizer_bytes=0
+        )
+        for p in problem.job.profiles
+    )
+    problem = replace(problem, job=replace(problem.job, profiles=profiles))
+    plan = make_plan(problem, solver="list")
+    by_ops, by_columns = plan.schedule(), unpack(packed(plan)).schedule()
+    assert by_ops.counts_bytes == bool(activation or for_weights or fixed)
+    assert by_columns.peak_bytes == by_ops.peak_bytes
+    most = max(by_ops.peak_bytes.values())
+    assert overfull(plan, most) == set()
+    if most > fixed + max(activation, for_weights):  # else there is no such problem
+        full = {str(w) for w, n in by_ops.peak_bytes.items() if n == most}
+        assert overfull(plan, most - 1) == full
+
+
+def overfull(plan: Plan, capacity: int) -> set[str]:
+    """The workers that hold more than that, as planner.check sees it."""
+    job = plan.job.model_copy(update={"capacity_bytes": capacity or 0})
+    found = check(plan.model_copy(update={"job": job, "memory": "bytes"}))
+    return {v.sentence.split(" ")[0] for v in found if " bytes of " in v.sentence}

@@ -1,0 +1,196 @@
+"""The console's pages in Chromium: seconds until each shows its data, and until a click is answered.
+
+Once with a job of 12 workers, once with a plan of 2,048 (32 pipelines of 64 stages, 64 micro-batches
+each). Beside the seconds, the processor time of the console and of the page: unlike the seconds, they
+hardly depend on what else the machine does.
+
+python -m tests.benchmarks.bench_pages [--pipelines 32] [--stages 64] [--micro-batches 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwright
+
+from db.plan_columns import PlanColumns
+from planner.job import Job, Problem, Worker
+from planner.solvers.portfolio import make_plan
+from tests.benchmarks.machine import describe, processor_seconds
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "app"))
+
+from console_server import ConsoleServer
+from ui_console import ConsoleHere, JobHere
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+WAIT_MS = 240_000
+BOXES = ((0.3, 0.36), (0.6, 0.65), (0.2, 0.24))
+PLOT = ".js-plotly-plot .main-svg"
+DETAIL = """said => [...document.querySelectorAll('.or-heading')].some(
+    e => e.innerText.startsWith('Detail') && e.innerText !== said)"""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a page is opened for. data: a selector of what shows its data. act: does something, and waits for it."""
+
+    name: str
+    path: str
+    data: str
+    act: Callable[[Page], None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("pipelines", 32), ("stages", 64), ("micro-batches", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    sizes = parser.parse_args()
+    print(describe())
+    with tempfile.TemporaryDirectory() as folder:
+        here = ConsoleHere(Path(folder))
+        try:
+            job = JobHere(here.console, "job of 12").register().commit(0, 5, 1).beat(6, 1).die("W1_2").heal("W1_2", 2)
+            job.commit(6, 9, 2).beat(10, 2).finish()
+            plan = make_plan(
+                Problem(Job.uniform(sizes.pipelines, sizes.stages, sizes.micro_batches), frozenset({Worker(3, 5)})),
+                solver="list",
+            )
+            fingerprint = here.console.library.save(plan, "large")
+            columns = PlanColumns(here.database)
+            while columns.get(fingerprint) is None:
+                time.sleep(0.2)
+        finally:
+            here.close()
+        with sync_playwright() as playwright:
+            arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+            server = ConsoleServer(f"sqlite:///{folder}/console.db")
+            small(browser, server, job.job_id)
+            server.stop()
+            server = ConsoleServer(f"sqlite:///{folder}/console.db")
+            try:
+                large(browser, server, f"{server.root}/schedule?plan=saved:{fingerprint}")
+            finally:
+                server.close()
+            browser.close()
+
+
+def small(browser: Browser, server: ConsoleServer, job_id: str) -> None:
+    print("12 workers")
+    for page_of in pages(job_id):
+        for opening in ("first", "second"):
+            with opened(browser) as (page, tab):
+                with timed(f"{page_of.name}: {opening} opening", server, tab):
+                    page.goto(server.root + page_of.path)
+                    page.locator(page_of.data).first.wait_for()
+                settled(page)
+                with timed(f"{page_of.name}: interaction", server, tab):
+                    page_of.act(page)
+
+
+def large(browser: Browser, server: ConsoleServer, address: str) -> None:
+    print("2,048 workers, or as asked for; the console has just been started")
+    for opening in ("first", "second"):
+        with opened(browser) as (page, tab):
+            with timed(f"Schedule: {opening} opening, overview", server, tab):
+                page.goto(address)
+                page.locator(".js-plotly-plot").first.locator("image").wait_for()
+            settled(page)
+            plot = page.locator(".js-plotly-plot").first
+            heading = page.locator(".or-heading", has_text="Detail")
+            for left, right in BOXES:
+                plot.scroll_into_view_if_needed()
+                place, said = plot.bounding_box(), heading.inner_text()
+                assert place is not None
+                page.mouse.move(place["x"] + left * place["width"], place["y"] + 80)
+                page.mouse.down()
+                page.mouse.move(place["x"] + right * place["width"], place["y"] + 95, steps=3)
+                with timed("Schedule: box to its ops", server, tab):
+                    page.mouse.up()
+                    page.wait_for_function(DETAIL, arg=said)
+                settled(page)
+
+
+def pages(job_id: str) -> list[Shown]:
+    job = f"?job={job_id}"
+    return [
+        Shown(
+            "Live", f"/{job}", "[data-testid='stVegaLiteChart'] canvas, [data-testid='stVegaLiteChart'] svg", open_tile
+        ),
+        Shown("Schedule", f"/schedule{job}", PLOT, pick("One pipeline", "W0_3")),
+        Shown("Planner", "/planner", ".or-card", press("Worked example of the paper")),
+        Shown("Compare", f"/compare{job}", PLOT, pick("One stage", "W0_0")),
+        Shown("Catalog", f"/catalog{job}", PLOT, lambda page: page.get_by_text("Op times", exact=True).first.click()),
+        Shown("Simulate", "/simulate", "button", lambda page: page.get_by_role("button").last.focus()),
+        Shown("Help", "/help", PLOT, lambda page: page.mouse.wheel(0, 600)),
+    ]
+
+
+def open_tile(page: Page) -> None:
+    page.get_by_role("button", name="W0_0").first.click()
+    page.get_by_role("dialog").wait_for()
+
+
+def pick(choice: str, row: str) -> Callable[[Page], None]:
+    def act(page: Page) -> None:
+        rows = page.locator(".js-plotly-plot").first.locator(".ytick")
+        before = rows.count()
+        page.get_by_text(choice, exact=True).first.click()
+        page.wait_for_function(
+            "n => document.querySelector('.js-plotly-plot').querySelectorAll('.ytick').length < n", arg=before
+        )
+
+    return act
+
+
+def press(name: str) -> Callable[[Page], None]:
+    def act(page: Page) -> None:
+        page.get_by_text(name).first.click()
+        page.locator(".js-plotly-plot, [data-testid='stVegaLiteChart']").first.wait_for()
+
+    return act
+
+
+def settled(page: Page) -> None:
+    expect(page.locator(".stApp")).to_have_attribute("data-test-script-state", "notRunning", timeout=WAIT_MS)
+    page.wait_for_timeout(300)
+
+
+@contextmanager
+def opened(browser: Browser) -> Iterator[tuple[Page, CDPSession]]:
+    """A page with an empty cache, as a new viewer has."""
+    context = browser.new_context(viewport={"width": 1440, "height": 1000})
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    tab = context.new_cdp_session(page)
+    tab.send("Performance.enable")
+    yield page, tab
+    context.close()
+
+
+@contextmanager
+def timed(what: str, server: ConsoleServer, tab: CDPSession) -> Iterator[None]:
+    used, busy, begin = processor_seconds(server.process.pid), tab_seconds(tab), time.monotonic()
+    yield
+    shown = time.monotonic() - begin
+    used, busy = processor_seconds(server.process.pid) - used, tab_seconds(tab) - busy
+    print(f"  {what:42} {shown:6.2f} s; processor seconds: console {used:.2f}, page {busy:.2f}", flush=True)
+
+
+def tab_seconds(tab: CDPSession) -> float:
+    """What the page's main thread has worked, layout and scripts."""
+    metrics = {metric["name"]: metric["value"] for metric in tab.send("Performance.getMetrics")["metrics"]}
+    return float(metrics["TaskDuration"])
+
+
+if __name__ == "__main__":
+    main()
