@@ -13,8 +13,9 @@ from pathlib import Path
 import streamlit as st
 
 from agent.protocol import JobState
+from app.console import get_console
 from app.errors import ConsoleError
-from app.ui import text
+from app.ui import access, text
 from app.ui.charts.bars import KIND_ORDER
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.facts import Card, op_time_words
@@ -51,6 +52,7 @@ def guard(page: Callable[[], None]) -> None:
         page()
     except ConsoleError as error:
         st.error(str(error))
+    access.who(get_console())
 
 
 def cards(items: list[Card]) -> None:
