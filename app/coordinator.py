@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.protocol import WorkerState
-from app.coordination import choosing, epochs, freezing, liveness
+from app.coordination import choosing, epochs, fencing, freezing, liveness
 from app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
 from app.coordination.epochs import reconsider
 from app.coordination.fencing import fence, fenced_text, holder, no_such_worker, refuse
@@ -61,6 +61,11 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
         return refuse(state, "fenced", fenced_text(member, event.incarnation))
     if event.incarnation == member.incarnation:
         return Step(state, reason=f"{event.worker} had registered already")
+    if state.current and (elsewhere := fencing.place_of(state.members, event.incarnation)) is not None:
+        # The network brought it late, or twice: since then the process was given another place.
+        if fencing.counts(elsewhere, event.incarnation):
+            return Step(state, reason=f"{event.worker} had registered already, and is {elsewhere.name} now")
+        return refuse(state, "fenced", fenced_text(elsewhere, event.incarnation))
 
     arrived = replace(
         member,
@@ -139,7 +144,10 @@ def _console_restarted(state: State, event: ConsoleRestarted, now: float, ladder
     if state.over:
         return Step(state)
     members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
-    state = replace(state, members=members, pending=None, broken=None)
+    # Moves are done already, and the launcher has not been told of them; a broken connection is reported once.
+    pending = state.pending if state.pending and state.pending.moves else None
+    broken = replace(state.broken, since=now) if state.broken else None
+    state = replace(state, members=members, pending=pending, broken=broken)
     return reconsider(state, event.reason, [Note("info", "console", event.reason)], now)
 
 

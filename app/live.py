@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -46,6 +47,7 @@ from app.rows import (
     differs,
     epoch_row,
     follow_moves,
+    job_columns,
     member_row,
     read_contact,
     read_state,
@@ -166,9 +168,7 @@ class LiveJob:
         accepted. plan: the one that a PlanReady speaks of. Raises ConsoleError when the event is refused
         or can't be stored; then nothing has changed.
         """
-        with self.lock:
-            if self._doubtful:
-                self._read_again()
+        with self.writing():
             old, now = self.state, self._clock()
             step = coordinator.step(old, event, now, self.ladder)
             if step.refusal:
@@ -206,9 +206,7 @@ class LiveJob:
 
     def _apply_quiet(self, reports: Sequence[Report]) -> list[str | ConsoleError]:
         """Those up to the first that asks for a plan, in one transaction. Raises ConsoleError if it fails."""
-        with self.lock:
-            if self._doubtful:
-                self._read_again()
+        with self.writing():
             state, notes, answers = run_together(self.state, reports, self._clock(), self.ladder)
             taken = [report for report, answer in zip(reports, answers, strict=False) if isinstance(answer, str)]
             change = self._change(self.state, state, notes, None, taken, None)
@@ -345,7 +343,7 @@ class LiveJob:
     # -- storing ----------------------------------------------------------------------------
 
     def note(self, notes: Iterable[Note]) -> list[Record]:
-        """Event rows, numbered. Call with the lock held, and store them before letting it go."""
+        """Event rows, numbered. Call it inside of `writing`, and store them there."""
         now = time.time()
         return [
             {
@@ -361,7 +359,7 @@ class LiveJob:
 
     def record(self, *notes: Note, audit: Record | None = None) -> None:
         """Stores lines of the event feed that come from no step of the coordinator."""
-        with self.lock:
+        with self.writing():
             self._save(Change(events=self.note(notes), audit=audit))
         self.topic.publish()
 
@@ -386,15 +384,8 @@ class LiveJob:
                 row.update(host=process[0], pid=process[1])
         follow_moves(old, workers, self.processes)
         opened = next((d.epoch for d in decisions if isinstance(d, OpenEpoch)), None)
-        job: Record = {}
-        if new.job_state != old.job_state or new.halted != old.halted:
-            job = {"state": new.job_state.value, "reason": new.halted or new.over_reason}
-        if (new.mode, new.patience) != (old.mode, old.patience):
-            job |= {"mode": new.mode.value, "patience": new.patience}
-        if new.frozen_by != old.frozen_by:
-            job |= {"frozen_by": new.frozen_by}
         return Change(
-            job=job,
+            job=job_columns(old, new),
             workers=workers,
             plan=(plan.fingerprint, plan.to_json(), plan.failed, False) if opened and plan else None,
             epoch=epoch_row(opened) if opened else None,
@@ -406,13 +397,24 @@ class LiveJob:
 
     def _save(self, change: Change) -> None:
         if change:
+            self._store.apply(self.job_id, change)
+            self.stored(len(change.events))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The lock, for whoever changes what is stored of the job: what is in memory is what the database has.
+
+        Raises ConsoleError when the database fails.
+        """
+        with self.lock:
+            if self._doubtful:
+                self._read_again()
             try:
-                self._store.apply(self.job_id, change)
+                yield
             except SQLAlchemyError as error:
                 # The database may have taken it all the same, and only its answer was lost.
                 self._doubtful = True
                 raise unavailable(type(error).__name__) from error
-            self.stored(len(change.events))
 
     # -- reading back -----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from agent.protocol import Command, WorkerState
 from app.coordination import membership as m
 from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, PlanFrozen
 from app.coordination.choosing import out
-from app.errors import ConsoleError, storing
+from app.errors import ConsoleError
 from app.live import LiveJob
 from app.reports import plain
 from db.store import Record, Store
@@ -65,7 +65,7 @@ class Operators:
         job = self._find(job_id)
         if job.state.over:
             raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
-        with job.lock:
+        with job.writing():
             if job.paused == (kind == "pause"):
                 raise ConsoleError(409, "no_choice", f"the job is {'' if job.paused else 'not '}paused")
             self._command(job, kind, None, actor)
@@ -73,7 +73,7 @@ class Operators:
 
     def _command(self, job: LiveJob, kind: str, worker: str | None, actor: str) -> None:
         actor = named(actor)
-        with job.lock, storing():
+        with job.writing():
             events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker or 'the job'}", worker)])
             seq = self._store.add_command(job.job_id, kind=kind, worker=worker or "", actor=actor, events=events)
             job.stored(len(events))

@@ -104,9 +104,11 @@ class Reports(ABC):
         if message.worker not in job.state.members:
             raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
         text = f"epoch {message.epoch}: training resumed {message.resumed_ms:.0f} ms after {message.worker} died"
-        with job.lock, storing():
-            if self._store.add_recovery(job_id, {**message.model_dump(), "at": time.time()}):
-                job.record(m.Note("info", "recovery", text, message.worker))
+        with job.writing():
+            events = job.note([m.Note("info", "recovery", text, message.worker)])
+            if self._store.add_recovery(job_id, {**message.model_dump(), "at": time.time()}, events):
+                job.stored(len(events))
+        job.topic.publish()
 
     def finish(self, job_id: str, message: JobFinished) -> None:
         job = self.job(job_id)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
 from app.coordination.choices import Mode
-from app.coordination.membership import ACK_ORDER, Epoch, Member, State
+from app.coordination.membership import ACK_ORDER, Broken, Epoch, Member, Pending, State
 from db.store import Record, Store
 
 
@@ -23,8 +23,8 @@ class Contact:
 def differs(a: Member, b: Member) -> bool:
     """Is there a change to store? `last_heard` alone is none."""
     return a is not b and (
-        (a.state, a.incarnation, a.epoch, a.draining, a.detail, a.retired)
-        != (b.state, b.incarnation, b.epoch, b.draining, b.detail, b.retired)
+        (a.state, a.incarnation, a.epoch, a.draining, a.detail, a.retired, a.leaving)
+        != (b.state, b.incarnation, b.epoch, b.draining, b.detail, b.retired, b.leaving)
     )
 
 
@@ -38,23 +38,56 @@ def member_row(member: Member) -> Record:
         "member_epoch": member.epoch,
         "draining": member.draining,
         "detail": member.detail,
+        "leaving": member.leaving,
     }
 
 
 def read_member(row: Record, stage: int, acknowledged: dict[tuple[str, str], str]) -> Member:
-    incarnation = row["incarnation"]
+    incarnation, state = row["incarnation"], WorkerState(row["state"])
+    said = acknowledged.get((row["name"], incarnation), "")
     return Member(
         name=row["name"],
         stage=stage,
-        state=WorkerState(row["state"]),
+        state=state,
         incarnation=incarnation,
         retired=tuple(json.loads(row["retired"])),
         epoch=row["member_epoch"],
-        acknowledged=acknowledged.get((row["name"], incarnation), ""),  # type: ignore[arg-type]
+        acknowledged="" if state is WorkerState.FAILED else said,  # type: ignore[arg-type]
         last_heard=0.0 if incarnation else None,  # ConsoleRestarted sets it to now
         draining=row["draining"],
         detail=row["detail"],
+        leaving=row["leaving"],
     )
+
+
+def job_columns(old: State, new: State) -> Record:
+    """Those of the job's row that changed."""
+    row: Record = {}
+    if new.job_state != old.job_state or new.halted != old.halted:
+        row = {"state": new.job_state.value, "reason": new.halted or new.over_reason}
+    if (new.mode, new.patience) != (old.mode, old.patience):
+        row |= {"mode": new.mode.value, "patience": new.patience}
+    if new.frozen_by != old.frozen_by:
+        row |= {"frozen_by": new.frozen_by}
+    if new.broken != old.broken:
+        row |= {"broken": _broken_text(new.broken)}
+    if (moves := _moves_text(new)) != _moves_text(old):
+        row |= {"moves": moves}
+    return row
+
+
+def _broken_text(broken: Broken | None) -> str:
+    return json.dumps([broken.reporter, broken.worker, broken.detail]) if broken else ""
+
+
+def _moves_text(state: State) -> str:
+    return json.dumps(state.pending.moves if state.pending else ())
+
+
+def _read_pending(row: Record) -> Pending | None:
+    """An epoch that was to open is worked out anew; of its moves nobody but the database knows."""
+    moves = tuple((source, to) for source, to in json.loads(row["moves"]))
+    return Pending((), (), (), "", moves) if moves else None
 
 
 def epoch_row(epoch: Epoch) -> Record:
@@ -132,6 +165,8 @@ def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
         mode=Mode(job_row["mode"]),
         patience=job_row["patience"],
         frozen_by=job_row["frozen_by"],
+        broken=Broken(0.0, *json.loads(job_row["broken"])) if job_row["broken"] else None,
+        pending=_read_pending(job_row),
     )
 
 

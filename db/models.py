@@ -46,7 +46,9 @@ class JobRow(Base):
     """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs one.
 
     mode: who decides how it goes on, automatic or manual. patience: seconds that it waits in manual mode.
-    frozen_by: the operator who has frozen its plan; "": nobody.
+    frozen_by: the operator who has frozen its plan; "": nobody. broken: the transfer that broke in the epoch in
+    force, as JSON (reporter, worker, detail); "": none. moves: (from, to) of workers that have taken another place
+    in an epoch which is still to open, as JSON.
     """
 
     __tablename__ = "job"
@@ -59,6 +61,8 @@ class JobRow(Base):
     mode: Mapped[str] = mapped_column(String(16), default="automatic", server_default="automatic")
     patience: Mapped[float] = mapped_column(Double, default=60.0, server_default="60")
     frozen_by: Mapped[str] = mapped_column(String(80), default="", server_default="")
+    broken: Mapped[str] = mapped_column(Text, default="", server_default="")
+    moves: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
     created_at: Mapped[float] = mapped_column(Double)
 
@@ -67,7 +71,8 @@ class WorkerRow(Base):
     """The latest of one cell of the grid. What a heartbeat brings is written behind, in batches.
 
     retired: the incarnations that came before, a JSON list: they are fenced for good. member_epoch:
-    the newest epoch that its incarnation is in; epoch: the one it says it is in.
+    the newest epoch that its incarnation is in; epoch: the one it says it is in. leaving: it was asked to
+    go, and may not have gone yet.
     """
 
     __tablename__ = "worker"
@@ -79,6 +84,7 @@ class WorkerRow(Base):
     retired: Mapped[str] = mapped_column(Text, default="[]")
     detail: Mapped[str] = mapped_column(Text, default="")
     draining: Mapped[bool] = mapped_column(default=False)
+    leaving: Mapped[bool] = mapped_column(default=False, server_default=false())
     member_epoch: Mapped[int] = mapped_column(BigInteger, default=0)
     host: Mapped[str] = mapped_column(String(255), default="")
     pid: Mapped[int] = mapped_column(BigInteger, default=0)

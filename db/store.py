@@ -275,11 +275,15 @@ class Store:
             last = session.scalar(select(func.max(IterationRow.iteration)).where(IterationRow.job_id == job_id))
         return 0 if last is None else last + 1
 
-    def add_recovery(self, job_id: str, row: Record) -> bool:
-        """False when it was reported before."""
+    def add_recovery(self, job_id: str, row: Record, events: Sequence[Record] = ()) -> bool:
+        """False when it was reported before; then its events are not stored either."""
         with self.database.write() as session:
             statement = self._insert_new(RecoveryRow).values(job_id=job_id, **row)
-            return session.scalar(statement.returning(RecoveryRow.worker)) is not None
+            if session.scalar(statement.returning(RecoveryRow.worker)) is None:
+                return False
+            if events:
+                session.execute(insert(EventRow), [{"job_id": job_id, **e} for e in events])
+            return True
 
     def recoveries(self, job_id: str) -> list[Record]:
         """Oldest first."""

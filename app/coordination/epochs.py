@@ -175,7 +175,7 @@ def plan_refused(state: State, event: PlanRefused, now: float, ladder: Ladder) -
     if not _awaited(state, event.failed):
         return Step(state, reason="nobody waits for that plan")
     text = f"halted: there is no plan for this job{_without(event.failed)}: {event.detail}"
-    return Step(replace(state, pending=None, halted=text), (Note("error", "job", text),), text)
+    return Step(replace(state, pending=None, broken=None, halted=text), (Note("error", "job", text),), text)
 
 
 def _awaited(state: State, failed: tuple[str, ...]) -> bool:

@@ -17,6 +17,11 @@ def holder(members: Mapping[str, Member], worker: str, incarnation: str) -> Memb
     return next((m for m in members.values() if m.incarnation == incarnation), member)
 
 
+def place_of(members: Mapping[str, Member], incarnation: str) -> Member | None:
+    """Whose process it is, or was; None: nobody has heard of it."""
+    return next((m for m in members.values() if incarnation in m.incarnations), None)
+
+
 def fence(state: State, member: Member, incarnation: str) -> Step | None:
     """The refusal of a report from a process that does not count; None: it counts."""
     if counts(member, incarnation):

@@ -69,11 +69,11 @@ def tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
     if state.pending and state.pending.until is not None and now >= state.pending.until:
         return overdue(state, notes)
     broken = state.broken
-    if broken and now - broken.since >= ladder.transfer_grace:
+    if broken and not state.pending and now - broken.since >= ladder.transfer_grace:
         peer = peer_of(broken.reporter, broken.worker)
         reason = f"{broken.reporter} lost its connection to {peer}, and nobody died: all connect anew"
         notes.append(Note("warning", "epoch", reason, broken.reporter))
-        return reconsider(replace(state, broken=None), reason, notes, now, anew=True)
+        return reconsider(state, reason, notes, now, anew=True)
     return Step(state, tuple(notes), "time went by")
 
 
@@ -95,7 +95,7 @@ def exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if state.over or event.incarnation in member.retired:
         return Step(state, reason=f"the end of that process of {event.worker} is known")
-    if member.incarnation not in (None, event.incarnation):
+    if member.incarnation not in (None, event.incarnation) or (member.incarnation is None and member.state is FAILED):
         # Its process died before it could register: nothing but that incarnation is lost.
         retired = replace(member, retired=(*member.retired, event.incarnation))
         return Step(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")

@@ -118,7 +118,8 @@ class Pending:
 
 @dataclass(frozen=True)
 class Broken:
-    """A transfer that broke, not yet explained by a death."""
+    """A transfer that broke in the epoch in force; nobody may have died. Its workers wait for the next epoch, and
+    say so once."""
 
     since: float
     reporter: str
