@@ -1,0 +1,302 @@
+"""One job with everybody who takes part in it: worker processes and their launcher, operators, the planner, and a
+console over a real database that fails, and is killed, whenever a test says so.
+
+The processes are played: they keep to what real ones do. A report that was not taken is kept and tried again; a
+worker whose transfer broke says so once and waits for a newer epoch; a fenced process ends.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent.processes import ProcessPool, WorkerProcess
+from agent.protocol import (
+    Acknowledgement,
+    Deployment,
+    FailureReport,
+    Heartbeat,
+    Iteration,
+    IterationReport,
+    JobFinished,
+    JobSpec,
+    Message,
+    Recovery,
+    Registration,
+)
+from app.errors import ConsoleError
+from app.live import LiveJob
+from app.operators import Operators
+from app.reports import Reports
+from db.store import Record, Store
+from planner.job import Worker
+from tests.app.coordinator_run import LADDER
+from tests.app.flaky_database import FlakyDatabase
+
+STEPS = ("adopted", "formed", "resumed")
+
+
+@dataclass(eq=False)
+class Process:
+    """One incarnation. epoch: the newest one that it was told of; broken: the one that a transfer of its broke in."""
+
+    incarnation: str
+    name: str
+    epoch: int = 0
+    broken: int = 0
+    alive: bool = True
+
+
+@dataclass
+class Report:
+    """route: the method of app.reports.Reports that takes it. Exits are the launcher's."""
+
+    route: str
+    message: Message
+    sender: Process | None = None
+
+
+@dataclass
+class World:
+    """wanted: plans that are to be made elsewhere. taken: reports that the console accepted; unsent: those that it has
+    to be sent again. told: the newest epoch that the launcher knows. in_doubt: the database has failed since the
+    console last read or wrote it."""
+
+    database: FlakyDatabase
+    spec: JobSpec
+    now: float = 100.0
+    wanted: list[tuple[str, ...]] = field(default_factory=list)
+    taken: list[Report] = field(default_factory=list)
+    unsent: list[Report] = field(default_factory=list)
+    processes: dict[str, Process] = field(default_factory=dict)
+    told: int = 0
+    in_doubt: bool = False
+
+    def __post_init__(self) -> None:
+        self.store = Store(self.database)
+        self.job_id = secrets.token_hex(6)
+        self.job = self._live()
+        members = [{"name": m.name, "state": m.state.value} for m in self.job.state.members.values()]
+        self.store.create_job(
+            self.job_id,
+            name=self.spec.name,
+            spec=self.spec.model_dump_json(),
+            state="starting",
+            created_at=time.time(),
+            workers=members,
+        )
+        self.reports = _Reports(self)
+        self.operators = Operators(lambda job_id: self.job, self.store)
+        # The launcher's own book of places, without its processes.
+        self.pool = ProcessPool.__new__(ProcessPool)
+        self.pool.running = {}
+
+    def _live(self) -> LiveJob:
+        return LiveJob(
+            self.job_id,
+            self.spec,
+            0.0,
+            store=self.store,
+            ladder=LADDER,
+            want_plan=lambda job, failed: self.wanted.append(failed),
+            on_epoch=lambda job: None,
+            clock=lambda: self.now,
+        )
+
+    # -- the console ------------------------------------------------------------------------
+
+    def attempt(self, call: Callable[[], Any]) -> bool:
+        """False when the database failed, and it is to be tried again. Refusals are answers."""
+        try:
+            call()
+        except ConsoleError as error:
+            if error.status == 503:
+                self.in_doubt = True
+                return False
+            return True
+        self.in_doubt = False
+        return True
+
+    def restart_console(self) -> None:
+        """It was killed, and started again on what the database has."""
+        self.database.heal()
+        self.wanted.clear()
+        self.job = self._live()
+        self.job.restore(self.row)
+        self.in_doubt = False
+
+    @property
+    def row(self) -> Record:
+        return next(row for row in self.store.jobs() if row["id"] == self.job_id)
+
+    def plan_arrives(self, failed: tuple[str, ...], refused: bool = False) -> None:
+        if refused:
+            self.attempt(lambda: self.job.plan_made(failed, None, "no schedule exists"))
+            return
+        plan, _ = self.job.catalog.plan_for(frozenset(map(Worker.parse, failed)))
+        self.attempt(lambda: self.job.plan_made(failed, plan, ""))
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def send(self, report: Report) -> None:
+        """A sender's reports are taken in order: behind one that waits, the next one waits too."""
+        if any(waiting.sender is report.sender for waiting in self.unsent) or not self.deliver(report):
+            self.unsent.append(report)
+
+    def deliver(self, report: Report) -> bool:
+        route = getattr(self.reports, report.route)
+
+        def call() -> None:
+            message = report.message
+            route(self.job_id, message.iterations if isinstance(message, IterationReport) else message)
+            self.taken.append(report)
+
+        return self.attempt(call)
+
+    def retry(self, report: Report) -> None:
+        """The sender of `report` tries its oldest one again."""
+        oldest = next(waiting for waiting in self.unsent if waiting.sender is report.sender)
+        if self.deliver(oldest):
+            self.unsent.remove(oldest)
+
+    # -- the launcher and its processes -----------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """A new process for a place; elsewhere, if another has moved in."""
+        cells = [Worker.parse(n) for n in self.job.state.members]
+        cell = Worker.parse(name)
+        place = self.pool.vacancy(cell, cells) if cell in self.pool.running else cell
+        if place is None:
+            return
+        process = Process(f"i{len(self.processes)}", str(place))
+        self.processes[process.incarnation] = process
+        self.pool.running[place] = WorkerProcess(place, process.incarnation, None, None, 0.0)  # type: ignore[arg-type]
+        body = Registration(worker=process.name, incarnation=process.incarnation, host="node1", pid=len(self.processes))
+        self.send(Report("register", body, process))
+
+    def at(self, name: str) -> Process | None:
+        entry = self.pool.running.get(Worker.parse(name))
+        return self.processes[entry.incarnation] if entry is not None else None
+
+    def die(self, process: Process, detail: str = "was killed by SIGKILL") -> None:
+        process.alive = False
+        self.unsent = [report for report in self.unsent if report.sender is not process]
+        place = next((w for w, e in self.pool.running.items() if e.incarnation == process.incarnation), None)
+        if place is None:
+            return  # put out by the launcher, which has said so
+        del self.pool.running[place]
+        body = FailureReport(
+            worker=str(place), incarnation=process.incarnation, cause="exit", reporter="launcher", detail=detail
+        )
+        self.send(Report("failure", body))
+
+    def acknowledge(self, process: Process, step: str, epoch: int) -> None:
+        body = Acknowledgement(worker=process.name, incarnation=process.incarnation, epoch=epoch, state=step)  # type: ignore[arg-type]
+        self.send(Report("acknowledge", body, process))
+
+    def breaks(self, process: Process) -> None:
+        """A transfer broke, and nobody died."""
+        process.broken = process.epoch
+        body = FailureReport(
+            worker=process.name,
+            incarnation=process.incarnation,
+            cause="transfer",
+            reporter=process.name,
+            epoch=process.epoch,
+        )
+        self.send(Report("failure", body, process))
+
+    def commit(self, first: int, count: int) -> None:
+        rows = tuple(
+            Iteration(iteration=i, loss=2.0, loss_hex=(2.0).hex(), seconds=0.1, epoch=1, living=1)
+            for i in range(first, min(first + count, self.spec.iterations))
+        )
+        if rows:
+            self.send(Report("committed", IterationReport(iterations=rows)))
+
+    def recovered(self, name: str, epoch: int) -> None:
+        times = dict.fromkeys(("detected_ms", "unblocked_ms", "reformed_ms", "resumed_ms"), 1.0)
+        self.send(Report("recovered", Recovery(worker=name, epoch=epoch, **times)))
+
+    def finish(self) -> None:
+        self.send(Report("finish", JobFinished(state="stopped", reason="the launcher stopped")))
+
+    def beat(self, *processes: Process) -> None:
+        """Each says that it lives; one that is told that it is fenced ends."""
+        for process in processes:
+            body = Heartbeat(
+                worker=process.name,
+                incarnation=process.incarnation,
+                seq=int(self.now * 1000),
+                epoch=process.epoch,
+                iteration=0,
+                phase="training",
+            )
+            try:
+                self.job.heard(body)
+            except ConsoleError as error:
+                registered = all(waiting.sender is not process for waiting in self.unsent)
+                if error.code == "fenced" and registered:
+                    self.die(process, "ended with exit code 3")
+
+    def poll(self) -> Deployment | None:
+        """The launcher takes up the newest epoch."""
+        found = self.reports.deployment(self.job_id, self.told)
+        if found is None:
+            return None
+        self.told = found.epoch
+        for source, to in found.moves:
+            self.pool.move(Worker.parse(source), Worker.parse(to), found.epoch)
+        stay = {*found.living, *found.leaving}
+        for place, entry in list(self.pool.running.items()):
+            process = self.processes[entry.incarnation]
+            if str(place) in stay:
+                process.name, process.epoch, entry.member = str(place), found.epoch, True
+            elif entry.member:
+                del self.pool.running[place]
+                process.alive = False
+                body = FailureReport(
+                    worker=str(place), incarnation=process.incarnation, cause="exit", reporter="launcher", detail="out"
+                )
+                self.send(Report("failure", body))
+        return found
+
+    def take_up(self) -> None:
+        """The launcher and all processes take up the newest epoch; those that wait for another one do not."""
+        self.poll()
+        for process in self.living:
+            if process.epoch and process.broken < process.epoch:
+                for step in STEPS:
+                    self.acknowledge(process, step, process.epoch)
+
+    def begin(self) -> World:
+        """All train."""
+        for name in self.job.state.members:
+            self.start(name)
+        self.take_up()
+        return self
+
+    @property
+    def living(self) -> list[Process]:
+        return [process for process in self.processes.values() if process.alive]
+
+    def tick(self, seconds: int, heard: list[Process]) -> None:
+        """Time goes by; `heard` go on sending heartbeats."""
+        for _ in range(seconds):
+            self.now += 1
+            self.beat(*[process for process in heard if process.alive])
+            self.attempt(self.job.tick)
+
+
+class _Reports(Reports):
+    def __init__(self, world: World) -> None:
+        self._store, self._world = world.store, world
+
+    def job(self, job_id: str) -> LiveJob:
+        return self._world.job
+
+    def job_ended(self, job: LiveJob) -> None:
+        pass

@@ -1,0 +1,114 @@
+"""Every accepted report is in the store, and a console that is started anew goes on: see history_machine.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import Phase, settings
+
+from agent.protocol import FailureReport, JobSpec, Registration
+from app import live
+from app.coordination.choices import Candidate, Offer, Offered
+from app.errors import ConsoleError
+from planner.policy import MIGRATE
+from tests.app.flaky_database import FlakyDatabase
+from tests.app.history_machine import History
+from tests.app.job_world import World
+
+
+@pytest.fixture(scope="module", autouse=True)
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlakyDatabase]:
+    """One for all examples: each has a job of its own."""
+    database = History.database = FlakyDatabase(f"sqlite:///{tmp_path_factory.mktemp('history') / 'console.db'}")
+    database.upgrade()
+    yield database
+    database.close()
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(
+    max_examples=12,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),  # `make chaos` looks for a smaller example
+)
+
+
+@pytest.fixture
+def world(database: FlakyDatabase) -> World:
+    database.heal()
+    return World(database, JobSpec(name="job", pipelines=3, stages=2, micro_batches=2, iterations=9, migrate=True))
+
+
+def test_an_operators_command_is_not_lost_with_its_answer(world: World) -> None:
+    world.database.fault = "answer lost"
+    with pytest.raises(ConsoleError) as refused:
+        world.operators.pause(world.job_id, "ada")
+    assert refused.value.status == 503
+    world.database.heal()
+    world.operators.resume(world.job_id, "ada")
+    assert [(command.seq, command.kind) for command in world.job.commands] == [(1, "pause"), (2, "resume")]
+
+
+def test_a_broken_connection_outlives_the_console_that_was_told_of_it(world: World) -> None:
+    """Its worker says so once, and waits for the next epoch: forgotten, it would wait for ever."""
+    world.begin().breaks(world.living[0])
+    world.restart_console()
+    world.tick(5, world.living)
+    assert world.job.state.epoch == 2 and not world.job.state.current.failed  # type: ignore[union-attr]
+
+
+def test_moves_outlive_the_console_that_decided_on_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has its new place already, and the launcher learns of it with the epoch that is still to open."""
+    world.begin().die(world.processes["i0"])
+    world.take_up()
+    monkeypatch.setattr(live, "INLINE_OPS", 0)
+    candidate = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W0_0"),))
+    world.job.apply(Offered(("W0_0",), Offer(("W0_0",), (candidate,), MIGRATE)))
+    assert world.wanted == [("W2_1",)] and world.job.state.epoch == 2
+    world.restart_console()
+    world.plan_arrives(*world.wanted)
+    deployment = world.poll()
+    assert deployment is not None and deployment.moves == (("W2_1", "W0_0"),)
+    assert world.at("W0_0") is world.processes["i5"]
+
+
+def test_a_worker_that_was_asked_to_leave_does_so_in_order_after_a_restart(world: World) -> None:
+    world.begin()
+    world.operators.drain(world.job_id, "W1_0", "ada")
+    world.restart_console()
+    leaver = world.processes["i2"]
+    assert world.job.sender("W1_0", leaver.incarnation).leaving
+    deployment = world.poll()
+    assert deployment is not None and deployment.leaving == ("W1_0",) and leaver.alive
+
+
+def test_a_registration_that_comes_late_does_not_put_a_process_in_two_places(world: World) -> None:
+    world.begin().die(world.processes["i0"])
+    world.take_up()
+    candidate = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W0_0"),))
+    world.job.apply(Offered(("W0_0",), Offer(("W0_0",), (candidate,), MIGRATE)))
+    before = world.job.state
+    registration = next(r for r in world.taken if r.route == "register" and r.sender is world.processes["i5"])
+    assert world.deliver(registration) and world.job.state is before
+    world.poll()
+    world.die(world.processes["i5"])
+    before = world.job.state
+    with pytest.raises(ConsoleError) as refused:
+        world.reports.register(world.job_id, registration.message)  # type: ignore[arg-type]
+    assert refused.value.code == "fenced" and world.job.state is before
+
+
+def test_what_died_at_an_empty_place_before_it_registered_stays_out(world: World) -> None:
+    world.begin().die(world.processes["i0"])
+    world.take_up()
+    candidate = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W0_0"),))
+    world.job.apply(Offered(("W0_0",), Offer(("W0_0",), (candidate,), MIGRATE)))
+    world.take_up()
+    ended = FailureReport(worker="W2_1", incarnation="new", cause="exit", reporter="launcher")
+    world.reports.failure(world.job_id, ended)
+    with pytest.raises(ConsoleError) as refused:
+        world.reports.register(world.job_id, Registration(worker="W2_1", incarnation="new", host="node1", pid=9))
+    assert refused.value.code == "fenced"
