@@ -10,6 +10,8 @@ import typer
 
 from app.coordination.membership import Ladder
 from app.errors import SettingsError
+from app.history.commands import install as install_histories
+from app.observing.keep import Keep, seconds
 from app.security.oidc import read_oidc
 from app.settings import Settings, read_token
 from app.token_cli import tokens
@@ -24,6 +26,7 @@ cli = typer.Typer(
 )
 
 cli.add_typer(tokens, name="token")
+install_histories(cli)
 
 _DEFAULT = Ladder()
 
@@ -69,6 +72,10 @@ def serve(
     tolerance: Annotated[
         int, typer.Option(min=0, max=8, help="Plans are made ahead for up to this many failures.")
     ] = 2,
+    keep_seconds: Annotated[str, typer.Option(help="How long a worker's samples of one second are kept.")] = "15m",
+    keep_minutes: Annotated[str, typer.Option(help="Those of one minute.")] = "2d",
+    keep_hours: Annotated[str, typer.Option(help="Those of one hour.")] = "400d",
+    keep_events: Annotated[int, typer.Option(help="Lines of each job's event feed that are kept.")] = Keep.events,
 ) -> None:
     """Serve the pages and the REST API until Ctrl-C."""
     from app.server import serve as run
@@ -86,6 +93,12 @@ def serve(
             names=tuple(host_name or ()),
             proxies=tuple(proxy or Settings.proxies),
             oidc=None if oidc is None else read_oidc(oidc, _listed(oidc_operators), _listed(oidc_viewers)),
+            keep=Keep(
+                seconds=seconds(keep_seconds, "--keep-seconds"),
+                minutes=seconds(keep_minutes, "--keep-minutes"),
+                hours=seconds(keep_hours, "--keep-hours"),
+                events=keep_events,
+            ),
         )
         run(settings)
     except (SettingsError, PlannerError, DatabaseError) as error:

@@ -22,6 +22,7 @@ from app.coordination import membership as m
 from app.coordination.membership import Ladder
 from app.coordination.sentence import sentence
 from app.errors import ConsoleError, storing, unknown_job, unknown_plan
+from app.history.service import Histories
 from app.live import LiveJob
 from app.metrics.exposition import Metrics
 from app.metrics.jobs import JobMetrics
@@ -95,6 +96,7 @@ class Console(Reports):
         self.feed = Feed(store, self.observations)
         self.roll_outs = RollOuts(store)
         self.recorder = Recorder(store.database, lambda: list(self._jobs.values()), keep or Keep())
+        self.histories = Histories(self, store.database)
         self.logs = LogBook()
         self.simulations = Simulations()
         self.making = Making()
@@ -125,6 +127,7 @@ class Console(Reports):
                 self._planning.make_ahead(job)
         self._ticker.start()
         self.recorder.start()
+        self.histories.start()
 
     def stop_waiting(self) -> None:
         """Sends every long-poll home, so that the server can end."""
@@ -149,6 +152,7 @@ class Console(Reports):
         for job in self._jobs.values():
             with suppress(ConsoleError):
                 job.take_heartbeats()
+        self.histories.close()
         self.recorder.close()
         self._flush()
         self._unwatch()
@@ -220,6 +224,34 @@ class Console(Reports):
         self._planning.cancel(job)
         self._advising.cancel(job)
         self.tokens.end_job(job.job_id)
+
+    def live_jobs(self) -> list[LiveJob]:
+        return list(self._jobs.values())
+
+    def job_rows(self) -> list[Record]:
+        """What the database has of jobs, oldest first. Raises SQLAlchemyError."""
+        return self._store.jobs()
+
+    def take_up(self, row: Record) -> None:
+        """A job that is over and has come into the database beside us."""
+        try:
+            job = self._live(row["id"], JobSpec.model_validate_json(row["spec"]), row["created_at"])
+            job.restore(row)
+        except (PlannerError, ValueError):
+            log.exception("a stored job can't be read; it is left out", job=row["id"])
+            return
+        self._job_metrics.begin(job)
+        with self._lock:
+            self._jobs.setdefault(job.job_id, job)
+
+    def let_go(self, job_id: str) -> None:
+        """Of a job that is deleted: whoever asks for it from now on learns that there is none."""
+        with self._lock:
+            job = self._jobs.pop(job_id, None)
+        if job is not None:
+            self.job_ended(job)
+            job.topic.close()
+            job.epoch_topic.close()
 
     def list_jobs(self) -> list[JobSummary]:
         """Newest first."""

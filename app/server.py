@@ -82,7 +82,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         if database.is_sqlite:
             database.lead()
         database.upgrade()
-        console = Console(Store(database), ladder=settings.ladder, tolerance=settings.tolerance)
+        console = Console(Store(database), ladder=settings.ladder, tolerance=settings.tolerance, keep=settings.keep)
         set_console(console)
         try:
             console.start()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from app.coordination.membership import Ladder
 from app.errors import SettingsError
+from app.observing.keep import Keep
 from app.security.hosts import is_loopback
 from app.security.oidc import OidcSettings
 
@@ -27,7 +28,7 @@ class Settings:
 
     tolerance: plans are made ahead for up to this many failures. names: host names under which it is
     reached, through a proxy, say. proxies: addresses whose word on who the client is counts. oidc: where
-    people may sign in with an account.
+    people may sign in with an account. keep: how much of its history.
     """
 
     host: str = "127.0.0.1"
@@ -41,6 +42,7 @@ class Settings:
     names: tuple[str, ...] = ()
     proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     oidc: OidcSettings | None = None
+    keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -86,11 +86,11 @@ class JobRows:
 
     # -- in -------------------------------------------------------------------------------------
 
-    def begin(self, job: Record) -> bool:
-        """Stores the row of a job that is on its way in. False: there is a job of that id."""
+    def begin(self, job: Record, note: str) -> bool:
+        """Stores the row of a job that is on its way in. note: who brings it. False: there is a job of that id."""
         try:
             with self._database.write() as session:
-                session.execute(insert(JobRow).values({**job, "state": IMPORTING}))
+                session.execute(insert(JobRow).values({**job, "state": IMPORTING, "reason": note}))
         except IntegrityError:
             return False
         return True
@@ -107,10 +107,11 @@ class JobRows:
         with self._database.read() as session:
             return session.scalar(select(JobRow.id).where(JobRow.id == job_id)) is not None
 
-    def finish(self, job_id: str, state: str, audit: Record) -> None:
+    def finish(self, job: Record, audit: Record) -> None:
         """From now on it is a job as any other. audit: who wanted it."""
+        columns = {"state": job["state"], "reason": job["reason"]}
         with self._database.write() as session:
-            session.execute(update(JobRow).where(JobRow.id == job_id).values(state=state))
+            session.execute(update(JobRow).where(JobRow.id == job["id"]).values(columns))
             session.execute(insert(AuditRow).values(audit))
 
     # -- away -----------------------------------------------------------------------------------
@@ -144,10 +145,11 @@ class JobRows:
             session.execute(delete(JobRow).where(JobRow.id == job_id))
         return True
 
-    def half_done(self) -> list[str]:
-        """Jobs that were on their way in or out when a process ended."""
+    def hidden(self) -> list[tuple[str, str, str]]:
+        """(id, state, note of whoever brings it) of the jobs that are on their way in or out."""
+        query = select(JobRow.id, JobRow.state, JobRow.reason).where(JobRow.state.in_(HIDDEN))
         with self._database.read() as session:
-            return list(session.scalars(select(JobRow.id).where(JobRow.state.in_(HIDDEN))))
+            return [(row.id, row.state, row.reason) for row in session.execute(query)]
 
 
 class Snapshot:

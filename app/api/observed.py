@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import asdict
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from agent.protocol import LogLine, LogLines, VerdictReport
@@ -13,8 +15,12 @@ from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
 from app.live import LiveJob
+from app.observing.worker_history import worker_history
+from db.heartbeats import Level
 
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
+Moment = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="POSIX seconds")]
+TEN_MINUTES = 600.0
 Seq = Annotated[int, Field(ge=1, le=2**53)]
 
 
@@ -33,10 +39,35 @@ class StateInfo(BaseModel):
     at: float
 
 
+class Metric(BaseModel):
+    """One entry per sample; null where no heartbeat of it brought this metric."""
+
+    low: list[float | None]
+    mean: list[float | None]
+    high: list[float | None]
+
+
+class SeriesInfo(BaseModel):
+    """Samples of `step` seconds each, one entry per sample in every list; a step without a heartbeat has none.
+
+    at: POSIX seconds of their begin. beats: heartbeats in it. iteration, phase: of the last one. metrics: F, I,
+    W, B, O in milliseconds, resident_bytes, silence_seconds; those that were reported.
+    """
+
+    step: int
+    at: list[int]
+    beats: list[int]
+    iteration: list[int]
+    phase: list[str]
+    metrics: dict[str, Metric]
+
+
 class WorkerHistory(BaseModel):
-    """states: oldest first. log: its newest lines, oldest first; kept in memory only."""
+    """states: oldest first. log: its newest lines, oldest first; kept in memory only. series: what its
+    heartbeats brought."""
 
     worker: str
+    series: SeriesInfo
     states: list[StateInfo]
     op_milliseconds: dict[Literal["F", "I", "W", "B", "O"], float]
     log: list[LogLine]
@@ -60,18 +91,33 @@ def router(console: Console) -> APIRouter:
         return Outcome(reason=f"{new} event{'' if new == 1 else 's'} acknowledged that nobody had acknowledged before")
 
     @api.get("/{job_id}/workers/{worker}/history")
-    async def history(job_id: str, worker: str) -> WorkerHistory:
-        """A worker's states so far, its smoothed op times, and the newest lines it has written."""
-        return await in_thread(_history, console, console.job(job_id), worker)
+    async def history(
+        job_id: str,
+        worker: str,
+        since: Moment = None,
+        until: Moment = None,
+        step: Annotated[Literal["second", "minute", "hour"] | None, Query()] = None,
+    ) -> WorkerHistory:
+        """A worker's states so far, its smoothed op times, the newest lines it has written, and what its
+        heartbeats brought between two times: without them, in the last ten minutes. Without a step it is the
+        shortest that is kept for so long and makes 3,000 samples at most."""
+        end = time.time() + 1 if until is None else until
+        asked = end - TEN_MINUTES if since is None else since, end, Level[step.upper()] if step else None
+        return await in_thread(_history, console, console.job(job_id), worker, *asked)
 
     return api
 
 
-def _history(console: Console, job: LiveJob, worker: str) -> WorkerHistory:
+def _history(
+    console: Console, job: LiveJob, worker: str, since: float, until: float, step: Level | None
+) -> WorkerHistory:
     if worker not in job.state.members:
         raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
+    series = asdict(worker_history(console, job.job_id, worker, since, until, step))
+    series.pop("worker")
     return WorkerHistory(
         worker=worker,
+        series=SeriesInfo(**series),
         states=[StateInfo(**row) for row in console.observations.states(job.job_id, worker)],
         op_milliseconds=job.op_times.smoothed(worker),  # type: ignore[arg-type]
         log=list(console.logs.lines(job.job_id, worker)),

@@ -16,6 +16,7 @@ from app.api import (
     catalogs,
     exports,
     heartbeats,
+    history,
     jobs,
     measured,
     observed,
@@ -48,6 +49,7 @@ def create_api(console: Console) -> FastAPI:
     api.include_router(heartbeats.router(console))
     api.include_router(streams.router(console))
     api.include_router(jobs.router(console))
+    api.include_router(history.router(console))
     api.include_router(operator.router(console))
     api.include_router(plans.router(console))
     api.include_router(measured.router(console))

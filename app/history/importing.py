@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,12 +13,14 @@ from pathlib import Path
 
 from app.history.reading import History, HistoryError, importable
 from app.history.tables import Format, format_of
-from db.job_rows import JobRows, Record
+from db.job_rows import IMPORTING, JobRows, Record
 from db.session import Database
 
 BATCH = 500
 REST = 0.005
 """Seconds between two transactions: SQLite has one writer, and others wait."""
+LONGEST = 6 * 3600.0
+"""Seconds after which an import on another host, of which nothing more is known, counts as ended."""
 OVER = ("finished", "stopped")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -50,17 +54,17 @@ def import_history(
         job = format_of("job").to_row(next(history.lines("job")))
         job_id = job["id"] = new_id or job["id"]
         if rows.exists(job_id):
-            raise _taken(job_id)
+            _clear(rows, job_id, rest)
         history.check()
         if job["state"] not in OVER:
             job["reason"] = f"it was {job['state']} when its history was exported; imported, it does not go on"
             job["state"] = "stopped"
-        if not rows.begin(job):
+        if not rows.begin(job, _note()):
             raise _taken(job_id)
         try:
             _store(rows, history, job_id, rest)
             audit = {"at": time.time(), "actor": actor, "action": "import", "job_id": job_id, "target": job_id}
-            rows.finish(job_id, job["state"], {**audit, "detail": f"exported as {history.manifest.job}"[:2000]})
+            rows.finish(job, {**audit, "detail": f"exported as {history.manifest.job}"[:2000]})
         except BaseException:
             delete_job(rows, job_id, rest)
             raise
@@ -72,6 +76,32 @@ def delete_job(rows: JobRows, job_id: str, rest: Callable[[float], None] = time.
     """All of a hidden job (db.job_rows), in small steps. Raises SQLAlchemyError."""
     while rows.delete_some(job_id):
         rest(REST)
+
+
+def abandoned(note: str) -> bool:
+    """Has the process ended that left this note with a job on its way in?"""
+    try:
+        host, pid, at = note.rsplit(" ", 2)
+        if host != socket.gethostname():
+            return time.time() - float(at) > LONGEST
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (ValueError, OSError):
+        return False
+    return False
+
+
+def _note() -> str:
+    return f"{socket.gethostname()} {os.getpid()} {time.time():.0f}"
+
+
+def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
+    """The id is taken: by a job, or by what is left of one."""
+    left = {hidden: (state, note) for hidden, state, note in rows.hidden()}
+    if job_id not in left or (left[job_id][0] == IMPORTING and not abandoned(left[job_id][1])):
+        raise _taken(job_id)
+    delete_job(rows, job_id, rest)
 
 
 def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float], None]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
+import subprocess
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 from history_job import NAMES, everything, lived_job
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from app.console import Console
 from app.history import importing, reading
@@ -20,7 +23,7 @@ from app.history.importing import delete_job, import_history
 from app.history.reading import HistoryError
 from app.history.tables import LEFT_OUT, format_of
 from db.job_rows import MODELS, JobRows, table
-from db.models import AuditRow, Base, PlanRow
+from db.models import AuditRow, Base, JobRow, PlanRow
 from db.session import Database
 from db.store import Store
 from tests.conftest import new_database
@@ -317,9 +320,21 @@ def test_an_import_that_breaks_off_leaves_nothing(
     steps = 0
     with pytest.raises(OSError, match="no space left"):
         import_history(target, origin[2], rest=broken)
-    assert Store(target).jobs() == [] and rows.half_done() == [origin[1]]
-    delete_job(rows, origin[1])
-    assert counts(target) == before
+    assert Store(target).jobs() == []
+    [(job_id, state, note)] = rows.hidden()
+    assert (job_id, state) == (origin[1], "importing") and not importing.abandoned(note), "this process lives"
+    with pytest.raises(HistoryError, match="is there already"):
+        import_history(target, origin[2])
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    gone = f"{socket.gethostname()} {ended.pid} 1"
+    assert importing.abandoned(gone) and importing.abandoned("other-host 1 1.0")
+    assert not importing.abandoned(f"other-host 1 {time.time()}") and not importing.abandoned("")
+    with target.write() as session:
+        session.execute(update(JobRow).values(reason=gone))
+    monkeypatch.undo()
+    import_history(target, origin[2])
+    assert everything(target, origin[1]) == everything(origin[0], origin[1])
 
 
 def test_deleting_one_of_two_jobs_that_share_plans(origin: tuple[Database, str, Path], target: Database) -> None:

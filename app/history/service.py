@@ -1,0 +1,176 @@
+"""Histories of the jobs of a running console: exported and imported by a process of its own, deleted in the
+background. Jobs that the command line has imported or deleted meanwhile come and go here, too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from agent.protocol import WorkerState
+from app.errors import ConsoleError, storing, unknown_job
+from app.history.importing import OVER, REST, Imported, abandoned
+from db.job_rows import DELETING, JobRows
+from db.session import Database
+
+if TYPE_CHECKING:
+    from app.console import Console
+
+log = structlog.get_logger()
+
+MOST_UPLOAD = 2**30
+"""Bytes of a file that is sent to the API; the command line takes larger ones."""
+FOLLOW_SECONDS = 5.0
+_ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Histories:
+    """One per console. Thread-safe; export and take_in are called in an event loop."""
+
+    def __init__(self, console: Console, database: Database) -> None:
+        self._console, self._database = console, database
+        self._rows = JobRows(database)
+        self._busy = threading.Lock()
+        self._child: asyncio.subprocess.Process | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._child is not None and self._child.returncode is None:
+            self._child.kill()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    # -- out and in -----------------------------------------------------------------------------
+
+    async def export(self, job_id: str) -> Path:
+        """A file of the caller's, who deletes it. Raises ConsoleError."""
+        self._console.job(job_id)
+        out = _temporary()
+        try:
+            out.unlink()
+            if not (await self._run("export", job_id, str(out)))["found"]:
+                raise unknown_job(job_id)
+        except BaseException:
+            out.unlink(missing_ok=True)
+            raise
+        return out
+
+    async def take_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
+        """Imports the job of a file. new_id: instead of its own. Raises ConsoleError."""
+        path, size = _temporary(), 0
+        try:
+            with path.open("wb") as handle:
+                async for chunk in chunks:
+                    size += len(chunk)
+                    if size > MOST_UPLOAD:
+                        detail = f"the body: got more than {MOST_UPLOAD:,} bytes, expected at most that"
+                        raise ConsoleError(413, "too_large", f"{detail}; `python -m app import` takes larger files")
+                    handle.write(chunk)
+            done = Imported(**await self._run("import", str(path), actor, *([new_id] if new_id else [])))
+        finally:
+            path.unlink(missing_ok=True)
+        with storing():
+            await asyncio.to_thread(self.look)
+        log.info("job imported", job=done.job_id, rows=done.rows, actor=actor)
+        return done
+
+    async def _run(self, *arguments: str) -> Mapping[str, Any]:
+        if not self._busy.acquire(blocking=False):
+            raise ConsoleError(409, "busy", "another history is being exported or imported; try again when it is done")
+        try:
+            url = self._database.url.render_as_string(hide_password=False)
+            self._child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "app.history", *arguments),
+                cwd=_ROOT,
+                env={**os.environ, "DATABASE_URL": url},
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            try:
+                out, errors = await self._child.communicate()
+            finally:
+                if self._child.returncode is None:  # whoever asked has gone
+                    self._child.kill()
+        finally:
+            self._busy.release()
+        try:
+            answer = json.loads(out)
+        except ValueError:
+            log.error("work on a history failed", status=self._child.returncode, errors=errors.decode()[-2000:])
+            raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
+        if "error" in answer:
+            taken = "is there already" in answer["error"]
+            raise ConsoleError(409 if taken else 422, "job_exists" if taken else "invalid", answer["error"])
+        return answer  # type: ignore[no-any-return]
+
+    # -- away -----------------------------------------------------------------------------------
+
+    def delete(self, job_id: str, actor: str) -> None:
+        """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
+        job = self._console.job(job_id)
+        alive = sorted(name for name, m in job.state.members.items() if m.state in _ALIVE)
+        if not job.state.over and alive:
+            raise ConsoleError(
+                409,
+                "job_runs",
+                f"job: {job_id} is {job.state.job_state} ({alive[0]} lives), expected one that has ended",
+            )
+        audit = {"at": time.time(), "actor": actor.replace("\0", "")[:80] or "unknown", "action": "delete"}
+        with job.lock, storing():
+            self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
+        self._console.let_go(job_id)
+        log.info("job deleted", job=job_id, actor=actor)
+
+    def look(self) -> None:
+        """Takes up jobs that have been imported, and lets go of those that were deleted. Raises SQLAlchemyError."""
+        console = self._console
+        known = {job.job_id: job for job in console.live_jobs()}
+        rows = {row["id"]: row for row in console.job_rows()}
+        for job_id, row in rows.items():
+            if job_id not in known and row["state"] in OVER:
+                console.take_up(row)
+        for job_id, job in known.items():
+            if job_id not in rows and job.state.over:
+                console.let_go(job_id)
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self._delete_rows()
+                self.look()
+            except SQLAlchemyError as error:
+                log.warning("histories wait for the database", reason=type(error).__name__)
+            except Exception:
+                log.exception("jobs that came or went could not be followed")
+            if self._stop.wait(FOLLOW_SECONDS):
+                return
+
+    def _delete_rows(self) -> None:
+        """Of jobs that were deleted, and of imports whose process ended half way."""
+        for job_id, state, note in self._rows.hidden():
+            if state == DELETING or abandoned(note):
+                while self._rows.delete_some(job_id):
+                    if self._stop.wait(REST):
+                        return
+
+
+def _temporary() -> Path:
+    handle, name = tempfile.mkstemp(prefix="openrecycle-history-", suffix=".zip")
+    os.close(handle)
+    return Path(name)

@@ -1,0 +1,150 @@
+"""Whole jobs over the API and the command line: out, in, and away, beside a console that runs."""
+
+from __future__ import annotations
+
+import io
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from console_server import Agents, ConsoleServer
+from history_job import SPEC
+from typer.testing import CliRunner, Result
+
+from app.cli import cli
+from db.session import Database
+from db.store import Store
+
+
+@pytest.fixture
+def ended(agents: Agents) -> Agents:
+    """A job that has run and is over."""
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    agents.heartbeat("W1_2", op_milliseconds={"F": 12.5}, resident_bytes=2**30)
+    iteration = {"iteration": 0, "loss": 0.5, "loss_hex": (0.5).hex(), "seconds": 0.1, "epoch": 1, "living": 12}
+    assert agents.server.post(agents.path("/iterations"), {"iterations": [iteration]}).status_code == 204
+    assert agents.server.post(agents.path("/finish"), {"state": "finished"}).status_code == 204
+    return agents
+
+
+def imported(server: ConsoleServer, data: bytes, **query: str) -> tuple[int, dict[str, object]]:
+    headers = {"Content-Type": "application/zip", "X-Actor": "Ann"}
+    answer = server.session.post(f"{server.base}/history/import", data=data, params=query, headers=headers, timeout=60)
+    return answer.status_code, answer.json()
+
+
+def run(database_url: str, *arguments: str) -> Result:
+    """`python -m app`, in this process."""
+    return CliRunner().invoke(cli, list(arguments), env={"DATABASE_URL": database_url})
+
+
+def status(server: ConsoleServer, job_id: str) -> int:
+    return server.get(f"/jobs/{job_id}").status_code
+
+
+def wait_for(server: ConsoleServer, job_id: str, wanted: int) -> None:
+    end = time.monotonic() + 60
+    while status(server, job_id) != wanted:
+        assert time.monotonic() < end, f"job {job_id} did not answer {wanted}"
+        time.sleep(0.1)
+
+
+def test_out_away_and_in_again(ended: Agents) -> None:
+    server, job_id = ended.server, ended.job_id
+    before = {what: server.get(ended.path(what)).json() for what in ("/events", "/iterations", "/epochs", "/plans")}
+    answer = server.get(ended.path("/history.zip"))
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/zip"
+    assert f'filename="{job_id}-history.zip"' in answer.headers["content-disposition"]
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+        assert archive.testzip() is None and "manifest.json" in archive.namelist()
+    code, problem = imported(server, answer.content)
+    assert (code, problem["code"]) == (409, "job_exists") and "is not overwritten" in str(problem["detail"])
+    assert server.session.delete(server.base + ended.path(), timeout=30).status_code == 202
+    assert status(server, job_id) == 404
+    assert server.session.delete(server.base + ended.path(), timeout=30).status_code == 404
+    end = time.monotonic() + 60
+    while (found := imported(server, answer.content))[0] == 409:  # its rows are still being deleted
+        assert time.monotonic() < end, found
+        time.sleep(0.1)
+    assert found[0] == 201 and found[1]["job_id"] == job_id, found
+    assert {what: server.get(ended.path(what)).json() for what in before} == before
+    assert ended.job()["state"] == "finished"
+    assert imported(server, answer.content, **{"as": f"{job_id}-copy"})[0] == 201
+    assert server.get(f"/jobs/{job_id}-copy/iterations").json() == before["/iterations"]
+    assert imported(server, answer.content, **{"as": "no id"})[0] == 422
+
+
+def test_what_the_api_refuses(agents: Agents) -> None:
+    server = agents.server
+    agents.register_all()
+    running = server.session.delete(server.base + agents.path(), timeout=30)
+    assert running.status_code == 409 and running.json()["code"] == "job_runs"
+    assert status(server, agents.job_id) == 200
+    assert server.get("/jobs/nobody/history.zip").json()["code"] == "unknown_job"
+    code, problem = imported(server, b"no zip")
+    assert code == 422 and str(problem["detail"]).startswith("file: it is not a zip file"), problem
+
+
+def test_what_heartbeats_brought(agents: Agents) -> None:
+    agents.register_all()
+    for forward in (10.0, 30.0):
+        agents.heartbeat("W1_2", op_milliseconds={"F": forward}, resident_bytes=2**30)
+    path = agents.path("/workers/W1_2/history")
+    end = time.monotonic() + 30
+    while sum((series := agents.server.get(path).json()["series"])["beats"]) < 2:
+        assert time.monotonic() < end, series
+        time.sleep(0.05)
+    assert series["step"] == 1 and max(series["metrics"]["F"]["high"]) == 30
+    assert set(series["metrics"]) == {"F", "resident_bytes", "silence_seconds"}
+    minutes = agents.server.get(path, params={"step": "minute"}).json()["series"]
+    assert minutes["step"] == 60 and sum(minutes["beats"]) == 2
+    long_ago = agents.server.get(path, params={"since": 1e9, "until": 1e9 + 60}).json()["series"]
+    assert long_ago["step"] == 3600 and long_ago["at"] == []
+    for wrong in ({"since": "soon"}, {"since": -1}, {"until": 5, "since": 7}, {"step": "day"}, {"since": "nan"}):
+        assert agents.server.get(path, params=wrong).status_code == 422, wrong
+
+
+def test_the_command_line_beside_a_console(ended: Agents, tmp_path: Path) -> None:
+    server, file, copy = ended.server, str(tmp_path / "job.zip"), f"{ended.job_id}-cli"
+    url = server.database_url
+    done = run(url, "export", "--job", ended.job_id, "--out", file)
+    assert done.exit_code == 0 and done.stdout.startswith(f"{file}: job {ended.job_id}, "), done.output
+    done = run(url, "import", file, "--as", copy)
+    assert done.exit_code == 0 and done.stdout.startswith(f"job {copy}: "), done.output
+    wait_for(server, copy, 200)
+    assert server.get(f"/jobs/{copy}/iterations").json() == server.get(ended.path("/iterations")).json()
+    assert run(url, "delete", "--job", copy).exit_code == 0
+    wait_for(server, copy, 404)
+    assert status(server, ended.job_id) == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("export", "--job", "nobody", "--out", "{}/a.zip"), "--job: got 'nobody', expected the id of a job"),
+        (("import", "{}/nothing.zip"), "nothing.zip can't be read: No such file or directory"),
+        (("import", "{}"), "can't be read: Is a directory"),
+        (("delete", "--job", "nobody"), "--job: got 'nobody'"),
+        (("serve", "--port", "0", "--keep-minutes", "5m"), "--keep-minutes: got 300 s, expected at least two hours"),
+        (("serve", "--port", "0", "--keep-hours", "long"), "--keep-hours: got 'long', expected a number and s, m, h"),
+    ],
+)
+def test_what_the_command_line_refuses(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    url = f"sqlite:///{tmp_path / 'console.db'}"
+    done = run(url, *(a.replace("{}", str(tmp_path)) for a in arguments))
+    assert done.exit_code == 2 and words in done.stderr and not done.stdout, done.output
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_file_that_can_not_be_written(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'console.db'}"
+    database = Database(url)
+    database.upgrade()
+    Store(database).create_job(
+        "job", name="n", spec=SPEC.model_dump_json(), state="finished", created_at=1.5, workers=[]
+    )
+    database.close()
+    done = run(url, "export", "--job", "job", "--out", str(tmp_path / "no" / "a.zip"))
+    assert done.exit_code == 2 and "can't be written: No such file or directory" in done.stderr, done.output
