@@ -7,13 +7,15 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Match, Mount, Route
+from starlette.types import Receive, Scope, Send
 
 from agent.protocol import API, Heartbeat, HeartbeatReply, Problem
 from app.api import (
     access,
     agents,
     catalogs,
+    document,
     exports,
     heartbeats,
     history,
@@ -30,9 +32,6 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.metrics.requests import Named
 
-METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-
-
 def create_api(console: Console) -> FastAPI:
     api = FastAPI(
         title="OpenReCycle",
@@ -41,10 +40,14 @@ def create_api(console: Console) -> FastAPI:
         # Their pages fetch scripts from elsewhere; the document itself is at /api/v1/openapi.json.
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"model": Problem, "content": {problems.MEDIA_TYPE: {}}}},
+        responses={
+            "4XX": {"model": Problem, "description": "It can't be done as asked; `detail` says why."},
+            "5XX": {"model": Problem, "description": "The console or its database failed; 503: try again."},
+        },
     )
     api.state.console = console
     problems.install(api)
+    document.install(api)
     api.include_router(agents.router(console))
     api.include_router(heartbeats.router(console))
     api.include_router(streams.router(console))
@@ -97,16 +100,23 @@ def create_routes(console: Console) -> list[BaseRoute]:
         text, media_type = await in_thread(console.metrics.text, request.headers.get("accept", ""))
         return Response(text, headers={"Content-Type": media_type})
 
-    async def nothing(request: Request) -> Response:
-        """Without this, Streamlit would answer an unknown API path with its page and 200."""
-        return problems.http_problem(request, HTTPException(404))
-
     return [
         Route("/healthz", healthz),
         Route("/readyz", readyz),
         Route("/metrics", metrics),
         Route(f"{API}/jobs/{{job_id}}/heartbeats", heartbeat, methods=["POST"]),
         Mount(API, Named(create_api(console))),
-        Route("/api", nothing, methods=METHODS),
-        Route("/api/{path:path}", nothing, methods=METHODS),
+        _Nothing(),
     ]
+
+
+class _Nothing(BaseRoute):
+    """Every other path below /api, those with line breaks too, which no pattern of Starlette's matches. Without
+    it, Streamlit would answer with its page and 200."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        ours = scope["type"] == "http" and (scope["path"] + "/").startswith("/api/")
+        return (Match.FULL if ours else Match.NONE), {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await problems.http_problem(Request(scope), HTTPException(404))(scope, receive, send)

@@ -1,0 +1,41 @@
+"""Each operation of the OpenAPI document, with a few requests; `make chaos` makes thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from api_schema import ENDLESS, Api, api_in
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with api_in(tmp_path_factory.mktemp("schema")) as api:
+        yield api
+
+
+@pytest.mark.xdist_group("schema")
+@pytest.mark.parametrize("negative", [False, True])
+def test_every_operation_answers_as_documented(api: Api, negative: bool) -> None:
+    labels = api.operations()
+    assert len(labels) > 50
+    made = sum(api.call(label, 1 if negative else 2, negative=negative) for label in labels)
+    assert made > 20
+    assert (422 if negative else 200) in api.seen
+    assert not {status for status in api.seen if status >= 500}
+
+
+def test_every_answer_is_documented(api: Api) -> None:
+    document = api.schema.raw_schema
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            answers = operation["responses"]
+            assert {"4XX", "5XX"} <= set(answers), (method, path)
+            assert any(status.startswith("2") for status in answers), (method, path)
+            assert operation["tags"], (method, path)
+            for status in ("4XX", "5XX"):
+                assert list(answers[status]["content"]) == ["application/problem+json"], (method, path)
+            # FastAPI would answer with its own errors where it is not told better.
+            assert "422" not in answers or "problem+json" in str(answers["422"])
+            if path.endswith(ENDLESS):
+                assert list(answers["200"]["content"]) == ["text/event-stream"]
