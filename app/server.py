@@ -1,7 +1,8 @@
 """`python -m app serve`: Streamlit pages and REST API in one process, on one port.
 
 A Starlette application carries both: the API's routes first, Streamlit's for everything else, the
-guards of app.security around all of it.
+guards of app.security around all of it. Where several consoles share a database, it is there while this
+one leads (app.leadership).
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp
 
 from agent.protocol import API
 from app.api.problems import problem
 from app.api.routes import create_routes
-from app.console import Console, set_console
+from app.console import Console
 from app.errors import SettingsError
 from app.frontend import PageBase
+from app.leadership.gate import Gate
+from app.leadership.host import ConsoleHost, set_host
+from app.leadership.start import make_host
 from app.logs import configure_logging
 from app.metrics.requests import Metering
 from app.security.access import Access
@@ -37,7 +42,8 @@ from app.security.bodies import BodyLimit
 from app.security.guard import AccessGuard
 from app.security.hosts import HostGuard
 from app.security.oidc import Login
-from app.settings import Settings, default_database_url
+from app.security.tokens import Tokens
+from app.settings import Settings
 from db.session import Database
 from db.store import Store
 
@@ -48,25 +54,36 @@ UI_SCRIPT = HERE / "ui" / "main.py"
 GRACE = 1
 
 
-def create_app(console: Console, settings: Settings) -> Starlette:
-    """The whole application. The console is started and closed by its caller."""
+def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starlette:
+    """The whole application. The host is started and closed by its caller. standby: who may ask a console
+    that does not lead."""
+    lifespan: Callable[[Any], AbstractAsyncContextManager[None]] = _no_lifespan
+    pages: ASGIApp | None = None
+    if not settings.api_only:
+        streamlit = _streamlit(settings)
+        lifespan, pages = streamlit.lifespan(), PageBase(streamlit)
+
+    def leading(console: Console) -> ASGIApp:
+        return _application(console, settings, pages)
+
+    def guarded(app: ASGIApp) -> ASGIApp:
+        return HostGuard(AccessGuard(BodyLimit(app), access=standby), allowed=_allowed_hosts(settings))
+
+    return Starlette(routes=[Mount("/", Gate(host, leading, guarded, pages))], lifespan=lifespan)
+
+
+def _application(console: Console, settings: Settings, pages: ASGIApp | None) -> Starlette:
+    """What is served while `console` leads."""
     console.access = Access(settings.token, console.tokens, settings.oidc, _sign_in(settings))
     routes: list[BaseRoute] = create_routes(console)
-    lifespan: Callable[[Any], AbstractAsyncContextManager[None]]
-    if settings.api_only:
-        routes.append(Route("/{path:path}", _no_pages))
-        lifespan = _no_lifespan
-    else:
-        pages = _streamlit(settings)
-        lifespan = pages.lifespan()
-        routes.append(Mount("/", PageBase(pages)))
+    routes.append(Route("/{path:path}", _no_pages) if pages is None else Mount("/", pages))
     middleware = [
         Middleware(Metering, metrics=console.metrics),
         Middleware(HostGuard, allowed=_allowed_hosts(settings)),
         Middleware(AccessGuard, access=console.access),
         Middleware(BodyLimit),
     ]
-    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+    return Starlette(routes=routes, middleware=middleware)
 
 
 def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = None) -> None:
@@ -77,40 +94,41 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     listener = bind(settings.host, settings.port)
     settings = replace(settings, port=listener.getsockname()[1])
     configure_logging()
-    database = Database(settings.database_url or default_database_url())
+    access = Access(settings.token, None, settings.oidc, _sign_in(settings))
+
+    def make(database: Database) -> Console:
+        return Console(Store(database), ladder=settings.ladder, tolerance=settings.tolerance, keep=settings.keep)
+
+    def standby_tokens(tokens: Tokens) -> None:
+        access.tokens = tokens
+
+    host: ConsoleHost | None = None
     try:
-        if database.is_sqlite:
-            database.lead()
-        database.upgrade()
-        console = Console(Store(database), ladder=settings.ladder, tolerance=settings.tolerance, keep=settings.keep)
-        set_console(console)
-        try:
-            console.start()
-            if settings.token is not None:
-                console.tokens.start()
-            config = uvicorn.Config(
-                create_app(console, settings),
-                loop="uvloop",
-                http="httptools",
-                ws="websockets-sansio",
-                lifespan="on",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                # Longer than any agent's pause between two requests: a connection that is closed
-                # just as the next request leaves looks like a console that is down.
-                timeout_keep_alive=90,
-                timeout_graceful_shutdown=GRACE,
-                forwarded_allow_ips=list(settings.proxies),
-            )
-            _run(_Server(config, console, lambda: _ready(settings, database, on_ready)), listener)
-        finally:
-            console.close()
-            set_console(None)
+        host = make_host(settings, make, standby_tokens)
+        host.start()
+        set_host(host)
+        config = uvicorn.Config(
+            create_app(host, settings, access),
+            loop="uvloop",
+            http="httptools",
+            ws="websockets-sansio",
+            lifespan="on",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            # Longer than any agent's pause between two requests: a connection that is closed
+            # just as the next request leaves looks like a console that is down.
+            timeout_keep_alive=90,
+            timeout_graceful_shutdown=GRACE,
+            forwarded_allow_ips=list(settings.proxies),
+        )
+        _run(_Server(config, host, lambda: _ready(settings, host, on_ready)), listener)
     finally:
+        if host is not None:
+            host.close()
+        set_host(None)
         listener.close()
-        database.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -138,9 +156,9 @@ def bind(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Calls `ready` when requests are taken, and ends long-polls before it waits for requests to end."""
 
-    def __init__(self, config: uvicorn.Config, console: Console, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, host: ConsoleHost, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._console = console
+        self._host = host
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -149,7 +167,7 @@ class _Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._console.stop_waiting()
+        self._host.stop_waiting()
         await super().shutdown(sockets)
 
 
@@ -163,10 +181,11 @@ def _run(server: _Server, listener: socket.socket) -> None:
         server.run(sockets=[listener])
 
 
-def _ready(settings: Settings, database: Database, on_ready: Callable[[Settings], None] | None) -> None:
+def _ready(settings: Settings, host: ConsoleHost, on_ready: Callable[[Settings], None] | None) -> None:
     what = f"API only, at {API}" if settings.api_only else f"API at {API}"
+    role = "" if host.console is not None else f"; standby: {host.standing.reason}"
     print(
-        f"OpenReCycle console: {settings.address} ({what}; database {database.shown_url}). Ctrl-C stops it.",
+        f"OpenReCycle console: {settings.address} ({what}; database {host.shown_url}{role}). Ctrl-C stops it.",
         flush=True,
     )
     if on_ready is not None:

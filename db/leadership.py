@@ -10,9 +10,11 @@ Times are the database's: no clock of a console is compared with another's.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, create_engine, text
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from db.session import Database, application_name, connect_arguments, explained
@@ -127,4 +129,5 @@ class LeaderSession:
 
     def close(self) -> None:
         """Gives up the lock."""
-        self._connection.close()
+        with suppress(SQLAlchemyError):
+            self._connection.close()

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import streamlit as st
 
+from app.leadership.host import standing_by
+from app.ui import standby
+
 _HERE = Path(__file__).parent
 _LOGO = str(_HERE / "assets" / "logo.svg")
 
 st.set_page_config(page_title="OpenReCycle", page_icon=_LOGO, layout="wide", initial_sidebar_state="collapsed")
 st.logo(_LOGO, size="medium")
-st.navigation(
+_standing = standing_by()
+_page = st.navigation(
     [
         st.Page(_HERE / "live.py", title="Live", default=True),
         st.Page(_HERE / "schedule.py", title="Schedule", url_path="schedule"),
@@ -21,5 +25,9 @@ st.navigation(
         st.Page(_HERE / "simulate.py", title="Simulate", url_path="simulate"),
         st.Page(_HERE / "help.py", title="Help", url_path="help"),
     ],
-    position="top",
-).run()
+    position="top" if _standing is None else "hidden",
+)
+if _standing is None:
+    _page.run()
+else:
+    standby.show(_standing)

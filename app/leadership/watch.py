@@ -1,0 +1,200 @@
+"""Keeps the lead, or waits for it: a thread of its own, which does nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.leadership.decision import Action, Decision, Seen, Times, decide
+from db.leadership import LeaderSession, Lease
+from db.session import Database, DatabaseError
+
+log = structlog.get_logger()
+
+
+def boot_seconds() -> float:
+    """Seconds that also count while the machine sleeps, where the system has such a clock."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Who leads, as this console knows it.
+
+    term: the one in which this console leads; None: it does not. leader: the address of who does, "" where
+    that is not known. reason: a sentence for people, without a full stop.
+    """
+
+    term: int | None
+    leader: str
+    reason: str
+
+
+class Leadership:
+    """Thread-safe. me: what this process calls itself; address: where others reach it.
+
+    prepare: brings the tables of `database` up to date; called with the lock held where there is no lease yet.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        me: str,
+        address: str,
+        *,
+        prepare: Callable[[], None],
+        times: Times | None = None,
+        clock: Callable[[], float] = boot_seconds,
+    ) -> None:
+        self.times = times or Times()
+        self._database, self._me, self._address = database, me, address
+        self._prepare, self._clock = prepare, clock
+        self._session: LeaderSession | None = None
+        self._locked = False
+        self._confirmed = 0.0  # when the lease was renewed last, at the latest
+        self._standing = Standing(None, "", "this console is starting")
+        self._changed = threading.Condition()
+        self._wake, self._stop, self._unfit = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="leadership", daemon=True)
+
+    # -- for others -----------------------------------------------------------------------------
+
+    @property
+    def standing(self) -> Standing:
+        return self._standing
+
+    def leads(self, term: int) -> bool:
+        """Does this console lead in that term, beyond doubt? Not after a standstill of its own: another
+        one may lead by then."""
+        return self._standing.term == term and self._clock() - self._confirmed < self.times.lease
+
+    def wait_change(self, term: int | None, stop: threading.Event) -> int | None:
+        """The term in which this console leads, as soon as it is another one than `term`, or `stop` is set:
+        call `notify` after that."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._standing.term != term or stop.is_set())
+            return self._standing.term
+
+    def notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def look(self) -> None:
+        """Looks at once: something says that another console leads."""
+        self._wake.set()
+
+    def start(self) -> None:
+        """After the first look; raises DatabaseError where there is no database to look at."""
+        self._session = LeaderSession(self._database, self._me)
+        self._step()
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Leaves the lead to others for a while: this console can't take the jobs up."""
+        self._unfit.set()
+        self._wake.set()
+
+    def close(self) -> None:
+        """Another console may lead from now on."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._resign("this console has ended")
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(self.times.renew if self._standing.term is not None else self.times.poll)
+            self._wake.clear()
+            if self._unfit.is_set():
+                self._unfit.clear()
+                self._resign("this console could not take the jobs up; its log says why")
+                self._stop.wait(2 * self.times.lease)
+            elif not self._stop.is_set():
+                self._step()
+
+    def _step(self) -> None:
+        asked = self._clock()
+        term = self._standing.term
+        try:
+            seen = self._see(term)
+            decision = decide(self._me, term, seen, self.times)
+            self._act(decision, seen.lease, asked)
+        except (SQLAlchemyError, DatabaseError) as error:
+            log.warning("the database could not be asked about the lead", reason=_first_line(error))
+            self._drop()
+            self._act(decide(self._me, term, Seen(False), self.times), None, asked)
+
+    def _see(self, term: int | None) -> Seen:
+        if self._session is None:
+            self._session = LeaderSession(self._database, self._me)
+        if term is not None:
+            self._session.renew(term)
+        elif not self._locked:
+            self._locked = self._session.try_lock()
+        return Seen(True, self._locked, self._session.lease())
+
+    def _act(self, decision: Decision, lease: Lease | None, asked: float) -> None:
+        action, reason = decision.action, decision.reason
+        if action is Action.STAY:
+            self._confirmed = asked
+        elif action is Action.STEP_DOWN:
+            log.warning("this console does not lead any more", reason=reason)
+            self._drop()
+            self._stand(None, lease, reason)
+        elif action is Action.LEAD:
+            self._lead(lease)
+        else:
+            self._stand(None, lease, reason)
+            if action is Action.EVICT:
+                assert self._session is not None and lease is not None
+                ended = self._session.evict(lease.holder, self.times.lease)
+                log.warning("the leader was silent for too long; its sessions were ended", reason=reason, ended=ended)
+                if ended:
+                    self._wake.set()
+
+    def _lead(self, lease: Lease | None) -> None:
+        assert self._session is not None
+        if lease is None:
+            self._prepare()
+        elif lease.holder not in ("", self._me):
+            # What it left behind may hold locks, where its machine is gone and its connections are not.
+            self._session.evict(lease.holder, 0.0)
+        asked = self._clock()
+        term = self._session.claim(self._address)
+        self._confirmed = asked
+        log.info("this console leads", term=term, address=self._address)
+        self._stand(term, None, f"this console leads (term {term})")
+
+    def _stand(self, term: int | None, lease: Lease | None, reason: str) -> None:
+        leader = lease.address if lease is not None and lease.holder not in ("", self._me) else ""
+        with self._changed:
+            self._standing = Standing(term, leader, reason)
+            self._changed.notify_all()
+
+    def _drop(self) -> None:
+        """Closes the session: the lock is free, if it is ours."""
+        session, self._session, self._locked = self._session, None, False
+        if session is not None:
+            session.close()
+
+    def _resign(self, reason: str) -> None:
+        term = self._standing.term
+        if term is not None and self._session is not None:
+            with suppress(SQLAlchemyError):
+                self._session.resign(term)
+        self._drop()
+        self._stand(None, None, reason)
+
+
+def _first_line(error: Exception) -> str:
+    return str(getattr(error, "orig", error)).strip().partition("\n")[0]
