@@ -112,7 +112,8 @@ class HeartbeatThread(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
-        backoff, registered = Backoff(), False
+        # Never longer than between heartbeats: to a console that is back, silence would look like a death.
+        backoff, registered = Backoff(min(0.2, self._interval), min(5.0, self._interval)), False
         while True:
             try:
                 if not registered:
