@@ -86,9 +86,9 @@ def replan_line(console: Console, view: JobView) -> None:
         st.html(f'<div class="or-quiet" role="status">{escape(_outcome(replan, st.context.timezone))}</div>')
 
 
-def _stop(console: Console, job_id: str) -> None:
+def _stop(console: Console, job_id: str) -> str:
     with acting(console, "stop planning again", job_id):
-        console.replanning.stop(job_id)
+        return console.replanning.stop(job_id)
 
 
 def _searching(replan: Replan, view: JobView) -> str:

@@ -11,16 +11,21 @@ import streamlit as st
 from agent.protocol import WorkerState
 from app.console import Console
 from app.errors import ConsoleError
-from app.observing.worker_detail import worker_detail
+from app.observing.worker_detail import WorkerDetail, worker_detail
+from app.observing.worker_history import worker_history
 from app.ui import worker_words
 from app.ui.access import actor
+from app.ui.charts.worker_time import memory, op_times
 from app.ui.event_feed import feed_html
 from app.ui.facts import consequence_of_drain, consequence_of_kill, consequence_of_restart, living_peers
+from app.ui.theme import OP_WORDS, palette
 from app.view import JobView, WorkerView
 
 OPENED = "opened-worker"
 IN_ADDRESS = "worker"
 REFRESH = 2.0
+# What the charts reach back: words, seconds.
+SPANS = {"10 min": 600.0, "1 hour": 3600.0, "1 day": 86_400.0}
 ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
 DRAINABLE = (WorkerState.RUNNING,)
 
@@ -63,16 +68,46 @@ def _detail(console: Console, job_id: str, name: str) -> None:
         st.error(str(error))
         return
     zone = st.context.timezone
-    now, history, log = st.tabs(["Now", "History", "Log"], key="worker-tabs")
+    now, over_time, history, log = st.tabs(["Now", "Over time", "History", "Log"], key="worker-tabs")
     with now:
         st.html(worker_words.facts_html(detail))
         if detail.op_times:
             st.html(worker_words.op_times_html(detail))
+    with over_time:
+        _over_time(console, job_id, detail)
     with history:
         st.html(worker_words.stays_html(detail, zone))
         st.html(feed_html(list(detail.events), zone))
     with log:
         st.html(worker_words.log_html(detail, zone))
+
+
+def _over_time(console: Console, job_id: str, detail: WorkerDetail) -> None:
+    """Op times against the plan's and memory, as charts and in figures."""
+    name = detail.worker.name
+    span = st.segmented_control(
+        "Span", list(SPANS), default=next(iter(SPANS)), required=True, key="worker-span", label_visibility="collapsed"
+    )
+    until = time.time() + 1
+    try:
+        series = worker_history(console, job_id, name, until - SPANS[span], until)
+    except ConsoleError as error:
+        st.error(str(error))
+        return
+    if not series.metrics:
+        st.html('<div class="or-quiet">It has reported nothing in this time.</div>')
+        return
+    colours = palette(st.context.theme.type)
+    planned = {op.kind: op.planned for op in detail.op_times if op.planned is not None}
+    if any(kind in series.metrics for kind in OP_WORDS):
+        chart = op_times(series, planned, colours)
+        alt = f"Op times of {name} over time, by op kind. The table below has the same in figures."
+        st.vega_lite_chart(chart.rows, chart.spec, theme=None, key="worker-op-times", alt=alt)
+    if "resident_bytes" in series.metrics:
+        chart = memory(series, colours)
+        alt = f"Memory of {name}'s process over time. The table below has the same in figures."
+        st.vega_lite_chart(chart.rows, chart.spec, theme=None, key="worker-memory", alt=alt)
+    st.html(worker_words.over_time_html(series, planned))
 
 
 @dataclass(frozen=True)

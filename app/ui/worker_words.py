@@ -5,11 +5,13 @@ Every text that comes from outside is escaped.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 
 from agent.protocol import WorkerState
 from app.observing.worker_detail import Stay, WorkerDetail
+from app.observing.worker_history import Series
 from app.ui import text
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.facts import look
@@ -55,6 +57,36 @@ def op_times_html(detail: WorkerDetail) -> str:
         '<table class="or-table"><caption>Op times, smoothed over the last heartbeats</caption>'
         "<thead><tr><th>Op</th><th>measured</th><th>plan</th><th>median of its peers</th></tr></thead>"
         f"<tbody>{rows}</tbody></table>"
+    )
+
+
+def over_time_html(series: Series, planned: Mapping[str, float]) -> str:
+    """The charts' figures: lowest, mean and highest of all heartbeats, and the plan's. planned: ms by op kind."""
+    rows = ""
+    for kind, words in OP_WORDS.items():
+        if kind in series.metrics:
+            shown = [*map(text.milliseconds, _figures(series, kind))]
+            shown.append(text.milliseconds(planned[kind]) if kind in planned else "–")
+            rows += f"<tr><th scope='row'>{words}</th>" + "".join(f"<td>{cell}</td>" for cell in shown) + "</tr>"
+    if "resident_bytes" in series.metrics:
+        cells = "".join(f"<td>{text.size(round(value))}</td>" for value in _figures(series, "resident_bytes"))
+        rows += f"<tr><th scope='row'>Memory</th>{cells}<td>–</td></tr>"
+    heads = "".join(f"<th scope='col'>{head}</th>" for head in ("", "lowest", "mean", "highest", "plan"))
+    caption = f"{text.count(sum(series.beats), 'heartbeat')} in this time"
+    return (
+        f'<table class="or-table"><caption>{caption}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _figures(series: Series, name: str) -> tuple[float, float, float]:
+    """Lowest, mean weighted by heartbeats, highest."""
+    metric = series.metrics[name]
+    weighted = [(mean, n) for mean, n in zip(metric.mean, series.beats, strict=True) if mean is not None]
+    return (
+        min(v for v in metric.low if v is not None),
+        sum(mean * n for mean, n in weighted) / sum(n for _, n in weighted),
+        max(v for v in metric.high if v is not None),
     )
 
 

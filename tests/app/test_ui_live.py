@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
@@ -77,6 +78,25 @@ def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
     dead = html(open_live(job.job_id, worker="W1_2"))
     assert 'class="or-in-failed"' in dead and "killed by signal 9" in dead
     assert "expected one of the job's grid" in open_live(job.job_id, worker="W9_9").error[0].value
+
+
+def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: Console) -> None:
+    job = JobHere(console, "over time").register().commit(0, 9, 1).beat(10, 1)
+    until(lambda: bool(console.job(job.job_id).op_times.smoothed("W0_2")), "the heartbeats are taken in")
+    test = open_live(job.job_id, worker="W0_2")
+    page = html(test)
+    assert "1 heartbeat in this time" in page
+    table = page.split("1 heartbeat in this time")[1].split("</table>")[0]
+    assert "Forward" in table and table.count("40 ms") == 4, "lowest, mean and highest measured (40.5), and the plan's"
+    assert "300 MiB" in table
+    charts = test.get("vega_lite_chart")[-2:]
+    ops, memory = (convert_arrow_bytes_to_pandas_df(c.proto.data.data) for c in charts)
+    assert list(ops["op"]) == ["F"] and list(ops["planned"]) == [40.0]
+    assert list(memory["mebibytes"]) == [300.0]
+    test.get_by_key("worker-span").set_value("1 day").run()  # type: ignore[attr-defined]
+    assert not test.exception and "1 heartbeat in this time" in html(test)
+    silent = JobHere(console, "silent").register().commit(0, 1, 1)
+    assert "It has reported nothing in this time" in html(open_live(silent.job_id, worker="W0_0"))
 
 
 def test_a_worker_is_drained_after_confirmation(console: Console) -> None:

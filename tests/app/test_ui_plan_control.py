@@ -59,6 +59,25 @@ def test_a_plan_is_asked_for_and_the_page_says_what_became_of_it(console: Consol
     assert "asked for a new plan (list, at most 5 s)" in page
 
 
+def test_the_search_is_seen_and_stopped(console: Console) -> None:
+    slow = {"F": 40.0, "I": 52.0, "W": 28.0}
+    job = JobHere(console, "long search", pipelines=6, stages=6, micro_batches=12, durations=slow, memory="7")
+    job.register().commit(0, 3, 1)
+    job.die("W0_1").resume(2)
+    console.replanning.start(job.job_id, "cp-sat", 300.0, "ada")
+    test = open_live(job.job_id)
+    assert "Planning again: " in html(test) and "s of at most 300 s" in html(test)
+    test.button(key="replan-stop").click().run()
+    assert not test.exception and "best plan so far counts" in test.toast[0].value
+
+    def over() -> bool:
+        found = console.replanning.status(job.job_id)
+        return found is not None and found.outcome != "planning"
+
+    until(over, "the search has ended")
+    assert not [b for b in open_live(job.job_id).button if b.key == "replan-stop"]
+
+
 def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: Console) -> None:
     job = JobHere(console, "rolling").register().commit(0, 9, 1)
     assert "Epoch 1: all 12 workers train by it" in html(open_live(job.job_id))
