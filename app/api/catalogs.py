@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, Field
 
 from app.api.runner import in_thread
@@ -20,6 +20,7 @@ from planner.plan import JobDoc, job_doc
 
 Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 PlanName = Annotated[str, Path(pattern="^[0-9]{6}-[0-9a-f]{24}$")]
+Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 Tolerance = Annotated[int, Query(ge=0, le=MAX_TOLERANCE)]
 
 
@@ -111,9 +112,11 @@ def router(console: Console) -> APIRouter:
         return CatalogLines(catalogs=[_line(catalog) for catalog in await in_thread(catalogs.list)])
 
     @api.post("/catalogs", status_code=202)
-    async def fill(asked: CatalogAsked) -> FillingInfo:
+    async def fill(asked: CatalogAsked, x_actor: Actor = "API") -> FillingInfo:
         """Plans what is missing, in the background. The same request again is the same filling while it runs."""
-        return _filling(await in_thread(catalogs.fill, await in_thread(_request, console, asked)))
+        made = await in_thread(catalogs.fill, await in_thread(_request, console, asked))
+        await in_thread(console.audit.record, x_actor, "fill catalog", made.fingerprint)
+        return _filling(made)
 
     @api.get("/catalogs/{fingerprint}")
     async def catalog(fingerprint: Fingerprint, tolerance: Tolerance | None = None) -> CatalogDetail:
@@ -123,8 +126,9 @@ def router(console: Console) -> APIRouter:
         return _detail(await in_thread(catalogs.report, stored.question, wanted, fingerprint))
 
     @api.delete("/catalogs/{fingerprint}", status_code=204, tags=["operator"])
-    async def delete(fingerprint: Fingerprint) -> None:
+    async def delete(fingerprint: Fingerprint, x_actor: Actor = "API") -> None:
         await in_thread(catalogs.delete, fingerprint)
+        await in_thread(console.audit.record, x_actor, "delete catalog", fingerprint)
 
     @api.get("/catalogs/{fingerprint}/filling")
     async def filling(fingerprint: Fingerprint) -> FillingInfo:
@@ -135,9 +139,10 @@ def router(console: Console) -> APIRouter:
         return _filling(found)
 
     @api.delete("/catalogs/{fingerprint}/filling", status_code=202)
-    async def cancel(fingerprint: Fingerprint) -> FillingInfo:
+    async def cancel(fingerprint: Fingerprint, x_actor: Actor = "API") -> FillingInfo:
         """What it has made is kept; the same request goes on from there."""
         await in_thread(catalogs.cancel, fingerprint)
+        await in_thread(console.audit.record, x_actor, "cancel filling", fingerprint)
         return await filling(fingerprint)
 
     @api.get("/catalogs/{fingerprint}/plans/{name}", response_model=dict[str, Any])

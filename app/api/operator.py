@@ -166,8 +166,10 @@ def router(console: Console) -> APIRouter:
         return None if found is None else ReplanInfo(**asdict(found))
 
     @api.post("/{job_id}/replan/stop", status_code=202, responses={409: {}})
-    async def stop_replan(job_id: str) -> Outcome:
+    async def stop_replan(job_id: str, x_actor: Actor = "API") -> Outcome:
         """Has the search for a new plan end; its best one so far counts."""
-        return Outcome(reason=await in_thread(console.replanning.stop, job_id))
+        reason = await in_thread(console.replanning.stop, job_id)
+        await in_thread(console.audit.record, x_actor, "stop planning again", job_id, job_id=job_id)
+        return Outcome(reason=reason)
 
     return api

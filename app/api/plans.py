@@ -93,9 +93,11 @@ def router(console: Console) -> APIRouter:
         return SavedPlans(plans=[SavedPlan(**row) for row in await in_thread(console.library.saved)])
 
     @api.post("/plans", status_code=201, tags=["plans"])
-    async def save(message: PlanToSave) -> Kept:
+    async def save(message: PlanToSave, x_actor: Actor = "API") -> Kept:
         """Keeps a plan under a name; one that is kept already takes the new name."""
-        return Kept(fingerprint=await in_thread(_save, console, message))
+        fingerprint = await in_thread(_save, console, message)
+        await in_thread(console.audit.record, x_actor, "save plan", fingerprint, detail=message.name)
+        return Kept(fingerprint=fingerprint)
 
     @api.get("/plans/{fingerprint}", response_model=dict[str, Any], tags=["plans"])
     async def plan(fingerprint: str) -> Response:
@@ -104,9 +106,10 @@ def router(console: Console) -> APIRouter:
         return Response(document, media_type="application/json")
 
     @api.delete("/plans/{fingerprint}", status_code=204, tags=["plans"])
-    async def forget(fingerprint: str) -> None:
+    async def forget(fingerprint: str, x_actor: Actor = "API") -> None:
         """Jobs that have the plan keep it."""
         await in_thread(console.library.forget, fingerprint)
+        await in_thread(console.audit.record, x_actor, "forget plan", fingerprint)
 
     @api.put("/jobs/{job_id}/plan", tags=["operator"])
     async def use(job_id: str, message: PlanToUse, x_actor: Actor = "API") -> Outcome:
@@ -120,9 +123,12 @@ def router(console: Console) -> APIRouter:
         return SolveList(solves=[solve_info(solve, len(solve.points)) for solve in console.solves.all()])
 
     @api.post("/solves", status_code=202, tags=["plans"])
-    async def start(message: Annotated[Request, Field(discriminator="kind")], response: Response) -> SolveInfo:
+    async def start(
+        message: Annotated[Request, Field(discriminator="kind")], response: Response, x_actor: Actor = "API"
+    ) -> SolveInfo:
         """Begins to make a plan, or to look for migrations, in a process of its own; equal requests share one."""
         solve = await in_thread(_start, console, message)
+        await in_thread(console.audit.record, x_actor, "start solve", solve.id, detail=message.kind)
         response.headers["Location"] = f"solves/{solve.id}"
         return solve_info(solve, 0)
 
@@ -138,9 +144,11 @@ def router(console: Console) -> APIRouter:
         return Response(document, media_type="application/json")
 
     @api.post("/solves/{solve_id}/stop", status_code=202, tags=["plans"])
-    async def stop(solve_id: str) -> SolveInfo:
+    async def stop(solve_id: str, x_actor: Actor = "API") -> SolveInfo:
         """Has it end with the best plan so far."""
-        return solve_info(await in_thread(console.solves.stop, solve_id), 0)
+        stopped = await in_thread(console.solves.stop, solve_id)
+        await in_thread(console.audit.record, x_actor, "stop solve", solve_id)
+        return solve_info(stopped, 0)
 
     return api
 
