@@ -51,7 +51,7 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="File (mode 0600) with the token; else OPENRECYCLE_TOKEN.")
     ] = None,
-    name: Annotated[
+    host_name: Annotated[
         list[str] | None, typer.Option(help="Host name under which it is reached, through a proxy, say.")
     ] = None,
     proxy: Annotated[
