@@ -21,6 +21,8 @@ TOKEN = "a-token-for-the-tests"
 ADA = {"email": "ada@ops.example", "email_verified": True}
 GRACE = {"email": "Grace@Company.example", "email_verified": True}
 
+pytestmark = pytest.mark.xdist_group("oidc")
+
 
 @pytest.fixture(scope="module")
 def provider() -> Iterator[IdentityProvider]:
