@@ -1,0 +1,58 @@
+"""Who leads, stays, steps down, waits: what is decided from what is seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.leadership.decision import Action, Seen, Times, decide
+from db.leadership import Lease
+
+TIMES = Times(renew=1.0, lease=4.0, poll=0.5)
+OURS = Lease(3, "me", "http://me:8501", 0.1)
+THEIRS = Lease(4, "other", "http://other:8501", 0.4)
+SILENT = Lease(4, "other", "http://other:8501", 4.0)
+RESIGNED = Lease(4, "", "http://other:8501", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("seen", "action", "says"),
+    [
+        (Seen(True, True, OURS), Action.STAY, "this console leads (term 3)"),
+        (Seen(False), Action.STEP_DOWN, "the connection to the database is lost"),
+        (Seen(True, True, THEIRS), Action.STEP_DOWN, "http://other:8501 leads"),
+        (Seen(True, False, OURS), Action.STEP_DOWN, "taken from this console"),
+        (Seen(True, True, Lease(3, "", "", 0.1)), Action.STEP_DOWN, "taken from this console"),
+        (Seen(True, True, None), Action.STEP_DOWN, "another console leads"),
+    ],
+)
+def test_of_a_console_that_leads(seen: Seen, action: Action, says: str) -> None:
+    decision = decide("me", 3, seen, TIMES)
+    assert decision.action is action
+    assert says in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("seen", "action", "says"),
+    [
+        (Seen(False), Action.WAIT, "the database does not answer"),
+        (Seen(True, True, None), Action.LEAD, "nobody leads"),
+        (Seen(True, True, RESIGNED), Action.LEAD, "nobody leads after term 4"),
+        # Its process is gone, and the lock with it: the lease need not run out.
+        (Seen(True, True, THEIRS), Action.LEAD, "nobody leads after term 4"),
+        (Seen(True, False, THEIRS), Action.WAIT, "http://other:8501 leads (term 4); it was heard 0.4 s ago"),
+        (Seen(True, False, SILENT), Action.EVICT, "http://other:8501 leads, but was not heard for 4.0 s"),
+        # The lock is taken and no lease tells by whom: that one is not ended.
+        (Seen(True, False, None), Action.WAIT, "another console is about to lead"),
+        (Seen(True, False, Lease(4, "", "", 1e9)), Action.WAIT, "another console is about to lead"),
+    ],
+)
+def test_of_a_console_that_does_not(seen: Seen, action: Action, says: str) -> None:
+    decision = decide("me", None, seen, TIMES)
+    assert decision.action is action
+    assert says in decision.reason
+
+
+def test_a_takeover_takes_less_than_ten_seconds_by_default() -> None:
+    times = Times()
+    assert times.renew < times.lease / 3, "one renewal may be lost, and another late"
+    assert times.lease + 2 * times.poll <= 6, "which leaves time for the jobs to be taken up"

@@ -1,0 +1,141 @@
+"""Several consoles' watches on one real PostgreSQL, in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+from sqlalchemy import text
+
+from app.leadership.decision import Times
+from app.leadership.watch import Leadership
+from db.session import NOT_LEADING, Database, DatabaseError
+from tests.conftest import new_database
+
+LONG = 60.0
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def url(postgres_url: str) -> str:
+    return new_database(postgres_url)
+
+
+def watch(
+    stack: ExitStack, url: str, me: str, times: Times | None = None, clock: Callable[[], float] | None = None
+) -> Leadership:
+    database = Database(url, me=me, term=NOT_LEADING)
+
+    def prepare() -> None:
+        own = Database(url)
+        own.upgrade()
+        own.close()
+
+    # No lease runs out because this machine is busy, unless a test wants one to.
+    times = times or Times(renew=0.05, lease=LONG, poll=0.05)
+    made = Leadership(database, me, f"http://{me}:1", prepare=prepare, times=times, clock=clock or Clock())
+    stack.callback(database.close)
+    stack.callback(made.close)
+    return made
+
+
+def until_leading(made: Leadership) -> int:
+    stop = threading.Event()
+    timer = threading.Timer(LONG, lambda: (stop.set(), made.notify()))
+    timer.start()
+    term = made.wait_change(None, stop)
+    timer.cancel()
+    assert term is not None, made.standing
+    return term
+
+
+def until_lost(made: Leadership, term: int) -> None:
+    stop = threading.Event()
+    timer = threading.Timer(LONG, lambda: (stop.set(), made.notify()))
+    timer.start()
+    now = made.wait_change(term, stop)
+    timer.cancel()
+    assert now != term, made.standing
+
+
+def test_the_first_leads_at_once_and_makes_the_tables(stack: ExitStack, url: str) -> None:
+    first = watch(stack, url, "a")
+    first.start()
+    assert first.standing.term == 1 and first.leads(1) and not first.leads(2)
+
+
+def test_a_standby_says_who_leads_and_follows_one_that_ends(stack: ExitStack, url: str) -> None:
+    first, second = watch(stack, url, "a"), watch(stack, url, "b")
+    first.start()
+    second.start()
+    standing = second.standing
+    assert (standing.term, standing.leader) == (None, "http://a:1")
+    assert "http://a:1 leads (term 1)" in standing.reason
+    first.close()
+    assert until_leading(second) == 2
+    assert first.standing.term is None
+
+
+def test_one_whose_session_is_ended_steps_down_and_may_lead_again(stack: ExitStack, url: str) -> None:
+    first = watch(stack, url, "a")
+    first.start()
+    end_sessions(url)
+    until_lost(first, 1)
+    assert until_leading(first) >= 2
+
+
+def test_one_that_stands_still_is_replaced_and_knows_it_at_once(stack: ExitStack, url: str) -> None:
+    clock = Clock()
+    still = watch(stack, url, "a", Times(renew=LONG, lease=1.0, poll=0.05), clock)  # does not renew
+    second = watch(stack, url, "b", Times(renew=0.05, lease=1.0, poll=0.05))
+    still.start()
+    second.start()
+    assert until_leading(second) == 2
+    assert still.standing.term == 1, "it has not looked yet"
+    clock.now += 1.0
+    assert not still.leads(1), "but does not trust itself any more"
+    still.look()
+    until_lost(still, 1)
+    assert "leads" in still.standing.reason or "lost" in still.standing.reason
+
+
+def test_one_that_can_not_take_the_jobs_up_leaves_the_lead_to_the_other(stack: ExitStack, url: str) -> None:
+    first, second = watch(stack, url, "a"), watch(stack, url, "b")
+    first.start()
+    second.start()
+    first.give_up()
+    assert until_leading(second) == 2
+    assert "could not take the jobs up" in first.standing.reason
+
+
+def test_a_database_that_is_not_there_is_said_at_the_start(stack: ExitStack) -> None:
+    with pytest.raises(DatabaseError, match="can't be used"):
+        watch(stack, "postgresql://nobody@127.0.0.1:1/none", "a").start()
+
+
+def end_sessions(url: str) -> None:
+    database = Database(url, me="operator")
+    with database.read() as session:
+        session.execute(
+            text(
+                "select pg_terminate_backend(pid) from pg_stat_activity "
+                "where datname = current_database() and application_name = 'openrecycle a'"
+            )
+        )
+    database.close()
