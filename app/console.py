@@ -59,7 +59,8 @@ log = structlog.get_logger()
 MAX_WORKERS = 16_384
 
 TICK_SECONDS = 0.25
-FLUSH_SECONDS = 1.0
+# What a console that is killed forgets of its workers' newest heartbeats; each sends another within a second.
+FLUSH_SECONDS = 5.0
 
 
 class Console(Reports):

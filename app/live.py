@@ -173,6 +173,8 @@ class LiveJob:
             step = coordinator.step(old, event, now, self.ladder)
             if step.refusal:
                 raise _refused(step.refusal)
+            if step.state is old and not (step.decisions or beside or audit):
+                return step.reason  # as most ticks: nothing to look for among thousands of workers
             decisions, wanted = list(step.decisions), None
             state, reason = step.state, step.reason
             for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:

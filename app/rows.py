@@ -6,6 +6,8 @@ import json
 import time
 from dataclasses import dataclass, replace
 
+import orjson
+
 from agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
 from app.coordination.choices import Mode
 from app.coordination.membership import ACK_ORDER, Broken, Epoch, Member, Pending, State
@@ -120,7 +122,7 @@ def contact_row(name: str, contact: Contact) -> Record:
         "epoch": beat.epoch,
         "iteration": beat.iteration,
         "phase": beat.phase,
-        "op_milliseconds": json.dumps(beat.op_milliseconds),
+        "op_milliseconds": orjson.dumps(beat.op_milliseconds).decode(),
         "resident_bytes": beat.resident_bytes,
         "heard_at": contact.at,
     }

@@ -37,6 +37,7 @@ from app.leadership.host import ConsoleHost, set_host
 from app.leadership.start import make_host
 from app.logs import configure_logging
 from app.metrics.requests import Metering
+from app.process import prepare
 from app.security.access import Access
 from app.security.bodies import BodyLimit
 from app.security.guard import AccessGuard
@@ -94,6 +95,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     listener = bind(settings.host, settings.port)
     settings = replace(settings, port=listener.getsockname()[1])
     configure_logging()
+    prepare()
     access = Access(settings.token, None, settings.oidc, _sign_in(settings))
 
     def make(database: Database) -> Console:
@@ -141,7 +143,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(16_384)  # all agents at once, after a restart; the system may allow fewer
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -27,10 +26,12 @@ from app.api import (
     problems,
     streams,
 )
+from app.api.heartbeat import HeartbeatEndpoint
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
 from app.metrics.requests import Named
+
 
 def create_api(console: Console) -> FastAPI:
     api = FastAPI(
@@ -70,19 +71,6 @@ def create_api(console: Console) -> FastAPI:
 
 
 def create_routes(console: Console) -> list[BaseRoute]:
-    async def heartbeat(request: Request) -> Response:
-        job_id = request.path_params["job_id"]
-        try:
-            message = Heartbeat.model_validate_json(await request.body())
-            epoch = console.heartbeat(job_id, message)
-        except ValidationError as error:
-            return problems.validation_problem(error.errors(include_url=False))  # type: ignore[arg-type]
-        except ConsoleError as error:
-            return problems.problem(error.status, error.code, error.detail)
-        wanted = console.measuring.wanted(job_id)
-        measure = b"" if wanted is None else b',"measure":%d' % wanted
-        return Response(b'{"epoch":%d%s}' % (epoch, measure), media_type="application/json")
-
     async def healthz(request: Request) -> Response:
         """The process serves requests."""
         return JSONResponse({"status": "ok"})
@@ -104,7 +92,7 @@ def create_routes(console: Console) -> list[BaseRoute]:
         Route("/healthz", healthz),
         Route("/readyz", readyz),
         Route("/metrics", metrics),
-        Route(f"{API}/jobs/{{job_id}}/heartbeats", heartbeat, methods=["POST"]),
+        Route(f"{API}/jobs/{{job_id}}/heartbeats", HeartbeatEndpoint(console), methods=["POST"]),
         Mount(API, Named(create_api(console))),
         _Nothing(),
     ]

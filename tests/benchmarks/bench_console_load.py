@@ -81,11 +81,15 @@ def measure(server: ConsoleServer, load: Load, *, look: bool) -> Told:
         _, job, seconds = ours.recv()
         print(f"all train after {seconds:.1f} s; {whole.seconds:.1f} s of processor time", flush=True)
         steady, counted = Usage(server.process.pid), process_counter(server.process.pid)
+        in_loop = counter(server.process.pid) or (lambda: 0.0)
         refreshes = _look(ours, server.port, job) if look else []
         _, told, _ = ours.recv()
         print(f"console: {steady.cores:.2f} cores, {steady.resident:.0f} MiB resident; {describe()}")
         if told.requests and counter() is not None:
-            print(f"  {counted():.0f} million instructions in user space, {counted() / told.requests:.2f} per request")
+            print(
+                f"  {counted():.0f} million instructions in user space, {counted() / told.requests:.2f} per request; "
+                f"of these {in_loop() / told.requests:.2f} in the event loop"
+            )
         if refreshes:
             pages = [seconds for seconds, _ in refreshes]
             size = statistics.median(size for _, size in refreshes) / 1e6
