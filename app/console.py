@@ -48,6 +48,7 @@ from app.view import JobSummary, JobView
 from app.views import PlanCache, job_view, summary
 from db.audit import AuditStore
 from db.observations import Observations
+from db.session import Database
 from db.store import Record, Store
 from db.tokens import TokenStore
 from planner.errors import PlannerError
@@ -162,6 +163,10 @@ class Console(Reports):
         """Raises ConsoleError when the database does not answer."""
         with storing():
             self._store.ping()
+
+    @property
+    def database(self) -> Database:
+        return self._store.database
 
     # -- jobs -------------------------------------------------------------------------------
 

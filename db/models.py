@@ -364,3 +364,17 @@ class LeadershipRow(Base):
     holder: Mapped[str] = mapped_column(String(64))
     address: Mapped[str] = mapped_column(String(255))
     renewed_at: Mapped[float] = mapped_column(Double)
+
+
+class IdempotentRequestRow(Base):
+    """A POST with an Idempotency-Key, and what was answered: db.idempotency. status: 0 until then."""
+
+    __tablename__ = "idempotent_request"
+
+    key: Mapped[str] = mapped_column(String(64), primary_key=True)
+    request: Mapped[str] = mapped_column(String(64))
+    status: Mapped[int] = mapped_column(Integer)
+    media_type: Mapped[str] = mapped_column(String(80))
+    location: Mapped[str] = mapped_column(String(255))
+    body: Mapped[bytes] = mapped_column(LargeBinary)
+    at: Mapped[float] = mapped_column(Double, index=True)

@@ -6,9 +6,18 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from app.api.idempotency import HEADER, MOST_CHARACTERS, keeps_keys
 from app.api.problems import MEDIA_TYPE
 
 _PROBLEM = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+
+_KEY = {
+    "name": HEADER,
+    "in": "header",
+    "required": False,
+    "description": "With the same key, the same request is done once and answered alike, for a day.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MOST_CHARACTERS, "pattern": "^[ -~]+$"},
+}
 
 
 def install(api: FastAPI) -> None:
@@ -23,8 +32,10 @@ def install(api: FastAPI) -> None:
 
 
 def _put_right(document: dict[str, Any]) -> dict[str, Any]:
-    for operations in document["paths"].values():
-        for operation in operations.values():
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if method == "post" and keeps_keys(path):
+                operation.setdefault("parameters", []).append(_KEY)
             for status, answer in operation["responses"].items():
                 if status[0] in "45":
                     answer["content"] = dict(_PROBLEM)  # FastAPI adds application/json

@@ -27,10 +27,12 @@ from app.api import (
     streams,
 )
 from app.api.heartbeat import HeartbeatEndpoint
+from app.api.idempotency import Idempotency
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
 from app.metrics.requests import Named
+from db.idempotency import IdempotentRequests
 
 
 def create_api(console: Console) -> FastAPI:
@@ -93,7 +95,7 @@ def create_routes(console: Console) -> list[BaseRoute]:
         Route("/readyz", readyz),
         Route("/metrics", metrics),
         Route(f"{API}/jobs/{{job_id}}/heartbeats", HeartbeatEndpoint(console), methods=["POST"]),
-        Mount(API, Named(create_api(console))),
+        Mount(API, Named(Idempotency(create_api(console), IdempotentRequests(console.database)))),
         _Nothing(),
     ]
 

@@ -18,4 +18,4 @@ def test_every_operation_answers_as_documented(tmp_path: Path, negative: bool) -
         labels = api.operations()
         made = sum(api.call(label, EXAMPLES, negative=negative) for label in labels)
         assert made > (20 if negative else 50) * EXAMPLES
-        assert not {status for status in api.seen if status >= 500}
+        assert max(api.seen) < 500, api.seen

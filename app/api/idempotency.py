@@ -1,0 +1,138 @@
+"""A POST with an Idempotency-Key is done once: who sends it again gets the first one's answer.
+
+Keys and answers are in the database, so that this holds through a restart of the console, which is when
+requests are sent again. POST /jobs keeps its key with the job itself, for good; heartbeats may come twice; a
+history that is imported is never imported over another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agent.protocol import API
+from app.api.problems import problem
+from app.api.runner import in_thread
+from app.errors import ConsoleError, storing
+from db.idempotency import Earlier, IdempotentRequests
+
+HEADER = "Idempotency-Key"
+MOST_CHARACTERS = 255
+# Seconds after which a request that was never answered may be done anew: the longest one takes less.
+STALE = 120.0
+# A larger answer is none that a request with an effect gets.
+MOST_BYTES = 1 << 20
+
+
+def keeps_keys(path: str) -> bool:
+    """path: as in the OpenAPI document, or of a request, below /api/v1."""
+    return path != "/jobs" and not path.endswith(("/heartbeats", "/heartbeats/batch", "/history/import"))
+
+
+class Idempotency:
+    """ASGI, around FastAPI."""
+
+    def __init__(self, app: ASGIApp, requests: IdempotentRequests) -> None:
+        self.app, self.requests = app, requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get(HEADER) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if given is None or not keeps_keys(scope["path"].removeprefix(API)):
+            await self.app(scope, receive, send)
+            return
+        if not (1 <= len(given) <= MOST_CHARACTERS and given.isascii() and given.isprintable()):
+            detail = f"{HEADER}: got {given[:80]!r}, expected 1 to {MOST_CHARACTERS} printable ASCII characters"
+            await problem(422, "invalid", detail)(scope, receive, send)
+            return
+        body = await _body(receive)
+        key = _digest(scope["path"], Headers(scope=scope).get("X-Actor", ""), given)
+        try:
+            earlier = await in_thread(self._begin, key, _digest(scope["query_string"].decode("latin-1"), body))
+        except ConsoleError as error:
+            await problem(error.status, error.code, error.detail, {"Retry-After": "1"})(scope, receive, send)
+            return
+        if earlier is not None:
+            await _replay(earlier, given)(scope, receive, send)
+            return
+        await self._first(scope, body, send, key)
+
+    def _begin(self, key: str, request: str) -> Earlier | None:
+        with storing():
+            earlier = self.requests.begin(key, request, stale=STALE)
+        if earlier is not None and earlier.request != request:
+            raise ConsoleError(409, "idempotency_conflict", f"{HEADER}: it was used for another request to this path")
+        return earlier
+
+    async def _first(self, scope: Scope, body: bytes, send: Send, key: str) -> None:
+        messages: list[Message] = []
+        given = False
+
+        async def replayed() -> Message:
+            nonlocal given
+            if given:
+                return {"type": "http.disconnect"}
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def keep(message: Message) -> None:
+            messages.append(message)
+
+        kept = False
+        try:
+            await self.app(scope, replayed, keep)
+            answer = b"".join(m.get("body", b"") for m in messages if m["type"] == "http.response.body")
+            status = messages[0]["status"]
+            if status < 500 and status != 429 and len(answer) <= MOST_BYTES:
+                headers = Headers(raw=messages[0]["headers"])
+                media, location = headers.get("content-type", ""), headers.get("location", "")
+                with storing():
+                    await in_thread(self.requests.answered, key, status, media, location, answer)
+                kept = True
+        except ConsoleError:
+            pass  # it is done, though it can't be kept: said all the same, and done anew if it comes again
+        finally:
+            if not kept:
+                await in_thread(self._forget, key)
+        for message in messages:
+            await send(message)
+
+    def _forget(self, key: str) -> None:
+        try:
+            with storing():
+                self.requests.forget(key)
+        except ConsoleError:
+            pass  # it becomes stale
+
+
+def _replay(earlier: Earlier, key: str) -> Response:
+    if earlier.status == 0:
+        detail = f"{HEADER}: the request with {key!r} is being done; ask again for its answer"
+        return problem(409, "in_progress", detail, {"Retry-After": "1"})
+    headers = {"Idempotent-Replayed": "true"}
+    for name, value in (("Content-Type", earlier.media_type), ("Location", earlier.location)):
+        if value:
+            headers[name] = value
+    return Response(earlier.body, earlier.status, headers)
+
+
+async def _body(receive: Receive) -> bytes:
+    """Bounded by the guard before."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            break
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+def _digest(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()

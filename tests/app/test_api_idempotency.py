@@ -1,0 +1,126 @@
+"""A request with a key is done once, whatever happens in between."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import requests
+from console_server import Agents, ConsoleServer
+
+from app.api.idempotency import keeps_keys
+from db.idempotency import KEPT_SECONDS, IdempotentRequests
+from db.session import Database
+
+KEY = {"Idempotency-Key": "the operator's click"}
+
+
+def kills(agents: Agents) -> int:
+    """How often the launcher was asked to kill somebody."""
+    return len(agents.server.get(agents.path("/commands")).json()["commands"])
+
+
+@pytest.fixture
+def demo(server: ConsoleServer) -> Agents:
+    agents = Agents(server, demo=True)
+    agents.register_all()
+    return agents
+
+
+def test_a_request_that_is_sent_again_is_done_once(demo: Agents) -> None:
+    first, again = (demo.server.post(demo.path("/workers/W1_2/kill"), headers=KEY) for _ in range(2))
+    assert (first.status_code, again.status_code) == (202, 202)
+    assert first.json() == again.json()
+    assert again.headers["Content-Type"] == first.headers["Content-Type"]
+    assert ("Idempotent-Replayed" in first.headers, again.headers["Idempotent-Replayed"]) == (False, "true")
+    assert kills(demo) == 1
+    # Without a key, each is one of its own.
+    assert demo.server.post(demo.path("/workers/W1_2/kill")).status_code == 202
+    assert kills(demo) == 2
+
+
+def test_a_key_is_for_one_request(demo: Agents) -> None:
+    post = demo.server.post
+    bodies = [{"state": "finished"}, {"state": "stopped"}]
+    assert post(demo.path("/finish"), bodies[0], headers=KEY).status_code == 204
+    other = post(demo.path("/finish"), bodies[1], headers=KEY)
+    assert (other.status_code, other.json()["code"]) == (409, "idempotency_conflict")
+    # The same key to another path, or from somebody else, is another one.
+    assert post(demo.path("/workers/W1_2/kill"), headers=KEY).json()["code"] == "job_over"
+    again = post(demo.path("/finish"), bodies[0], headers={**KEY, "X-Actor": "somebody else"})
+    assert "Idempotent-Replayed" not in again.headers
+
+
+def test_what_was_refused_stays_refused(demo: Agents) -> None:
+    path = demo.path("/workers/W1_2/restart")
+    first = demo.server.post(path, headers=KEY)
+    assert first.json()["code"] == "not_failed"
+    demo.exit("W1_2")
+    again = demo.server.post(path, headers=KEY)
+    assert (again.status_code, again.content) == (first.status_code, first.content)
+    assert again.headers["Content-Type"] == "application/problem+json"
+    assert demo.server.post(path, headers={"Idempotency-Key": "a new click"}).status_code == 202
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "\u00e9"])
+def test_a_key_that_is_none(demo: Agents, key: str) -> None:
+    headers = {"Idempotency-Key": key.encode("latin-1")}
+    answer = requests.post(demo.server.base + demo.path("/pause"), headers=headers, timeout=30)  # type: ignore[arg-type]
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid")
+    assert answer.json()["detail"].startswith("Idempotency-Key: got")
+
+
+def test_of_many_at_once_one_is_done(demo: Agents) -> None:
+    answers: list[requests.Response] = []
+
+    def send() -> None:
+        path = demo.server.base + demo.path("/workers/W0_1/kill")
+        answers.append(requests.post(path, headers=KEY, timeout=60))
+
+    threads = [threading.Thread(target=send) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kills(demo) == 1
+    for answer in answers:
+        assert answer.status_code == 202 or answer.json()["code"] == "in_progress", answer.text
+
+
+def test_a_restart_forgets_no_key(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("keys")
+    one = Database(f"sqlite:///{folder / 'console.db'}")
+    one.upgrade()
+    assert IdempotentRequests(one).begin("k", "r", stale=60) is None
+    IdempotentRequests(one).answered("k", 202, "application/json", "there", b"{}")
+    one.close()
+    two = Database(f"sqlite:///{folder / 'console.db'}")
+    earlier = IdempotentRequests(two).begin("k", "r", stale=60)
+    assert earlier is not None
+    assert (earlier.status, earlier.media_type, earlier.location, earlier.body) == (
+        202,
+        "application/json",
+        "there",
+        b"{}",
+    )
+    two.close()
+
+
+def test_what_was_never_answered_can_be_done_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
+    database = Database(f"sqlite:///{tmp_path_factory.mktemp('keys') / 'console.db'}")
+    database.upgrade()
+    keys = IdempotentRequests(database)
+    assert keys.begin("k", "r", stale=60) is None
+    taken = keys.begin("k", "r", stale=60)
+    assert taken is not None and taken.status == 0
+    assert keys.begin("k", "r", stale=-1) is None, "whoever had it is gone"
+    keys.forget("k")
+    assert keys.begin("k", "another", stale=60) is None
+    assert KEPT_SECONDS >= 3600
+    database.close()
+
+
+def test_which_requests_keep_keys() -> None:
+    assert keeps_keys("/jobs/x/workers/W0_0/kill") and keeps_keys("/plans") and keeps_keys("/solves")
+    assert not keeps_keys("/jobs")
+    assert not keeps_keys("/jobs/x/heartbeats")
