@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agent.protocol import JobState, WorkerState
 from app import coordinator
-from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, PlanFrozen
+from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, PlanFrozen, UsePlan
 from app.coordination.membership import (
     Acknowledged,
     ConsoleRestarted,
@@ -38,6 +38,7 @@ class Membership(RuleBasedStateMachine):
         super().__init__()
         self.run_ = Run(PIPELINES, STAGES, iterations=50, plans=False)
         self.incarnations = 0
+        self.registered: list[Registered] = []
 
     def current(self, worker: str) -> str:
         return self.run_.member(worker).incarnation or "none"
@@ -52,7 +53,17 @@ class Membership(RuleBasedStateMachine):
     @rule(worker=name)
     def register(self, worker: str) -> None:
         self.incarnations += 1
-        self.run_.send(Registered(worker, f"i{self.incarnations}"))
+        event = Registered(worker, f"i{self.incarnations}")
+        if self.run_.send(event).refusal is None:
+            self.registered.append(event)
+
+    @precondition(lambda self: self.registered)
+    @rule(pick=st.integers(0, 30))
+    def registration_comes_again(self, pick: int) -> None:
+        """The network repeats it: whatever has become of the process since, nothing follows."""
+        before = self.run_.state
+        self.run_.send(self.registered[-1 - pick % len(self.registered)])
+        assert self.run_.state is before
 
     @rule()
     def register_everyone(self) -> None:
@@ -117,6 +128,14 @@ class Membership(RuleBasedStateMachine):
     @rule(frozen=st.booleans())
     def plan_is_frozen(self, frozen: bool) -> None:
         self.run_.send(PlanFrozen(frozen, "ada"))
+
+    @rule(actor=st.sampled_from(["ada", ""]), fits=st.booleans())
+    def other_plan(self, actor: str, fits: bool) -> None:
+        current = self.run_.state.current
+        failed = current.failed if current and fits else ("W0_0",)
+        before, frozen = len(self.run_.opened), self.run_.state.frozen_by
+        self.run_.send(UsePlan(f"q{len(self.run_.log)}", failed, actor, "" if actor else "it is better"))
+        assert not frozen or len(self.run_.opened) == before
 
     @rule(worker=name)
     def drain(self, worker: str) -> None:
