@@ -1,0 +1,227 @@
+"""A real job with a real console, whose workers are killed, stopped, asked to leave and started again, one change
+after the other, while something else goes wrong all the time.
+
+The launcher runs in this process, in a thread; workers and console are processes of their own. What happens follows
+from the seed; the iterations that may run meanwhile are counted out (gated.py), so that no run depends on its speed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import requests
+
+from agent.launch import Launcher
+from agent.start import StartOptions, make_launcher
+from agent.workload import NamedWorkload
+from planner.job import Job
+from tests.agent.consoles import until
+from tests.agent.local_jobs import TINY
+from tests.app.console_server import ConsoleServer
+from tests.chaos.faulty_network import FaultyNetwork
+from tests.chaos.gated import Gate
+
+PIPELINES, STAGES, MICRO_BATCHES = 3, 2, 3
+NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
+LADDER = ("--heartbeat", "0.5", "--suspect", "3", "--dead", "6")
+PER_CHANGE = 14
+"""Iterations that one change may take, with those around it."""
+PATIENCE = 120.0
+
+
+DEEDS = ("kill",) * 7 + ("drain",) * 2 + ("stop",)
+
+
+class Disturbance(Protocol):
+    """Something that goes wrong, and is mended."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class ChaoticJob:
+    """One job. deeds: what may happen to a worker, each as often as it is named; one that is out is started again.
+    out: the workers that are out by now; deaths: how often each was lost; left: how often it was asked to go."""
+
+    def __init__(
+        self,
+        server: ConsoleServer,
+        network: FaultyNetwork,
+        folder: Path,
+        changes: int,
+        *,
+        seed: int,
+        deeds: Sequence[str] = DEEDS,
+        skew: float = 0.0,
+    ) -> None:
+        self.deeds = deeds
+        self.server, self.network, self.seed = server, network, seed
+        self.random = random.Random(seed)
+        self.iterations = PER_CHANGE * changes
+        self.gate = Gate(folder / "gate")
+        self.gate.open(1)  # workers of the first stage look at the first data before they register
+        self.out: set[str] = set()
+        self.deaths: Counter[str] = Counter()
+        self.left: Counter[str] = Counter()
+        self.lines: list[dict[str, Any]] = []
+        self.done: list[str] = []
+        self.error: BaseException | None = None
+        options = StartOptions(
+            job=Job(PIPELINES, STAGES, MICRO_BATCHES),
+            iterations=self.iterations,
+            workload=NamedWorkload("tests.chaos.gated:GatedGpt", {**TINY, "gate": str(self.gate.path), "skew": skew}),
+            console=network.url,
+            demo=True,
+            migrate=False,
+        )
+        self.launcher: Launcher = make_launcher(options, self.lines.append, lambda text: None)
+        self._thread = threading.Thread(target=self._run, name="launcher", daemon=True)
+        self._thread.start()
+        self.job_id = ""
+        self.job_id = str(self.ask(lambda: self.read()["jobs"], "a job")[0]["job_id"])
+        self.settle(0)
+
+    def _run(self) -> None:
+        try:
+            self.launcher.run()
+        except BaseException as error:
+            self.error = error
+
+    def close(self) -> None:
+        self.launcher.stop(signal.SIGTERM)
+        self.gate.open(self.iterations)
+        self._thread.join(60)
+
+    # -- what is known ------------------------------------------------------------------------
+
+    def read(self, tail: str = "") -> Any:
+        """What the console says of the job, straight from it."""
+        answer = self.server.get(f"/jobs/{self.job_id}{tail}".rstrip("/"))
+        answer.raise_for_status()
+        return answer.json()
+
+    def ask(self, condition: Callable[[], Any], what: str) -> Any:
+        def alive() -> Any:
+            if self.error is not None:
+                raise AssertionError(f"seed {self.seed}: the job ended while the test waited for {what}: {self.error}")
+            return condition()
+
+        try:
+            return until(alive, what, PATIENCE)
+        except AssertionError as error:
+            try:
+                situation = self.read()["sentence"]
+            except requests.RequestException as unreachable:
+                situation = type(unreachable).__name__
+            raise AssertionError(f"seed {self.seed}, after {self.done[-5:]}: {error}; {situation}") from None
+
+    @property
+    def committed(self) -> int:
+        return sum("iteration" in line for line in self.lines)
+
+    @property
+    def epoch(self) -> int:
+        """The newest one that the launcher has taken up."""
+        deployed = self.launcher._deployed
+        return deployed.deployment.epoch if deployed else 0
+
+    # -- one change after the other -----------------------------------------------------------
+
+    def change(self, disturbance: Disturbance | None = None) -> None:
+        """One random change of who is in the job, and the job trains again. disturbance: falls into it."""
+        before = self.epoch
+        self.gate.open(self.committed + self.random.randint(1, 3))
+        time.sleep(self.random.uniform(0.0, 0.05))  # anywhere in an iteration, or between two
+        deed, worker = self._choose()
+        self.done.append(f"{deed} {worker}")
+        operators = deed in ("drain", "start")  # who need a console
+        if disturbance is not None and not operators:
+            disturbance.begin()
+        getattr(self, f"_{deed}")(worker)
+        if disturbance is not None:
+            if operators:
+                disturbance.begin()
+            time.sleep(self.random.uniform(0.0, 0.5))
+            disturbance.end()
+        self.settle(before)
+        self.network.cut_off = frozenset()
+
+    def settle(self, before: int) -> None:
+        """Until all who should be are in the newest epoch, above `before`, and train."""
+
+        def settled() -> bool:
+            if self.epoch > before and self.committed >= self.gate.open_for:
+                self.gate.open(self.committed + 1)
+            if self.epoch <= before or self.read()["state"] != "running":
+                return False
+            return set(self.read("/deployment?after=0")["failed"]) == self.out
+
+        self.ask(settled, f"all but {sorted(self.out)} to train")
+        assert self.committed < self.iterations - PER_CHANGE, f"seed {self.seed}: the changes took too many iterations"
+
+    def _choose(self) -> tuple[str, str]:
+        """Never the last worker of a stage."""
+
+        def left(stage: str) -> int:
+            return sum(n.endswith(stage) and n not in self.out for n in NAMES)
+
+        spare = [n for n in NAMES if n not in self.out and left(n[-2:]) > 1]
+        if self.out and (not spare or self.random.random() < 0.45):
+            return "start", self.random.choice(sorted(self.out))
+        return self.random.choice(self.deeds), self.random.choice(spare)
+
+    def _cut(self, worker: str) -> None:
+        """It lives, and can't be heard."""
+        self.network.cut_off = frozenset({worker})
+        self.out.add(worker)
+        self.deaths[worker] += 1
+
+    def _kill(self, worker: str) -> None:
+        self._end(worker, signal.SIGKILL)
+
+    def _stop(self, worker: str) -> None:
+        self._end(worker, signal.SIGSTOP)
+
+    def _end(self, worker: str, number: int) -> None:
+        os.kill(self.launcher.pids[worker], number)
+        self.out.add(worker)
+        self.deaths[worker] += 1
+
+    def _drain(self, worker: str) -> None:
+        self._operate(worker, "drain")
+        self.out.add(worker)
+        self.left[worker] += 1
+
+    def _start(self, worker: str) -> None:
+        self._operate(worker, "restart")
+        self.out.discard(worker)
+
+    def _operate(self, worker: str, action: str) -> None:
+        """As an operator at the page, who tries again while the console does not answer or is not ready for it."""
+        path = f"/jobs/{self.job_id}/workers/{worker}/{action}"
+        self.ask(lambda: self.server.post(path, {"actor": "ada"}).status_code < 400, f"{worker} to be told: {action}")
+
+    # -- afterwards ---------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Runs to its end."""
+        self.gate.open(self.iterations)
+        self.ask(lambda: not self._thread.is_alive(), "the end of the job")
+        self.ask(lambda: self.read()["committed"] == self.iterations, "the console to have all iterations")
+
+    @property
+    def losses(self) -> list[str]:
+        return [line["loss"] for line in self.lines if "iteration" in line]
+
+    @property
+    def final(self) -> dict[str, Any]:
+        return next(line["final"] for line in self.lines if "final" in line)

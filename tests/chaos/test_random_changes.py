@@ -1,0 +1,90 @@
+"""Random changes of who is in a job, one after the other, while something else goes wrong all the time: training goes
+on, no bit differs, and the console's books account for everything once. Each disturbance can be run alone, with -k.
+
+`make chaos`. A sample of the same lies in tests/agent/test_changes_meanwhile.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.app.console_server import ConsoleServer
+from tests.chaos.accounts import check
+from tests.chaos.chaotic_job import DEEDS, LADDER, ChaoticJob, Disturbance
+from tests.chaos.disturbances import ClockJumps, ConsoleKilled, DiskFull, InTurn, PostgresKilled, small_disk
+from tests.chaos.faulty_network import Faults, FaultyNetwork
+from tests.conftest import new_database, postgres_cluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+
+SEED = 1
+CHANGES = 20
+BAD_NETWORK = Faults(cut=0.05, unanswered=0.05, late=0.1, again=0.1)
+
+
+def run(
+    server: ConsoleServer,
+    folder: Path,
+    disturbance: Disturbance | None = None,
+    *,
+    changes: int = CHANGES,
+    every: int = 2,
+    faults: Faults | None = None,
+    deeds: Sequence[str] = DEEDS,
+    skew: float = 0.0,
+) -> ChaoticJob:
+    """A whole job with that many changes; the disturbance falls into one of `every`."""
+    network = FaultyNetwork(server.port, SEED, faults)
+    job = ChaoticJob(server, network, folder, changes, seed=SEED, deeds=deeds, skew=skew)
+    try:
+        for number in range(changes):
+            job.change(disturbance if number % every == 0 else None)
+        job.finish()
+        check(job)
+        return job
+    finally:
+        job.close()
+        network.close()
+        server.close()
+
+
+def on_sqlite(folder: Path, **options: dict[str, str]) -> ConsoleServer:
+    return ConsoleServer(f"sqlite:///{folder / 'console.db'}", "--api-only", *LADDER, **options)
+
+
+def test_the_console_is_killed(tmp_path: Path) -> None:
+    server = on_sqlite(tmp_path)
+    run(server, tmp_path, ConsoleKilled(server))
+
+
+def test_the_database_is_killed(tmp_path: Path) -> None:
+    with postgres_cluster() as cluster:
+        url = new_database(cluster)
+        run(ConsoleServer(url, "--api-only", *LADDER), tmp_path, PostgresKilled(url))
+
+
+def test_the_network_cuts_delays_repeats_and_re_orders(tmp_path: Path) -> None:
+    job = run(on_sqlite(tmp_path), tmp_path, faults=BAD_NETWORK, deeds=("kill",) * 6 + ("drain",) * 2 + ("cut",) * 2)
+    assert min(job.network.counts[name] for name in ("cut", "unanswered", "late", "again")) > 20
+
+
+def test_the_disk_is_full(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        run(on_sqlite(disk), tmp_path, DiskFull(disk))
+
+
+def test_clocks_are_wrong(tmp_path: Path) -> None:
+    """Those of all workers, and the console's, which jumps."""
+    clock = ClockJumps(tmp_path / "clock", SEED)
+    run(on_sqlite(tmp_path, environment=clock.environment), tmp_path, clock, skew=3600.0)
+
+
+def test_all_of_it_for_a_hundred_changes(tmp_path: Path) -> None:
+    clock = ClockJumps(tmp_path / "clock", SEED)
+    with small_disk(tmp_path / "disk") as disk:
+        server = on_sqlite(disk, environment=clock.environment)
+        turns = InTurn(ConsoleKilled(server), clock, DiskFull(disk))
+        run(server, tmp_path, turns, changes=100, every=4, faults=BAD_NETWORK, skew=3600.0)
