@@ -113,6 +113,8 @@ def _ask(console: Console) -> CatalogRequest:
             on_change=_remember,
             width=230,
         )
+        if st.query_params.get("job") != source:
+            st.query_params["job"] = source  # a newer job must not change what a link shows
         if source == OWN:
             values |= _own_question()
             most = values["stages"] * (values["pipelines"] - 1)

@@ -166,6 +166,17 @@ def test_large_grids_say_that_they_have_one_plan_per_count(here: ConsoleHere) ->
     assert "one plan per count, reached by migrations" in words(test)
 
 
+def test_a_link_shows_its_job_when_there_is_a_newer_one(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "first of two").register()
+    sent = open_page()
+    address = {name: str(value) for name, value in sent.query_params.items()}
+    assert sent.query_params["job"] in (job.job_id, [job.job_id])
+    newer = JobHere(here.console, "second of two", pipelines=2, stages=2).register()
+    got = open_page(job=job.job_id)
+    assert set(address) == {"job"} and got.selectbox(key="catalog-job").value == job.job_id != newer.job_id
+    assert sent.number_input[0].value == got.number_input[0].value
+
+
 def test_a_plan_opens_on_schedule(here: ConsoleHere) -> None:
     fingerprint = filled(here.console, micro_batches=3)
     test = open_page(**own(3))

@@ -69,6 +69,31 @@ def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
     expect(page.get_by_text("failed – its micro-batches run on").first).to_be_visible()
 
 
+def test_a_link_shows_what_its_sender_saw(browser: Browser, server: ConsoleServer, page: Page) -> None:
+    """After a reload, and in somebody else's browser."""
+    page.get_by_role("link", name="Catalog").click()
+    for name, value in (("Micro-batches", "8"), ("Failures at once", "1")):
+        field = page.get_by_role("spinbutton", name=name)
+        field.fill(value)
+        field.press("Enter")
+    page.wait_for_url("**cat_tolerance=1**")
+    seen = page.get_by_text("Nothing is planned ahead for this question yet: 5 plans are to be made")
+    expect(seen).to_be_visible()
+
+    def shows_the_same(shown: Page) -> None:
+        expect(shown.get_by_role("spinbutton", name="Micro-batches")).to_have_value("8")
+        expect(shown.get_by_role("spinbutton", name="Failures at once")).to_have_value("1")
+        expect(shown.get_by_text("for this question yet: 5 plans are to be made")).to_be_visible()
+
+    link = page.url
+    page.reload()
+    shows_the_same(page)
+    assert page.url == link
+    with watched(browser, server.root) as other:
+        other.goto(link)
+        shows_the_same(other)
+
+
 def test_help_draws_five_pictures_and_says_how_to_connect(page: Page, server: ConsoleServer) -> None:
     page.get_by_role("link", name="Help").click()
     pictures = page.locator(".or-idea img")

@@ -76,8 +76,8 @@ class Demo:
             try:
                 if condition():
                     return
-            except requests.ConnectionError:
-                pass  # not up yet
+            except (requests.ConnectionError, requests.Timeout):
+                pass  # not up yet, or very busy
             assert self.process.poll() is None, f"the demo ended before {what}: {self.output.read_text()}"
             assert time.monotonic() < deadline, (
                 f"after {START_SECONDS:g} s still not: {what}: {self.output.read_text()}"
@@ -182,6 +182,51 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     expect(cell(page, "running", VICTIM)).to_be_visible()
     expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
     wait_for_iterations(page, iterations_done(page) + 1)
+
+
+def test_manual_approval(demo: Demo, page: Page) -> None:
+    """In manual mode a loss waits for an operator, who compares the ways on and takes one."""
+    page.goto(demo.root)
+    expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
+    page.get_by_role("button", name="Automatic").click()
+    page.get_by_role("radiogroup", name="Who decides").get_by_text("Manual", exact=True).click()
+    patience = page.get_by_role("spinbutton", name="Seconds to choose in")
+    expect(patience).to_be_enabled()
+    patience.fill("3600")
+    patience.press("Enter")
+    page.get_by_role("button", name="Apply", exact=True).click()
+    expect(page.get_by_role("button", name="Manual")).to_be_visible()
+    page.keyboard.press("Escape")
+    epoch = demo.get("")["epoch"]
+
+    page.get_by_role("button", name=VICTIM).click()
+    page.get_by_role("dialog").get_by_role("button", name=f"Kill {VICTIM}").click()
+    ways = page.locator(".st-key-ways-on .or-way")
+    expect(ways.nth(1)).to_be_visible()
+    expect(page.locator(".or-sentence")).to_contain_text("Waiting for you")
+    assert ways.filter(has_text="re-route").count() >= 1
+    boxes = [way.bounding_box() for way in ways.all()]
+    assert len({round(box["y"]) for box in boxes if box}) == 1, "they stand side by side"
+    assert len({round(box["x"]) for box in boxes if box}) == len(boxes)
+    assert demo.get("")["epoch"] == epoch, "nothing is decided before somebody has chosen"
+
+    page.locator(".st-key-choose-re-route button").click()
+    rolled = page.locator(".or-roll-out")
+    expect(rolled).to_contain_text(f"Epoch {epoch + 1}: all 11 workers train by it")
+    rolled.locator("summary").click()
+    expect(rolled.locator("tbody tr")).to_have_count(11)
+    for peer in PEERS:
+        expect(rolled.locator("tbody tr", has_text=peer)).to_contain_text("ms")
+    expect(cell(page, "re-routed", PEERS[0])).to_be_visible()
+    expect(ways.first).to_be_hidden()
+    events = [e["text"] for e in demo.get("/events?limit=500")["events"]]
+    assert any("operator in the browser chose to re-route" in text for text in events)
+
+    # As it was, for whoever comes next.
+    base = f"{demo.root}/api/v1/jobs/{demo.job_id}"
+    assert requests.put(f"{base}/mode", json={"mode": "automatic"}, timeout=10).ok
+    assert requests.post(f"{base}/workers/{VICTIM}/restart", timeout=10).ok
+    expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

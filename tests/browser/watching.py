@@ -22,23 +22,17 @@ NEEDS_CHROMIUM = [
 
 @contextmanager
 def watched(browser: Browser, root: str, **options: Any) -> Iterator[Page]:
-    """An empty page of 1440 × 900. At the end its console may have had no error and no warning of a chart, and
-    nothing but `root` been asked."""
+    """An empty page of 1440 × 900. At the end its console may have had no error, and nothing but `root` been asked."""
     complaints: list[str] = []
     page = browser.new_page(**{"viewport": {"width": 1440, "height": 900}, **options})
     page.set_default_timeout(WAIT_MS)
     ours = (root, root.replace("http", "ws", 1), "data:", "blob:")
-    page.on("console", lambda m: complaints.append(f"console: {m.text}") if _complains(m.type, m.text) else None)
+    page.on("console", lambda m: complaints.append(f"console: {m.text}") if m.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(f"page error: {error}"))
     page.on("request", lambda r: None if r.url.startswith(ours) else complaints.append(f"outside: {r.url}"))
     yield page
     page.close()
-    assert complaints == []
-
-
-def _complains(kind: str, text: str) -> bool:
-    """Vega's warnings begin so; Chromium's own, of a missing GPU for one, are not the page's."""
-    return kind == "error" or (kind == "warning" and text.startswith("WARN"))
+    assert not complaints, "\n".join(complaints)
 
 
 def settle(page: Page) -> None:

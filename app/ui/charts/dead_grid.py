@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from app.plans.whatif import WhatIf
-from app.ui.charts.vega import ERRORS_ONLY, LiveChart, config
+from app.ui.charts.vega import LiveChart, config
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.theme import Palette
 
@@ -57,7 +57,6 @@ def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> L
                     },
                 },
             ],
-            "usermeta": ERRORS_ONLY,
             "config": config(colours),
         },
         {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from app.ui.charts.vega import ERRORS_ONLY, Columns, LiveChart, config
+from app.ui.charts.vega import Columns, LiveChart, config
 from app.ui.theme import Palette
 from app.view import EventView, IterationView, RecoveryView
 
@@ -164,7 +164,6 @@ def _panel(
             *transform,
         ],
         "layer": layers,
-        "usermeta": ERRORS_ONLY,
         "config": config(colours),
     }
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from app.plans.solving import Solve
 from app.ui.charts.bars import plural
-from app.ui.charts.vega import ERRORS_ONLY, LiveChart, config
+from app.ui.charts.vega import LiveChart, config
 from app.ui.theme import Palette
 
 HEIGHT = 190
@@ -58,7 +58,6 @@ def search_chart(solve: Solve, unit: str, colours: Palette) -> LiveChart:
                 _label("incumbent", "best_label", colours.accent, -6),
                 _label("bound", "bound_label", colours.good, 14),
             ],
-            "usermeta": ERRORS_ONLY,
             "config": config(colours),
         },
         rows,

@@ -2,7 +2,9 @@
 
 They are Vega-Lite, since Streamlit hands new rows to a standing Vega view and keeps its zoom; a
 Plotly chart is torn down and built anew for every change of its data (measured: a blank frame
-each), so Plotly is left to the schedules, which stand still.
+each), so Plotly is left to the schedules, which stand still. Streamlit makes the view first and hands it its
+rows then: of the empty one in between Vega warns in the browser's console that no axis has an extent,
+which Streamlit lets no option of a chart (`embedOptions`) keep quiet.
 """
 
 from __future__ import annotations
@@ -14,9 +16,6 @@ from app.ui.theme import FONT, Palette
 
 # Column name to its values, all of one length.
 Columns = dict[str, Any]
-# `usermeta` of every chart. Streamlit makes the view first and hands it its rows then; of the empty one in
-# between Vega warns that no axis has an extent. Errors are reported still.
-ERRORS_ONLY = {"embedOptions": {"logLevel": 1}}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from app.ui import text
-from app.ui.charts.vega import ERRORS_ONLY, Columns, LiveChart, config
+from app.ui.charts.vega import Columns, LiveChart, config
 from app.ui.facts import look
 from app.ui.theme import Palette
 from app.view import JobView, WorkerView
@@ -70,7 +70,6 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
                 },
             ],
             "resolve": {"scale": {"color": "independent"}},
-            "usermeta": ERRORS_ONLY,
             "config": config(colours),
         },
         _rows(view),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.observing.worker_history import Series, Values
-from app.ui.charts.vega import ERRORS_ONLY, Columns, LiveChart, config
+from app.ui.charts.vega import Columns, LiveChart, config
 from app.ui.theme import OP_WORDS, Palette
 
 PANEL_HEIGHT = 150
@@ -97,7 +97,6 @@ def _chart(
             "autosize": {"type": "fit-x", "contains": "padding"},
             "encoding": {"x": {"field": "at", "type": "temporal", "axis": axis}, **encoding},
             "layer": layers,
-            "usermeta": ERRORS_ONLY,
             "config": config(colours),
         },
         rows,
