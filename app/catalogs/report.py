@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from db.store import Record
@@ -22,6 +22,9 @@ from planner.version import PLANNER_VERSION
 class PlanLine:
     """One stored plan. period, bound: in the job's time unit. peak: activations, most on one worker.
 
+    peak_bytes: the most that one worker may hold, were each of its activations always at its larger part;
+    None where the profile does not say.
+
     dead: by stage, the pipelines whose worker has failed.
     """
 
@@ -33,6 +36,7 @@ class PlanLine:
     optimal: bool
     peak: int | None
     solver: str
+    peak_bytes: int | None = None
 
     def failed(self, most: int | None = None) -> tuple[str, ...]:
         """The failed workers, or the first so many of them."""
@@ -79,6 +83,10 @@ class CountLine:
     def peak(self) -> int | None:
         known = [plan.peak for plan in self.plans if plan.peak is not None]
         return max(known, default=None)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return max((plan.peak_bytes for plan in self.plans if plan.peak_bytes is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,7 @@ def report(question: Question, tolerance: int, fingerprint: str, headers: Mappin
     tolerance = min(tolerance, most_failures(question))
     by_count: dict[int, list[PlanLine]] = defaultdict(list)
     for name, header in headers.items():
-        by_count[header.failures].append(_line(name, header))
+        by_count[header.failures].append(_line(name, header, question))
     patterns = listed_patterns(job, tolerance)
     wanted: dict[int, list[str]] = defaultdict(list)
     if patterns is not None:
@@ -181,6 +189,18 @@ def report(question: Question, tolerance: int, fingerprint: str, headers: Mappin
         max(limits, default=None),
         reference_period(job) / job.ticks_per_unit,
     )
+
+
+def whole_counts(found: CatalogReport, steps: int = 8) -> CatalogReport:
+    """Only numbers of failures whose plans are all there, and of many such numbers an eighth at a time.
+
+    What is drawn of a catalog that is being filled would else change with each plan.
+    """
+    whole = [line.failures for line in found.lines if line.plans and line.there >= line.wanted]
+    step = max(1, len(found.lines) // steps)
+    drawn = set(whole if len(whole) == len(found.lines) else whole[: len(whole) // step * step])
+    lines = (line if line.failures in drawn else replace(line, plans=()) for line in found.lines)
+    return replace(found, lines=tuple(lines))
 
 
 def summary(row: Record) -> CatalogSummary | None:
@@ -216,8 +236,12 @@ def stale(question: Question, catalogs: Sequence[CatalogSummary]) -> list[tuple[
     return out
 
 
-def _line(name: str, header: Header) -> PlanLine:
-    metrics = header.metrics
+def _line(name: str, header: Header, question: Question) -> PlanLine:
+    metrics, splits = header.metrics, question.technique.splits
+    held = [
+        profile.fixed_bytes + peak * profile.micro_batch_bytes(splits=splits)
+        for profile, peak in zip(question.job.profiles, header.peaks, strict=False)
+    ]
     return PlanLine(
         name,
         header.failed,
@@ -227,4 +251,5 @@ def _line(name: str, header: Header) -> PlanLine:
         header.solver.status == "optimal",
         max(header.peaks, default=None),
         header.solver.name,
+        max(held, default=0) or None,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -14,12 +13,11 @@ from app.catalogs.fill import CatalogRequest, parse_request
 from app.catalogs.report import CatalogReport, CatalogSummary, most_failures, stale
 from app.console import Console, get_console
 from app.errors import ConsoleError
+from app.ui import catalog_chart, components
 from app.ui import catalog_words as words
-from app.ui import components
 from app.ui.access import acting
-from app.ui.charts.catalog import catalog_curves
 from app.ui.picker import CHOSEN
-from app.ui.theme import CHART_CONFIG, Palette
+from app.ui.theme import Palette
 from planner.catalog_store import CatalogInfo
 from planner.errors import InputError, PlannerError
 from planner.job import Technique
@@ -29,9 +27,7 @@ from planner.version import PLANNER_VERSION
 
 OWN = "own"
 JOB = "catalog-job"
-CHART = "catalog-chart"
 SEEN = "catalog-filling-seen"
-SCHEDULE = Path(__file__).parent / "schedule.py"
 # Seconds between two looks at a filling; of so many plans, which take longer to draw, fewer.
 REFRESH, MANY = 0.5, 100
 SOLVER_WORDS = {
@@ -224,18 +220,7 @@ def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> Non
         return
     components.cards(words.cards(report))
     components.heading("Period by number of failures", "beneath: how far from optimal, and activations held")
-    event = st.plotly_chart(
-        catalog_curves(report, colours, revision=report.fingerprint),
-        theme=None,
-        config=CHART_CONFIG,
-        key=CHART,
-        on_select="rerun",
-        selection_mode="points",
-        alt=words.chart_words(report),
-    )
-    clicked = _clicked(event)
-    if clicked is not None and clicked < len(report.lines) and report.lines[clicked].worst is not None:
-        _open(report, report.lines[clicked].plans[0].name)
+    catalog_chart.show(console, report, colours)
     if report.by_pattern and report.tolerance > 1:
         st.caption(
             "At each count the longest plan is for failures that share a stage. Migrations lead them towards the "
@@ -292,16 +277,6 @@ def _fill(console: Console, request: CatalogRequest, report: CatalogReport) -> N
         components.quiet(words.filling_words(filling))
 
 
-def _clicked(event: Any) -> int | None:
-    """The number of failures of the point that was clicked."""
-    points = event.selection.points if event and "selection" in event else []
-    return int(points[0]["x"]) if points else None
-
-
-def _open(report: CatalogReport, name: str) -> None:
-    st.switch_page(SCHEDULE, query_params={"plan": f"catalog:{report.fingerprint}:{name}"})
-
-
 def _plans(report: CatalogReport) -> None:
     """One count's plans, and the way to the Gantt chart of each."""
     counts = [line.failures for line in report.lines if line.plans]
@@ -313,7 +288,7 @@ def _plans(report: CatalogReport) -> None:
         names = {plan.name: plan.words(8) or "fault-free" for plan in line.plans}
         chosen = st.selectbox("Without", list(names), format_func=names.__getitem__, key="catalog-plan", width=320)
         if st.button("Open on Schedule", key="open-plan"):
-            _open(report, chosen)
+            catalog_chart.open_plan(report, chosen)
     st.dataframe(
         words.plans_table(line, report.question.job.time_unit),
         hide_index=True,

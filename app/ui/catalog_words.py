@@ -97,6 +97,7 @@ def counts_table(report: CatalogReport) -> Table:
         f"linear ({unit})": [None if line.linear is None else round(line.linear, 3) for line in lines],
         "largest gap %": [None if line.gap is None else round(100 * line.gap, 2) for line in lines],
         "activations, most": [line.peak for line in lines],
+        **_memory([line.peak_bytes for line in lines]),
         "longest without": [w.words(12) if w else None for w in worst],
     }
 
@@ -109,8 +110,17 @@ def plans_table(line: CountLine, unit: str) -> Table:
         f"lower bound ({unit})": [plan.bound for plan in line.plans],
         "gap %": [round(100 * plan.gap, 2) for plan in line.plans],
         "activations, most": [plan.peak for plan in line.plans],
+        **_memory([plan.peak_bytes for plan in line.plans]),
         "solver": [plan.solver for plan in line.plans],
     }
+
+
+def _memory(peaks: Sequence[int | None]) -> Table:
+    """A column of bytes, where they are known."""
+    if not any(peaks):
+        return {}
+    unit, scale = text.size_unit(max(peak or 0 for peak in peaks))
+    return {f"memory, at most ({unit})": [None if peak is None else round(peak / scale, 2) for peak in peaks]}
 
 
 def stored_table(catalogs: Sequence[CatalogSummary], states: Sequence[str], now: float) -> Table:

@@ -166,7 +166,6 @@ def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
     metrics, unit = plan.metrics, plan.job.time_unit
     moved = sum(schedule.rerouted_forwards.values())
     total = plan.job.pipelines * plan.job.stages * plan.job.micro_batches
-    peak = max(metrics.peak_activations.values(), default=0)
     return [
         Card("Period", text.planned(metrics.period, unit), f"makespan {text.planned(metrics.makespan, unit)}"),
         Card(
@@ -183,8 +182,19 @@ def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
         ),
         Card("Bubbles", text.percent(metrics.bubble_fraction), "of living workers' time"),
         Card("Re-routed", f"{moved:,}", "micro-batch visits to peers", of=f"of {total:,}"),
-        Card("Peak activations", f"{peak:,}", f"memory limit: {plan.memory}", of="held"),
+        _peak(plan, schedule),
     ]
+
+
+def _peak(plan: Plan, schedule: Schedule) -> Card:
+    """In bytes where the profile says what a worker holds, else in activations."""
+    held = max(plan.metrics.peak_activations.values(), default=0)
+    if not schedule.counts_bytes:
+        return Card("Peak activations", f"{held:,}", f"memory limit: {plan.memory}", of="held")
+    worker, peak = max(schedule.peak_bytes.items(), key=lambda item: item[1])
+    capacity = schedule.problem.job.capacity_bytes
+    note = f"on {worker}; {text.count(held, 'activation')} held at most"
+    return Card("Peak memory", text.size(peak), note, of=f"of {text.size(capacity[worker.stage])}" if capacity else "")
 
 
 def living_peers(view: JobView, worker: WorkerView) -> list[str]:

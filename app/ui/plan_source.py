@@ -13,6 +13,7 @@ from app.plans.references import OfJob, Reference, parse_reference
 from app.plans.sources import Awaited, Source, find, measured_name, names, saved_names
 from app.ui import text
 from app.ui.schedule_facts import measured_words
+from planner.columnar import ColumnarSchedule
 from planner.errors import InputError
 from planner.plan import Plan
 from planner.schedule import Schedule
@@ -29,7 +30,8 @@ def schedule_of(plan: Plan) -> Schedule:
 def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
     """Keyed by the fingerprint; the plan itself is not hashed."""
     schedule = _plan.schedule()
-    settle(sum(map(len, schedule.ops.values())))
+    if not isinstance(schedule, ColumnarSchedule):
+        settle(sum(schedule.op_counts.values()))
     return schedule
 
 

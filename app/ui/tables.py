@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from app.ui import text
 from app.ui.theme import OP_WORDS
 from planner.job import Worker
 from planner.schedule import Schedule
@@ -12,7 +13,7 @@ Table = dict[str, list[object]]
 
 
 def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
-    """One row per worker: ops, re-routed micro-batches, busy and idle time, peak activations."""
+    """One row per worker: ops, re-routed micro-batches, busy and idle time, peak activations and bytes."""
     job = schedule.problem.job
     table: Table = {
         name: []
@@ -36,6 +37,10 @@ def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
             ]
         for column, value in zip(table.values(), row, strict=True):
             column.append(value)
+    if schedule.counts_bytes:
+        unit, scale = text.size_unit(max(schedule.peak_bytes.values()))
+        peaks = [schedule.peak_bytes.get(worker) for worker in workers]
+        table[f"peak memory ({unit})"] = [None if peak is None else round(peak / scale, 2) for peak in peaks]
     return table
 
 

@@ -69,6 +69,16 @@ def plain_markdown(words: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|$~:" else c for c in words)
 
 
+def size_unit(most: int) -> tuple[str, int]:
+    """The unit in which a column of bytes reads well whose largest is `most`, and its bytes: `("GiB", 2**30)`."""
+    name, unit = "B", 1
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if most < 1024 * unit:
+            break
+        name, unit = larger, 1024 * unit
+    return name, unit
+
+
 def size(number: int) -> str:
     """Bytes as `412 MiB`."""
     value = float(number)

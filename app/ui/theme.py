@@ -60,7 +60,7 @@ LIGHT = Palette(
     slow="#C07A12",
     joining="#1FA3C0",
     good="#2E7D53",
-    ops={"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#736E3F", "O": "#652742"},
+    ops={"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#666F35", "O": "#652742"},
     ops_text={"F": "#FFFFFF", "I": "#16222E", "W": "#16222E", "B": "#FFFFFF", "O": "#FFFFFF"},
 )
 

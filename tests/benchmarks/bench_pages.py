@@ -74,11 +74,9 @@ def main() -> None:
             arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
             server = ConsoleServer(f"sqlite:///{folder}/console.db")
-            small(browser, server, job.job_id)
-            server.stop()
-            server = ConsoleServer(f"sqlite:///{folder}/console.db")
             try:
                 large(browser, server, f"{server.root}/schedule?plan=saved:{fingerprint}")
+                small(browser, server, job.job_id)
             finally:
                 server.close()
             browser.close()
@@ -127,7 +125,7 @@ def pages(job_id: str) -> list[Shown]:
             "Live", f"/{job}", "[data-testid='stVegaLiteChart'] canvas, [data-testid='stVegaLiteChart'] svg", open_tile
         ),
         Shown("Schedule", f"/schedule{job}", PLOT, pick("One pipeline", "W0_3")),
-        Shown("Planner", "/planner", ".or-card", press("Worked example of the paper")),
+        Shown("Planner", "/planner", "[data-testid='stVegaLiteChart']", press("Worked example of the paper")),
         Shown("Compare", f"/compare{job}", PLOT, pick("One stage", "W0_0")),
         Shown("Catalog", f"/catalog{job}", PLOT, lambda page: page.get_by_text("Op times", exact=True).first.click()),
         Shown("Simulate", "/simulate", "button", lambda page: page.get_by_role("button").last.focus()),
@@ -172,7 +170,7 @@ def opened(browser: Browser) -> Iterator[tuple[Page, CDPSession]]:
     page = context.new_page()
     page.set_default_timeout(WAIT_MS)
     tab = context.new_cdp_session(page)
-    tab.send("Performance.enable")
+    tab.send("Performance.enable", {"timeDomain": "threadTicks"})
     yield page, tab
     context.close()
 
@@ -187,7 +185,7 @@ def timed(what: str, server: ConsoleServer, tab: CDPSession) -> Iterator[None]:
 
 
 def tab_seconds(tab: CDPSession) -> float:
-    """What the page's main thread has worked, layout and scripts."""
+    """Processor time of the page's main thread: scripts, layout, painting."""
     metrics = {metric["name"]: metric["value"] for metric in tab.send("Performance.getMetrics")["metrics"]}
     return float(metrics["TaskDuration"])
 

@@ -112,7 +112,6 @@ def _add_held(figure: go.Figure, sheet: Sheet, end: float) -> None:
         yaxis2={**_rows_axis(sheet), "tickfont": small, "domain": [0, below / whole], "anchor": "x", "zeroline": False},
         xaxis={"anchor": "y2"},
     )
-    limited = any(limit is not None for limit in sheet.schedule.problem.limits)
     figure.add_annotation(
         x=0,
         xref="paper",
@@ -120,7 +119,7 @@ def _add_held(figure: go.Figure, sheet: Sheet, end: float) -> None:
         y=below / whole,
         yref="paper",
         yanchor="bottom",
-        text="<b>Activations held</b>" + (", dotted: the limit" if limited else "; there is no limit"),
+        text=memory.title(lower),
         showarrow=False,
         font={"size": 12, "color": colours.muted},
     )

@@ -1,9 +1,14 @@
-"""Activations that each worker holds over time, against its limit, in rows like those of the Gantt chart."""
+"""What each worker holds over time, against its limit, in rows like those of the Gantt chart.
+
+In bytes where the profile says what a worker keeps (weights and optimizer state with it), against the
+capacity; else in activations, against the memory limit.
+"""
 
 from __future__ import annotations
 
 import plotly.graph_objects as go
 
+from app.ui import text
 from app.ui.charts.bars import BAR_HEIGHT, Sheet
 from planner.job import Worker
 
@@ -23,7 +28,7 @@ def held_traces(sheet: Sheet, end: float) -> list[go.Scatter]:
         yaxis=sheet.axis,
         mode="lines",
         fill="toself",
-        name="Activations held",
+        name="Memory held" if sheet.schedule.counts_bytes else "Activations held",
         line={"width": 0},
         fillcolor=_faint(sheet.colours.ops["F"]),
         hoverinfo="text",
@@ -36,7 +41,7 @@ def held_traces(sheet: Sheet, end: float) -> list[go.Scatter]:
         for tick, held in _outline(sheet, worker, end):
             x.append(sheet.x(tick))
             y.append(_height(sheet, worker, held, top))
-            words.append(f"<b>{worker}</b> holds {held}{_of(sheet, worker)}")
+            words.append(f"<b>{worker}</b> holds {_amount(sheet, held)}{_of(sheet, worker)}")
         x.append(None)
         y.append(None)
         words.append("")
@@ -45,21 +50,44 @@ def held_traces(sheet: Sheet, end: float) -> list[go.Scatter]:
     return [curves, limits] if limits is not None else [curves]
 
 
+def title(sheet: Sheet) -> str:
+    """What the rows show, and what the dotted lines mean."""
+    limited = any(_limit(sheet, worker) is not None for worker in sheet.living)
+    if sheet.schedule.counts_bytes:
+        what = "<b>Memory held</b>: weights, optimizer state and activations"
+        return what + ("; dotted: the worker's capacity" if limited else "; the capacity is not known")
+    return "<b>Activations held</b>" + (", dotted: the limit" if limited else "; there is no limit")
+
+
 def scale(sheet: Sheet) -> int:
-    limits = [sheet.schedule.problem.limits[w.stage] or 0 for w in sheet.living]
-    return max([*limits, *(sheet.schedule.peak_activations[w] for w in sheet.living), 1])
+    limits = [_limit(sheet, w) or 0 for w in sheet.living]
+    return max([*limits, *(_peak(sheet, w) for w in sheet.living), 1])
 
 
 def peak_words(sheet: Sheet, worker: Worker) -> str:
-    """`3 of 4`: the most that the worker holds, and its limit."""
-    limit = sheet.schedule.problem.limits[worker.stage]
-    peak = sheet.schedule.peak_activations[worker]
+    """`3 of 4`: the most that the worker holds, and its limit; in bytes `6.2 GiB`, the limit is on hover."""
+    limit, peak = _limit(sheet, worker), _peak(sheet, worker)
+    if sheet.schedule.counts_bytes:
+        return text.size(peak)
     return f"{peak}" if limit is None else f"{peak} of {limit}"
+
+
+def _peak(sheet: Sheet, worker: Worker) -> int:
+    schedule = sheet.schedule
+    return (schedule.peak_bytes if schedule.counts_bytes else schedule.peak_activations)[worker]
+
+
+def _limit(sheet: Sheet, worker: Worker) -> int | None:
+    problem = sheet.schedule.problem
+    if sheet.schedule.counts_bytes:
+        return problem.job.capacity_bytes[worker.stage] if problem.job.capacity_bytes else None
+    return problem.limits[worker.stage]
 
 
 def _outline(sheet: Sheet, worker: Worker, end: float) -> list[tuple[float, int]]:
     """Corners of the area: along the steps, and back to the ground."""
-    steps = sheet.schedule.held_activations(worker)
+    schedule = sheet.schedule
+    steps = schedule.held_bytes(worker) if schedule.counts_bytes else schedule.held_activations(worker)
     corners: list[tuple[float, int]] = []
     before = 0
     for tick, held in steps:
@@ -75,7 +103,7 @@ def _limits(sheet: Sheet, end: float, top: int) -> go.Scatter | None:
     x: list[float | int | None] = []
     y: list[float | None] = []
     for worker in sheet.living:
-        limit = sheet.schedule.problem.limits[worker.stage]
+        limit = _limit(sheet, worker)
         if limit is not None:
             level = _height(sheet, worker, limit, top)
             x += [sheet.x(0), sheet.x(end), None]
@@ -100,8 +128,13 @@ def _height(sheet: Sheet, worker: Worker, held: int, top: int) -> float:
 
 
 def _of(sheet: Sheet, worker: Worker) -> str:
-    limit = sheet.schedule.problem.limits[worker.stage]
-    return " activations" if limit is None else f" of {limit} activations"
+    limit = _limit(sheet, worker)
+    unit = "" if sheet.schedule.counts_bytes else " activations"
+    return unit if limit is None else f" of {_amount(sheet, limit)}{unit}"
+
+
+def _amount(sheet: Sheet, held: int) -> str:
+    return text.size(held) if sheet.schedule.counts_bytes else f"{held}"
 
 
 def _faint(colour: str) -> str:

@@ -12,7 +12,7 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.plans.solving import Solve
 from app.plans.whatif import WhatIf
-from app.ui import components, facts
+from app.ui import components, facts, text
 from app.ui.access import acting
 from app.ui.charts import overview as large
 from app.ui.charts.bars import plural
@@ -141,11 +141,20 @@ def _comparison(plans: Sequence[Shown]) -> dict[str, list[object]]:
             "vs our best %": round(100 * metrics.slowdown_vs_best, 1),
             "bubbles %": round(100 * metrics.bubble_fraction, 1),
             "peak activations": max(metrics.peak_activations.values(), default=0),
+            "peak memory": _peak_memory(plan),
             "made by": plan.solver.name,
         }
         for name, value in row.items():
             table.setdefault(name, []).append(value)
+    if not any(table["peak memory"]):
+        del table["peak memory"]
     return table
+
+
+def _peak_memory(plan: Plan) -> str:
+    """Empty where the profile does not say what a worker holds."""
+    schedule = _schedule(plan)
+    return text.size(max(schedule.peak_bytes.values())) if schedule.counts_bytes else ""
 
 
 # -- keeping ------------------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""Memory on the pages is in bytes where the profile says what a worker keeps, beside activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from app.catalogs.report import report
+from app.ui import catalog_words, facts, text
+from app.ui.charts.gantt import gantt
+from app.ui.tables import workers_table
+from app.ui.theme import LIGHT
+from planner.catalog_store import plan_name
+from planner.job import Job, MemoryLimit, Problem, Technique
+from planner.plan import Plan
+from planner.plan_codec import Effort, Question, decode_header, encode_plan
+from planner.solvers.portfolio import make_plan
+
+GIB = 2**30
+
+
+def planned(*, capacity: int = 0) -> Plan:
+    """Weights and optimizer of 2 GiB, and 0.5 GiB per activation, half of it kept for W."""
+    job = Job.uniform(2, 2, 4)
+    profile = replace(
+        job.profiles[0],
+        activation_bytes=GIB // 2,
+        weight_backward_bytes=GIB // 4,
+        weight_bytes=GIB,
+        optimizer_bytes=GIB,
+    )
+    job = replace(job, profiles=(profile, profile), capacity_bytes=(capacity,) * 2 if capacity else ())
+    return make_plan(Problem(job, memory=MemoryLimit("1f1b"), technique=Technique.FAULT_FREE), solver="list")
+
+
+def test_the_card_names_the_fullest_worker_and_its_capacity() -> None:
+    plan = planned(capacity=8 * GIB)
+    card = facts.plan_cards(plan, plan.schedule())[-1]
+    assert (card.label, card.value, card.of) == ("Peak memory", "3 GiB", "of 8 GiB")
+    assert card.note == "on W0_0; 2 activations held at most"
+    assert facts.plan_cards(planned(), planned().schedule())[-1].of == ""
+
+
+def test_without_bytes_activations_are_counted() -> None:
+    plan = make_plan(Problem(Job.uniform(2, 2, 4)), solver="list")
+    assert facts.plan_cards(plan, plan.schedule())[-1].label == "Peak activations"
+    assert not any("memory" in column for column in workers_table(plan.schedule(), list(plan.schedule().ops)))
+
+
+def test_the_table_has_both_in_one_unit() -> None:
+    schedule = planned().schedule()
+    table = workers_table(schedule, list(schedule.ops))
+    assert table["peak memory (GiB)"] == [3.0, 2.5, 3.0, 2.5]
+    assert table["peak activations"] == [2, 1, 2, 1]
+
+
+def test_the_chart_draws_bytes_against_the_capacity() -> None:
+    figure = gantt(planned(capacity=4 * GIB).schedule(), LIGHT, held=True)
+    (held,) = [trace for trace in figure.data if (trace.meta or {}).get("kind") == "memory"]
+    assert "<b>W0_0</b> holds 3 GiB of 4 GiB" in held.hovertext
+    assert any((trace.meta or {}).get("kind") == "memory limit" for trace in figure.data)
+    words = [annotation.text for annotation in figure.layout.annotations]
+    assert any("the worker's capacity" in word for word in words)
+    assert "3 GiB" in words
+    assert not any(
+        (trace.meta or {}).get("kind") == "memory limit" for trace in gantt(planned().schedule(), LIGHT, held=True).data
+    )
+
+
+def test_a_catalog_says_the_most_that_a_worker_may_hold() -> None:
+    plan = planned()
+    problem = plan.problem()
+    question = Question(problem.job, problem.technique, problem.memory)
+    headers = {plan_name(frozenset()): decode_header(encode_plan(plan, Effort(solver="list")))}
+    found = report(question, 0, "0123", headers)
+    assert found.lines[0].peak_bytes == 3 * GIB
+    assert catalog_words.counts_table(found)["memory, at most (GiB)"] == [3.0]
+    assert catalog_words.plans_table(found.lines[0], "slot")["memory, at most (GiB)"] == [3.0]
+
+
+def test_a_column_of_bytes_has_the_unit_of_its_largest() -> None:
+    assert text.size_unit(1023) == ("B", 1)
+    assert text.size_unit(1024) == ("KiB", 1024)
+    assert text.size_unit(5 * GIB) == ("GiB", GIB)
+    assert text.size_unit(2**52) == ("TiB", 2**40)
