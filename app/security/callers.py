@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from agent.protocol import API
 
@@ -47,6 +48,7 @@ class Caller:
     def operates(self) -> bool:
         return self.role in _OPERATORS
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (callers are few and small; agents send the same one each second)
     def to_header(self) -> bytes:
         """ASCII, so that a name of any alphabet passes."""
         until = None if math.isinf(self.until) else self.until
