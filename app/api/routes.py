@@ -28,6 +28,7 @@ from app.api import (
 )
 from app.api.heartbeat import HeartbeatEndpoint
 from app.api.idempotency import Idempotency
+from app.api.reference import POLICY, page
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
@@ -73,6 +74,8 @@ def create_api(console: Console) -> FastAPI:
 
 
 def create_routes(console: Console) -> list[BaseRoute]:
+    api = create_api(console)
+
     async def healthz(request: Request) -> Response:
         """The process serves requests."""
         return JSONResponse({"status": "ok"})
@@ -85,6 +88,9 @@ def create_routes(console: Console) -> list[BaseRoute]:
             return problems.problem(error.status, error.code, error.detail)
         return JSONResponse({"status": "ready"})
 
+    async def docs(request: Request) -> Response:
+        return Response(page(api.openapi(), API), 200, {"Content-Security-Policy": POLICY}, "text/html")
+
     async def metrics(request: Request) -> Response:
         """For Prometheus."""
         text, media_type = await in_thread(console.metrics.text, request.headers.get("accept", ""))
@@ -94,8 +100,9 @@ def create_routes(console: Console) -> list[BaseRoute]:
         Route("/healthz", healthz),
         Route("/readyz", readyz),
         Route("/metrics", metrics),
+        Route(f"{API}/docs", docs),
         Route(f"{API}/jobs/{{job_id}}/heartbeats", HeartbeatEndpoint(console), methods=["POST"]),
-        Mount(API, Named(Idempotency(create_api(console), IdempotentRequests(console.database)))),
+        Mount(API, Named(Idempotency(api, IdempotentRequests(console.database)))),
         _Nothing(),
     ]
 

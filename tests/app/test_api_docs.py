@@ -1,0 +1,83 @@
+"""The API's documentation is true: its examples run, and its reference has every operation."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import requests
+from console_server import ConsoleServer
+
+DOCS = Path(__file__).resolve().parents[2] / "app" / "docs" / "api.md"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
+    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('docs') / 'console.db'}", "--api-only")
+    yield server
+    server.close()
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed here")
+def test_the_examples_run_as_they_stand(server: ConsoleServer, tmp_path: Path) -> None:
+    script = "set -eu\n" + "\n".join(re.findall(r"^```sh\n(.*?)^```$", DOCS.read_text(), re.M | re.S))
+    assert script.count("curl") > 12
+    environment = {"CONSOLE": server.root, "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "plan.json").read_text())["failed"] == ["W1_0"]
+    assert '"state":"done"' in done.stdout, "the stream was followed to its end"
+    assert '"taken":1,"refused":[{"index":1,"worker":"W0_1","code":"fenced"' in done.stdout
+    assert "openrecycle_job_workers{" in done.stdout
+
+
+def test_the_paths_that_it_names_exist(server: ConsoleServer) -> None:
+    known = {f"/api/v1{path}" for path in server.get("/openapi.json").json()["paths"]}
+    patterns = [re.compile(re.sub(r"\{\w+\}", "[^/]+", path)) for path in known]
+    named = set(re.findall(r"/api/v1/[\w/${}.-]+", DOCS.read_text())) - {"/api/v1/docs", "/api/v1/openapi.json"}
+    assert len(named) > 8
+    for path in named:
+        assert any(pattern.fullmatch(path) for pattern in patterns), path
+
+
+class Page(HTMLParser):
+    """What a page consists of, and whether it is well-formed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.links: set[str] = set()
+        self.ids: set[str] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        values = {name: value or "" for name, value in attributes}
+        self.ids |= {values["id"]} if "id" in values else set()
+        self.links |= {values["href"]} if "href" in values else set()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_reference_has_every_operation_and_message(server: ConsoleServer) -> None:
+    answer = requests.get(f"{server.base}/docs", timeout=30)
+    assert (answer.status_code, answer.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    page, document = Page(answer.text), server.get("/openapi.json").json()
+    for path, operations in document["paths"].items():
+        for method in operations:
+            assert f"{method.upper()} /api/v1{path}" in page.text
+    assert set(document["components"]["schemas"]) <= page.ids
+    assert not page.tags & {"script", "link", "img", "iframe"}, "nothing from elsewhere"
+    assert {link for link in page.links if not link.startswith("#")} == {"/api/v1/openapi.json"}
+    assert {link[1:] for link in page.links if link.startswith("#")} <= page.ids, "every link leads somewhere"
