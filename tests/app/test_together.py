@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +31,12 @@ class Counting(Store):
         super().__init__(database)
         self.changes: list[Change] = []
         self.broken = False
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
 
     def apply(self, job_id: str, change: Change) -> None:
+        self.entered.set()
+        assert self.go_on.wait(60)
         if self.broken:
             raise OperationalError("insert", {}, Exception("the disk is full"))
         super().apply(job_id, change)
@@ -97,9 +102,14 @@ def test_what_comes_together_is_stored_in_one_transaction(console: Console) -> N
 
     async def all_at_once() -> list[str]:
         intake = Intake()
+        store.entered.clear()
+        store.go_on.clear()
         first = asyncio.create_task(intake.take(job, reports[0]))
-        await asyncio.sleep(0)  # it is on its way to the database when the others come
-        return [await first, *await asyncio.gather(*(intake.take(job, report) for report in reports[1:]))]
+        await asyncio.to_thread(store.entered.wait, 60)  # it is being stored when the others come
+        others = [asyncio.create_task(intake.take(job, report)) for report in reports[1:]]
+        await asyncio.sleep(0)
+        store.go_on.set()
+        return await asyncio.gather(first, *others)
 
     assert len(asyncio.run(all_at_once())) == len(reports)
     assert [len(change.acknowledgements) for change in store.changes if change.acknowledgements] == [1, 11]
