@@ -57,10 +57,11 @@ class Access:
             return Caller(CONSOLE, "administrator", Role.ADMINISTER)
         if self.tokens is not None and not self.tokens.is_known(given):
             token = await in_thread(self.tokens.look_up, given)
-        if token is None:
+        if token is not None:
+            return token.caller
+        if self.tokens is None or not self.tokens.has_ended(given):
             self.wrong.note(address)
-            return None
-        return token.caller
+        return None
 
     def by_cookies(self, headers: Headers) -> Caller | None:
         cookies = _cookies(headers)

@@ -127,6 +127,14 @@ class Tokens:
         found = FORM.fullmatch(given)
         return found is not None and found[1] in self._known
 
+    def has_ended(self, given: str) -> bool:
+        """Was it right, until it was revoked or expired? Then nobody guesses."""
+        found = FORM.fullmatch(given)
+        token = self._known.get(found[1]) if found else None
+        if found is None or token is None:
+            return False
+        return hmac.compare_digest(token.secret_hash, _hash(found[2])) and not token.valid(self._clock())
+
     def look_up(self, given: str) -> Token | None:
         """As `check`, after a look into the database for an id that is not known here. Raises ConsoleError (503)."""
         found = FORM.fullmatch(given)

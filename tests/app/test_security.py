@@ -411,6 +411,16 @@ def test_signing_in_with_a_token_gives_its_role_until_it_is_revoked(tokens: Toke
     assert app.get("/x").status_code == 401
 
 
+def test_a_token_that_has_ended_is_no_guess(tokens: Tokens) -> None:
+    """Else a forgotten worker would lock out its whole network."""
+    app = guarded(Access(TOKEN, tokens))
+    made, text = tokens.create("agent", created_by="ada")
+    tokens.revoke(made.id)
+    for _ in range(WRONG_PER_ADDRESS + 1):
+        assert app.get("/x", headers=bearer(text)).status_code == 401
+    assert app.get("/x", headers=bearer(TOKEN)).status_code == 200
+
+
 def test_an_agents_token_opens_no_pages(tokens: Tokens, by_letter: dict[str, str]) -> None:
     refused = guarded(Access(TOKEN, tokens)).post("/login", data={"token": by_letter["a"]})
     assert refused.status_code == 403
