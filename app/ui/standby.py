@@ -26,5 +26,7 @@ def _state() -> None:
         st.rerun()
         return
     if standing.leader:
-        st.markdown(f"The leader is [{standing.leader}]({standing.leader}).")
-    st.markdown(f"{standing.reason[:1].upper()}{standing.reason[1:]}.")
+        rest = standing.reason.removeprefix(standing.leader).strip()
+        st.markdown(f"The leader is [{standing.leader}]({standing.leader}): it {rest}.")
+    else:
+        st.markdown(f"{standing.reason[:1].upper()}{standing.reason[1:]}.")

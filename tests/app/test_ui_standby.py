@@ -1,0 +1,60 @@
+"""The pages of a console that does not lead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from streamlit.testing.v1 import AppTest
+from ui_console import MAIN
+
+from app.console import Console
+from app.leadership.host import ConsoleHost, set_host
+from app.leadership.watch import Standing
+
+
+class Waiting(ConsoleHost):
+    """A host that says what the test wants it to, about a real console or none."""
+
+    def __init__(self) -> None:
+        self.up: Console | None = None
+        self.stands = Standing(None, "http://a:8501", "http://a:8501 leads (term 2); it was heard 0.4 s ago")
+
+    @property
+    def console(self) -> Console | None:
+        return self.up
+
+    @property
+    def standing(self) -> Standing:
+        return self.stands
+
+
+@pytest.fixture
+def host() -> Iterator[Waiting]:
+    host = Waiting()
+    set_host(host)
+    yield host
+    set_host(None)
+
+
+def test_it_names_the_leader_and_links_to_it(host: Waiting) -> None:
+    page = AppTest.from_file(MAIN, default_timeout=60).run()
+    assert not page.exception
+    assert page.title[0].value == "This console is a standby"
+    expected = "The leader is [http://a:8501](http://a:8501): it leads (term 2); it was heard 0.4 s ago."
+    assert page.markdown[0].value == expected
+
+
+def test_it_says_why_nobody_leads(host: Waiting) -> None:
+    host.stands = Standing(None, "", "the database does not answer; nobody is known to lead")
+    page = AppTest.from_file(MAIN, default_timeout=60).run()
+    assert page.markdown[0].value == "The database does not answer; nobody is known to lead."
+
+
+def test_the_pages_are_there_when_this_console_leads(host: Waiting, console: Console) -> None:
+    page = AppTest.from_file(MAIN, default_timeout=60).run()
+    assert page.title[0].value == "This console is a standby"
+    host.up = console
+    page.run()
+    assert not page.exception
+    assert not page.title
