@@ -22,6 +22,8 @@ REST = 0.005
 LONGEST = 6 * 3600.0
 """Seconds after which an import on another host, of which nothing more is known, counts as ended."""
 OVER = ("finished", "stopped")
+# In a job that is over nothing is under way, whatever its file says.
+_AT_REST = {"broken": "", "moves": "[]"}
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -59,6 +61,7 @@ def import_history(
         if job["state"] not in OVER:
             job["reason"] = f"it was {job['state']} when its history was exported; imported, it does not go on"
             job["state"] = "stopped"
+        job |= _AT_REST
         if not rows.begin(job, _note()):
             raise _taken(job_id)
         try:

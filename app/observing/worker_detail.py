@@ -61,7 +61,8 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
         states = console.observations.states(job.job_id, name)
         events = console.observations.events_of(job.job_id, name, limit=EVENTS)
         seen = console.observations.seen_events(job.job_id, [e["seq"] for e in events])
-    ends = [row["at"] for row in states[1:]] + [now]
+    # Of a worker that has not registered yet there is no state.
+    ends = ([row["at"] for row in states[1:]] + [now])[: len(states)]
     return WorkerDetail(
         worker,
         tuple(Stay(row["state"], row["at"], max(end, row["at"])) for row, end in zip(states, ends, strict=True)),

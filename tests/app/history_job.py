@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -103,5 +104,10 @@ def everything(database: Database, job_id: str) -> dict[str, list[dict[str, Any]
             plain = [
                 {k: v for k, v in row.items() if k not in left_out} for row in connection.execute(query).mappings()
             ]
-            found[name] = sorted(plain, key=repr)
+            found[name] = sorted(map(_without_spaces, plain), key=repr)
     return found
+
+
+def _without_spaces(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON in text may be spaced in another way."""
+    return {k: json.loads(v) if isinstance(v, str) and v[:1] in ("[", "{") else v for k, v in row.items()}

@@ -216,6 +216,7 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
         (row("job", spec={"name": "x"}), "spec"),
         (row("job", state="importing"), "state"),
         (row("job", id="../x"), "id: "),
+        (row("job", broken=7), "broken"),
         (row("iteration", loss=float("inf")), "loss"),
         (row("iteration", iteration=10**6), "iteration"),
         (row("iteration", loss_hex="zz"), "loss_hex"),

@@ -15,6 +15,7 @@ from app.errors import ConsoleError, SettingsError
 from app.live import LiveJob
 from app.observing.keep import Keep, seconds
 from app.observing.recorder import Recorder, clock_offset
+from app.observing.worker_detail import worker_detail
 from app.observing.worker_history import MAX_SAMPLES, worker_history
 from db.heartbeats import Level
 from db.session import Database
@@ -162,3 +163,9 @@ def test_how_long_things_are_kept() -> None:
         Keep(minutes=60)
     with pytest.raises(SettingsError, match="--keep-events"):
         Keep(events=5)
+
+
+def test_a_worker_that_has_not_come_yet_has_a_detail(console: Console) -> None:
+    job_id = console.create_job(SPEC)[0].job_id
+    detail = worker_detail(console, console.view(job_id), "W1_1", time.time())
+    assert detail.stays == () and detail.op_times == ()
