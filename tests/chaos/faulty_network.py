@@ -65,7 +65,8 @@ class FaultyNetwork:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request; then the connection ends, which agents must bear anyway."""
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        # Cancelled at the network's end, which asyncio's streams would log.
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             request = await _read_request(reader)
             if self._gets_through(request):
                 await self._pause_if(self.faults.late, "late")

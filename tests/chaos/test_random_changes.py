@@ -1,7 +1,7 @@
 """Random changes of who is in a job, one after the other, while something else goes wrong all the time: training goes
 on, no bit differs, and the console's books account for everything once. Each disturbance can be run alone, with -k.
 
-`make chaos`. A sample of the same lies in tests/agent/test_changes_meanwhile.py.
+`make chaos`.
 """
 
 from __future__ import annotations
