@@ -24,6 +24,8 @@ from typing import Any
 
 import uvloop
 
+from app.process import prepare
+
 PATIENCE_SECONDS = 60.0
 OVERTIME_SECONDS = 900.0
 LONG_POLL_SECONDS = 20.0
@@ -423,5 +425,6 @@ def simulate(load: Load, pipe: Pipe) -> None:
             crowd.told.errors["the job did not come to rest in time"] += 1
             return crowd.told
 
+    prepare()  # as many files as the console asks for
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         pipe.send(("told", runner.run(run()), 0.0))
