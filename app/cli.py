@@ -66,6 +66,12 @@ def serve(
     ] = "",
     oidc_viewers: Annotated[str, typer.Option(help="Who may look on, in the same form.", show_default=False)] = "",
     api_only: Annotated[bool, typer.Option("--api-only", help="Serve the REST API without the pages.")] = False,
+    advertise: Annotated[
+        str,
+        typer.Option(
+            help="Address of this console for people, where another one is its standby. Default: host and port."
+        ),
+    ] = "",
     heartbeat: Annotated[float, typer.Option(help="Seconds between two reports of a worker.")] = _DEFAULT.heartbeat,
     suspect: Annotated[float, typer.Option(help="Seconds of silence that make a suspect.")] = _DEFAULT.suspect,
     dead: Annotated[float, typer.Option(help="Seconds of silence after which a worker is out.")] = _DEFAULT.dead,
@@ -99,6 +105,7 @@ def serve(
                 hours=seconds(keep_hours, "--keep-hours"),
                 events=keep_events,
             ),
+            advertise=advertise,
         )
         run(settings)
     except (SettingsError, PlannerError, DatabaseError) as error:
