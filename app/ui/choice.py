@@ -76,9 +76,8 @@ def candidates(console: Console, job_id: str) -> None:
         return
     if choice["waiting"]:
         left = choice["seconds_left"]
-        components.heading(
-            "Which way on?", f"{_best(choice)} is taken in {left:.0f} s unless you choose" if left is not None else ""
-        )
+        until = f"{_best(choice)} is taken in {text.milliseconds(1000 * left)} unless you choose" if left else ""
+        components.heading("Which way on?", until)
         _cards(console, job_id, choice, "Apply")
         return
     with st.expander(f"Ways on without {', '.join(choice['failed'][:4])}", icon=":material/alt_route:"):

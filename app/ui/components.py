@@ -52,7 +52,19 @@ def guard(page: Callable[[], None]) -> None:
         page()
     except ConsoleError as error:
         st.error(str(error))
+        if error.status == 503:
+            st.fragment(_until_ready, run_every=2)()
     access.who(get_console())
+
+
+def _until_ready() -> None:
+    """Has the page run again once the database answers."""
+    try:
+        get_console().ready()
+    except ConsoleError:
+        st.caption("The page comes back by itself.")
+        return
+    st.rerun()
 
 
 def cards(items: list[Card]) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+import pytest
+from flaky_database import FlakyDatabase
 from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
 from agent.protocol import LogLine, LogLines
-from app.console import Console
+from app.console import Console, set_console
 from app.coordination.choices import Mode
+from app.coordination.membership import Ladder
+from db.store import Store
 
 
 def open_live(job_id: str, **address: str) -> AppTest:
@@ -111,6 +116,31 @@ def test_a_worker_is_drained_after_confirmation(console: Console) -> None:
     said = [e.text for e in console.view(job.job_id).events if e.worker == "W2_1"]
     assert any("operator in the browser" in text for text in said), said
     assert "worker" not in test.query_params, "the dialog is closed"
+
+
+@pytest.mark.parametrize("page", ["live", "schedule"])
+def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page: str) -> None:
+    database = FlakyDatabase(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    console = Console(Store(database), ladder=Ladder(1.0, 80_000.0, 86_000.0))
+    console.start()
+    set_console(console)
+    try:
+        job = JobHere(console, "no database").register().commit(0, 9, 1)
+        database.away = True
+        test = open_live(job.job_id)
+        if page != "live":
+            test.switch_page(f"{page}.py").run()
+        assert "the database can't take this now" in test.error[0].value
+        assert "comes back by itself" in html(test)
+        database.heal()
+        test.run()
+        assert not test.exception and not test.error
+        assert "no database" in html(test)
+    finally:
+        set_console(None)
+        console.close()
+        database.close()
 
 
 def test_who_decides_can_be_changed(console: Console) -> None:
