@@ -1,0 +1,183 @@
+"""Makes the pictures of the tour: every page, in both themes, of a demo job that lost a worker and got it back.
+
+python -m app.docs.make_pictures [--address http://127.0.0.1:8501] [--to app/docs/pictures] [--pages live planner]
+
+Without an address it starts a demo of its own, 12 worker processes, kills one of them, and waits until it is
+back. Needs the tests' requirements (Playwright) and Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import requests
+from PIL import Image
+from playwright.sync_api import Page, expect, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+WIDTH, HEIGHT = 1280, 860
+SHOWN_WIDTH = 900
+MOST_BYTES = 60_000
+WAIT_MS = 300_000
+LOST = "W1_2"
+PAGES = {
+    "live": "/",
+    "schedule": "/schedule?plan=made:staggered:uniform:3x4x6:W1_2",
+    "planner": "/planner",
+    "compare": "/compare",
+    "catalog": "/catalog?job=own",
+    "simulate": "/simulate",
+    "help": "/help",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", help="a console that runs already, with a job")
+    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "pictures")
+    parser.add_argument("--pages", nargs="+", choices=PAGES, default=list(PAGES))
+    options = parser.parse_args()
+    options.to.mkdir(parents=True, exist_ok=True)
+    if options.address:
+        take(options.address.rstrip("/"), options.to, options.pages)
+        return
+    with demo() as address:
+        take(address, options.to, options.pages, heal=True)
+
+
+@contextmanager
+def demo() -> Iterator[str]:
+    """A console with 12 real workers, in a folder of its own; ends with what it started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app", "demo", "--port", str(port)],
+            cwd=ROOT,
+            env={**os.environ, "XDG_STATE_HOME": folder},
+        )
+        try:
+            while not answers(address := f"http://127.0.0.1:{port}"):
+                if process.poll() is not None:
+                    raise SystemExit("the demo did not start")
+                time.sleep(0.5)
+            yield address
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def answers(address: str) -> bool:
+    try:
+        return requests.get(f"{address}/readyz", timeout=30).ok
+    except requests.RequestException:
+        return False
+
+
+def lose_and_heal(page: Page) -> None:
+    """Kills a worker once the job trains, and waits until it trains with all of them again."""
+    train(page, 12)
+    page.get_by_role("button", name=LOST).click()
+    page.get_by_role("dialog").get_by_role("button", name=f"Kill {LOST}").click()
+    page.locator(f".st-key-cell-failed-{LOST}").wait_for()
+    train(page, 8)
+    page.get_by_role("button", name=LOST).click()
+    page.get_by_role("dialog").get_by_role("button", name=re.compile("^(Restart|Start)")).click()
+    page.locator(f".st-key-cell-running-{LOST}").wait_for()
+    train(page, 8)
+
+
+def train(page: Page, more: int) -> None:
+    """Waits for so many iterations."""
+    done = """() => Math.max(0, ...[...document.querySelectorAll('.or-card')]
+        .filter(c => c.querySelector('.or-label').textContent.startsWith('Iterations done'))
+        .map(c => parseInt(c.querySelector('.or-value').textContent.replaceAll(',', '')) || 0))"""
+    page.locator(".or-card").first.wait_for()
+    least = page.evaluate(done) + more
+    page.wait_for_function(f"least => ({done})() >= least", arg=least)
+
+
+def take(address: str, folder: Path, pages: list[str], *, heal: bool = False) -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        for theme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme)  # type: ignore[arg-type]
+            page.set_default_timeout(WAIT_MS)
+            if heal and theme == "light":
+                page.goto(address)
+                lose_and_heal(page)
+            for name in pages:
+                page.goto(address + PAGES[name])
+                prepare(page, name)
+                page.mouse.move(WIDTH - 1, HEIGHT - 1)  # no help of what was clicked stands over the page
+                rest(page)
+                small = shrunk(page.screenshot())
+                (folder / f"{name}-{theme}.webp").write_bytes(small)
+                print(f"{name}-{theme}: {len(small) / 1000:.0f} kB", flush=True)
+            page.close()
+        browser.close()
+
+
+CHART = ".js-plotly-plot .main-svg, [data-testid='stVegaLiteChart'] svg, [data-testid='stVegaLiteChart'] canvas"
+
+
+def prepare(page: Page, name: str) -> None:
+    """Brings a page to where there is something to see."""
+    page.locator(".or-title").first.wait_for()
+    rest(page)
+    if name == "planner":
+        page.get_by_role("button", name=re.compile("worked example", re.I)).first.click()
+        go = page.get_by_role("button", name="Plan all four")
+        go.or_(page.locator(".or-card").first).first.wait_for()
+    elif name == "catalog":
+        fill = page.get_by_role("button", name="Fill", exact=True)
+        if fill.count():
+            fill.click()
+            page.get_by_text(re.compile(r"plans? made in|Nothing was missing")).first.wait_for()
+    elif name == "simulate":
+        run = page.get_by_role("button", name=re.compile("^Simulate|^Run"))
+        if run.count():
+            run.first.click()
+    if name != "help":
+        page.locator(CHART).first.wait_for()
+
+
+def rest(page: Page) -> None:
+    """No script runs, and what is drawn has been drawn."""
+    app = page.locator(".stApp")
+    if "refresh" in page.url or page.get_by_text("Refresh", exact=True).count():
+        page.wait_for_timeout(3_000)  # a page that follows a job never rests for long
+        return
+    expect(app).to_have_attribute("data-test-script-state", "notRunning", timeout=WAIT_MS)
+    page.wait_for_timeout(1_500)
+
+
+def shrunk(picture: bytes) -> bytes:
+    """WebP, as good as the size allows."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    image = image.resize((SHOWN_WIDTH, round(image.height * SHOWN_WIDTH / image.width)), Image.Resampling.LANCZOS)
+    for quality in range(90, 30, -8):
+        out = io.BytesIO()
+        image.save(out, "WEBP", quality=quality, method=6)
+        if out.tell() <= MOST_BYTES:
+            break
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    main()
