@@ -151,6 +151,7 @@ class Console(Reports):
         self.simulations.close()
         self.solves.close()
         self.making.close()
+        self._plans.close()
         for job in self._jobs.values():
             with suppress(ConsoleError):
                 job.take_heartbeats()

@@ -128,8 +128,8 @@ def pages(job_id: str) -> list[Shown]:
         Shown("Planner", "/planner", "[data-testid='stVegaLiteChart']", press("Worked example of the paper")),
         Shown("Compare", f"/compare{job}", PLOT, pick("One stage", "W0_0")),
         Shown("Catalog", f"/catalog{job}", PLOT, lambda page: page.get_by_text("Op times", exact=True).first.click()),
-        Shown("Simulate", "/simulate", "button", lambda page: page.get_by_role("button").last.focus()),
-        Shown("Help", "/help", PLOT, lambda page: page.mouse.wheel(0, 600)),
+        Shown("Simulate", "/simulate", PLOT, lambda page: page.mouse.wheel(0, 600)),
+        Shown("Help", "/help", "text=1. Healthy", lambda page: page.mouse.wheel(0, 600)),
     ]
 
 
