@@ -38,6 +38,7 @@ from app.coordination.membership import (
 )
 from app.coordination.together import Report, run_together
 from app.errors import ConsoleError, unavailable
+from app.heap import LARGE_OPS
 from app.notify import Topic
 from app.observing.op_times import OpTimes
 from app.observing.recording import Recording
@@ -327,8 +328,8 @@ class LiveJob:
         workers = _workers(failed)
         small = self.ops <= INLINE_OPS
         try:
-            missing = self.catalog.find(workers) is None
-            if missing and not small:
+            missing = not self.catalog.has(workers)
+            if (missing and not small) or self.ops > LARGE_OPS:
                 return None
             found = self._look_up(self.question, workers) if missing else None
             plan, origin = found or self.catalog.plan_for(workers)
