@@ -6,7 +6,6 @@ Readers take `job.state`, which is replaced as a whole, and need no lock.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,18 +29,16 @@ from app.coordination.membership import (
     NeedPlan,
     Note,
     OpenEpoch,
-    PlanReady,
-    PlanRefused,
     Refuse,
     State,
     Tick,
 )
 from app.coordination.together import Report, run_together
 from app.errors import ConsoleError, unavailable
-from app.heap import LARGE_OPS
 from app.notify import Topic
 from app.observing.op_times import OpTimes
 from app.observing.recording import Recording
+from app.planned import LookUp, PlannedJob
 from app.rows import (
     Contact,
     contact_row,
@@ -55,21 +52,15 @@ from app.rows import (
     state_rows,
 )
 from db.store import Change, Record, Store
-from planner.catalog import Catalog
 from planner.errors import PlannerError
-from planner.job import Job, MemoryLimit, Technique, Worker
 from planner.plan import Plan
-from planner.plan_codec import Question
 
 log = structlog.get_logger()
-
-# Below this many ops a plan that is missing is made at once, by the thread that needs it: a few ms.
-INLINE_OPS = 1_500
 
 _STATUS = {"unknown_worker": 404, "invalid": 422}  # of a refusal; 409 for every other
 
 
-class LiveJob:
+class LiveJob(PlannedJob):
     """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
     the answer comes back as a PlanReady or PlanRefused event. on_epoch: called after an epoch has
     opened. look_up: a plan made ahead that is kept elsewhere, and where it is from."""
@@ -84,20 +75,12 @@ class LiveJob:
         ladder: Ladder,
         want_plan: Callable[[LiveJob, tuple[str, ...]], None],
         on_epoch: Callable[[LiveJob], None],
-        look_up: Callable[[Question, frozenset[Worker]], tuple[Plan, str] | None] = lambda question, failed: None,
+        look_up: LookUp = lambda question, failed: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.job_id = job_id
-        self.spec = spec
+        super().__init__(job_id, spec, store, look_up)
         self.created_at = created_at
         self.ladder = ladder
-        self.nominal = spec.job()
-        self.job = self.nominal  # with the speeds that its workers turned out to have
-        self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
-        self.planned_ahead = 0
-        self.plans_to_make = 0
-        self.patterns_asked: set[frozenset[Worker]] = set()  # canonical ones, planned ahead or about to be
-        self.asked_for: tuple[str, ...] | None = None  # what `want_plan` was called for last
         self.advice_asked: tuple[str, ...] = ()  # the workers that were out then
         self.verdict: tuple[tuple[str, ...], Verdict] | None = None  # on these workers being out
         self.topic = Topic()  # anything that is stored
@@ -110,19 +93,20 @@ class LiveJob:
         self.slow: dict[str, float] = {}  # workers, and how many times the others' op times they take
         self.processes: dict[str, tuple[str, int]] = {}
         self.commands: list[Command] = []
-        self.version = 0  # rises with everything that is stored: what views are cached by
         self.view_cache: dict[object, object] = {}  # of app.views
-        self.lock = threading.RLock()
-        self._store = store
         self._want_plan = want_plan
         self._on_epoch = on_epoch
-        self._look_up = look_up
         self._clock = clock
         self._event_seq = 0
         self._published_epoch = 0
         self._doubtful = False  # may the database hold another state than this object?
         self._fresh: deque[tuple[Heartbeat, float]] = deque()
         self._unsaved: set[str] = set()
+
+    def ask_for(self, failed: tuple[str, ...]) -> None:
+        """Has the plan made elsewhere."""
+        self.asked_for = failed
+        self._want_plan(self, failed)
 
     @property
     def advice(self) -> str | None:
@@ -142,16 +126,6 @@ class LiveJob:
     def last_event(self) -> int:
         """Number of the newest line of the event feed; 0: there is none."""
         return self._event_seq
-
-    @property
-    def question(self) -> Question:
-        """What all plans of the job have in common."""
-        return Question(self.job, self.catalog.technique, self.catalog.memory)
-
-    @property
-    def ops(self) -> int:
-        """Of one plan, steps left out."""
-        return 3 * self.job.pipelines * self.job.stages * self.job.micro_batches
 
     # -- events -----------------------------------------------------------------------------
 
@@ -179,7 +153,7 @@ class LiveJob:
             decisions, wanted = list(step.decisions), None
             state, reason = step.state, step.reason
             for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:
-                found = self._plan_now(need.failed)
+                found = self.plan_now(need.failed)
                 if found is None:
                     wanted = need.failed
                     continue
@@ -276,72 +250,6 @@ class LiveJob:
         """Worker columns out of the heartbeats since the last call."""
         workers, self._unsaved = self._unsaved, set()
         return [contact_row(name, self.contacts[name]) for name in workers]
-
-    # -- plans ------------------------------------------------------------------------------
-
-    def plan_made(self, failed: tuple[str, ...], made: Plan | None, why: str) -> None:
-        """Takes the answer to `want_plan`. why: where the plan is from, or why none exists."""
-        try:
-            if made is None:
-                self.apply(PlanRefused(failed, why))
-                return
-            with self.lock:
-                self.catalog.add(made)
-                plan = self.catalog.find(_workers(failed)) or made
-                self.apply(PlanReady(failed, plan.fingerprint, why or f"made now ({plan.solver.name})"), plan=plan)
-        finally:
-            self.asked_for = None
-
-    def ask_for(self, failed: tuple[str, ...]) -> None:
-        """Has the plan made elsewhere."""
-        self.asked_for = failed
-        self._want_plan(self, failed)
-
-    def plan_missing(self) -> tuple[str, ...] | None:
-        """What a pending epoch waits for, if nobody makes it: its answer could not be stored, say."""
-        pending = self.state.pending
-        return pending.failed if pending and pending.until is None and self.asked_for is None else None
-
-    def plan_with(self, job: Job, plan: Plan) -> None:
-        """From now on `job` is planned for, which differs from the one before in its workers' speeds.
-
-        plan: one for it. What was planned before is of no use any more.
-        """
-        with self.lock:
-            catalog = Catalog(job, self.catalog.technique, self.catalog.memory)
-            catalog.add(plan)
-            self.job, self.catalog = job, catalog
-            self.patterns_asked = set()
-            self.planned_ahead = self.plans_to_make = 0
-
-    def file_plan(self, plan: Plan) -> None:
-        """Adds a plan that was made ahead, unless the speeds that it is for have changed since."""
-        with self.lock:
-            if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
-                return
-            self.catalog.add(plan)
-        self._store.put_plan(self.job_id, plan.fingerprint, plan.to_json(), plan.failed, True)
-        self.version += 1
-
-    def _plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:
-        """The plan, if it is there or can be made in milliseconds; None: it must be made elsewhere."""
-        workers = _workers(failed)
-        small = self.ops <= INLINE_OPS
-        try:
-            missing = not self.catalog.has(workers)
-            if (missing and not small) or self.ops > LARGE_OPS:
-                return None
-            found = self._look_up(self.question, workers) if missing else None
-            plan, origin = found or self.catalog.plan_for(workers)
-        except PlannerError as error:
-            return PlanRefused(failed, str(error)), None
-        except Exception as error:
-            # The survivors wait for an answer: one that stops the job and says why is better than none.
-            log.exception("the planner failed", job=self.job_id, failed=failed)
-            why = f"the planner failed ({type(error).__name__}); the console's log says more"
-            return PlanRefused(failed, why), None
-        self.catalog.add(plan)
-        return PlanReady(failed, plan.fingerprint, origin), plan
 
     # -- storing ----------------------------------------------------------------------------
 
@@ -455,10 +363,6 @@ class LiveJob:
         ]
         self.version += 1
         self.state = state
-
-
-def _workers(names: Iterable[str]) -> frozenset[Worker]:
-    return frozenset(Worker.parse(name) for name in names)
 
 
 def _processes(reports: Iterable[Report]) -> dict[str, tuple[str, int]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agent.protocol import JobSpec, JobState, Message, WorkerState
-from app import live
+from app import planned
 from app.coordination.choices import Candidate, Mode, Offer, Offered
 from app.coordination.membership import State
 from app.rows import read_state
@@ -34,7 +34,7 @@ class History(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.database.heal()
-        self.inline = mock.patch.object(live, "INLINE_OPS", live.INLINE_OPS)
+        self.inline = mock.patch.object(planned, "INLINE_OPS", planned.INLINE_OPS)
         self.inline.start()
         spec = JobSpec(name="job", pipelines=PIPELINES, stages=STAGES, micro_batches=3, iterations=60, migrate=True)
         self.world = World(self.database, spec)
@@ -54,7 +54,7 @@ class History(RuleBasedStateMachine):
     @rule()
     def plans_take_time(self) -> None:
         """From now on they are made elsewhere."""
-        live.INLINE_OPS = 0
+        planned.INLINE_OPS = 0
 
     @rule()
     def everyone_is_started(self) -> None:

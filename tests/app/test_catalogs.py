@@ -290,7 +290,7 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
 def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.live.INLINE_OPS", 1)
+    monkeypatch.setattr("app.planned.INLINE_OPS", 1)
     monkeypatch.setattr("app.planning.HELD_OPS", 1)
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large")

@@ -117,7 +117,7 @@ def test_a_commit_whose_answer_was_lost_is_found_again(
 def test_a_plan_for_a_large_grid_comes_from_the_child(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.live.INLINE_OPS", 0)
+    monkeypatch.setattr("app.planned.INLINE_OPS", 0)
     monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
     created, _ = console.create_job(SPEC)
     register_all(console, created.job_id)
@@ -132,7 +132,7 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
 def test_a_plan_whose_epoch_could_not_be_stored_is_asked_for_again(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.live.INLINE_OPS", 0)
+    monkeypatch.setattr("app.planned.INLINE_OPS", 0)
     monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
     created, _ = console.create_job(SPEC)
     register_all(console, created.job_id)
@@ -188,7 +188,7 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
 def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     created, _ = console.create_job(SPEC)
     job = console.job(created.job_id)
-    monkeypatch.setattr(job, "_plan_now", lambda failed: None)
+    monkeypatch.setattr(job, "plan_now", lambda failed: None)
     monkeypatch.setattr(job, "_want_plan", lambda job, failed: job.plan_made(failed, None, "no schedule exists: x"))
     register_all(console, created.job_id)
     view = console.view(created.job_id)

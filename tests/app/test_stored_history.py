@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from agent.protocol import FailureReport, JobSpec, Registration
-from app import live
+from app import planned
 from app.coordination.choices import Candidate, Offer, Offered
 from app.errors import ConsoleError
 from planner.policy import MIGRATE
@@ -64,7 +64,7 @@ def test_moves_outlive_the_console_that_decided_on_them(world: World, monkeypatc
     """The process has its new place already, and the launcher learns of it with the epoch that is still to open."""
     world.begin().die(world.processes["i0"])
     world.take_up()
-    monkeypatch.setattr(live, "INLINE_OPS", 0)
+    monkeypatch.setattr(planned, "INLINE_OPS", 0)
     candidate = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W0_0"),))
     world.job.apply(Offered(("W0_0",), Offer(("W0_0",), (candidate,), MIGRATE)))
     assert world.wanted == [("W2_1",)] and world.job.state.epoch == 2

@@ -1,0 +1,124 @@
+"""What one job has planned: plans made ahead, those that it waits for, and the one that is at hand."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from agent.protocol import JobSpec
+from app.coordination.membership import Event, PlanReady, PlanRefused, State
+from app.heap import LARGE_OPS
+from db.store import Store
+from planner.catalog import Catalog
+from planner.errors import PlannerError
+from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.plan import Plan
+from planner.plan_codec import Question
+
+log = structlog.get_logger()
+
+# Below this many ops a plan that is missing is made at once, by the thread that needs it: a few ms.
+INLINE_OPS = 1_500
+
+LookUp = Callable[[Question, frozenset[Worker]], tuple[Plan, str] | None]
+
+
+class PlannedJob(ABC):
+    """Thread-safe. look_up: a plan made ahead that is kept elsewhere, and where it is from."""
+
+    state: State
+
+    def __init__(self, job_id: str, spec: JobSpec, store: Store, look_up: LookUp) -> None:
+        self.job_id = job_id
+        self.spec = spec
+        self.nominal = spec.job()
+        self.job = self.nominal  # with the speeds that its workers turned out to have
+        self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
+        self.planned_ahead = 0
+        self.plans_to_make = 0
+        self.patterns_asked: set[frozenset[Worker]] = set()  # canonical ones, planned ahead or about to be
+        self.asked_for: tuple[str, ...] | None = None  # what was to be planned elsewhere last
+        self.version = 0  # rises with everything that is stored: what views are cached by
+        self.lock = threading.RLock()
+        self._store = store
+        self._look_up = look_up
+
+    @abstractmethod
+    def apply(self, event: Event, *, plan: Plan | None = None) -> str:
+        """Takes one event; plan: the one that a PlanReady speaks of. Raises ConsoleError."""
+
+    @property
+    def question(self) -> Question:
+        """What all plans of the job have in common."""
+        return Question(self.job, self.catalog.technique, self.catalog.memory)
+
+    @property
+    def ops(self) -> int:
+        """Of one plan, steps left out."""
+        return 3 * self.job.pipelines * self.job.stages * self.job.micro_batches
+
+    def plan_made(self, failed: tuple[str, ...], made: Plan | None, why: str) -> None:
+        """Takes the answer to `want_plan`. why: where the plan is from, or why none exists."""
+        try:
+            if made is None:
+                self.apply(PlanRefused(failed, why))
+                return
+            with self.lock:
+                self.catalog.add(made)
+                plan = self.catalog.find(_workers(failed)) or made
+                self.apply(PlanReady(failed, plan.fingerprint, why or f"made now ({plan.solver.name})"), plan=plan)
+        finally:
+            self.asked_for = None
+
+    def plan_missing(self) -> tuple[str, ...] | None:
+        """What a pending epoch waits for, if nobody makes it: its answer could not be stored, say."""
+        pending = self.state.pending
+        return pending.failed if pending and pending.until is None and self.asked_for is None else None
+
+    def plan_with(self, job: Job, plan: Plan) -> None:
+        """From now on `job` is planned for, which differs from the one before in its workers' speeds.
+
+        plan: one for it. What was planned before is of no use any more.
+        """
+        with self.lock:
+            catalog = Catalog(job, self.catalog.technique, self.catalog.memory)
+            catalog.add(plan)
+            self.job, self.catalog = job, catalog
+            self.patterns_asked = set()
+            self.planned_ahead = self.plans_to_make = 0
+
+    def file_plan(self, plan: Plan) -> None:
+        """Adds a plan that was made ahead, unless the speeds that it is for have changed since."""
+        with self.lock:
+            if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
+                return
+            self.catalog.add(plan)
+        self._store.put_plan(self.job_id, plan.fingerprint, plan.to_json(), plan.failed, True)
+        self.version += 1
+
+    def plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:
+        """The plan, if it is there or can be made in milliseconds; None: it must be made elsewhere."""
+        workers = _workers(failed)
+        small = self.ops <= INLINE_OPS
+        try:
+            missing = not self.catalog.has(workers)
+            if (missing and not small) or self.ops > LARGE_OPS:
+                return None
+            found = self._look_up(self.question, workers) if missing else None
+            plan, origin = found or self.catalog.plan_for(workers)
+        except PlannerError as error:
+            return PlanRefused(failed, str(error)), None
+        except Exception as error:
+            # The survivors wait for an answer: one that stops the job and says why is better than none.
+            log.exception("the planner failed", job=self.job_id, failed=failed)
+            why = f"the planner failed ({type(error).__name__}); the console's log says more"
+            return PlanRefused(failed, why), None
+        self.catalog.add(plan)
+        return PlanReady(failed, plan.fingerprint, origin), plan
+
+
+def _workers(names: Iterable[str]) -> frozenset[Worker]:
+    return frozenset(Worker.parse(name) for name in names)
