@@ -17,7 +17,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         url = f"sqlite:///{tmp_path_factory.mktemp('console') / 'console.db'}"
     else:
         url = new_database(request.getfixturevalue("postgres_url"))
-    server = ConsoleServer(url, "--api-only")
+    # Agents here are as quick as the machine: none may be suspected for its load.
+    server = ConsoleServer(url, "--api-only", "--suspect", "40", "--dead", "90")
     yield server
     server.close()
 
