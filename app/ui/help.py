@@ -14,16 +14,8 @@ from app.ui.charts.idea import picture, picture_words
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.snippets import launch_line, reporter, token_line, trainer
 from app.ui.theme import OP_WORDS, Palette
-from app.ui.words import WORDS
+from app.ui.words import SECTIONS, WORDS
 
-SECTIONS = {
-    "idea": "The idea",
-    "steps": "First steps",
-    "own": "Your own job",
-    "colours": "Colours",
-    "words": "Words",
-    "keys": "Keyboard",
-}
 MARKS = (
     ("or-op-moved", "Re-routed: runs on a peer, as its own worker has failed"),
     ("or-op-bubble", "Bubble: the worker waits"),

@@ -1,6 +1,16 @@
-"""What the words mean that the console uses: the Help page's list."""
+"""The Help page's sections, and its list of what the words mean that the console uses."""
 
 from __future__ import annotations
+
+# By what stands in the address.
+SECTIONS = {
+    "idea": "The idea",
+    "steps": "First steps",
+    "own": "Your own job",
+    "colours": "Colours",
+    "words": "Words",
+    "keys": "Keyboard",
+}
 
 WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (

@@ -12,7 +12,7 @@ LINE = "#DCE3EA"
 TRACK = "#E9EDF2"
 FAILED = "#D7541F"
 FAILED_TEXT = "#A93D10"
-OPS = {"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#736E3F", "O": "#652742"}
+OPS = {"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#666F35", "O": "#652742"}
 OPS_TEXT = {"F": "#FFFFFF", "I": "#16222E", "W": "#16222E", "B": "#FFFFFF", "O": "#FFFFFF"}
 
 

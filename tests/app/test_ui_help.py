@@ -15,8 +15,8 @@ from app.console import set_console
 from app.plans.idea import pictures
 from app.ui import snippets
 from app.ui.charts.idea import picture, picture_words
-from app.ui.help import SECTIONS
 from app.ui.theme import DARK, LIGHT, Palette
+from app.ui.words import SECTIONS
 from planner.check import check
 
 

@@ -339,7 +339,7 @@ def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: Console) 
     planned(test, console)
     assert not test.button(key="planner-apply-go").disabled
     click(test, "planner-apply-go")
-    assert "Applied: operator put plan" in words(test)
+    assert "Applied: operator in the browser put plan" in words(test)
     view = console.view(job.job_id)
     assert view.epoch == 3 and view.plan is not None and view.plan.memory == "1f1b"
     assert "it is in force already" in words(run(test))
