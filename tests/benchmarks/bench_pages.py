@@ -125,11 +125,10 @@ def pages(job_id: str) -> list[Shown]:
             "Live", f"/{job}", "[data-testid='stVegaLiteChart'] canvas, [data-testid='stVegaLiteChart'] svg", open_tile
         ),
         Shown("Schedule", f"/schedule{job}", PLOT, pick("One pipeline", "W0_3")),
-        Shown("Planner", "/planner", "[data-testid='stVegaLiteChart']", press("Worked example of the paper")),
+        Shown("Planner", "/planner", ".st-key-worker-grid-planner button", press("Worked example of the paper")),
         Shown("Compare", f"/compare{job}", PLOT, pick("One stage", "W0_0")),
         Shown("Catalog", f"/catalog{job}", PLOT, lambda page: page.get_by_text("Op times", exact=True).first.click()),
-        Shown("Simulate", "/simulate", PLOT, lambda page: page.mouse.wheel(0, 600)),
-        Shown("Help", "/help", "text=1. Healthy", lambda page: page.mouse.wheel(0, 600)),
+        Shown("Help", "/help", ".or-idea img", lambda page: page.mouse.wheel(0, 600)),
     ]
 
 
@@ -153,7 +152,7 @@ def pick(choice: str, row: str) -> Callable[[Page], None]:
 def press(name: str) -> Callable[[Page], None]:
     def act(page: Page) -> None:
         page.get_by_text(name).first.click()
-        page.locator(".js-plotly-plot, [data-testid='stVegaLiteChart']").first.wait_for()
+        page.locator(".or-step").first.wait_for()
 
     return act
 
