@@ -127,7 +127,6 @@ def pages(job_id: str) -> list[Shown]:
         Shown("Schedule", f"/schedule{job}", PLOT, pick("One pipeline", "W0_3")),
         Shown("Planner", "/planner", ".st-key-worker-grid-planner button", press("Worked example of the paper")),
         Shown("Compare", f"/compare{job}", PLOT, pick("One stage", "W0_0")),
-        Shown("Catalog", f"/catalog{job}", PLOT, lambda page: page.get_by_text("Op times", exact=True).first.click()),
         Shown("Help", "/help", ".or-idea img", lambda page: page.mouse.wheel(0, 600)),
     ]
 
