@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sqlalchemy import text
 
@@ -125,19 +127,23 @@ def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
 
 
 def test_old_samples_expire(console: Console, job: LiveJob, database: Database) -> None:
+    """At a fixed time of day: what is rolled up when depends on where in its hour a sample lies."""
     beat(job, 0)
     job.take_heartbeats()
-    console.recorder.write(float("inf"))
+    taken = job.recording.peek(2, clock_offset())
+    ten_past = 1_800_000_000 // 86_400 * 86_400 + 600
     keep = Keep()
     recorder = Recorder(database, list, keep)
+    recorder.heartbeats.add(job.job_id, [replace(taken, at=np.array([ten_past]))])
     sizes = recorder.heartbeats.bytes_by_level
-    recorder.tidy(time.time() + keep.seconds + 61)
+    assert set(sizes(job.job_id)) == {Level.SECOND, Level.MINUTE}
+    recorder.tidy(ten_past + keep.seconds + 61)
     assert set(sizes(job.job_id)) == {Level.MINUTE}
-    recorder.tidy(time.time() + 3600 + 180)
+    recorder.tidy(ten_past + 3600 + 180)
     assert set(sizes(job.job_id)) == {Level.MINUTE, Level.HOUR}
-    recorder.tidy(time.time() + keep.minutes + 3700)
+    recorder.tidy(ten_past + keep.minutes + 3700)
     assert set(sizes(job.job_id)) == {Level.HOUR}
-    recorder.tidy(time.time() + keep.hours + 90_000)
+    recorder.tidy(ten_past + keep.hours + 90_000)
     assert sizes(job.job_id) == {}
     recorder.trim()
 
