@@ -220,7 +220,7 @@ def _streamlit(settings: Settings) -> Any:
 def _sign_in(settings: Settings) -> Login | None:
     if settings.oidc is None:
         return None
-    from app.streamlit_login import StreamlitLogin
+    from app.ui.streamlit_login import StreamlitLogin
 
     return StreamlitLogin()
 
