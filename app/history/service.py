@@ -123,19 +123,20 @@ class Histories:
 
     def delete(self, job_id: str, actor: str) -> None:
         """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
+        if why := self.kept_for(job_id):
+            raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
         job = self._console.job(job_id)
-        alive = sorted(name for name, m in job.state.members.items() if m.state in _ALIVE)
-        if not job.state.over and alive:
-            raise ConsoleError(
-                409,
-                "job_runs",
-                f"job: {job_id} is {job.state.job_state} ({alive[0]} lives), expected one that has ended",
-            )
         audit = {"at": time.time(), "actor": actor.replace("\0", "")[:80] or "unknown", "action": "delete"}
         with job.lock, storing():
             self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
         self._console.let_go(job_id)
         log.info("job deleted", job=job_id, actor=actor)
+
+    def kept_for(self, job_id: str) -> str:
+        """Why it can't be deleted now: `is running (W0_0 lives)`; "" where it can be. Raises ConsoleError."""
+        job = self._console.job(job_id)
+        alive = sorted(name for name, m in job.state.members.items() if m.state in _ALIVE)
+        return f"is {job.state.job_state} ({alive[0]} lives)" if alive and not job.state.over else ""
 
     def look(self) -> None:
         """Takes up jobs that have been imported, and lets go of those that were deleted. Raises SQLAlchemyError."""

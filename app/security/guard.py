@@ -134,7 +134,7 @@ class AccessGuard:
         if request.method == "GET":
             if claims := self.access.stranger(request.headers):
                 words = f"{account(claims)} has no role on this console. Ask who runs it, or sign in as somebody else."
-                return login_page(back, words, 403, providers)
+                return login_page(back, words, 403, providers, of_account=True)
             return login_page(back, "", 200, providers)
         if request.method != "POST":
             return problem(405, "method_not_allowed", f"method: got {request.method}, expected GET or POST")

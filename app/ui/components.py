@@ -5,6 +5,7 @@ Every text that comes from outside is escaped here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from html import escape
@@ -130,7 +131,7 @@ def recovery(latest: RecoveryView | None, zone: str | None) -> None:
     )
     st.html(
         f'<div class="or-recovery"><p><b>{escape(latest.worker)}</b> · epoch {latest.epoch} · '
-        f'{text.clock(latest.at, zone)}</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div>'
+        f'{text.moment(latest.at, zone, time.time())}</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div>'
         f"<ol>{items}</ol></div>"
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import datetime
 from html import escape
 
 import streamlit as st
@@ -125,19 +127,26 @@ def _acknowledge(console: Console, job_id: str, seqs: list[int]) -> None:
         say_later(str(error))
 
 
-def feed_html(events: list[EventView], zone: str | None) -> str:
+def feed_html(events: list[EventView], zone: str | None, now: float | None = None) -> str:
+    """Above the first event of each day but today's stands which day it was. now: POSIX seconds."""
     if not events:
         return '<div class="or-quiet or-feed">No event fits.</div>'
-    rows = "".join(_row(e, zone) for e in events)
-    return f'<ol class="or-events or-feed" tabindex="0" aria-label="Events, newest first">{rows}</ol>'
+    rows, day = [], text.local(time.time() if now is None else now, zone).date()
+    for event in events:
+        at = text.local(event.at, zone)
+        rows.append(_row(event, at, new_day=at.date() != day))
+        day = at.date()
+    return f'<ol class="or-events or-feed" tabindex="0" aria-label="Events, newest first">{"".join(rows)}</ol>'
 
 
-def _row(event: EventView, zone: str | None) -> str:
+def _row(event: EventView, at: datetime, *, new_day: bool) -> str:
     look = f" or-{escape(event.severity)}" + (" or-open" if needs_look(event) else "")
     seen = f' title="acknowledged by {escape(event.seen_by)}"' if event.seen_by else ""
     tick = '<b class="or-seen" aria-label="acknowledged">✓</b> ' if event.seen_by else ""
+    on = f'<b class="or-day">{at:%A} {at.day} {at:%B} {at.year}</b>' if new_day else ""
     return (
-        f'<li class="{look.strip()}"{seen}><time>{text.clock(event.at, zone)}</time>'
+        f'<li class="{look.strip()}"{seen}>{on}'
+        f'<time datetime="{at.isoformat(timespec="seconds")}">{at:%H:%M:%S}</time>'
         f'<i title="{escape(event.severity)}">{MARKS.get(event.severity, "·")}</i>'
         f"<span>{tick}{escape(event.text)}</span></li>"
     )

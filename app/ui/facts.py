@@ -9,6 +9,7 @@ from agent.protocol import JobSpec, JobState, WorkerState
 from app.observing.rates import recent_rate
 from app.ui import text
 from app.view import JobView, WorkerView
+from planner.job import Job
 from planner.normalization import SECONDS
 from planner.plan import Plan
 from planner.schedule import Schedule
@@ -166,8 +167,11 @@ def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
     metrics, unit = plan.metrics, plan.job.time_unit
     moved = sum(schedule.rerouted_forwards.values())
     total = plan.job.pipelines * plan.job.stages * plan.job.micro_batches
+    makespan, slot = f"makespan {text.planned(metrics.makespan, unit)}", slot_of(schedule.problem.job)
+    slots = f"= {text.planned(round(metrics.period / slot, 1), 'slot')}" if slot else ""
+    each = f"of {text.planned(slot, unit)} each; " if slot else ""
     return [
-        Card("Period", text.planned(metrics.period, unit), f"makespan {text.planned(metrics.makespan, unit)}"),
+        Card("Period", text.planned(metrics.period, unit), each + makespan, of=slots),
         Card(
             "Gap to the bound",
             text.percent(max(metrics.gap, 0)),
@@ -184,6 +188,13 @@ def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
         Card("Re-routed", f"{moved:,}", "micro-batch visits to peers", of=f"of {total:,}"),
         _peak(plan, schedule),
     ]
+
+
+def slot_of(job: Job) -> float | None:
+    """The one duration that F, I and W have on all stages, in the job's unit; None where they differ, or where
+    that unit is the slot itself."""
+    times = {time for p in job.profiles for time in (p.forward, p.input_backward, p.weight_backward)}
+    return times.pop() if len(times) == 1 and job.time_unit != "slot" else None
 
 
 def _peak(plan: Plan, schedule: Schedule) -> Card:

@@ -11,7 +11,7 @@ from agent.protocol import JobState
 from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.observing.measured import measured_iteration
-from app.ui import choice, components, event_feed, facts, plan_control, text
+from app.ui import choice, components, event_feed, facts, job_menu, plan_control, tables, text
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
 from app.ui.picker import open_job
@@ -35,11 +35,14 @@ def page() -> None:
     console = get_console()
     opened = open_job(console)
     if opened is None:
+        event_feed.say_now()
         return
     view, controls = opened
+    over = view.state in OVER
     with controls:
-        choice.mode_switch(console, view.job_id, over=view.state in OVER)
-        plan_control.plan_menu(console, view.job_id, over=view.state in OVER)
+        choice.mode_switch(console, view.job_id, over=over)
+        plan_control.plan_menu(console, view.job_id, over=over)
+        job_menu.job_menu(console, view)
         moving = st.toggle(
             "Refresh",
             value=True,
@@ -48,17 +51,21 @@ def page() -> None:
             help="Off: the page stands still, to look closely.",
         )
     every = (1.0 if len(view.workers) <= MAX_TILES else 2.0) if moving else None
-    st.fragment(_live, run_every=every)(console, view.job_id, colours)
+    st.fragment(_live, run_every=every)(console, view.job_id, colours, over)
     show_opened(console, view.job_id)
 
 
-def _live(console: Console, job_id: str, colours: Palette) -> None:
+def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
     filtered = event_feed.filtering(*event_feed.asked_for())
     try:
         view = console.view(job_id, ITERATIONS, FILTERED_EVENTS if filtered else EVENTS)
     except ConsoleError as error:
+        if error.status == 404:
+            st.rerun()  # it was deleted; the page's head says so, and offers others
         st.error(f"{error}. The page tries again by itself.")
         return
+    if (view.state in OVER) != over:
+        st.rerun()  # the head's controls are those of a job that runs
     event_feed.say_now()
     zone = st.context.timezone
     with st.container(gap="small"):
@@ -156,6 +163,16 @@ def _progress(view: JobView, colours: Palette) -> None:
         st.vega_lite_chart(chart.rows, chart.spec, theme=None, key=key, alt=alt)
     source = f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}. " if reference else ""
     st.caption(source + "Drag to move, Alt + wheel to zoom, double-click to see all.")
+    # Only what is opened is sent at each refresh.
+    figures = st.expander("The same in figures", key="progress-figures", on_change="rerun")
+    if figures.open:
+        figures.dataframe(
+            tables.iterations_table(view.iterations, marks),
+            hide_index=True,
+            key="progress-table",
+            height=250,
+            alt="Figures by iteration",
+        )
 
 
 def _measured(console: Console, job_id: str) -> None:

@@ -63,6 +63,13 @@ def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:
     )
 
 
+def forget() -> None:
+    """For a callback: the page goes on with the newest job."""
+    st.query_params.pop("job", None)
+    for key in (CHOSEN, PICKER):
+        st.session_state.pop(key, None)
+
+
 def _remember() -> None:
     st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
 

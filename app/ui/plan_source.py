@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import streamlit as st
@@ -60,8 +61,8 @@ def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Sour
 
 
 def clock(at: float) -> str:
-    """POSIX seconds as the viewer's time of day."""
-    return text.clock(at, st.context.timezone)
+    """POSIX seconds as the viewer's time of day; with the day where that is not today."""
+    return text.moment(at, st.context.timezone, time.time())
 
 
 def _wanted(console: Console, job_id: str | None) -> Source | Awaited | None:

@@ -12,6 +12,7 @@ from app.simulations import DRAWN, HISTORY, POLICIES, Simulation, SimulationRequ
 from app.ui import components, text
 from app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time
 from app.ui.facts import Card
+from app.ui.simulate_words import sensitivity_table, sensitivity_words, time_words
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.errors import InputError
 from planner.plan import job_doc
@@ -132,6 +133,7 @@ def _results(simulation: Simulation, colours: Palette) -> None:
         theme=None,
         config=CHART_CONFIG,
         key="simulation-time",
+        alt=time_words(simulation),
     )
     components.heading("The same in figures")
     st.dataframe(_table(simulation), hide_index=True, key="simulation-table", alt="Figures by policy")
@@ -142,7 +144,12 @@ def _results(simulation: Simulation, colours: Palette) -> None:
             theme=None,
             config=CHART_CONFIG,
             key="simulation-mtbf",
+            alt=sensitivity_words(simulation),
         )
+        with st.expander("The same in figures", key="simulation-mtbf-figures"):
+            st.dataframe(
+                sensitivity_table(simulation), hide_index=True, key="simulation-mtbf-table", alt="Figures by MTBF"
+            )
         if simulation.crossings:
             st.markdown("\n".join(f"- {_cross(line)}" for line in simulation.crossings))
 

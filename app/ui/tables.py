@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.ui import text
+from app.ui.charts.progress import Mark
 from app.ui.theme import OP_WORDS
+from app.view import IterationView
 from planner.job import Worker
 from planner.schedule import Schedule
 
@@ -59,4 +61,19 @@ def operations_table(schedule: Schedule, workers: Sequence[Worker], window: tupl
         "micro-batch": [None if op.kind == "O" else op.micro_batch for op in ops],
         "stage": [op.stage for op in ops],
         "re-routed": [op.rerouted for op in ops],
+    }
+
+
+def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark]) -> Table:
+    """One row per iteration, the newest first."""
+    happened = {mark.iteration: f"{mark.text}: {mark.detail}" for mark in marks}
+    newest = list(reversed(iterations))
+    return {
+        "iteration": [i.iteration for i in newest],
+        "samples/s": [round(i.samples_per_second, 2) for i in newest],
+        "took (ms)": [round(1000 * i.seconds, 1) for i in newest],
+        "loss": [round(i.loss, 4) for i in newest],
+        "living workers": [i.living for i in newest],
+        "epoch": [i.epoch for i in newest],
+        "what changed": [happened.get(i.iteration, "") for i in newest],
     }

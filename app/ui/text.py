@@ -7,15 +7,21 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 
 def milliseconds(value: float) -> str:
-    """`0.4 ms`, `283 ms`, `1.08 s`, `2 min 5 s`."""
+    """`0.4 ms`, `283 ms`, `1.08 s`, `2 min 5 s`, `3 h 20 min`, `12 days 4 h`."""
     if value < 9.95:
         return f"{value:.1f} ms"
     if value < 999.5:
         return f"{value:.0f} ms"
     if value < 59_950:
         return f"{value / 1000:.3g} s"
-    minutes, seconds = divmod(round(value / 1000), 60)
-    return f"{minutes} min {seconds} s"
+    whole = round(value / 1000)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(whole / 60)
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(minutes / 60)
+    return f"{hours // 24} days {hours % 24} h"
 
 
 def age(seconds: float | None) -> str:
@@ -47,7 +53,7 @@ def percent(fraction: float, *, sign: bool = False) -> str:
 
 
 def rate(samples_per_second: float) -> str:
-    return f"{samples_per_second:,.3g}" if samples_per_second < 1000 else f"{samples_per_second:,.0f}"
+    return f"{samples_per_second:,.3g}" if samples_per_second < 999.5 else f"{samples_per_second:,.0f}"
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -57,11 +63,25 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 def clock(at: float, zone: str | None) -> str:
     """A POSIX time as `14:03:27` in the viewer's zone (UTC where the browser tells none)."""
+    return local(at, zone).strftime("%H:%M:%S")
+
+
+def moment(at: float, zone: str | None, now: float) -> str:
+    """`14:03:27`; with the day before it where that is not today's: `20 Nov, 14:03:27`. now: POSIX seconds."""
+    then, today = local(at, zone), local(now, zone)
+    if then.date() == today.date():
+        return clock(at, zone)
+    year = f" {then.year}" if then.year != today.year else ""
+    return f"{then.day} {then:%b}{year}, {then:%H:%M:%S}"
+
+
+def local(at: float, zone: str | None) -> datetime:
+    """A POSIX time in the viewer's zone."""
     try:
         where = ZoneInfo(zone or "UTC")
     except (ZoneInfoNotFoundError, ValueError):
         where = ZoneInfo("UTC")
-    return datetime.fromtimestamp(at, where).strftime("%H:%M:%S")
+    return datetime.fromtimestamp(at, where)
 
 
 def plain_markdown(words: str) -> str:
@@ -84,6 +104,6 @@ def size(number: int) -> str:
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
-            return f"{value:.3g} {unit}"
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"

@@ -63,23 +63,24 @@ def _close() -> None:
 def _detail(console: Console, job_id: str, name: str) -> None:
     try:
         view = console.view(job_id)
-        detail = worker_detail(console, view, name, time.time())
+        now = time.time()
+        detail = worker_detail(console, view, name, now)
     except ConsoleError as error:
         st.error(str(error))
         return
     zone = st.context.timezone
-    now, over_time, history, log = st.tabs(["Now", "Over time", "History", "Log"], key="worker-tabs")
-    with now:
+    present, over_time, history, log = st.tabs(["Now", "Over time", "History", "Log"], key="worker-tabs")
+    with present:
         st.html(worker_words.facts_html(detail))
         if detail.op_times:
             st.html(worker_words.op_times_html(detail))
     with over_time:
         _over_time(console, job_id, detail)
     with history:
-        st.html(worker_words.stays_html(detail, zone))
-        st.html(feed_html(list(detail.events), zone))
+        st.html(worker_words.stays_html(detail, zone, now))
+        st.html(feed_html(list(detail.events), zone, now))
     with log:
-        st.html(worker_words.log_html(detail, zone))
+        st.html(worker_words.log_html(detail, zone, now))
 
 
 def _over_time(console: Console, job_id: str, detail: WorkerDetail) -> None:

@@ -90,7 +90,7 @@ def _figures(series: Series, name: str) -> tuple[float, float, float]:
     )
 
 
-def stays_html(detail: WorkerDetail, zone: str | None) -> str:
+def stays_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
     """A bar to scale, and the newest changes in words."""
     stays = [s for s in detail.stays if s.state != WorkerState.STARTING] or list(detail.stays)
     if not stays:
@@ -102,11 +102,11 @@ def stays_html(detail: WorkerDetail, zone: str | None) -> str:
         for state, group in _runs(stays)
     )
     rows = "".join(
-        f'<li><time>{text.clock(s.begin, zone)}</time><i class="or-shape or-look-{escape(s.state)}"></i>'
+        f'<li><time>{text.moment(s.begin, zone, now)}</time><i class="or-shape or-look-{escape(s.state)}"></i>'
         f"<span>{escape(_words(s.state))}</span><span>{_lasted(s)}</span></li>"
         for s in reversed(stays[-NEWEST:])
     )
-    words = f"States from {text.clock(begin, zone)} until now"
+    words = f"States from {text.moment(begin, zone, now)} until now"
     return f'<div class="or-stays" role="img" aria-label="{words}">{bar}</div><ol class="or-changes">{rows}</ol>'
 
 
@@ -122,11 +122,13 @@ def _lasted(stay: Stay) -> str:
     return text.milliseconds(1000 * (stay.end - stay.begin))
 
 
-def log_html(detail: WorkerDetail, zone: str | None) -> str:
+def log_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
     if not detail.log:
         return (
             '<div class="or-quiet">Nothing yet. What the worker\'s process prints comes here with its '
             "heartbeats; the console keeps the newest lines in memory.</div>"
         )
-    rows = "".join(f"<li><time>{text.clock(line.at, zone)}</time> {escape(line.text)}</li>" for line in detail.log)
+    rows = "".join(
+        f"<li><time>{text.moment(line.at, zone, now)}</time> {escape(line.text)}</li>" for line in detail.log
+    )
     return f'<ol class="or-lines" tabindex="0" aria-label="Log, oldest first">{rows}</ol>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import ui_factory as factory
@@ -10,6 +11,8 @@ import ui_factory as factory
 from agent.protocol import JobState, WorkerState
 from app.observing.goodput import Figures
 from app.ui import facts, tables, text
+from app.ui.charts.progress import epoch_marks
+from app.ui.event_feed import feed_html
 from app.view import JobView
 from planner.job import Job, StageProfile
 from planner.plan import job_doc
@@ -132,6 +135,9 @@ def test_tables_hold_what_the_chart_shows() -> None:
         (1080, "1.08 s"),
         (59_949, "59.9 s"),
         (125_000, "2 min 5 s"),
+        (3_599_900, "1 h 0 min"),
+        (12_000_000, "3 h 20 min"),
+        (12.2 * 86_400_000, "12 days 5 h"),
     ],
 )
 def test_milliseconds_read_well(value: float, expected: str) -> None:
@@ -144,8 +150,41 @@ def test_other_numbers_read_well() -> None:
     assert text.percent(0.0001, sign=True) == "±0 %" and text.percent(0.5) == "50 %"
     assert text.age(None) == "never" and text.age(0.42) == "0.4 s ago" and text.age(7200) == "2 h ago"
     assert text.count(1, "worker") == "1 worker" and text.count(2048, "worker") == "2,048 workers"
-    assert text.size(412 * 2**20) == "412 MiB"
+    assert text.size(412 * 2**20) == "412 MiB" and text.size(1010 * 2**20) == "1,010 MiB"
+    assert text.rate(81.04) == "81" and text.rate(999.7) == "1,000"
     assert text.clock(0, "Europe/Zurich") == "01:00:00" and text.clock(0, "Nowhere/City") == "00:00:00"
+
+
+def test_times_of_another_day_say_which() -> None:
+    now = factory.T0
+    assert text.moment(now, "UTC", now) == text.clock(now, "UTC")
+    assert text.moment(0, "Europe/Zurich", now) == "1 Jan 1970, 01:00:00"
+    events = [replace(factory.running().events[0], at=at) for at in (now, now - 5, now - 86_400, now - 86_405)]
+    rows = feed_html(events, "UTC", now).split("<li")[1:]
+    assert ["or-day" in row for row in rows] == [False, False, True, False]
+    assert ">Sunday 20 September 2026<" in rows[2]
+
+
+def test_a_plan_in_milliseconds_says_how_many_slots_that_is() -> None:
+    def period(**options: Any) -> facts.Card:
+        plan = factory.plan(("W1_2",), **options)
+        return facts.plan_cards(plan, plan.schedule())[0]
+
+    slots = period(unit="slot")
+    assert slots.of == "" and slots.value.endswith("slots")
+    milliseconds = period()
+    assert milliseconds.of == f"= {slots.value}" and milliseconds.note.startswith("of 40 ms each; makespan")
+    uneven = replace(factory.plan().schedule().problem.job, profiles=(StageProfile(6, 0, 12),) * 4)
+    assert facts.slot_of(uneven) is None
+
+
+def test_iterations_are_in_a_table_with_what_changed() -> None:
+    view = factory.failed()
+    marks = epoch_marks(view.iterations, view.recoveries, view.events)
+    table = tables.iterations_table(view.iterations, marks)
+    assert table["iteration"] == list(range(29, -1, -1))
+    changed = dict(zip(table["iteration"], table["what changed"], strict=True))
+    assert changed.pop(18) == "✕ W1_2: resumed after 283 ms" and not any(changed.values())
 
 
 def test_op_times_are_said_by_stage_where_stages_differ() -> None:

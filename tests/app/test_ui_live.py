@@ -192,3 +192,33 @@ def test_the_filter_of_the_address_is_the_filter_of_the_page(console: Console) -
     test.get_by_key("events").set_value("all").run()  # type: ignore[attr-defined]
     assert "events" not in test.query_params and test.query_params["find"] == "W1_2"
     assert "or-feed" in feed(open_live(job.job_id, events="no-such-filter"))
+
+
+def test_a_job_that_is_over_is_deleted_when_its_name_was_typed(console: Console) -> None:
+    running = JobHere(console, "goes on").register().commit(0, 3, 1)
+    test = open_live(running.job_id)
+    assert "It can be deleted when it has ended: is running" in html(test)
+    assert f'href="/api/v1/jobs/{running.job_id}/history.zip"' in html(test)
+    assert not [b for b in test.button if b.key == "act-kill-job"]
+    job = JobHere(console, "to be deleted", iterations=4).register().commit(0, 3, 1).finish()
+    test = open_live(job.job_id)
+    assert test.button(key="act-kill-job").disabled
+    test.text_input(key=f"delete-name-{job.job_id}").input("to be").run()
+    assert test.button(key="act-kill-job").disabled
+    test.text_input(key=f"delete-name-{job.job_id}").input("to be deleted").run()
+    test.button(key="act-kill-job").click().run()
+    assert not test.exception and not test.error
+    assert job.job_id not in [known.job_id for known in console.list_jobs()]
+    assert test.toast[0].value == "to be deleted is deleted"
+    assert test.query_params["job"] != job.job_id and "or-sentence" in html(test)
+    audit = console.audit.read(job_id=job.job_id)
+    assert [line["actor"] for line in audit if line["action"] == "delete"] == ["operator in the browser"]
+
+
+def test_the_figures_behind_the_curves_are_sent_once_they_are_opened(console: Console) -> None:
+    job = failed_job(console, "figures by iteration")
+    test = open_live(job.job_id)
+    assert not test.dataframe
+    test.session_state["progress-figures"] = True
+    test.run()
+    assert list(test.dataframe[0].value["iteration"]) == list(range(15, -1, -1))
