@@ -1,8 +1,9 @@
 """Keeps large plans out of the collector's rounds.
 
 A plan of 2,048 workers is half a million objects, and looking through them takes some 0.2 s each time,
-in which no heartbeat is answered. Streamlit calls `gc.collect` after every run of a script, so also after
-each refresh of each viewer's page; and Python begins rounds of its own while such a plan is read.
+in which no heartbeat is answered. Python begins such rounds while a plan is read, and whenever enough is
+new. (Streamlit's, after every run of a script, so also after each refresh of each viewer's page, are off: see
+app.server.)
 """
 
 from __future__ import annotations

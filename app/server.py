@@ -207,6 +207,9 @@ def _streamlit(settings: Settings) -> Any:
             "server.port": settings.port,
             "server.headless": True,
             "server.fileWatcherType": "none",
+            # It would look through all that the console has, in one piece, after each refresh of each viewer's
+            # page (app.heap); Python's own rounds come when there is something to free.
+            "runner.postScriptGC": False,
             "browser.gatherUsageStats": False,
             "browser.serverAddress": settings.host if settings.loopback else None,
             "client.toolbarMode": "minimal",

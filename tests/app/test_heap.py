@@ -69,3 +69,20 @@ def test_nothing_is_collected_while_a_large_plan_is_built() -> None:
     with pytest.raises(ValueError, match="damaged"), heap.building(heap.LARGE_OPS + 1):
         raise ValueError("damaged")
     assert gc.isenabled()
+
+
+def test_no_run_of_a_page_ends_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamlit would begin one after each refresh of each viewer's page."""
+    from streamlit import config
+
+    from app.server import _streamlit
+    from app.settings import Settings
+
+    monkeypatch.setattr(config, "_main_script_path", config._main_script_path)
+    assert config.get_option("runner.postScriptGC"), "Streamlit's own way"
+    try:
+        _streamlit(Settings())
+        assert not config.get_option("runner.postScriptGC")
+    finally:
+        config.get_config_options(force_reparse=True)
+    assert config.get_option("runner.postScriptGC")
