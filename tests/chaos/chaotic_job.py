@@ -2,7 +2,8 @@
 after the other, while something else goes wrong all the time.
 
 The launcher runs in this process, in a thread; workers and console are processes of their own. What happens follows
-from the seed; the iterations that may run meanwhile are counted out (gated.py), so that no run depends on its speed.
+from the seed; the iterations that may run meanwhile are counted out (gated.py): as many as a change of epochs needs,
+however long the console takes to hear of it. No run depends on its speed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.chaos.gated import Gate
 PIPELINES, STAGES, MICRO_BATCHES = 3, 2, 3
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
 LADDER = ("--heartbeat", "0.5", "--suspect", "3", "--dead", "6")
-PER_CHANGE = 14
+PER_CHANGE = 10
 """Iterations that one change may take, with those around it."""
 PATIENCE = 120.0
 
@@ -50,7 +51,8 @@ class Disturbance(Protocol):
 
 class ChaoticJob:
     """One job. deeds: what may happen to a worker, each as often as it is named; one that is out is started again.
-    out: the workers that are out by now; deaths: how often each was lost; left: how often it was asked to go."""
+    out: the workers that are out by now; deaths: how often each was lost; left: how often it was asked to go.
+    pauses: seconds from each change until all who should be trained again, with the time that the console was away."""
 
     def __init__(
         self,
@@ -74,6 +76,8 @@ class ChaoticJob:
         self.left: Counter[str] = Counter()
         self.lines: list[dict[str, Any]] = []
         self.done: list[str] = []
+        self.pauses: list[float] = []
+        self._formed = 0
         self.error: BaseException | None = None
         options = StartOptions(
             job=Job(PIPELINES, STAGES, MICRO_BATCHES),
@@ -134,11 +138,23 @@ class ChaoticJob:
         deployed = self.launcher._deployed
         return deployed.deployment.epoch if deployed else 0
 
+    @property
+    def summary(self) -> str:
+        """What was done to it, in one line."""
+        deeds = Counter(deed.split()[0] for deed in self.done)
+        text = ", ".join(f"{count} x {deed}" for deed, count in sorted(deeds.items()))
+        faults = ", ".join(f"{count} {name}" for name, count in sorted(self.network.counts.items()))
+        pauses = sorted(self.pauses)
+        return (
+            f"{len(self.done)} changes ({text}), epoch {self.epoch}, {self.committed} iterations, requests: "
+            f"{faults or 'all well'}; pause {pauses[len(pauses) // 2]:.1f} s (median), {pauses[-1]:.1f} s (longest)"
+        )
+
     # -- one change after the other -----------------------------------------------------------
 
     def change(self, disturbance: Disturbance | None = None) -> None:
         """One random change of who is in the job, and the job trains again. disturbance: falls into it."""
-        before = self.epoch
+        before, begin = self.epoch, time.monotonic()
         self.gate.open(self.committed + self.random.randint(1, 3))
         time.sleep(self.random.uniform(0.0, 0.05))  # anywhere in an iteration, or between two
         deed, worker = self._choose()
@@ -153,20 +169,33 @@ class ChaoticJob:
             time.sleep(self.random.uniform(0.0, 0.5))
             disturbance.end()
         self.settle(before)
+        self.pauses.append(time.monotonic() - begin)
         self.network.cut_off = frozenset()
 
     def settle(self, before: int) -> None:
         """Until all who should be are in the newest epoch, above `before`, and train."""
 
         def settled() -> bool:
-            if self.epoch > before and self.committed >= self.gate.open_for:
-                self.gate.open(self.committed + 1)
+            if self.epoch > before:
+                self._let_train()
             if self.epoch <= before or self.read()["state"] != "running":
                 return False
             return set(self.read("/deployment?after=0")["failed"]) == self.out
 
         self.ask(settled, f"all but {sorted(self.out)} to train")
         assert self.committed < self.iterations - PER_CHANGE, f"seed {self.seed}: the changes took too many iterations"
+
+    def _let_train(self) -> None:
+        """Until the newest epoch is formed, whatever its members have to finish first; then one iteration in it."""
+        record = self.launcher._record
+        epoch = record._epoch
+        if self._formed == epoch:
+            return
+        if record.formed_by_all:
+            self._formed = epoch
+            self.gate.open(record.newest + 1)
+        elif self.committed >= self.gate.open_for:
+            self.gate.open(self.committed + 1)
 
     def _choose(self) -> tuple[str, str]:
         """Never the last worker of a stage."""

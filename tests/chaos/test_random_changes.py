@@ -18,7 +18,7 @@ from tests.chaos.disturbances import ClockJumps, ConsoleKilled, DiskFull, InTurn
 from tests.chaos.faulty_network import Faults, FaultyNetwork
 from tests.conftest import new_database, postgres_cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(3600)]
 
 SEED = 1
 CHANGES = 20
@@ -44,6 +44,7 @@ def run(
             job.change(disturbance if number % every == 0 else None)
         job.finish()
         check(job)
+        print(f"\n{job.summary}")
         return job
     finally:
         job.close()
