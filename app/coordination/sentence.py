@@ -44,7 +44,8 @@ def _text(state: State, now: float, ladder: Ladder) -> str:
 
 def _waiting_for_a_choice(state: State, left: float) -> str:
     assert state.pending is not None
-    failed, seconds = state.pending.failed, f"{max(0.0, left):.0f} s"
+    # In minutes while there are many: the sentence is read out whenever it changes.
+    failed, seconds = state.pending.failed, f"{max(0.0, left):.0f} s" if left < 120 else f"{left / 60:.0f} min"
     offer = state.offer if state.offer and state.offer.failed == failed else None
     if offer is None:
         return f"Waiting for you: the ways on without {names(failed)} are being compared; the job goes on in {seconds}."

@@ -111,7 +111,7 @@ def legend(counts: dict[str, int]) -> None:
 def recovery(latest: RecoveryView | None, zone: str | None) -> None:
     """The latest failure's way back to training, step by step, to scale, from the process's death."""
     if latest is None:
-        st.html('<div class="or-quiet">No failure so far. The latest recovery will be measured here.</div>')
+        st.html('<div class="or-quiet">None so far. It is measured once training goes on after a failure.</div>')
         return
     steps = [
         ("failure seen", latest.detected_ms),

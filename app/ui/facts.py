@@ -96,7 +96,8 @@ def _age(view: JobView) -> Card:
         return Card("Age of data", "–", "no worker heard yet")
     newest, oldest = min(ages), max(ages)
     tone = "warn" if newest > STALE or oldest > STALE else ""
-    return Card("Age of data", f"{newest:.1f} s", f"oldest heartbeat {text.age(oldest)}", tone)
+    words = f"{newest:.1f} s" if newest < 60 else text.milliseconds(1000 * newest)
+    return Card("Age of data", words, f"oldest heartbeat {text.age(oldest)}", tone)
 
 
 def _throughput(view: JobView) -> Card:

@@ -28,6 +28,7 @@ _page = st.navigation(
     position="top" if _standing is None else "hidden",
 )
 if _standing is None:
+    st.set_page_config(page_title=f"{_page.title} · OpenReCycle")
     _page.run()
 else:
     standby.show(_standing)

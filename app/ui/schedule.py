@@ -27,6 +27,7 @@ from planner.plan import Plan
 from planner.schedule import Schedule
 
 COMPARE = Path(__file__).with_name("compare.py")
+FEW = 24
 
 
 def page() -> None:
@@ -141,7 +142,11 @@ def _tables(console: Console, source: Source, schedule: Schedule, workers: list[
         table = st.cache_data(_workers_table, max_entries=32, show_spinner=False)(
             plan.fingerprint, ",".join(map(str, workers)), schedule
         )
-        st.dataframe(table, hide_index=True, key="workers-table", alt="Figures by worker")
+        # A failed worker has no figures; few workers are seen without scrolling.
+        height = "content" if len(workers) <= FEW else "auto"
+        st.dataframe(
+            table, hide_index=True, key="workers-table", alt="Figures by worker", placeholder="–", height=height
+        )
     with by_op:
         ops = operations_table(schedule, *((detail.workers, detail.window) if detail else (workers, None)))
         st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start")

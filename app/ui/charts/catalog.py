@@ -91,7 +91,7 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
         },
         yaxis={"title": {"text": f"period ({unit})"}, "domain": [0.46, 1], "rangemode": "normal"},
         yaxis2={"title": {"text": "gap (%)", "font": title}, "domain": [0.24, 0.39], "rangemode": "tozero", **small},
-        yaxis3={"title": {"text": "memory", "font": title}, "domain": [0, 0.17], "rangemode": "tozero", **small},
+        yaxis3={"title": {"text": "activations", "font": title}, "domain": [0, 0.17], "rangemode": "tozero", **small},
     )
     if not any(line.gap for line in lines):
         figure.update_layout(yaxis2={"range": [0, 1], "showgrid": False})
