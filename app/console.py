@@ -1,6 +1,7 @@
 """The console as a service: what the REST API and the pages call. Thread-safe.
 
-What agents and launchers say is in app.reports, what operators ask for in app.operators.
+What agents and launchers say is in app.reports, what people read of jobs in app.readings, what operators ask for in
+app.operators.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from app.catalogs.service import Catalogs
 from app.children import begin_without_pages
 from app.coordination import membership as m
 from app.coordination.membership import Ladder
-from app.coordination.sentence import sentence
-from app.errors import ConsoleError, storing, unknown_job, unknown_plan
+from app.errors import ConsoleError, storing, unknown_job
 from app.history.service import Histories
 from app.live import LiveJob
 from app.metrics.exposition import Metrics
@@ -38,14 +38,15 @@ from app.operators import Operators
 from app.planning import Planning
 from app.plans.library import Library
 from app.plans.making import Making
+from app.plans.profiles import NamedProfiles
 from app.plans.replanning import Replanning
 from app.plans.solving import Solves
-from app.reports import Reports, plain
+from app.readings import Readings
+from app.reports import Reports
 from app.security.access import Access
 from app.security.tokens import Tokens
 from app.simulations import Simulations
-from app.view import JobSummary, JobView
-from app.views import PlanCache, job_view, summary
+from app.views import PlanCache
 from db.audit import AuditStore
 from db.observations import Observations
 from db.session import Database
@@ -64,7 +65,7 @@ TICK_SECONDS = 0.25
 FLUSH_SECONDS = 5.0
 
 
-class Console(Reports):
+class Console(Reports, Readings):
     """One per process and database. `start` before use, `close` at the end.
 
     tolerance: plans are made ahead for up to this many failures. keep: how much of its history.
@@ -103,6 +104,7 @@ class Console(Reports):
         self.simulations = Simulations()
         self.making = Making()
         self.library = Library(store, self._plans)
+        self.profiles = NamedProfiles(store.database)
         self.solves = Solves(on_made=self.metrics.plan_made)
         self.replanning = Replanning(self.job, self.plan, self.solves, self._keep_plan)
         self._stop = threading.Event()
@@ -259,76 +261,6 @@ class Console(Reports):
             self.job_ended(job)
             job.topic.close()
             job.epoch_topic.close()
-
-    def list_jobs(self) -> list[JobSummary]:
-        """Newest first."""
-        return [summary(job, self.sentence(job)) for job in reversed(list(self._jobs.values()))]
-
-    def view(self, job_id: str, iterations: int = 600, events: int = 200) -> JobView:
-        job = self.job(job_id)
-        with storing():
-            figures = self.accounts.of(job)
-            stores = self._store, self.observations
-            return job_view(job, stores, self._plans, self.sentence(job), figures, iterations, events)
-
-    def sentence(self, job: LiveJob) -> str:
-        return sentence(job.state, time.monotonic(), self.ladder, paused=job.paused)
-
-    def plan(self, fingerprint: str) -> Plan:
-        """Raises ConsoleError (404)."""
-        with storing():
-            plan = self._plans.get(plain(fingerprint))
-        if plan is None:
-            raise unknown_plan(fingerprint)
-        return plan
-
-    def plan_document(self, job_id: str, fingerprint: str) -> str:
-        """The stored JSON, as it is. Raises ConsoleError (404)."""
-        self.job(job_id)
-        with storing():
-            document = self._store.plan(plain(fingerprint))
-        if document is None:
-            raise unknown_plan(fingerprint)
-        return document
-
-    def plans(self, job_id: str) -> list[Record]:
-        """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""
-        self.job(job_id)
-        with storing():
-            return self._store.job_plans(job_id)
-
-    def events(self, job_id: str, after: int, limit: int) -> list[Record]:
-        self.job(job_id)
-        with storing():
-            return self._store.events(job_id, after=after, limit=limit)
-
-    def iterations(self, job_id: str, after: int, limit: int) -> list[Record]:
-        self.job(job_id)
-        with storing():
-            return self._store.iterations(job_id, after=after, limit=limit)
-
-    def epochs_by_plan(self, job_id: str) -> dict[str, list[int]]:
-        """The numbers of the epochs that each plan was in force in, by its fingerprint."""
-        self.job(job_id)
-        with storing():
-            rows = self._store.epochs(job_id)
-        found: dict[str, list[int]] = {}
-        for row in rows:
-            found.setdefault(row["plan_fingerprint"], []).append(row["epoch"])
-        return found
-
-    def epochs(self, job_id: str) -> list[Record]:
-        """Every epoch with its acknowledgements, oldest first."""
-        self.job(job_id)
-        with storing():
-            epochs, acks = self._store.epochs(job_id), self._store.acknowledgements(job_id)
-        by_epoch: dict[int, list[Record]] = {}
-        for ack in acks:
-            by_epoch.setdefault(ack.pop("epoch"), []).append({k: v for k, v in ack.items() if k != "job_id"})
-        return [
-            {**{k: v for k, v in e.items() if k != "job_id"}, "acknowledgements": by_epoch.get(e["epoch"], [])}
-            for e in epochs
-        ]
 
     # -- details ----------------------------------------------------------------------------
 

@@ -129,6 +129,20 @@ class SavedPlanRow(Base):
     created_at: Mapped[float] = mapped_column(Double)
 
 
+class ProfileRow(Base):
+    """Op times and bytes that somebody keeps under a name. document: a measured profile or a job's, JSON, deflated.
+    summary: what a list of profiles says of it, as JSON. saved_by: who did so last."""
+
+    __tablename__ = "profile"
+
+    name: Mapped[str] = mapped_column(String(80), primary_key=True)
+    document: Mapped[bytes] = mapped_column(LargeBinary)
+    summary: Mapped[str] = mapped_column(Text)
+    saved_by: Mapped[str] = mapped_column(String(80))
+    created_at: Mapped[float] = mapped_column(Double)
+    updated_at: Mapped[float] = mapped_column(Double)
+
+
 class CatalogRow(Base):
     """Plans made ahead for one job, technique and memory limit. info: what they answer, as JSON."""
 

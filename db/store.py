@@ -154,20 +154,28 @@ class Store:
             where = (EventRow.job_id == job_id, EventRow.seq > after)
             return _rows(session, select(EventRow.__table__).where(*where).order_by(order).limit(limit))
 
-    def epochs(self, job_id: str) -> list[Record]:
-        """Every epoch, oldest first; living, failed and joining as lists."""
+    def epochs(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
+        """Epochs with a number > after, oldest first; living, failed and joining as lists."""
+        where = (EpochRow.job_id == job_id, EpochRow.epoch > after)
         with self.database.read() as session:
-            query = select(EpochRow.__table__).where(EpochRow.job_id == job_id).order_by(EpochRow.epoch)
+            query = select(EpochRow.__table__).where(*where).order_by(EpochRow.epoch).limit(limit)
             rows = _rows(session, query)
         for row in rows:
             for key in ("living", "failed", "joining", "moves"):
                 row[key] = json.loads(row[key])
         return rows
 
-    def acknowledgements(self, job_id: str, epoch: int | None = None) -> list[Record]:
+    def acknowledgements(
+        self, job_id: str, epoch: int | None = None, *, after: int = 0, last: int | None = None
+    ) -> list[Record]:
+        """Of one epoch; or of those with a number > after, up to and with `last`."""
         where = [AcknowledgementRow.job_id == job_id]
         if epoch is not None:
             where.append(AcknowledgementRow.epoch == epoch)
+        if after:
+            where.append(AcknowledgementRow.epoch > after)
+        if last is not None:
+            where.append(AcknowledgementRow.epoch <= last)
         with self.database.read() as session:
             return _rows(session, select(AcknowledgementRow.__table__).where(*where).order_by(AcknowledgementRow.at))
 
@@ -189,7 +197,7 @@ class Store:
             rows = _rows(session, select(JobPlanRow.__table__).where(JobPlanRow.job_id == job_id))
         for row in rows:
             row["failed"] = json.loads(row["failed"])
-        return sorted(rows, key=lambda r: (len(r["failed"]), r["failed"], r["created_at"]))
+        return sorted(rows, key=lambda r: (len(r["failed"]), ".".join(r["failed"]), r["created_at"], r["fingerprint"]))
 
     # -- catalogs ---------------------------------------------------------------------------
 

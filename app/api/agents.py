@@ -22,15 +22,24 @@ from agent.protocol import (
 )
 from app.api.intake import Intake
 from app.api.models import Outcome
+from app.api.profiles import ProfileName
 from app.api.runner import in_thread
 from app.console import Console
+from app.errors import ConsoleError
 from app.security.access import caller_of
 from app.security.callers import Role
+from planner.plan import job_doc
 
 After = Annotated[int, Query(ge=0, le=2**53)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new")]
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+
+
+class JobWanted(JobSpec):
+    """profile_name: of a profile that the console keeps or came with, taken in the place of `profile`."""
+
+    profile_name: ProfileName | None = None
 
 
 def router(console: Console) -> APIRouter:
@@ -40,7 +49,7 @@ def router(console: Console) -> APIRouter:
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
     async def create_job(
-        spec: JobSpec,
+        wanted: JobWanted,
         request: Request,
         response: Response,
         idempotency_key: IdempotencyKey = None,
@@ -52,6 +61,7 @@ def router(console: Console) -> APIRouter:
         alone: whoever starts its workers gives them that.
         """
         caller = caller_of(console.access, request.headers)
+        spec = await in_thread(_spec, console, wanted)
         created, new = await in_thread(console.create_job, spec, idempotency_key)
         if new:
             await in_thread(console.audit.record, x_actor, "create job", created.job_id, job_id=created.job_id)
@@ -107,3 +117,14 @@ def router(console: Console) -> APIRouter:
         await in_thread(console.finish, job_id, message)
 
     return api
+
+
+def _spec(console: Console, wanted: JobWanted) -> JobSpec:
+    """What is stored, and compared with what an Idempotency-Key has brought before. Raises ConsoleError."""
+    fields = {name: getattr(wanted, name) for name in JobSpec.model_fields}
+    if wanted.profile_name is not None:
+        if wanted.profile is not None:
+            raise ConsoleError(422, "invalid", "profile, profile_name: got both, expected one of them")
+        job = console.profiles.job(wanted.profile_name, wanted.pipelines, wanted.stages, wanted.micro_batches)
+        fields["profile"] = job_doc(job)
+    return JobSpec.model_validate(fields)

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, Field
 
+from app.api.paging import After, Most, page
+from app.api.profiles import ProfileName
 from app.api.runner import in_thread
 from app.catalogs.export import exported
 from app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
@@ -25,9 +27,11 @@ Tolerance = Annotated[int, Query(ge=0, le=MAX_TOLERANCE)]
 
 
 class CatalogAsked(CatalogRequest):
-    """job_id: of a job of this console, whose question is taken instead of the one given here."""
+    """job_id: of a job of this console, whose question is taken instead of the one given here. profile_name: of a
+    profile (GET /profiles) that is taken in the place of the durations, on the grid that is given."""
 
     job_id: Annotated[str, Field(max_length=64)] | None = None
+    profile_name: ProfileName | None = None
 
 
 class FillingInfo(BaseModel):
@@ -99,7 +103,10 @@ class CatalogDetail(BaseModel):
 
 
 class CatalogLines(BaseModel):
+    """next: `after` of the next page; null: there is none."""
+
     catalogs: list[CatalogLine]
+    next: str | None = None
 
 
 def router(console: Console) -> APIRouter:
@@ -107,9 +114,12 @@ def router(console: Console) -> APIRouter:
     catalogs = console.catalogs
 
     @api.get("/catalogs")
-    async def listed() -> CatalogLines:
+    async def listed(after: After = None, limit: Most = None) -> CatalogLines:
         """Newest first."""
-        return CatalogLines(catalogs=[_line(catalog) for catalog in await in_thread(catalogs.list)])
+        found = await in_thread(catalogs.list)
+        found.sort(key=_place)
+        rows, following = page(found, _place, after, limit)
+        return CatalogLines(catalogs=[_line(row) for row in rows], next=following)
 
     @api.post("/catalogs", status_code=202)
     async def fill(asked: CatalogAsked, x_actor: Actor = "API") -> FillingInfo:
@@ -169,7 +179,13 @@ def router(console: Console) -> APIRouter:
 
 
 def _request(console: Console, asked: CatalogAsked) -> CatalogRequest:
-    values = asked.model_dump(exclude={"job_id"})
+    values = asked.model_dump(exclude={"job_id", "profile_name"})
+    if asked.profile_name is not None:
+        if asked.job_id is not None or asked.job is not None or asked.durations:
+            detail = "profile_name: got it beside job_id, job or durations, expected one of them"
+            raise ConsoleError(422, "invalid", detail)
+        job = console.profiles.job(asked.profile_name, asked.pipelines, asked.stages, asked.micro_batches)
+        values["job"] = job_doc(job).model_dump()
     if asked.job_id is not None:
         question = console.job(asked.job_id).question
         doc = job_doc(question.job).model_dump()
@@ -180,6 +196,10 @@ def _request(console: Console, asked: CatalogAsked) -> CatalogRequest:
     except InputError as error:
         raise ConsoleError(422, "invalid", str(error)) from None
     return request
+
+
+def _place(catalog: CatalogSummary) -> tuple[float, str]:
+    return -catalog.created_at, catalog.fingerprint
 
 
 def _filling(made: Filling) -> FillingInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Header, Query, Response
 
 from app.api.agents import Wait
@@ -16,7 +17,6 @@ from app.api.models import (
     IterationInfo,
     Iterations,
     JobDetail,
-    JobInfo,
     Jobs,
     Outcome,
     PlanInfo,
@@ -24,9 +24,11 @@ from app.api.models import (
     WorkerInfo,
     Workers,
 )
+from app.api.paging import After, Most, page
 from app.api.runner import in_thread
 from app.console import Console
 from app.views import summary
+from db.store import Record
 
 Limit = Annotated[int, Query(ge=1, le=5000)]
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
@@ -35,10 +37,11 @@ Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 def router(console: Console) -> APIRouter:
     api = APIRouter(prefix="/jobs", tags=["jobs"])
 
-    @api.get("")
-    async def jobs() -> Jobs:
+    @api.get("", response_model=Jobs)
+    async def jobs(after: After = None, limit: Most = None) -> Response:
         """Newest first."""
-        return Jobs(jobs=[JobInfo(**asdict(job)) for job in console.list_jobs()])
+        # There may be thousands: they are put into words off the event loop.
+        return Response(await in_thread(_jobs, console, after, limit), media_type="application/json")
 
     @api.get("/{job_id}")
     async def job(job_id: str) -> JobDetail:
@@ -69,13 +72,16 @@ def router(console: Console) -> APIRouter:
         )
 
     @api.get("/{job_id}/epochs")
-    async def epochs(job_id: str) -> Epochs:
-        return Epochs(epochs=[EpochInfo(**row) for row in await in_thread(console.epochs, job_id)])
+    async def epochs(job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Most = None) -> Epochs:
+        """Epochs with a number > after, oldest first: read on with `after` = the last one's. Without a limit, all."""
+        rows = await in_thread(console.epochs, job_id, after, limit)
+        return Epochs(epochs=[EpochInfo(**row) for row in rows])
 
     @api.get("/{job_id}/plans")
-    async def plans(job_id: str) -> Plans:
+    async def plans(job_id: str, after: After = None, limit: Most = None) -> Plans:
         """Fewest failures first."""
-        return Plans(plans=[PlanInfo(**row) for row in await in_thread(console.plans, job_id)])
+        rows, following = page(await in_thread(console.plans, job_id), _place_of_plan, after, limit)
+        return Plans(plans=[PlanInfo(**row) for row in rows], next=following)
 
     @api.get("/{job_id}/plans/{fingerprint}", response_model=dict[str, Any], responses={304: {}})
     async def plan(job_id: str, fingerprint: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
@@ -100,6 +106,15 @@ def router(console: Console) -> APIRouter:
         return Outcome(reason=f"the launcher is asked to start {worker} again")
 
     return api
+
+
+def _jobs(console: Console, after: str | None, limit: int | None) -> bytes:
+    rows, following = page(console.list_jobs(), lambda job: (-job.created_at, job.job_id), after, limit)
+    return orjson.dumps({"jobs": rows, "next": following})
+
+
+def _place_of_plan(row: Record) -> tuple[float, str, float, str]:
+    return float(len(row["failed"])), ".".join(row["failed"]), row["created_at"], row["fingerprint"]
 
 
 def _detail(console: Console, job_id: str) -> JobDetail:

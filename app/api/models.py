@@ -118,7 +118,10 @@ class Outcome(BaseModel):
 
 
 class Jobs(BaseModel):
+    """next: `after` of the next page; null: there is none."""
+
     jobs: list[JobInfo]
+    next: str | None = None
 
 
 class Workers(BaseModel):
@@ -138,4 +141,7 @@ class Epochs(BaseModel):
 
 
 class Plans(BaseModel):
+    """next: `after` of the next page; null: there is none."""
+
     plans: list[PlanInfo]
+    next: str | None = None

@@ -9,15 +9,24 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.jobs import Actor
 from app.api.models import Outcome
+from app.api.paging import After, Most, page
+from app.api.profiles import ProfileName
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
 from app.plans.applying import use_plan
 from app.plans.solving import Point, Solve, SolveState
-from app.plans.solving_child import Migrations, MigrationsAsked, PlanAsked, Request
+from app.plans.solving_child import (
+    Migrations,
+    MigrationsAsked,
+    MigrationsSettings,
+    PlanAsked,
+    PlanSettings,
+    Request,
+)
 from planner.check import check
 from planner.errors import PlannerError
-from planner.plan import Plan
+from planner.plan import JobDoc, Plan, job_doc
 
 
 class SavedPlan(BaseModel):
@@ -40,7 +49,10 @@ class SavedPlan(BaseModel):
 
 
 class SavedPlans(BaseModel):
+    """next: `after` of the next page; null: there is none."""
+
     plans: list[SavedPlan]
+    next: str | None = None
 
 
 class PlanToSave(BaseModel):
@@ -81,16 +93,42 @@ class SolveInfo(BaseModel):
 
 
 class SolveList(BaseModel):
+    """next: `after` of the next page; null: there is none."""
+
     solves: list[SolveInfo]
+    next: str | None = None
+
+
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class _WhoseJob(BaseModel):
+    job: JobDoc | None = None
+    profile_name: ProfileName | None = None
+    pipelines: Size | None = None
+    stages: Size | None = None
+    micro_batches: Size | None = None
+
+
+class PlanWanted(_WhoseJob, PlanSettings):
+    """job: a whole one; or profile_name: of a profile (GET /profiles), and pipelines, stages, micro_batches, which are
+    the profile's own where they are not given. solver: auto, list, cp-sat or milp. time_limit: seconds."""
+
+
+class MigrationsWanted(_WhoseJob, MigrationsSettings):
+    """job, or profile_name and the sizes of the grid: as for a plan. state_bytes: of weights and optimizer of every
+    stage; 0: what the profile says. bandwidth: bytes per second of a copy. heals_in: seconds until the failed workers
+    are back; null: they don't come back."""
 
 
 def router(console: Console) -> APIRouter:
     api = APIRouter()
 
     @api.get("/plans", tags=["plans"])
-    async def saved() -> SavedPlans:
+    async def saved(after: After = None, limit: Most = None) -> SavedPlans:
         """Newest first."""
-        return SavedPlans(plans=[SavedPlan(**row) for row in await in_thread(console.library.saved)])
+        rows, following = page(await in_thread(console.library.saved), _place_of_plan, after, limit)
+        return SavedPlans(plans=[SavedPlan(**row) for row in rows], next=following)
 
     @api.post("/plans", status_code=201, tags=["plans"])
     async def save(message: PlanToSave, x_actor: Actor = "API") -> Kept:
@@ -118,13 +156,16 @@ def router(console: Console) -> APIRouter:
         return Outcome(reason=await in_thread(use_plan, console, job_id, plan, x_actor))
 
     @api.get("/solves", tags=["plans"])
-    async def solves() -> SolveList:
+    async def solves(after: After = None, limit: Most = None) -> SolveList:
         """In the order in which they were asked for, without their points."""
-        return SolveList(solves=[solve_info(solve, len(solve.points)) for solve in console.solves.all()])
+        rows, following = page(console.solves.all(), lambda solve: (solve.asked, solve.id), after, limit)
+        return SolveList(solves=[solve_info(solve, len(solve.points)) for solve in rows], next=following)
 
     @api.post("/solves", status_code=202, tags=["plans"])
     async def start(
-        message: Annotated[Request, Field(discriminator="kind")], response: Response, x_actor: Actor = "API"
+        message: Annotated[PlanWanted | MigrationsWanted, Field(discriminator="kind")],
+        response: Response,
+        x_actor: Actor = "API",
     ) -> SolveInfo:
         """Begins to make a plan, or to look for migrations, in a process of its own; equal requests share one."""
         solve = await in_thread(_start, console, message)
@@ -153,15 +194,37 @@ def router(console: Console) -> APIRouter:
     return api
 
 
-def _start(console: Console, message: PlanAsked | MigrationsAsked) -> Solve:
+def _start(console: Console, message: PlanWanted | MigrationsWanted) -> Solve:
+    job, own = _job_of(console, message), set(_WhoseJob.model_fields)
+    settings = {name: getattr(message, name) for name in type(message).model_fields if name not in own}
+    asked: Request
     try:
-        if isinstance(message, PlanAsked):
-            message.problem()
+        if isinstance(message, PlanWanted):
+            asked = PlanAsked(job=job, **settings)
+            asked.problem()
         else:
-            message.checked_job()
+            asked = MigrationsAsked(job=job, **settings)
+            asked.checked_job()
     except PlannerError as error:
         raise ConsoleError(422, "invalid", str(error)) from None
-    return console.solves.start(message)
+    return console.solves.start(asked)
+
+
+def _job_of(console: Console, asked: _WhoseJob) -> JobDoc:
+    sizes = asked.pipelines, asked.stages, asked.micro_batches
+    if (asked.job is None) == (asked.profile_name is None):
+        raise ConsoleError(422, "invalid", "job, profile_name: expected one of them")
+    if asked.profile_name is not None:
+        return job_doc(console.profiles.job(asked.profile_name, *sizes))
+    if any(size is not None for size in sizes):
+        detail = "pipelines, stages, micro_batches: expected none of them beside job, which has its own"
+        raise ConsoleError(422, "invalid", detail)
+    assert asked.job is not None
+    return asked.job
+
+
+def _place_of_plan(row: dict[str, Any]) -> tuple[float, str]:
+    return -row["created"], row["fingerprint"]
 
 
 def _save(console: Console, message: PlanToSave) -> str:

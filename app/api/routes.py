@@ -24,6 +24,7 @@ from app.api import (
     operator,
     plans,
     problems,
+    profiles,
     streams,
 )
 from app.api.heartbeat import HeartbeatEndpoint
@@ -59,6 +60,7 @@ def create_api(console: Console) -> FastAPI:
     api.include_router(history.router(console))
     api.include_router(operator.router(console))
     api.include_router(plans.router(console))
+    api.include_router(profiles.router(console))
     api.include_router(measured.router(console))
     api.include_router(observed.router(console))
     api.include_router(exports.router(console))

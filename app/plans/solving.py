@@ -124,7 +124,7 @@ class Solves:
     def all(self) -> list[Solve]:
         """Those that are kept, in the order in which they were asked for."""
         with self._lock:
-            return sorted(self._solves.values(), key=lambda s: s.asked)
+            return sorted(self._solves.values(), key=lambda s: (s.asked, s.id))
 
     def start(self, request: Request) -> Solve:
         """Begins it, or has it wait its turn. One that is known is given back, unless it came to no end

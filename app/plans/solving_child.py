@@ -37,15 +37,39 @@ PLAN = b"+"
 _SENDING = threading.Lock()
 
 
-class _Asked(BaseModel):
-    """job, failed, technique, memory: as in planner.job.Problem."""
+class _Settings(BaseModel):
+    """failed, technique, memory: as in planner.job.Problem."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    job: JobDoc
     failed: tuple[WorkerName, ...] = ()
     technique: Technique = Technique.STAGGERED
     memory: Annotated[str, Field(max_length=20)] = "uniform"
+
+
+class PlanSettings(_Settings):
+    """All of a request for a plan but its job. solver: auto, list, cp-sat or milp. time_limit: seconds."""
+
+    kind: Literal["plan"] = "plan"
+    solver: str = "auto"
+    time_limit: Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
+
+
+class MigrationsSettings(_Settings):
+    """All of a request for migrations but its job. state_bytes: of weights and optimizer of every stage; 0: what the
+    profile says. bandwidth: bytes per second of a copy. heals_in: seconds until the failed workers are back; None:
+    they don't come back."""
+
+    kind: Literal["migrations"] = "migrations"
+    state_bytes: Annotated[int, Field(ge=0, le=1 << 60)] = 0
+    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10e9
+    heals_in: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+
+
+class _Asked(_Settings):
+    """job: as in planner.job.Problem."""
+
+    job: JobDoc
 
     @property
     def id(self) -> str:
@@ -70,13 +94,7 @@ class _Asked(BaseModel):
         return frozenset(Worker.parse(name, field="failed") for name in self.failed)
 
 
-class PlanAsked(_Asked):
-    """solver: auto, list, cp-sat or milp. time_limit: seconds."""
-
-    kind: Literal["plan"] = "plan"
-    solver: str = "auto"
-    time_limit: Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
-
+class PlanAsked(_Asked, PlanSettings):
     @property
     def patience(self) -> float:
         return self.time_limit
@@ -88,15 +106,7 @@ class PlanAsked(_Asked):
         return Problem(self.checked_job(), self.dead(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
 
-class MigrationsAsked(_Asked):
-    """state_bytes: of weights and optimizer of every stage; 0: what the profile says. bandwidth: bytes per
-    second of a copy. heals_in: seconds until the failed workers are back; None: they don't come back."""
-
-    kind: Literal["migrations"] = "migrations"
-    state_bytes: Annotated[int, Field(ge=0, le=1 << 60)] = 0
-    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10e9
-    heals_in: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
-
+class MigrationsAsked(_Asked, MigrationsSettings):
     @property
     def patience(self) -> float:
         return 60.0

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from app.plans.profiles import on_grid
 from app.plans.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
@@ -74,7 +75,7 @@ class WhatIf:
         document = read_profile(self.profile)
         if len(document.profiles) != self.stages:
             raise InputError("profile", f"{len(document.profiles)} stages", f"one row for each of the {self.stages}")
-        return _on_grid(document, self.pipelines, self.micro_batches).job()
+        return on_grid(document, self.pipelines, self.micro_batches).job()
 
     def asked(self) -> PlanAsked:
         """Raises PlannerError for a job that is none."""
@@ -242,7 +243,7 @@ def _number(field: str, text: str, low: float, high: float) -> float:
 def own_profile(document: JobDoc) -> str:
     """The stages' times and bytes of a job as one word of a URL; a preset's name where they are that."""
     if not document.speeds:
-        job = _on_grid(document, 1, 1).job()
+        job = on_grid(document, 1, 1).job()
         whole = not any(p.reductions for p in document.profiles)
         for name in PRESETS:
             if whole and job == Job(1, job.stages, 1, profiles=_preset(name, job.stages)):
@@ -293,17 +294,6 @@ def _preset(name: str, stages: int) -> tuple[StageProfile, ...]:
         return tuple(StageProfile(x, x, x) for x in scales)
     first, last = StageProfile(1.0, 0.0, 2.0), StageProfile(_HEAD, _HEAD, _HEAD)
     return ((first,) + (StageProfile(),) * (stages - 2) + (last,))[:stages]
-
-
-def _on_grid(document: JobDoc, pipelines: int, micro_batches: int) -> JobDoc:
-    """Reductions of fewer peers and speeds of fewer workers are among those of more."""
-    changes: dict[str, Any] = {
-        "pipelines": pipelines,
-        "micro_batches": micro_batches,
-        "profiles": tuple(p.model_copy(update={"reductions": p.reductions[:pipelines]}) for p in document.profiles),
-        "speeds": {w: x for w, x in document.speeds.items() if Worker.parse(w).pipeline < pipelines},
-    }
-    return document.model_copy(update=changes)
 
 
 def _resized(document: JobDoc, stages: int) -> JobDoc:

@@ -26,6 +26,7 @@ from app.security.bodies import BodyLimit
 from db.session import Database
 from db.store import Store
 
+CURSOR = "a cursor is one that the console has given"
 # Rules between fields, and sizes that only their product says, which JSON Schema has no words for. What these
 # refuse that the document allows is a 422 all the same, which the other checks see to.
 RELATIONS = {
@@ -37,6 +38,13 @@ RELATIONS = {
     "POST /solves": "profile, grid and technique must make a job",
     "POST /history/import": "the file is a zip with the history of a job",
     "POST /catalogs": "profile, grid and technique must make a job",
+    "PUT /profiles/{name}": "op times and grid must make a job",
+    "GET /jobs": CURSOR,
+    "GET /jobs/{job_id}/plans": CURSOR,
+    "GET /plans": CURSOR,
+    "GET /solves": CURSOR,
+    "GET /catalogs": CURSOR,
+    "GET /profiles": CURSOR,
 }
 # They end with the job: tests/app/test_api_streams.py.
 ENDLESS = "/stream"

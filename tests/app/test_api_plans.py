@@ -108,6 +108,30 @@ def test_a_plan_from_elsewhere_is_checked(client: TestClient) -> None:
     refused(client.post(f"{API}/plans", json={"name": "x", "solve": "none"}), 404, "solve: got 'none'")
 
 
+def test_lists_come_page_by_page(client: TestClient) -> None:
+    spec = {"name": "n", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 5}
+    for number in range(3):
+        client.post(f"{API}/jobs", json={**spec, "name": f"job {number}"})
+        body = {"kind": "plan", "job": JOB, "failed": [f"W{number}_0"], "solver": "list"}
+        client.post(f"{API}/plans", json={"name": "x", "plan": plan((f"W{number}_3",)).model_dump(mode="json")})
+        assert client.post(f"{API}/solves", json=body).status_code == 202
+    for path, rows in (("/jobs", "jobs"), ("/plans", "plans"), ("/solves", "solves")):
+        whole = client.get(API + path).json()
+        assert whole["next"] is None and len(whole[rows]) >= 3
+        seen, after = [], ""
+        while after is not None:
+            found = client.get(API + path, params={"limit": 2, "after": after}).json()
+            seen += found[rows]
+            after = found["next"]
+        ids = [
+            [row.get("job_id") or row.get("id") or row["fingerprint"] for row in some] for some in (seen, whole[rows])
+        ]
+        assert ids[0] == ids[1], path
+        refused(client.get(API + path, params={"after": "x"}), 422, "after: got 'x', expected the `next` of a page")
+        refused(client.get(API + path, params={"limit": 0}), 422, "limit: got '0'")
+    assert [row["name"] for row in client.get(f"{API}/jobs").json()["jobs"]] == ["job 2", "job 1", "job 0"]
+
+
 @pytest.mark.parametrize("tail", ["/solves/none", "/solves/none/plan", "/plans/none"])
 def test_unknown_ones(client: TestClient, tail: str) -> None:
     refused(client.get(API + tail), 404, "got 'none'")

@@ -83,6 +83,17 @@ def test_a_change_is_stored_as_a_whole(store: Store) -> None:
     assert store.acknowledgements("job", 1)[0]["state"] == "adopted"
 
 
+def test_epochs_come_page_by_page_with_their_acknowledgements(store: Store) -> None:
+    make_job(store)
+    for number in (1, 2, 3, 4):
+        ack = {"worker": "W0_0", "incarnation": "a", "epoch": number, "state": "adopted", "iteration": 0, "at": 1.0}
+        plan = ("f", "{}", [], False) if number == 1 else None
+        store.apply("job", Change(plan=plan, epoch=epoch(number), acknowledgements=[ack]))
+    assert [row["epoch"] for row in store.epochs("job", after=1, limit=2)] == [2, 3]
+    assert [row["epoch"] for row in store.acknowledgements("job", after=1, last=3)] == [2, 3]
+    assert [row["epoch"] for row in store.epochs("job")] == [1, 2, 3, 4]
+
+
 def test_a_change_that_fails_leaves_nothing(store: Store) -> None:
     make_job(store)
     store.apply("job", Change(events=[event(1)]))

@@ -1,0 +1,108 @@
+"""Profiles that go by name: kept here once, and named where jobs and plans are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Path, Response
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from app.api.paging import After, Most, page
+from app.api.runner import in_thread
+from app.console import Console
+from app.plans.profiles import NAME, ProfileLine
+from planner.plan import JobDoc, job_doc
+from planner.profiles import Profile
+
+ProfileName = Annotated[str, Field(pattern=NAME)]
+InPath = Annotated[str, Path(pattern=NAME)]
+Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
+
+
+def _kind(document: Any) -> str:
+    """Anything that is no measured profile is refused as a job, with what a job lacks."""
+    if isinstance(document, Profile) or (isinstance(document, dict) and "profile_version" in document):
+        return "measured"
+    return "job"
+
+
+# What `python -m agent profile` writes, or the document of a job.
+Document = Annotated[
+    Annotated[Profile, Tag("measured")] | Annotated[JobDoc, Tag("job")],
+    Discriminator(_kind),
+]
+
+
+class ProfileInfo(BaseModel):
+    """source: `shipped` ones come with the planner and never change. kind: `measured` by the agent's profiler, or a
+    `job` document. stages: that it is good for; null: any number up to `layers`, those of the model. saved_by,
+    created_at, updated_at: who has saved it last, and POSIX seconds; "" and null of one that is shipped."""
+
+    name: str
+    source: Literal["shipped", "saved"]
+    kind: Literal["measured", "job"]
+    about: str
+    stages: int | None
+    layers: int | None
+    time_unit: str
+    saved_by: str
+    created_at: float | None
+    updated_at: float | None
+
+
+class ProfileDetail(ProfileInfo):
+    """document: as it was saved. job: what it makes of its own grid."""
+
+    document: Profile | JobDoc
+    job: JobDoc
+
+
+class ProfileList(BaseModel):
+    """next: `after` of the next page; null: there is none."""
+
+    profiles: list[ProfileInfo]
+    next: str | None = None
+
+
+def router(console: Console) -> APIRouter:
+    api = APIRouter(prefix="/profiles", tags=["profiles"])
+    profiles = console.profiles
+
+    @api.get("")
+    async def listed(after: After = None, limit: Most = None) -> ProfileList:
+        """By name."""
+        lines, following = page(await in_thread(profiles.list), lambda line: (line.name,), after, limit)
+        return ProfileList(profiles=[_info(line) for line in lines], next=following)
+
+    @api.get("/{name}")
+    async def profile(name: InPath) -> ProfileDetail:
+        return await in_thread(_detail, console, name)
+
+    @api.put("/{name}", status_code=201, responses={200: {"model": ProfileInfo}, 409: {}})
+    async def put(name: InPath, document: Document, response: Response, x_actor: Actor = "API") -> ProfileInfo:
+        """Keeps a profile, or a job document's op times, under this name: 201; 200 in the place of one that had it.
+
+        Jobs and plans that were made with the one before keep what they have.
+        """
+        new = await in_thread(profiles.put, name, document, x_actor)
+        await in_thread(console.audit.record, x_actor, "save profile", name, detail="" if new else "replaced")
+        response.status_code = 201 if new else 200
+        return _info((await in_thread(profiles.get, name))[0])
+
+    @api.delete("/{name}", status_code=204, responses={409: {}})
+    async def delete(name: InPath, x_actor: Actor = "API") -> None:
+        """Jobs and plans that were made with it keep what they have."""
+        await in_thread(profiles.delete, name)
+        await in_thread(console.audit.record, x_actor, "delete profile", name)
+
+    return api
+
+
+def _info(line: ProfileLine) -> ProfileInfo:
+    return ProfileInfo(**asdict(line))
+
+
+def _detail(console: Console, name: str) -> ProfileDetail:
+    line, document = console.profiles.get(name)
+    return ProfileDetail(**asdict(line), document=document, job=job_doc(console.profiles.job(name)))

@@ -1,0 +1,119 @@
+"""What people, pages and dashboards read of every job. A part of app.console.Console."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+
+from app.coordination.membership import Ladder
+from app.coordination.sentence import sentence
+from app.errors import storing, unknown_plan
+from app.live import LiveJob
+from app.observing.goodput import Accounts
+from app.reports import plain
+from app.view import JobSummary, JobView
+from app.views import PlanCache, job_view, summary
+from db.observations import Observations
+from db.store import Record, Store
+from planner.plan import Plan
+
+
+class Readings(ABC):
+    """Thread-safe. Every method raises ConsoleError: for an unknown job, or a database that does not answer."""
+
+    _store: Store
+    _plans: PlanCache
+    ladder: Ladder
+    observations: Observations
+    accounts: Accounts
+
+    @abstractmethod
+    def job(self, job_id: str) -> LiveJob:
+        """Raises ConsoleError (404)."""
+
+    @abstractmethod
+    def live_jobs(self) -> list[LiveJob]:
+        """All that there are, those that are over too."""
+
+    def list_jobs(self) -> list[JobSummary]:
+        """Newest first."""
+        jobs = sorted(self.live_jobs(), key=lambda job: (-job.created_at, job.job_id))
+        return [self._summary(job) for job in jobs]
+
+    def _summary(self, job: LiveJob) -> JobSummary:
+        # Nothing of what is said here changes any more once a job is over, and there may be thousands.
+        if isinstance(known := job.view_cache.get("summary"), JobSummary):
+            return known
+        over = job.state.over
+        made = summary(job, self.sentence(job))
+        if over:
+            job.view_cache["summary"] = made
+        return made
+
+    def view(self, job_id: str, iterations: int = 600, events: int = 200) -> JobView:
+        job = self.job(job_id)
+        with storing():
+            figures = self.accounts.of(job)
+            stores = self._store, self.observations
+            return job_view(job, stores, self._plans, self.sentence(job), figures, iterations, events)
+
+    def sentence(self, job: LiveJob) -> str:
+        return sentence(job.state, time.monotonic(), self.ladder, paused=job.paused)
+
+    def plan(self, fingerprint: str) -> Plan:
+        """Raises ConsoleError (404)."""
+        with storing():
+            plan = self._plans.get(plain(fingerprint))
+        if plan is None:
+            raise unknown_plan(fingerprint)
+        return plan
+
+    def plan_document(self, job_id: str, fingerprint: str) -> str:
+        """The stored JSON, as it is. Raises ConsoleError (404)."""
+        self.job(job_id)
+        with storing():
+            document = self._store.plan(plain(fingerprint))
+        if document is None:
+            raise unknown_plan(fingerprint)
+        return document
+
+    def plans(self, job_id: str) -> list[Record]:
+        """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""
+        self.job(job_id)
+        with storing():
+            return self._store.job_plans(job_id)
+
+    def events(self, job_id: str, after: int, limit: int) -> list[Record]:
+        self.job(job_id)
+        with storing():
+            return self._store.events(job_id, after=after, limit=limit)
+
+    def iterations(self, job_id: str, after: int, limit: int) -> list[Record]:
+        self.job(job_id)
+        with storing():
+            return self._store.iterations(job_id, after=after, limit=limit)
+
+    def epochs_by_plan(self, job_id: str) -> dict[str, list[int]]:
+        """The numbers of the epochs that each plan was in force in, by its fingerprint."""
+        self.job(job_id)
+        with storing():
+            rows = self._store.epochs(job_id)
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            found.setdefault(row["plan_fingerprint"], []).append(row["epoch"])
+        return found
+
+    def epochs(self, job_id: str, after: int = 0, limit: int | None = None) -> list[Record]:
+        """Epochs with a number > after and their acknowledgements, oldest first."""
+        self.job(job_id)
+        with storing():
+            epochs = self._store.epochs(job_id, after=after, limit=limit)
+            last = epochs[-1]["epoch"] if epochs else 0
+            acks = self._store.acknowledgements(job_id, after=after, last=last) if epochs else []
+        by_epoch: dict[int, list[Record]] = {}
+        for ack in acks:
+            by_epoch.setdefault(ack.pop("epoch"), []).append({k: v for k, v in ack.items() if k != "job_id"})
+        return [
+            {**{k: v for k, v in e.items() if k != "job_id"}, "acknowledgements": by_epoch.get(e["epoch"], [])}
+            for e in epochs
+        ]

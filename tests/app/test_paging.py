@@ -1,0 +1,50 @@
+"""A list page by page, while rows come and go."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.api.paging import page
+from app.errors import ConsoleError
+
+
+def place(row: tuple[float, str]) -> tuple[float, str]:
+    return -row[0], row[1]
+
+
+ROWS = sorted(((float(n // 2), f"row {n} ü") for n in range(7)), key=place)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 6, 7, 8])
+def test_pages_together_are_the_list(limit: int) -> None:
+    seen, after, pages = list[tuple[float, str]](), None, 0
+    while True:
+        rows, after = page(ROWS, place, after, limit)
+        seen += rows
+        pages += 1
+        if after is None:
+            break
+        assert len(rows) == limit
+        assert after.replace("-", "").replace("_", "").isalnum(), "it goes into an address as it is"
+    assert seen == ROWS
+    assert pages == -(-len(ROWS) // limit)
+
+
+def test_without_a_limit_it_is_the_whole_list() -> None:
+    assert page(ROWS, place, None, None) == (ROWS, None)
+    assert page([], place, None, 3) == ([], None)
+
+
+def test_what_comes_and_goes_neither_repeats_nor_hides_the_rest() -> None:
+    first, after = page(ROWS, place, None, 3)
+    newer, left = (99.0, "newer"), [row for row in ROWS if row != first[-1]]  # the very row that the page ended with
+    rest, _ = page(sorted([newer, *left], key=place), place, after, None)
+    assert [*first, *rest] == ROWS
+    assert page([], place, after, 3) == ([], None)
+
+
+@pytest.mark.parametrize("after", ["x", "bm9uZQ", "e30", "WzEsMl0", "W10", "____", "WzEuMCx0cnVlXQ", "WzEuMCwiYSIsMV0"])
+def test_a_cursor_of_no_page_is_refused(after: str) -> None:
+    with pytest.raises(ConsoleError, match=r"after: got .* expected the `next` of a page of this list") as error:
+        page(ROWS, place, after, None)
+    assert error.value.status == 422
