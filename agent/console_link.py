@@ -42,6 +42,9 @@ MAX_REPORTS = 200
 """Waiting at most; each may hold REPORTED_ITERATIONS, so that a console may be away for hours."""
 REPORTED_ITERATIONS = 1000
 LAST_TRIES_SECONDS = 0.2
+TRY_AGAIN_SECONDS = 1.0
+"""Between two tries, at most. A console that is back knows of a death by this report before it gives up waiting for
+it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
 
 Report = tuple[str, Message]
 """Path below the job's, and body."""
@@ -184,7 +187,7 @@ class ConsoleCoordination:
             os.write(self._wake_write, b"!")
 
     def _send_reports(self) -> None:
-        client, backoff = self._connect(), Backoff()
+        client, backoff = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS)
         while True:
             report = self._reports.take()
             if report is None:
@@ -208,7 +211,7 @@ class ConsoleCoordination:
             self._reports.sent()
 
     def _follow_epochs(self) -> None:
-        client, backoff, epoch = self._connect(), Backoff(), 0
+        client, backoff, epoch = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), 0
         plans: dict[str, Plan] = {}
         said = ""
         while not self._closing.is_set():
@@ -243,7 +246,7 @@ class ConsoleCoordination:
         return status.sentence
 
     def _follow_commands(self) -> None:
-        client, backoff, seq = self._connect(), Backoff(), 0
+        client, backoff, seq = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), 0
         while not self._closing.is_set():
             try:
                 answer = client.get(f"{self._path}/commands", Commands, wait=LONG_POLL_SECONDS, after=seq)
