@@ -87,11 +87,11 @@ def _ask(console: Console) -> SimulationRequest:
                 ("host_mtbf", "Host MTBF (h)", 0.0, 0.0, "Hours between failures of a whole host of 8; 0: never."),
             ):
                 values[name] = st.number_input(
-                    label, least, 1e6, hours, key=f"sim_{name}", bind="query-params", width=130, help=note
+                    label, least, 1e6, hours, key=f"sim_{name}", bind="query-params", width=130, help=note, format="%g"
                 )
             values["seed"] = st.number_input("Seed", 0, 2**31, 2, key="sim_seed", bind="query-params", width=100)
         values["dollars"] = st.number_input(
-            "$ per worker-hour", 0.0, 1e4, 2.0, key="sim_dollars", bind="query-params", width=130
+            "$ per worker-hour", 0.0, 1e4, 2.0, key="sim_dollars", bind="query-params", width=130, format="%g"
         )
     if values["trace"] == HISTORY:
         values["history"], values["history_seconds"] = history(console, source)

@@ -147,6 +147,8 @@ def _reference(figure: go.Figure, report: CatalogReport, colours: Palette, unit:
         y=report.reference,
         yanchor="bottom",
         text=f"fault-free 1F1B: {report.reference:,.6g} {unit}",
+        bgcolor=colours.background,  # on narrow screens the curves pass behind it
+        opacity=0.85,
         showarrow=False,
         font={"size": 12, "color": colours.text},
     )

@@ -125,7 +125,7 @@ def sensitivity(
         margin={"l": 54, "r": 12, "t": 34, "b": 44},
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12}},
         xaxis={
-            "title": {"text": "one worker's mean time between failures, hours (logarithmic)"},
+            "title": {"text": "MTBF of one worker (hours, logarithmic)"},
             "type": "log",
             "tickvals": list(mtbf),
             "ticktext": [f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}" for value in mtbf],
