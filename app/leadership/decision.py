@@ -23,7 +23,7 @@ class Action(Enum):
     STAY = "stay"  # and renew the lease again
     STEP_DOWN = "step down"
     LEAD = "lead"  # claim a new term
-    EVICT = "evict"  # end the sessions of a leader that does not run
+    EVICT = "evict"  # end the sessions of a leader that does not run, or those that this console had before
     WAIT = "wait"
 
 
@@ -47,7 +47,7 @@ class Decision:
 
 def decide(me: str, term: int | None, seen: Seen, times: Times) -> Decision:
     """me: this console. term: the one in which it leads, or None."""
-    return _waiting(seen, times) if term is None else _leading(me, term, seen)
+    return _waiting(me, seen, times) if term is None else _leading(me, term, seen)
 
 
 def _leading(me: str, term: int, seen: Seen) -> Decision:
@@ -61,7 +61,7 @@ def _leading(me: str, term: int, seen: Seen) -> Decision:
     return Decision(Action.STAY, f"this console leads (term {term})")
 
 
-def _waiting(seen: Seen, times: Times) -> Decision:
+def _waiting(me: str, seen: Seen, times: Times) -> Decision:
     if not seen.reached:
         return Decision(Action.WAIT, "the database does not answer; nobody is known to lead")
     lease = seen.lease
@@ -70,6 +70,10 @@ def _waiting(seen: Seen, times: Times) -> Decision:
     if lease is None or not lease.holder:
         # Between a lock and a lease; or a version of this program that knew the lock alone.
         return Decision(Action.WAIT, "another console is about to lead")
+    if lease.holder == me:
+        # Its connection broke, and the database has not noticed: nobody but this console knows that.
+        reason = f"the database still holds the lead of term {lease.term} for an earlier connection of this console"
+        return Decision(Action.EVICT, reason)
     if lease.age >= times.lease:
         return Decision(Action.EVICT, f"{leader(lease)} leads, but was not heard for {lease.age:.1f} s")
     return Decision(Action.WAIT, f"{leader(lease)} leads (term {lease.term}); it was heard {lease.age:.1f} s ago")

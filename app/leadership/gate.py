@@ -84,10 +84,7 @@ class Gate:
             await self.refusal()(scope, receive, send)
 
     def refusal(self) -> Response:
-        standing = self._host.standing
-        ask = f"; ask {standing.leader}" if standing.leader else "; try again"
-        detail = f"this console is a standby: {standing.reason}{ask}"
-        return problem(503, STANDBY, detail, {"Retry-After": RETRY_AFTER})
+        return problem(503, STANDBY, self._host.standing.sentence, {"Retry-After": RETRY_AFTER})
 
     def _disconnect(self) -> None:
         self._losses += 1

@@ -74,6 +74,10 @@ class ConsoleHost:
         standing = self._leadership.standing
         if standing.term is None:
             return standing
+        if self._seat is not None and self._seat.term == standing.term:
+            # It is up, and does not trust itself: the database has been silent for longer than its lease.
+            silent = f"the database has not confirmed it for {self._leadership.unconfirmed:.1f} s"
+            return Standing(standing.term, "", silent, True, self._leadership.times.renew)
         return Standing(standing.term, "", f"{standing.reason} and is taking up the jobs")
 
     def on_lost(self, callback: Callable[[], None]) -> None:

@@ -29,12 +29,22 @@ class Standing:
     """Who leads, as this console knows it.
 
     term: the one in which this console leads; None: it does not. leader: the address of who does, "" where
-    that is not known. reason: a sentence for people, without a full stop.
+    that is not known. reason: a sentence for people, without a full stop. doubt: this console led last, and nobody
+    else is known to. again: seconds from one look to the next.
     """
 
     term: int | None
     leader: str
     reason: str
+    doubt: bool = False
+    again: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        """What is told to whoever asks while no console is up here; without a full stop."""
+        if self.doubt:
+            return f"this console's lead is in doubt: {self.reason}; it tries again every {self.again:g} s"
+        return f"this console is a standby: {self.reason}; " + (f"ask {self.leader}" if self.leader else "try again")
 
 
 class Leadership:
@@ -59,6 +69,7 @@ class Leadership:
         self._session: LeaderSession | None = None
         self._locked = False
         self._confirmed = 0.0  # when the lease was renewed last, at the latest
+        self._led = False  # was it this console that led last, as far as is known?
         self._standing = Standing(None, "", "this console is starting")
         self._changed = threading.Condition()
         self._wake, self._stop, self._unfit = threading.Event(), threading.Event(), threading.Event()
@@ -74,6 +85,11 @@ class Leadership:
         """Does this console lead in that term, beyond doubt? Not after a standstill of its own: another
         one may lead by then."""
         return self._standing.term == term and self._clock() - self._confirmed < self.times.lease
+
+    @property
+    def unconfirmed(self) -> float:
+        """Seconds since the database has confirmed that this console leads."""
+        return self._clock() - self._confirmed
 
     def wait_change(self, term: int | None, stop: threading.Event) -> int | None:
         """The term in which this console leads, as soon as it is another one than `term`, or `stop` is set:
@@ -157,8 +173,8 @@ class Leadership:
             self._stand(None, lease, reason)
             if action is Action.EVICT:
                 assert self._session is not None and lease is not None
-                ended = self._session.evict(lease.holder, self.times.lease)
-                log.warning("the leader was silent for too long; its sessions were ended", reason=reason, ended=ended)
+                ended = self._session.evict(lease.holder, 0.0 if lease.holder == self._me else self.times.lease)
+                log.warning("sessions that held the lead were ended", reason=reason, ended=ended)
                 if ended:
                     self._wake.set()
 
@@ -171,14 +187,16 @@ class Leadership:
             self._session.evict(lease.holder, 0.0)
         asked = self._clock()
         term = self._session.claim(self._address)
-        self._confirmed = asked
+        self._confirmed, self._led = asked, True
         log.info("this console leads", term=term, address=self._address)
         self._stand(term, None, f"this console leads (term {term})")
 
     def _stand(self, term: int | None, lease: Lease | None, reason: str) -> None:
+        other = lease is not None and lease.holder != self._me
+        self._led = self._led and not other
         leader = lease.address if lease is not None and lease.holder not in ("", self._me) else ""
         with self._changed:
-            self._standing = Standing(term, leader, reason)
+            self._standing = Standing(term, leader, reason, self._led and term is None, self.times.poll)
             self._changed.notify_all()
 
     def _drop(self) -> None:
@@ -193,6 +211,7 @@ class Leadership:
             with suppress(SQLAlchemyError):
                 self._session.resign(term)
         self._drop()
+        self._led = False
         self._stand(None, None, reason)
 
 

@@ -12,20 +12,30 @@ from app.ui.components import use_style
 def show(standing: Standing) -> None:
     """Until this console leads; then the page that was asked for comes by itself."""
     use_style()
+    if standing.doubt:
+        st.title("This console's lead is in doubt")
+        st.fragment(run_every=1)(_state)(doubt=True)
+        st.caption(
+            "It led until the database did not answer it any more, and changes nothing before it is sure again. "
+            "Training goes on meanwhile, reports wait at the agents, and this page changes by itself."
+        )
+        return
     st.title("This console is a standby")
-    st.fragment(run_every=1)(_state)()
+    st.fragment(run_every=1)(_state)(doubt=False)
     st.caption(
         "Two consoles share one database, and one of them leads: it decides, and shows the jobs. This one takes "
         "over within ten seconds when the leader is gone. Training goes on meanwhile, and this page changes by itself."
     )
 
 
-def _state() -> None:
+def _state(*, doubt: bool) -> None:
     standing = standing_by()
-    if standing is None:
+    if standing is None or standing.doubt != doubt:
         st.rerun()
         return
-    if standing.leader:
+    if doubt:
+        st.markdown(f"{standing.sentence[:1].upper()}{standing.sentence[1:]}.")
+    elif standing.leader:
         rest = standing.reason.removeprefix(standing.leader).strip()
         st.markdown(f"The leader is [{standing.leader}]({standing.leader}): it {rest}.")
     else:

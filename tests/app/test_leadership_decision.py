@@ -41,6 +41,8 @@ def test_of_a_console_that_leads(seen: Seen, action: Action, says: str) -> None:
         (Seen(True, True, THEIRS), Action.LEAD, "nobody leads after term 4"),
         (Seen(True, False, THEIRS), Action.WAIT, "http://other:8501 leads (term 4); it was heard 0.4 s ago"),
         (Seen(True, False, SILENT), Action.EVICT, "http://other:8501 leads, but was not heard for 4.0 s"),
+        # Its own connection broke, and the database has not noticed.
+        (Seen(True, False, OURS), Action.EVICT, "the lead of term 3 for an earlier connection of this console"),
         # The lock is taken and no lease tells by whom: that one is not ended.
         (Seen(True, False, None), Action.WAIT, "another console is about to lead"),
         (Seen(True, False, Lease(4, "", "", 1e9)), Action.WAIT, "another console is about to lead"),

@@ -76,6 +76,15 @@ def test_a_standby_has_pages_of_its_own_and_refuses_the_rest(client: TestClient)
         assert answer.json()["detail"] == said
 
 
+def test_one_whose_lead_is_in_doubt_names_nobody_else(client: TestClient, seat: Seat) -> None:
+    seat.standing = Standing(None, "", "the database does not answer; nobody is known to lead", True, 0.5)
+    said = client.get("/api/v1/jobs").json()["detail"]
+    assert said == (
+        "this console's lead is in doubt: the database does not answer; nobody is known to lead; it tries again "
+        "every 0.5 s"
+    )
+
+
 def test_each_console_has_its_own_application(client: TestClient, seat: Seat) -> None:
     seat.console = "first"
     assert client.get("/api/v1/jobs").text == "first"

@@ -6,13 +6,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 
+from app.console import Console
 from app.leadership.decision import Times
+from app.leadership.host import ConsoleHost, Seat
 from app.leadership.watch import Leadership
+from db.leadership import LeaderSession
 from db.session import NOT_LEADING, Database, DatabaseError
+from db.store import Store
 from tests.conftest import new_database
 
 LONG = 60.0
@@ -122,6 +128,52 @@ def test_one_that_can_not_take_the_jobs_up_leaves_the_lead_to_the_other(stack: E
     first.give_up()
     assert until_leading(second) == 2
     assert "could not take the jobs up" in first.standing.reason
+
+
+def test_an_only_console_whose_connection_broke_says_so_and_leads_on(
+    stack: ExitStack, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database has not noticed that the connection is gone: its session, and the lock, live on."""
+    only = watch(stack, url, "a", Times(renew=LONG, lease=LONG, poll=LONG))
+    only.start()
+    assert only._session is not None
+    stack.callback(only._session.close)
+    with monkeypatch.context() as network:
+        network.setattr(LeaderSession, "close", lambda self: None)  # the word does not reach the database
+        network.setattr(LeaderSession, "renew", _unreachable)
+        network.setattr(LeaderSession, "try_lock", _unreachable)
+        only._step()
+        only._step()
+    assert only.standing.term is None
+    assert only.standing.sentence == (
+        "this console's lead is in doubt: the database does not answer; nobody is known to lead; it tries again "
+        f"every {LONG:g} s"
+    )
+    only._step()
+    assert only.standing.doubt and "the lead of term 1 for an earlier connection" in only.standing.reason
+    only.look()
+    assert until_leading(only) == 2, "what was left of its session was ended at once, not after a lease"
+    assert not only.standing.doubt
+
+
+def _unreachable(*_: object) -> None:
+    raise OperationalError("", {}, Exception("the network is gone"))
+
+
+def test_a_console_that_is_up_and_not_confirmed_says_for_how_long(stack: ExitStack, url: str) -> None:
+    clock = Clock()
+    only = watch(stack, url, "a", Times(renew=LONG, lease=4.0, poll=LONG), clock)
+    only.start()
+    host = ConsoleHost(lambda term: Database(url), only, lambda database: Console(Store(database)))
+    assert host.standing.sentence.endswith("this console leads (term 1) and is taking up the jobs; try again")
+    up: Any = "a console"
+    host._seat = Seat(up, up, 1)
+    assert host.console is up
+    clock.now += 5.2
+    assert host.console is None
+    assert host.standing.sentence == (
+        f"this console's lead is in doubt: the database has not confirmed it for 5.2 s; it tries again every {LONG:g} s"
+    )
 
 
 def test_a_database_that_is_not_there_is_said_at_the_start(stack: ExitStack) -> None:

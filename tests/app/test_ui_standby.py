@@ -51,6 +51,18 @@ def test_it_says_why_nobody_leads(host: Waiting) -> None:
     assert page.markdown[0].value == "The database does not answer; nobody is known to lead."
 
 
+def test_a_lead_in_doubt_is_no_standby(host: Waiting) -> None:
+    host.stands = Standing(2, "", "the database has not confirmed it for 5.2 s", True, 1.0)
+    page = AppTest.from_file(MAIN, default_timeout=60).run()
+    assert not page.exception
+    assert page.title[0].value == "This console's lead is in doubt"
+    expected = "This console's lead is in doubt: the database has not confirmed it for 5.2 s; it tries again every 1 s."
+    assert page.markdown[0].value == expected
+    assert "standby" not in page.caption[0].value.lower()
+    host.stands = Standing(None, "http://b:8501", "http://b:8501 leads (term 3); it was heard 0.1 s ago")
+    assert page.run().title[0].value == "This console is a standby"
+
+
 def test_the_pages_are_there_when_this_console_leads(host: Waiting, console: Console) -> None:
     page = AppTest.from_file(MAIN, default_timeout=60).run()
     assert page.title[0].value == "This console is a standby"
