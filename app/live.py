@@ -148,8 +148,9 @@ class LiveJob(PlannedJob):
             step = coordinator.step(old, event, now, self.ladder)
             if step.refusal:
                 raise _refused(step.refusal)
-            if step.state is old and not (step.decisions or beside or audit):
-                return step.reason  # as most ticks: nothing to look for among thousands of workers
+            if (step.state is old or step.passing) and not (step.decisions or beside or audit):
+                self.state = step.state  # as most ticks: nothing to look for among thousands of workers
+                return step.reason
             decisions, wanted = list(step.decisions), None
             state, reason = step.state, step.reason
             for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:
@@ -232,18 +233,21 @@ class LiveJob(PlannedJob):
     def take_heartbeats(self) -> None:
         """Gives the coordinator, and the next write to the database, what came in since the last call."""
         beats: dict[str, Beat] = {}
-        while self._fresh:
-            beat, heard = self._fresh.popleft()
-            known = self.contacts.get(beat.worker)
-            same = known is not None and known.beat.incarnation == beat.incarnation
-            if known is None or not same or beat.seq > known.beat.seq:
+        news: list[tuple[Heartbeat, float]] = []
+        fresh, contacts, at = self._fresh, self.contacts, time.time()
+        while fresh:
+            beat, heard = arrived = fresh.popleft()
+            name, incarnation = beat.worker, beat.incarnation
+            known = contacts.get(name)
+            if known is None or known.beat.incarnation != incarnation or beat.seq > known.beat.seq:
                 # An older one that came late still shows that the worker lives, and no more.
-                self.contacts[beat.worker] = Contact(beat, time.time())
-                self.op_times.report(beat.worker, beat.incarnation, beat.op_milliseconds)
-                self.recording.take(beat, heard)
-                self._unsaved.add(beat.worker)
-            beats[beat.worker] = Beat(beat.incarnation, heard, beat.phase == "draining")
+                contacts[name] = Contact(beat, at)
+                news.append(arrived)
+            beats[name] = Beat(incarnation, heard, beat.phase == "draining")
         if beats:
+            self.op_times.report(beat for beat, _ in news)
+            self.recording.take(news)
+            self._unsaved.update(beat.worker for beat, _ in news)
             self.apply(Heard(beats))
 
     def unsaved_contacts(self) -> list[Record]:

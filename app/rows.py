@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import orjson
 
@@ -14,8 +15,7 @@ from app.coordination.membership import ACK_ORDER, Broken, Epoch, Member, Pendin
 from db.store import Record, Store
 
 
-@dataclass(frozen=True)
-class Contact:
+class Contact(NamedTuple):
     """The newest heartbeat of a worker, and when it came (wall clock)."""
 
     beat: Heartbeat

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from planner.errors import InputError
 from planner.job import FASTEST, SLOWEST, Job, Worker
@@ -47,8 +48,7 @@ class Limits:
             raise InputError("window", self.window, "a number of rounds from 4 to 10,000")
 
 
-@dataclass(frozen=True)
-class Track:
+class Track(NamedTuple):
     """assumed: the factor that is planned with (1: nominal). recent: the newest factors, oldest first."""
 
     assumed: float = 1.0
@@ -101,7 +101,7 @@ class Ratios:
             {"F": t.forward, "I": t.input_backward, "W": t.weight_backward, "B": t.backward} for t in job.ticks
         ]
 
-    def of(self, worker: Worker, milliseconds: Mapping[str, float]) -> float | None:
+    def of(self, worker: Worker, milliseconds: Mapping[Any, float]) -> float | None:
         """By mean op times. 1: they take what the job says of this worker.
 
         milliseconds: by op kind (F, I, W, B); a step is left out, it waits for others. A job without a
@@ -122,12 +122,19 @@ def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits:
     scale = _low_median(ratios.values()) if timed and ratios else 1.0
     usual = dict.fromkeys(range(job.stages), scale) if timed else _by_stage(ratios)
     workers, changed = dict(state.workers), dict[Worker, tuple[float, float]]()
+    unknown, window = Track(), limits.window
+    few = (window - 1) // 4 + 1
     for worker, own in ratios.items():
-        track = workers.get(worker, Track())
-        recent = (*track.recent, own / usual[worker.stage])[-limits.window :]
-        factor = _judged(track.assumed, recent, limits)
-        if factor != track.assumed:
-            changed[worker] = (track.assumed, factor)
+        assumed, before = workers.get(worker, unknown)
+        recent = (*before[1 - window :], own / usual[worker.stage])
+        factor = assumed
+        # Of thousands of workers nearly all are well, each second: when the newest quarter is, no whole window
+        # can agree on anything else.
+        newest = recent[-few:]
+        if assumed != 1 or max(newest) >= limits.slow or min(newest) <= 1 / limits.slow:
+            factor = _judged(assumed, recent, limits)
+        if factor != assumed:
+            changed[worker] = (assumed, factor)
             recent = ()
         workers[worker] = Track(factor, recent)
     state = replace(state, workers=workers)

@@ -32,18 +32,21 @@ FAILED, FINISHED = WorkerState.FAILED, WorkerState.FINISHED
 
 
 def heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
-    members, notes = dict(state.members), list[Decision]()
-    for said, beat in event.beats.items():
-        member = holder(members, said, beat.incarnation)
-        if member is None or member.incarnation != beat.incarnation or member.state is FAILED:
+    members, notes, passing = dict(state.members), list[Decision](), True
+    for said, (incarnation, heard, draining) in event.beats.items():
+        member = holder(members, said, incarnation)
+        if member is None or member.incarnation != incarnation or member.state is FAILED:
             continue  # fenced: it changes nothing
-        name = member.name
-        heard = beat.heard if member.last_heard is None else max(beat.heard, member.last_heard)
+        name, before = member.name, member.last_heard
+        if before is not None and before > heard:
+            heard = before
         if member.state is SUSPECT and now - heard <= ladder.suspect:
             notes.append(Note("info", "worker", f"{name} is heard again", name))
-            member = replace(member, state=RUNNING)
-        members[name] = replace(member, last_heard=heard, draining=beat.draining)
-    return Step(replace(state, members=members), tuple(notes), "heartbeats")
+            member, passing = replace(member, state=RUNNING), False
+        if draining != member.draining:
+            passing = False
+        members[name] = member.heard_at(heard, draining)
+    return Step(replace(state, members=members), tuple(notes), "heartbeats", passing)
 
 
 def tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:

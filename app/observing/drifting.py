@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from agent.protocol import OpKind
 from app.coordination.choices import UsePlan
 from app.coordination.choosing import out
 from app.coordination.membership import Note
@@ -48,6 +49,7 @@ class _Watch:
 
     ratios: Ratios
     wanted: Job
+    workers: Mapping[str, Worker]
     epoch: int = 0
     living: frozenset[Worker] = frozenset()
     state: DriftState = field(default_factory=DriftState)
@@ -95,8 +97,8 @@ class Drifting:
             return
         if watch.epoch != current.number:
             watch.epoch, watch.living = current.number, frozenset(map(Worker.parse, current.living))
-        for name, report in reports.items():
-            self._take(watch, Worker.parse(name), *report)
+        for name, (incarnation, milliseconds) in reports.items():
+            self._take(watch, watch.workers[name], incarnation, milliseconds)
         late = self._clock() - watch.began > PATIENCE * self._heartbeat
         if watch.round and (len(watch.round) == len(watch.living) or late):
             drift = observe(job.nominal, watch.state, watch.round, self._limits)
@@ -109,7 +111,8 @@ class Drifting:
 
     def _begin(self, job: LiveJob) -> _Watch:
         """After a restart of the console: with the speeds that the plan in force was made for."""
-        watch, current = _Watch(Ratios(job.nominal), job.nominal), job.state.current
+        workers = {name: Worker.parse(name) for name in job.state.members}
+        watch, current = _Watch(Ratios(job.nominal), job.nominal, workers), job.state.current
         plan = self._plan(current.plan_fingerprint) if current else None
         if plan is not None:
             planned = plan.job.job()
@@ -118,7 +121,7 @@ class Drifting:
                 watch.wanted = drifted(job.nominal, watch.state)
         return watch
 
-    def _take(self, watch: _Watch, worker: Worker, incarnation: str, milliseconds: Mapping[str, float]) -> None:
+    def _take(self, watch: _Watch, worker: Worker, incarnation: str, milliseconds: Mapping[OpKind, float]) -> None:
         if watch.incarnations.setdefault(worker, incarnation) != incarnation:
             # Another process, perhaps on another machine.
             watch.incarnations[worker] = incarnation

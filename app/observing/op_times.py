@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from agent.protocol import Heartbeat, OpKind
 
 # Weight of the newest report; older ones fade with a half-life of three.
 NEWEST = 0.2
@@ -13,7 +14,7 @@ NEWEST = 0.2
 @dataclass
 class _Times:
     incarnation: str
-    milliseconds: dict[str, float] = field(default_factory=dict)
+    milliseconds: dict[OpKind, float] = field(default_factory=dict)
 
 
 class OpTimes:
@@ -21,26 +22,30 @@ class OpTimes:
 
     def __init__(self) -> None:
         self._of: dict[str, _Times] = {}
-        self._fresh: dict[str, tuple[str, dict[str, float]]] = {}
+        self._fresh: dict[str, tuple[str, Mapping[OpKind, float]]] = {}
 
-    def report(self, worker: str, incarnation: str, milliseconds: Mapping[Any, float]) -> None:
-        """The mean of each op kind since the last report; kinds that did not run are not in it."""
-        if not milliseconds:
-            return
-        times = self._of.get(worker)
-        if times is None or times.incarnation != incarnation:
-            times = self._of[worker] = _Times(incarnation)
-        for kind, value in milliseconds.items():
-            before = times.milliseconds.get(kind, value)
-            times.milliseconds[kind] = before + NEWEST * (value - before)
-        self._fresh[worker] = incarnation, {str(kind): value for kind, value in milliseconds.items()}
+    def report(self, beats: Iterable[Heartbeat]) -> None:
+        """Each with the mean of each op kind since the worker's last one; kinds that did not run are not in it."""
+        known, fresh = self._of, self._fresh
+        for beat in beats:
+            worker, incarnation, milliseconds = beat.worker, beat.incarnation, beat.op_milliseconds
+            if not milliseconds:
+                continue
+            times = known.get(worker)
+            if times is None or times.incarnation != incarnation:
+                times = known[worker] = _Times(incarnation)
+            smoothed = times.milliseconds
+            for kind, value in milliseconds.items():
+                before = smoothed.get(kind, value)
+                smoothed[kind] = before + NEWEST * (value - before)
+            fresh[worker] = incarnation, milliseconds
 
-    def smoothed(self, worker: str) -> dict[str, float]:
+    def smoothed(self, worker: str) -> dict[OpKind, float]:
         """Milliseconds by op kind; {} for a worker that has reported none."""
         times = self._of.get(worker)
         return dict(times.milliseconds) if times else {}
 
-    def take(self) -> dict[str, tuple[str, dict[str, float]]]:
+    def take(self) -> dict[str, tuple[str, Mapping[OpKind, float]]]:
         """The newest report, with its incarnation, of each worker that has made one since the last call."""
         fresh, self._fresh = self._fresh, {}
         return fresh

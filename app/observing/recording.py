@@ -29,35 +29,43 @@ class Recording:
         self._heard: dict[str, tuple[str, float]] = {}
         self._lock = threading.Lock()
 
-    def take(self, beat: Heartbeat, heard: float) -> None:
-        """heard: monotonic seconds. Of a worker that is not of the grid any more, nothing is kept."""
-        place = self.places.get(beat.worker)
-        if place is None:
-            return
-        before = self._heard.get(beat.worker)
-        silence = heard - before[1] if before and before[0] == beat.incarnation else _NAN
-        self._heard[beat.worker] = beat.incarnation, heard
-        op = beat.op_milliseconds.get
-        row = (
-            place,
-            heard,
-            beat.iteration,
-            _PHASES[beat.phase],
-            op("F", _NAN),
-            op("I", _NAN),
-            op("W", _NAN),
-            op("B", _NAN),
-            op("O", _NAN),
-            beat.resident_bytes or _NAN,
-            silence,
-        )
+    def take(self, beats: Iterable[tuple[Heartbeat, float]]) -> None:
+        """Each with when it was heard, in monotonic seconds. Of a worker that is not of the grid any more, nothing
+        is kept."""
+        places, last, rows = self.places, self._heard, dict[int, list[float]]()
+        for beat, heard in beats:
+            name, incarnation = beat.worker, beat.incarnation
+            place = places.get(name)
+            if place is None:
+                continue
+            before = last.get(name)
+            silence = heard - before[1] if before and before[0] == incarnation else _NAN
+            last[name] = incarnation, heard
+            op = beat.op_milliseconds.get
+            row = rows.get(place // GROUP)
+            if row is None:
+                row = rows[place // GROUP] = []
+            row += (
+                place,
+                heard,
+                beat.iteration,
+                _PHASES[beat.phase],
+                op("F", _NAN),
+                op("I", _NAN),
+                op("W", _NAN),
+                op("B", _NAN),
+                op("O", _NAN),
+                beat.resident_bytes or _NAN,
+                silence,
+            )
         with self._lock:
-            waiting = self._waiting.get(place // GROUP)
-            if waiting is None:
-                waiting = self._waiting[place // GROUP] = array("d")
-            if len(waiting) >= _MOST * _WIDTH:  # the database has been down for long: state goes before history
-                del waiting[: len(waiting) // 2 // _WIDTH * _WIDTH]
-            waiting.extend(row)
+            for group, row in rows.items():
+                waiting = self._waiting.get(group)
+                if waiting is None:
+                    waiting = self._waiting[group] = array("d")
+                if len(waiting) >= _MOST * _WIDTH:  # the database has been down for long: state goes before history
+                    del waiting[: len(waiting) // 2 // _WIDTH * _WIDTH]
+                waiting.extend(row)
 
     def drain(self, until: float, offset: float) -> list[Samples]:
         """Those heard before `until` (POSIX seconds), one Samples per group; they are not kept any longer.
