@@ -33,9 +33,10 @@ from tests.chaos.gated import Gate
 PIPELINES, STAGES, MICRO_BATCHES = 3, 2, 3
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
 LADDER = ("--heartbeat", "0.5", "--suspect", "3", "--dead", "6")
-PER_CHANGE = 10
-"""Iterations that one change may take, with those around it."""
+PER_CHANGE, SPARE = 6, 12
+"""Iterations that one change may take on average, with those around it; and those that none needs."""
 PATIENCE = 120.0
+"""Seconds without anything of what a test waits for."""
 
 
 DEEDS = ("kill",) * 7 + ("drain",) * 2 + ("stop",)
@@ -68,7 +69,7 @@ class ChaoticJob:
         self.deeds = deeds
         self.server, self.network, self.seed = server, network, seed
         self.random = random.Random(seed)
-        self.iterations = PER_CHANGE * changes
+        self.iterations = PER_CHANGE * changes + SPARE
         self.gate = Gate(folder / "gate")
         self.gate.open(1)  # workers of the first stage look at the first data before they register
         self.out: set[str] = set()
@@ -89,8 +90,11 @@ class ChaoticJob:
         )
         self.launcher: Launcher = make_launcher(options, self.lines.append, lambda text: None)
         self._thread = threading.Thread(target=self._run, name="launcher", daemon=True)
-        self._thread.start()
         self.job_id = ""
+
+    def begin(self) -> None:
+        """Until all train."""
+        self._thread.start()
         self.job_id = str(self.ask(lambda: self.read()["jobs"], "a job")[0]["job_id"])
         self.settle(0)
 
@@ -103,7 +107,8 @@ class ChaoticJob:
     def close(self) -> None:
         self.launcher.stop(signal.SIGTERM)
         self.gate.open(self.iterations)
-        self._thread.join(60)
+        if self._thread.is_alive():
+            self._thread.join(60)
 
     # -- what is known ------------------------------------------------------------------------
 
@@ -244,6 +249,14 @@ class ChaoticJob:
     def finish(self) -> None:
         """Runs to its end."""
         self.gate.open(self.iterations)
+        seen = -1
+
+        def went_on() -> bool:
+            return self.committed > seen
+
+        while seen < self.iterations:
+            self.ask(went_on, f"iteration {seen + 1}")
+            seen = self.committed
         self.ask(lambda: not self._thread.is_alive(), "the end of the job")
         self.ask(lambda: self.read()["committed"] == self.iterations, "the console to have all iterations")
 

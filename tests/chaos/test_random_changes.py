@@ -6,7 +6,8 @@ on, no bit differs, and the console's books account for everything once. Each di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,31 @@ CHANGES = 20
 BAD_NETWORK = Faults(cut=0.05, unanswered=0.05, late=0.1, again=0.1)
 
 
+def play(
+    server: ConsoleServer,
+    folder: Path,
+    changes: Callable[[ChaoticJob], None],
+    *,
+    room_for: int,
+    faults: Faults | None = None,
+    deeds: Sequence[str] = DEEDS,
+    skew: float = 0.0,
+) -> ChaoticJob:
+    """A whole job, to which `changes` does things, `room_for` changes at most; its numbers and books are checked."""
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        network = FaultyNetwork(server.port, SEED, faults)
+        stack.callback(network.close)
+        job = ChaoticJob(server, network, folder, room_for, seed=SEED, deeds=deeds, skew=skew)
+        stack.callback(job.close)
+        job.begin()
+        changes(job)
+        job.finish()
+        print(f"\n{job.summary}")
+        check(job)
+        return job
+
+
 def run(
     server: ConsoleServer,
     folder: Path,
@@ -37,19 +63,12 @@ def run(
     skew: float = 0.0,
 ) -> ChaoticJob:
     """A whole job with that many changes; the disturbance falls into one of `every`."""
-    network = FaultyNetwork(server.port, SEED, faults)
-    job = ChaoticJob(server, network, folder, changes, seed=SEED, deeds=deeds, skew=skew)
-    try:
+
+    def random_changes(job: ChaoticJob) -> None:
         for number in range(changes):
             job.change(disturbance if number % every == 0 else None)
-        job.finish()
-        check(job)
-        print(f"\n{job.summary}")
-        return job
-    finally:
-        job.close()
-        network.close()
-        server.close()
+
+    return play(server, folder, random_changes, room_for=changes, faults=faults, deeds=deeds, skew=skew)
 
 
 def on_sqlite(folder: Path, **options: dict[str, str]) -> ConsoleServer:
