@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import streamlit as st
 
 from agent.protocol import JobState
@@ -16,7 +13,7 @@ from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughpu
 from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
 from app.ui.picker import open_job
 from app.ui.theme import Palette
-from app.ui.worker_dialog import open_worker, show_opened
+from app.ui.worker_dialog import open_worker, page_wanted, show_opened
 from app.view import JobView, WorkerView
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map.
@@ -26,7 +23,6 @@ ITERATIONS = 400
 EVENTS = 100
 # Read when the feed is filtered: what is looked for may be a while ago.
 FILTERED_EVENTS = 2000
-ANSWERED = "answered-click"
 OVER = (JobState.FINISHED, JobState.STOPPED)
 
 
@@ -51,11 +47,12 @@ def page() -> None:
             help="Off: the page stands still, to look closely.",
         )
     every = (1.0 if len(view.workers) <= MAX_TILES else 2.0) if moving else None
+    show_opened(console, view.job_id)  # first, since somebody has just clicked
     st.fragment(_live, run_every=every)(console, view.job_id, colours, over)
-    show_opened(console, view.job_id)
 
 
 def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
+    page_wanted()
     filtered = event_feed.filtering(*event_feed.asked_for())
     try:
         view = console.view(job_id, ITERATIONS, FILTERED_EVENTS if filtered else EVENTS)
@@ -77,7 +74,10 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
     left, right = st.columns(2, gap="medium")
     with left, st.container(gap="xsmall"):
         components.heading("Workers", "select one for details, kill or restart")
-        opened = _tiles(view) if len(view.workers) <= MAX_TILES else _heat_map(view, colours)
+        if len(view.workers) <= MAX_TILES:
+            _tiles(view)
+        else:
+            _heat_map(view, colours)
         components.heading("Events", "newest first")
         show, find = event_feed.controls()
         event_feed.feed(console, view, event_feed.chosen(view.events, show, find), zone)
@@ -90,14 +90,10 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
         if rolled := plan_control.roll_out_html(console.roll_outs.of(console.job(job_id))):
             components.heading("Roll-out of the plan", "who has taken it up, and when")
             st.html(rolled)
-    if opened:
-        open_worker(opened)
-        st.rerun()
 
 
-def _tiles(view: JobView) -> str | None:
-    """The grid as buttons, a row per pipeline; returns the worker that was clicked."""
-    clicked = None
+def _tiles(view: JobView) -> None:
+    """The grid as buttons, a row per pipeline."""
     components.legend(facts.legend_counts(view))
     components.grid_columns(view.spec.stages)
     rows: dict[int, list[WorkerView]] = {}
@@ -111,12 +107,11 @@ def _tiles(view: JobView) -> str | None:
                     with st.container(key=f"cell-{facts.look(worker)}-{worker.name}"):
                         label = f"**{worker.name}** :small[{facts.tile_words(worker)}]"
                         tip = worker_sentence(worker).replace("<br>", "  \n").replace("<b>", "**").replace("</b>", "**")
-                        if st.button(label, key=f"worker-{worker.name}", help=tip, width="stretch"):
-                            clicked = worker.name
-    return clicked
+                        key = f"worker-{worker.name}"
+                        st.button(label, key, help=tip, width="stretch", on_click=open_worker, args=(worker.name,))
 
 
-def _heat_map(view: JobView, colours: Palette) -> str | None:
+def _heat_map(view: JobView, colours: Palette) -> None:
     # Workers that need a look come first, so that they are found without scrolling.
     quiet = ("running", "finished")
     names = [w.name for w in sorted(view.workers, key=lambda w: (facts.look(w) in quiet, w.pipeline, w.stage))]
@@ -124,29 +119,25 @@ def _heat_map(view: JobView, colours: Palette) -> str | None:
         chosen = st.selectbox(
             "Worker", names, index=None, placeholder="Type or choose, such as W1_2", key="worker-name"
         )
-        asked = st.button("Open", disabled=chosen is None, key="worker-open")
+        st.button("Open", disabled=chosen is None, key="worker-open", on_click=open_worker, args=(chosen,))
     components.legend(facts.legend_counts(view))
     chart = worker_grid(view, colours)
-    state = st.vega_lite_chart(
-        chart.rows,
-        chart.spec,
+    st.vega_lite_chart(
+        None,
+        chart.whole(),
         theme=None,
         key="worker-map",
-        on_select="rerun",
+        on_select=_picked,
         selection_mode=PICKED,
         alt="Worker grid: pipelines across, stages down. The figures above name the failed workers.",
     )
-    return _clicked(state) or (chosen if asked else None)
 
 
-def _clicked(state: Mapping[str, Any]) -> str | None:
-    """The worker of a click that was not answered yet: a selection stays after its dialog is closed."""
-    picked = state["selection"].get(PICKED) or [{}]
-    name = picked[0].get("worker")
-    if name == st.session_state.get(ANSWERED):
-        return None
-    st.session_state[ANSWERED] = name
-    return name  # type: ignore[no-any-return]
+def _picked() -> None:
+    """A click on a cell, or beside all of them."""
+    picked = st.session_state["worker-map"]["selection"].get(PICKED)
+    if picked:
+        open_worker(picked[0]["worker"])
 
 
 def _progress(view: JobView, colours: Palette) -> None:
@@ -160,7 +151,7 @@ def _progress(view: JobView, colours: Palette) -> None:
         ("throughput", throughput(rows, colours), "Throughput by iteration, in samples per second."),
         ("loss", losses(rows, colours), "Loss by iteration."),
     ):
-        st.vega_lite_chart(chart.rows, chart.spec, theme=None, key=key, alt=alt)
+        st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=alt)
     source = f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}. " if reference else ""
     st.caption(source + "Drag to move, Alt + wheel to zoom, double-click to see all.")
     # Only what is opened is sent at each refresh.

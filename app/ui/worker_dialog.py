@@ -22,6 +22,7 @@ from app.ui.theme import OP_WORDS, palette
 from app.view import JobView, WorkerView
 
 OPENED = "opened-worker"
+ASKED = "worker-asked-for"
 IN_ADDRESS = "worker"
 REFRESH = 2.0
 # What the charts reach back: words, seconds.
@@ -31,13 +32,22 @@ DRAINABLE = (WorkerState.RUNNING,)
 
 
 def open_worker(name: str) -> None:
-    """Has the page's next run show the dialog of worker `name`; the address names it, too."""
+    """For a callback: has the page's next run show the dialog of worker `name`; the address names it, too."""
     st.session_state[OPENED] = st.query_params[IN_ADDRESS] = name
+    st.session_state[ASKED] = True
+
+
+def page_wanted() -> None:
+    """Call it first in the fragment in which workers are clicked: a dialog is opened by a run of the whole page,
+    and nothing need be drawn before that one."""
+    if st.session_state.get(ASKED):
+        st.rerun()
 
 
 def show_opened(console: Console, job_id: str) -> None:
     """Shows the dialog of the opened worker, if one is. Call it from the page's main run, not from a
     fragment that runs again by itself: that would close it."""
+    st.session_state.pop(ASKED, None)
     name = st.session_state.get(OPENED) or st.query_params.get(IN_ADDRESS)
     if name is None:
         return
@@ -103,11 +113,11 @@ def _over_time(console: Console, job_id: str, detail: WorkerDetail) -> None:
     if any(kind in series.metrics for kind in OP_WORDS):
         chart = op_times(series, planned, colours)
         alt = f"Op times of {name} over time, by op kind. The table below has the same in figures."
-        st.vega_lite_chart(chart.rows, chart.spec, theme=None, key="worker-op-times", alt=alt)
+        st.vega_lite_chart(None, chart.whole(), theme=None, key="worker-op-times", alt=alt)
     if "resident_bytes" in series.metrics:
         chart = memory(series, colours)
         alt = f"Memory of {name}'s process over time. The table below has the same in figures."
-        st.vega_lite_chart(chart.rows, chart.spec, theme=None, key="worker-memory", alt=alt)
+        st.vega_lite_chart(None, chart.whole(), theme=None, key="worker-memory", alt=alt)
     st.html(worker_words.over_time_html(series, planned))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import plotly.graph_objects as go
+import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 import ui_factory as factory
 from hypothesis import HealthCheck, given, settings
@@ -23,7 +24,7 @@ from app.ui.charts import rows
 from app.ui.charts.bars import ASIDE_OPACITY, BAR_HEIGHT
 from app.ui.charts.gantt import gantt
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
-from app.ui.charts.vega import LiveChart
+from app.ui.charts.vega import LiveChart, arrow
 from app.ui.charts.worker_grid import LOOKS, worker_grid
 from app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
 from app.view import EventView, JobView
@@ -190,6 +191,32 @@ def test_live_specs_stand_still_while_the_job_runs() -> None:
         assert any(
             not np.array_equal(old.rows[name], new.rows[name]) for name in ("iteration", "look") if name in old.rows
         )
+
+
+def test_a_quiet_grid_is_not_sent_again() -> None:
+    """Streamlit sends a chart again if a byte of it differs, and 2,048 workers take 55 kB."""
+
+    def grid(iteration: int, *, age: float = 0.4, late: int = 0) -> bytes:
+        view = factory.large()
+        workers = [
+            replace(w, iteration=iteration, heartbeat_age=age + (i % 7) / 10) for i, w in enumerate(view.workers)
+        ]
+        workers[5] = replace(workers[5], iteration=iteration - late)
+        return arrow(worker_grid(replace(view, workers=tuple(workers)), LIGHT).rows)
+
+    quiet = grid(30)
+    assert len(quiet) < 60_000
+    assert grid(31, age=1.1, late=1) == quiet, "another iteration, other moments of it"
+    assert grid(31, age=6.0) != quiet != grid(31, late=2)
+
+
+def test_rows_come_out_of_arrow_as_they_went_in() -> None:
+    view = factory.failed()
+    for chart in live_charts(view, LIGHT):
+        read = pa.ipc.open_stream(arrow(chart.rows)).read_all().to_pydict()
+        for name, values in chart.rows.items():
+            expected = [None if isinstance(v, float) and np.isnan(v) else v for v in np.asarray(values).tolist()]
+            assert read[name] == expected, name
 
 
 def test_large_grid_has_every_worker_and_marks_those_that_need_a_look() -> None:

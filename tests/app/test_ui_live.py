@@ -95,7 +95,7 @@ def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: Console) 
     assert "Forward" in table and table.count("40 ms") == 4, "lowest, mean and highest measured (40.5), and the plan's"
     assert "300 MiB" in table
     charts = test.get("vega_lite_chart")[-2:]
-    ops, memory = (convert_arrow_bytes_to_pandas_df(c.proto.data.data) for c in charts)
+    ops, memory = (convert_arrow_bytes_to_pandas_df(c.proto.datasets[0].data.data) for c in charts)
     assert list(ops["op"]) == ["F"] and list(ops["planned"]) == [40.0]
     assert list(memory["mebibytes"]) == [300.0]
     test.get_by_key("worker-span").set_value("1 day").run()  # type: ignore[attr-defined]

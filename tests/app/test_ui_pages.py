@@ -65,7 +65,7 @@ def figure(test: AppTest, index: int = 0) -> dict[str, object]:
 def rows(test: AppTest, chart: str) -> pd.DataFrame:
     """The rows of a Vega-Lite chart, by its order on the page."""
     element = test.get("vega_lite_chart")[["throughput", "loss"].index(chart)]
-    return convert_arrow_bytes_to_pandas_df(element.proto.data.data)
+    return convert_arrow_bytes_to_pandas_df(element.proto.datasets[0].data.data)
 
 
 def test_without_a_job_both_pages_say_what_to_do(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 They are Vega-Lite, since Streamlit hands new rows to a standing Vega view and keeps its zoom; a
 Plotly chart is torn down and built anew for every change of its data (measured: a blank frame
-each), so Plotly is left to the schedules, which stand still. Streamlit makes the view first and hands it its
-rows then: of the empty one in between Vega warns in the browser's console that no axis has an extent,
-which Streamlit lets no option of a chart (`embedOptions`) keep quiet.
+each), so Plotly is left to the schedules, which stand still.
+
+The rows go as a data set of their own name. Those of a chart's one unnamed data set Streamlit gives to the view
+when it has been drawn, empty, and of an empty one Vega warns in the browser's console that no axis has an extent.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]
+
 from app.ui.theme import FONT, Palette
 
 # Column name to its values, all of one length.
 Columns = dict[str, Any]
+ROWS = "rows"
+# A column of so few different words is sent as numbers of a byte each.
+MOST_WORDS = 100
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,28 @@ class LiveChart:
 
     spec: dict[str, Any]
     rows: Columns
+
+    def whole(self) -> dict[str, Any]:
+        """The spec with its rows, as `st.vega_lite_chart` takes them."""
+        return {**self.spec, "data": {"name": ROWS}, "datasets": {ROWS: arrow(self.rows)}}
+
+
+def arrow(rows: Columns) -> bytes:
+    """The rows as an Arrow stream; NaN becomes null. By way of pandas it would take several times as long."""
+    table = pa.table({name: _column(values) for name, values in rows.items()})
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(stream.getvalue())
+
+
+def _column(values: Any) -> Any:
+    column = pa.array(values, from_pandas=True)
+    if pa.types.is_string(column.type):
+        coded = column.dictionary_encode()
+        if len(coded.dictionary) <= MOST_WORDS:  # thousands of rows say one of a few words
+            return coded.cast(pa.dictionary(pa.int8(), pa.string()))
+    return column
 
 
 def config(colours: Palette) -> dict[str, Any]:

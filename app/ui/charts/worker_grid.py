@@ -3,13 +3,14 @@ that is not simply running."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from app.ui import text
 from app.ui.charts.vega import Columns, LiveChart, config
-from app.ui.facts import look
+from app.ui.facts import HOLDING, look
 from app.ui.theme import Palette
 from app.view import JobView, WorkerView
 
@@ -29,6 +30,8 @@ LOOKS: dict[str, tuple[str, str, str]] = {
     "finished": ("Finished", _CHECK, "good"),
 }
 QUIET = ("running", "re-routed")
+# Seconds: a heartbeat no older than this is as it should be, and its age is of no interest.
+PUNCTUAL = 2
 # The chart's selection, which holds the worker that was clicked.
 PICKED = "picked"
 
@@ -40,9 +43,8 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
     fills = [getattr(colours, LOOKS[name][2]) if name in QUIET else colours.track for name in looks]
     strokes = [getattr(colours, LOOKS[name][2]) for name in looks]
     axis = {"grid": False, "domain": False, "ticks": False, "labelOverlap": True, "labelAngle": 0, "labelPadding": 4}
-    tooltip = [
-        {"field": field} for field in ("worker", "look", "iteration", "epoch", "heartbeat", "re-routed micro-batches")
-    ]
+    fields = ("worker", "look", "heartbeat", "iterations behind", "epoch", "re-routed micro-batches")
+    tooltip = [{"field": field, "title": "state" if field == "look" else field} for field in fields]
     return LiveChart(
         {
             "height": max(150, min(520, 13 * spec.stages)),
@@ -90,17 +92,34 @@ def worker_sentence(worker: WorkerView) -> str:
 
 
 def _rows(view: JobView) -> Columns:
+    """In narrow types, and the same from one refresh to the next while all is quiet: then nothing is sent."""
     workers = view.workers
+    newest = max((w.iteration for w in workers), default=0)
     return {
         "worker": [w.name for w in workers],
-        "pipeline": np.array([w.pipeline for w in workers], dtype=np.int32),
-        "stage": np.array([w.stage for w in workers], dtype=np.int32),
+        "pipeline": np.array([w.pipeline for w in workers], dtype=np.int16),
+        "stage": np.array([w.stage for w in workers], dtype=np.int16),
         "look": [look(w) for w in workers],
-        "iteration": np.array([w.iteration for w in workers], dtype=np.int32),
+        "heartbeat": [_heard(w.heartbeat_age) for w in workers],
+        "iterations behind": np.array([_behind(w, newest) for w in workers], dtype=np.float32),
         "epoch": np.array([w.epoch for w in workers], dtype=np.int32),
-        "heartbeat": [text.age(w.heartbeat_age) for w in workers],
-        "re-routed micro-batches": np.array([w.takes_rerouted for w in workers], dtype=np.int32),
+        "re-routed micro-batches": np.array([w.takes_rerouted for w in workers], dtype=np.int16),
     }
+
+
+def _heard(age: float | None) -> str:
+    if age is None or age >= 60:
+        return text.age(age)
+    return f"{age:.0f} s ago" if age >= PUNCTUAL else f"under {PUNCTUAL} s ago"
+
+
+def _behind(worker: WorkerView, newest: int) -> float:
+    """The newest iteration that any worker is in. One is nothing: they report at different moments. NaN: it is in
+    none."""
+    if worker.state not in HOLDING:
+        return math.nan
+    behind = newest - worker.iteration
+    return behind if behind > 1 else 0
 
 
 def _scale(looks: list[str], values: list[str]) -> dict[str, Any]:

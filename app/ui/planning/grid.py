@@ -112,8 +112,8 @@ def _heat_map(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> N
     if key not in st.session_state:  # first drawn, or after a visit to another page: nothing is selected in it
         st.session_state[SEEN] = {}
     st.vega_lite_chart(
-        chart.rows,
-        chart.spec,
+        None,
+        chart.whole(),
         theme=None,
         key=key,
         on_select=partial(_mapped, key),

@@ -56,7 +56,7 @@ def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
         return
     if not solve.over or len(solve.points) > 1:
         chart = search_chart(solve, unit, colours)
-        st.vega_lite_chart(chart.rows, chart.spec, theme=None, key=key, alt=search_words(solve))
+        st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=search_words(solve))
     log(log_lines(solve, unit))
 
 
