@@ -41,6 +41,7 @@ from app.plans.making import Making
 from app.plans.profiles import NamedProfiles
 from app.plans.replanning import Replanning
 from app.plans.solving import Solves
+from app.plans.uploading import Uploads
 from app.readings import Readings
 from app.reports import Reports
 from app.security.access import Access
@@ -105,6 +106,7 @@ class Console(Reports, Readings):
         self.making = Making()
         self.library = Library(store, self._plans)
         self.profiles = NamedProfiles(store.database)
+        self.uploads = Uploads()
         self.solves = Solves(on_made=self.metrics.plan_made)
         self.replanning = Replanning(self.job, self.plan, self.solves, self._keep_plan)
         self._stop = threading.Event()
@@ -152,6 +154,7 @@ class Console(Reports, Readings):
         self._advising.close()
         self.simulations.close()
         self.solves.close()
+        self.uploads.close()
         self.making.close()
         self._plans.close()
         for job in self._jobs.values():

@@ -73,7 +73,11 @@ class PlanCache:
 
     def stored(self, plan: Plan) -> None:
         """A plan has been stored, and will be asked for: it need not be read as a document first."""
-        self._packing.want(plan.fingerprint, _op_count(plan))
+        self.will_be_asked_for(plan.fingerprint, _op_count(plan))
+
+    def will_be_asked_for(self, fingerprint: str, ops: int) -> None:
+        """As `stored`, of a plan that nobody has here."""
+        self._packing.want(fingerprint, ops)
 
     def close(self) -> None:
         """Ends what is done in the background."""

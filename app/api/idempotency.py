@@ -50,7 +50,7 @@ class Idempotency:
         body = await _body(receive)
         key = _digest(scope["path"], Headers(scope=scope).get("X-Actor", ""), given)
         try:
-            earlier = await in_thread(self._begin, key, _digest(scope["query_string"].decode("latin-1"), body))
+            earlier = await in_thread(self._begin, key, scope["query_string"], body)
         except ConsoleError as error:
             await problem(error.status, error.code, error.detail, {"Retry-After": "1"})(scope, receive, send)
             return
@@ -59,7 +59,8 @@ class Idempotency:
             return
         await self._first(scope, body, send, key)
 
-    def _begin(self, key: str, request: str) -> Earlier | None:
+    def _begin(self, key: str, query: bytes, body: bytes) -> Earlier | None:
+        request = _digest(query.decode("latin-1"), body)  # of megabytes: not in the event loop
         with storing():
             earlier = self.requests.begin(key, request, stale=STALE)
         if earlier is not None and earlier.request != request:

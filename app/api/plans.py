@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
+from fastapi import Request as HttpRequest
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.jobs import Actor
@@ -24,7 +29,7 @@ from app.plans.solving_child import (
     PlanSettings,
     Request,
 )
-from planner.check import check
+from app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
 from planner.errors import PlannerError
 from planner.plan import JobDoc, Plan, job_doc
 
@@ -53,16 +58,6 @@ class SavedPlans(BaseModel):
 
     plans: list[SavedPlan]
     next: str | None = None
-
-
-class PlanToSave(BaseModel):
-    """plan: a whole Plan document, which is checked; or solve: the id of one that was made here."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: Annotated[str, Field(max_length=200)]
-    plan: Plan | None = None
-    solve: Annotated[str, Field(max_length=64)] | None = None
 
 
 class PlanToUse(BaseModel):
@@ -130,12 +125,16 @@ def router(console: Console) -> APIRouter:
         rows, following = page(await in_thread(console.library.saved), _place_of_plan, after, limit)
         return SavedPlans(plans=[SavedPlan(**row) for row in rows], next=following)
 
-    @api.post("/plans", status_code=201, tags=["plans"])
+    uploads = APIRouter(route_class=ReadElsewhere)
+
+    @uploads.post("/plans", status_code=201, tags=["plans"])
     async def save(message: PlanToSave, x_actor: Actor = "API") -> Kept:
         """Keeps a plan under a name; one that is kept already takes the new name."""
         fingerprint = await in_thread(_save, console, message)
         await in_thread(console.audit.record, x_actor, "save plan", fingerprint, detail=message.name)
         return Kept(fingerprint=fingerprint)
+
+    api.include_router(uploads)
 
     @api.get("/plans/{fingerprint}", response_model=dict[str, Any], tags=["plans"])
     async def plan(fingerprint: str) -> Response:
@@ -227,15 +226,41 @@ def _place_of_plan(row: dict[str, Any]) -> tuple[float, str]:
     return -row["created"], row["fingerprint"]
 
 
+# Those that wait for their turn must not keep threads from the rest of the API; the last one refuses.
+_uploads = ThreadPoolExecutor(MOST_WAITING + 2, "uploads")
+
+
+class ReadElsewhere(APIRoute):
+    """POST /plans with a large body: that is read in a process of its own, and the answer is the same."""
+
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        usual = super().get_route_handler()
+
+        async def handler(request: HttpRequest) -> Response:
+            body = await request.body()
+            if len(body) <= LARGE or not request.headers.get("content-type", "").startswith("application/json"):
+                return await usual(request)
+            console: Console = request.app.state.console
+            actor = request.headers.get("X-Actor", "API")
+            kept = asyncio.get_running_loop().run_in_executor(_uploads, _upload, console, body, actor)
+            return Response(await kept, 201, media_type="application/json")
+
+        return handler
+
+
+def _upload(console: Console, body: bytes, actor: str) -> str:
+    found = console.uploads.read(body)
+    saved = console.library.save_read(found) if isinstance(found, ReadPlan) else _save(console, found)
+    console.audit.record(actor, "save plan", saved, detail=found.name)
+    return Kept(fingerprint=saved).model_dump_json()
+
+
 def _save(console: Console, message: PlanToSave) -> str:
-    if (message.plan is None) == (message.solve is None):
-        raise ConsoleError(422, "invalid", "plan, solve: expected one of them")
+    if wrong := message.wrong:
+        raise ConsoleError(422, "invalid", wrong)
     if message.solve is not None:
         return console.library.save(_plan_of(console, message.solve), message.name)
     assert message.plan is not None
-    if wrong := check(message.plan):
-        more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ConsoleError(422, "invalid", f"plan: {wrong[0]}{more}")
     return console.library.save(message.plan, message.name)
 
 

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from agent.protocol import Problem
 from app.errors import ConsoleError
+from app.sentences import sentence
 
 log = structlog.get_logger()
 
@@ -31,29 +32,6 @@ def problem(status: int, code: str, detail: str, headers: Mapping[str, str] | No
 
 def validation_problem(errors: Sequence[Mapping[str, Any]]) -> Response:
     return problem(422, "invalid", sentence(errors))
-
-
-def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
-    """`pipelines: got 0, expected a value greater than or equal to 1; and 2 more`."""
-    first = errors[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
-    where = ".".join(place) or "the body"
-    shown = repr(first.get("input"))
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    kind, message = first["type"], str(first["msg"])
-    if kind == "missing":
-        text = f"{where}: missing, expected a value"
-    elif kind == "extra_forbidden":
-        text = f"{where}: got {shown}, expected no field of that name"
-    elif kind == "json_invalid":
-        text = f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
-    else:
-        for start, wording in (("Input should be ", ""), ("String should ", "a string to "), ("Value error, ", "")):
-            if message.startswith(start):
-                message = wording + message.removeprefix(start)
-        text = f"{where}: got {shown}, expected {message}"
-    more = len(errors) - 1
-    return text + (f"; and {more} more" if more else "")
 
 
 def install(app: FastAPI) -> None:

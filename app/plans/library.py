@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from app.errors import ConsoleError, storing, unknown_plan
+from app.plans.summary import summary_of
+from app.plans.uploading import ReadPlan
 from app.views import PlanCache
 from db.saved_plans import SavedPlans
 from db.store import Store
@@ -22,13 +25,23 @@ class Library:
 
     def save(self, plan: Plan, name: str) -> str:
         """Keeps `plan` and returns its fingerprint. A plan that is kept already takes the new name."""
+        fingerprint = self._save(plan.fingerprint, plan.to_json, name, summary_of(plan))
+        self._plans.stored(plan)
+        return fingerprint
+
+    def save_read(self, plan: ReadPlan) -> str:
+        """As `save`, of one that a process of its own has read and checked."""
+        fingerprint = self._save(plan.fingerprint, lambda: plan.document, plan.name, plan.summary)
+        self._plans.will_be_asked_for(plan.fingerprint, plan.ops)
+        return fingerprint
+
+    def _save(self, fingerprint: str, document: Callable[[], str], name: str, summary: dict[str, Any]) -> str:
         name = " ".join(name.split())
         if not name or len(name) > MAX_NAME or not name.isprintable():
             raise ConsoleError(422, "invalid", f"name: got {name!r}, expected 1 to {MAX_NAME} printable characters")
         with storing():
-            self._rows.save(plan.fingerprint, plan.to_json(), name, _summary(plan))
-        self._plans.stored(plan)
-        return plan.fingerprint
+            self._rows.save(fingerprint, document(), name, summary)
+        return fingerprint
 
     def saved(self) -> list[dict[str, Any]]:
         """Newest first: fingerprint, name, created (POSIX seconds), and of the plan its period, lower_bound,
@@ -65,20 +78,3 @@ class Library:
 def _stored(fingerprint: str) -> bool:
     """Can the database have it at all? PostgreSQL takes no NUL."""
     return "\0" not in fingerprint
-
-
-def _summary(plan: Plan) -> dict[str, Any]:
-    job, metrics = plan.job, plan.metrics
-    return {
-        "period": metrics.period,
-        "lower_bound": metrics.lower_bound,
-        "gap": metrics.gap,
-        "time_unit": job.time_unit,
-        "failed": list(plan.failed),
-        "technique": plan.technique.value,
-        "memory": plan.memory,
-        "pipelines": job.pipelines,
-        "stages": job.stages,
-        "micro_batches": job.micro_batches,
-        "workers": job.pipelines * job.stages,
-    }

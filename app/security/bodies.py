@@ -10,7 +10,10 @@ from app.api.problems import problem
 from app.security.hosts import UNSAFE
 
 HEARTBEAT_LIMIT = 64 * 1024
-BODY_LIMIT = 8 * 1024 * 1024
+BODY_LIMIT = 2 * 1024 * 1024
+# Plans, which are read in a process of their own, and what stands for thousands of ops or workers.
+LARGE_LIMIT = 8 * 1024 * 1024
+_LARGE = ("/plans", "/measured", "/heartbeats/batch")
 LOGIN_LIMIT = 4 * 1024
 
 
@@ -61,5 +64,7 @@ def _limit(scope: Scope) -> int | None:
     if path == f"{API}/history/import":  # goes to a file as it comes, and is limited there
         return None
     if path.startswith(API):
-        return HEARTBEAT_LIMIT if path.endswith("/heartbeats") else BODY_LIMIT
+        if path.endswith("/heartbeats"):
+            return HEARTBEAT_LIMIT
+        return LARGE_LIMIT if path.endswith(_LARGE) else BODY_LIMIT
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,10 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere, until
 from ui_factory import plan
 
+from app.api import plans
 from app.api.routes import create_routes
+from app.errors import ConsoleError
+from app.plans.uploading import MOST_WAITING, Uploads, answer
 from planner.job import Job
 from planner.plan import Plan, job_doc
 
@@ -130,6 +134,43 @@ def test_lists_come_page_by_page(client: TestClient) -> None:
         refused(client.get(API + path, params={"after": "x"}), 422, "after: got 'x', expected the `next` of a page")
         refused(client.get(API + path, params={"limit": 0}), 422, "limit: got '0'")
     assert [row["name"] for row in client.get(f"{API}/jobs").json()["jobs"]] == ["job 2", "job 1", "job 0"]
+
+
+def test_a_large_upload_is_read_in_a_process_of_its_own(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(("W0_2", "W2_2"))
+    body = {"name": " read  elsewhere ", "plan": made.model_dump(mode="json")}
+    monkeypatch.setattr(plans, "LARGE", 1_000)
+    key = {"Idempotency-Key": "upload", "X-Actor": "ada"}
+    kept = client.post(f"{API}/plans", json=body, headers=key)
+    assert (kept.status_code, kept.json()) == (201, {"fingerprint": made.fingerprint})
+    assert Plan.from_json(client.get(f"{API}/plans/{made.fingerprint}").content) == made
+    row = next(r for r in client.get(f"{API}/plans").json()["plans"] if r["fingerprint"] == made.fingerprint)
+    assert (row["name"], row["period"], row["workers"]) == ("read elsewhere", made.metrics.period, 12)
+    assert client.post(f"{API}/plans", json=body, headers=key).headers["Idempotent-Replayed"] == "true"
+    lines = client.get(f"{API}/audit").json()["audit"]
+    assert [r["actor"] for r in lines if r["target"] == made.fingerprint] == ["ada"]
+    # Here and there alike: what is refused, and how.
+    boasting = {**body, "plan": {**body["plan"], "metrics": {**body["plan"]["metrics"], "period": 1}}}  # type: ignore[dict-item]
+    wrong = [boasting, {**body, "surprise": "x" * 2_000}, {"plan": {"x": ["y"] * 500}}]
+    for document in wrong:
+        data = json.dumps(document).encode()
+        monkeypatch.setattr(plans, "LARGE", 10**9)
+        here = client.post(f"{API}/plans", content=data, headers={"Content-Type": "application/json"})
+        assert json.loads(answer(data))["wrong"] == here.json()["detail"]
+    assert json.loads(answer(b'["x"]'))["wrong"] == "the body: got ['x'], expected an object"
+    assert "the body is not JSON: " in json.loads(answer(b"{" * 9))["wrong"]
+
+
+def test_so_many_large_uploads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = Uploads()
+    monkeypatch.setattr(uploads, "_waiting", MOST_WAITING + 1)
+    with pytest.raises(ConsoleError, match=f"{MOST_WAITING} plans wait to be read already") as error:
+        uploads.read(b"")
+    assert error.value.status == 429
+    monkeypatch.setattr(uploads, "_waiting", 0)
+    uploads.close()
+    with pytest.raises(ConsoleError, match="ended before it was done"):
+        uploads.read(b"")
 
 
 @pytest.mark.parametrize("tail", ["/solves/none", "/solves/none/plan", "/plans/none"])

@@ -1,0 +1,154 @@
+"""Large plans that come from outside, read in a process of their own.
+
+JSON and pydantic let no other thread run: eight megabytes of it would hold up every heartbeat for as long as they
+take. The child reads, checks and sums up; the console never builds the plan, and a document that was made to take
+a lot of memory takes it from a process that ends.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.errors import ConsoleError
+from app.plans.summary import summary_of
+from app.sentences import sentence
+from planner.check import check
+from planner.plan import Plan
+
+# Smaller ones are read in some milliseconds, where they came in.
+LARGE = 128 * 1024
+# Uploads that may wait for the one that is read, each with its megabytes.
+MOST_WAITING = 8
+# Beyond this a process has gone astray.
+PATIENCE = 120.0
+
+
+class PlanToSave(BaseModel):
+    """plan: a whole Plan document, which is checked; or solve: the id of one that was made here."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(max_length=200)]
+    plan: Plan | None = None
+    solve: Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def wrong(self) -> str:
+        """Why it can't be saved; "": it can be."""
+        if (self.plan is None) == (self.solve is None):
+            return "plan, solve: expected one of them"
+        if self.plan is None or not (found := check(self.plan)):
+            return ""
+        return f"plan: {found[0]}" + (f"; and {len(found) - 1} more" if len(found) > 1 else "")
+
+
+class ReadPlan(NamedTuple):
+    """A plan that has been checked, without its ops. summary: as app.plans.summary has it. ops: how many."""
+
+    name: str
+    fingerprint: str
+    summary: dict[str, object]
+    ops: int
+    document: str
+
+
+class Uploads:
+    """One per console. Thread-safe; blocks its caller, one upload after the other."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._closed = False
+
+    def read(self, body: bytes) -> ReadPlan | PlanToSave:
+        """What the body of POST /plans asks for: a plan that came with it, or the id of a solve.
+
+        Raises ConsoleError: 422 for what is no plan, 429 when too many wait, 503 when the process was ended.
+        """
+        with self._lock:
+            if self._waiting > MOST_WAITING:
+                raise ConsoleError(429, "too_many", f"{MOST_WAITING} plans wait to be read already; try again later")
+            self._waiting += 1
+        try:
+            with self._turn:
+                answer = self._read(body)
+        except (EOFError, OSError):
+            detail = "the process that read the plan ended before it was done; perhaps memory was not enough"
+            raise ConsoleError(503, "unavailable", detail) from None
+        finally:
+            with self._lock:
+                self._waiting -= 1
+        head, _, document = answer.partition(b"\n")
+        said = json.loads(head)
+        if why := said.get("wrong"):
+            raise ConsoleError(422, "invalid", why)
+        if "solve" in said:
+            return PlanToSave(name=said["name"], solve=said["solve"])
+        return ReadPlan(said["name"], said["fingerprint"], said["summary"], said["ops"], document.decode())
+
+    def close(self) -> None:
+        """Ends what is being read."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _read(self, body: bytes) -> bytes:
+        """Raises EOFError or OSError when the process died over it."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs,), name="upload", daemon=True)
+        with self._lock:
+            if self._closed:
+                raise EOFError
+            self._process = process
+            process.start()
+        theirs.close()
+        try:
+            ours.send_bytes(body)
+            if not ours.poll(PATIENCE):
+                raise TimeoutError
+            return ours.recv_bytes()
+        finally:
+            ours.close()
+            process.kill()
+            process.join(5)
+
+
+def serve(pipe: Connection) -> None:
+    """The child's life: one body, what it says."""
+    os.nice(5)
+    with suppress(EOFError, OSError):  # the console has gone
+        pipe.send_bytes(answer(pipe.recv_bytes()))
+
+
+def answer(body: bytes) -> bytes:
+    """A line of JSON: {"wrong": sentence}, {"name", "solve"}, or all of a ReadPlan but its document, which follows."""
+    try:
+        message = PlanToSave.model_validate_json(body)
+    except ValidationError as error:
+        return json.dumps({"wrong": sentence(error.errors(include_url=False))}).encode()
+    except MemoryError:
+        return json.dumps({"wrong": "plan: it takes more memory than there is"}).encode()
+    if wrong := message.wrong:
+        return json.dumps({"wrong": wrong}).encode()
+    plan = message.plan
+    if plan is None:
+        return json.dumps({"name": message.name, "solve": message.solve}).encode()
+    head = {
+        "name": message.name,
+        "fingerprint": plan.fingerprint,
+        "summary": summary_of(plan),
+        "ops": sum(map(len, plan.workers.values())),
+    }
+    return json.dumps(head).encode() + b"\n" + plan.to_json().encode()
