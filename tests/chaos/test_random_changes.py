@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(3600)]
 SEED = 1
 CHANGES = 20
 BAD_NETWORK = Faults(cut=0.05, unanswered=0.05, late=0.1, again=0.1)
+ALL_DEEDS = (*DEEDS, "cut")
 
 
 def play(
@@ -107,4 +108,13 @@ def test_all_of_it_for_a_hundred_changes(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         server = on_sqlite(disk, environment=clock.environment)
         turns = InTurn(ConsoleKilled(server), clock, DiskFull(disk))
-        run(server, tmp_path, turns, changes=100, every=4, faults=BAD_NETWORK, skew=3600.0)
+        run(server, tmp_path, turns, changes=100, every=4, faults=BAD_NETWORK, deeds=ALL_DEEDS, skew=3600.0)
+
+
+def test_all_of_it_with_a_database_server_for_a_hundred_changes(tmp_path: Path) -> None:
+    clock = ClockJumps(tmp_path / "clock", SEED)
+    with postgres_cluster() as cluster:
+        url = new_database(cluster)
+        server = ConsoleServer(url, "--api-only", *LADDER, environment=clock.environment)
+        turns = InTurn(ConsoleKilled(server), clock, PostgresKilled(url))
+        run(server, tmp_path, turns, changes=100, every=4, faults=BAD_NETWORK, deeds=ALL_DEEDS, skew=3600.0)
