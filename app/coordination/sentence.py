@@ -59,7 +59,7 @@ def _before_the_first_epoch(state: State) -> str:
     if failed:
         return f"Waiting for {names([m.name for m in failed])} to be started again: {failed[0].detail}."
     missing = [m.name for m in state.members.values() if m.incarnation is None]
-    return f"Waiting for {len(missing)} of {len(state.members)} workers to register: {names(missing)}."
+    return f"Waiting for {len(missing):,} of {len(state.members):,} workers to register: {names(missing)}."
 
 
 def _in_an_epoch(state: State) -> str:
@@ -70,18 +70,18 @@ def _in_an_epoch(state: State) -> str:
         slowest = min(waiting, key=lambda m: list(steps).index(m.acknowledged))
         alike = [m.name for m in waiting if m.acknowledged == slowest.acknowledged]
         return (
-            f"Epoch {state.epoch} ({state.current.reason}): {living - len(waiting)} of {living} workers train; "
+            f"Epoch {state.epoch} ({state.current.reason}): {living - len(waiting):,} of {living:,} workers train; "
             f"waiting for {names(alike)} {steps[slowest.acknowledged]}."
         )
     out = [m.name for m in state.members.values() if m.state is WorkerState.FAILED]
     frozen = f" {_frozen(state)}" if state.frozen_by else ""
     if out:
         return (
-            f"Training in epoch {state.epoch} with {living} of {len(state.members)} workers; {names(out)} "
+            f"Training in epoch {state.epoch} with {living:,} of {len(state.members):,} workers; {names(out)} "
             f"{'is' if len(out) == 1 else 'are'} out, living peers of the same stage do the work.{frozen}"
         )
-    everyone = "all" if living == len(state.members) else f"{living} of"
-    return f"Training in epoch {state.epoch} with {everyone} {len(state.members)} workers.{frozen}"
+    everyone = "all" if living == len(state.members) else f"{living:,} of"
+    return f"Training in epoch {state.epoch} with {everyone} {len(state.members):,} workers.{frozen}"
 
 
 def _frozen(state: State) -> str:
