@@ -196,11 +196,13 @@ class ChaoticJob:
         epoch = record._epoch
         if self._formed == epoch:
             return
-        if record.formed_by_all:
+        formed = record.formed_by_all
+        foremost = record.newest
+        # A worker that is held up at the gate can't leave for another epoch: real data comes in the end.
+        if formed or foremost >= self.gate.open_for:
+            self.gate.open(foremost + 1)
+        if formed:
             self._formed = epoch
-            self.gate.open(record.newest + 1)
-        elif self.committed >= self.gate.open_for:
-            self.gate.open(self.committed + 1)
 
     def _choose(self) -> tuple[str, str]:
         """Never the last worker of a stage."""
