@@ -2,8 +2,9 @@
 
 python -m app.docs.make_pictures [--address http://127.0.0.1:8501] [--to app/docs/pictures] [--pages live planner]
 
-Without an address it starts a demo of its own, 12 worker processes, kills one of them, and waits until it is
-back. Needs the tests' requirements (Playwright) and Chromium.
+Without an address it starts a demo of its own, 12 worker processes, kills one of them (killed), waits until it is
+back, and at the end stops the console under an open page (away). Needs the tests' requirements (Playwright) and
+Chromium.
 """
 
 from __future__ import annotations
@@ -19,23 +20,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import requests
 from PIL import Image
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 WIDTH, HEIGHT = 1280, 860
 SHOWN_WIDTH = 900
 MOST_BYTES = 60_000
+THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 WAIT_MS = 300_000
 LOST = "W1_2"
+PEER = "W0_2"
 PAGES = {
     "live": "/",
+    "worker": f"/?worker={PEER}",
     "schedule": "/schedule?plan=made:staggered:uniform:3x4x6:W1_2",
     "planner": "/planner",
     "compare": "/compare",
@@ -43,6 +48,8 @@ PAGES = {
     "simulate": "/simulate",
     "help": "/help",
 }
+# Where there is more to see than fits a screen.
+HEIGHTS = {"catalog": 1130, "schedule": 1010, "compare": 1010}
 
 
 def main() -> None:
@@ -53,15 +60,18 @@ def main() -> None:
     options = parser.parse_args()
     options.to.mkdir(parents=True, exist_ok=True)
     if options.address:
-        take(options.address.rstrip("/"), options.to, options.pages)
+        with chromium() as browser:
+            take(browser, options.address.rstrip("/"), options.to, options.pages)
         return
-    with demo() as address:
-        take(address, options.to, options.pages, heal=True)
+    with demo() as (address, stop), chromium() as browser:
+        lose_and_heal(browser, address, options.to)
+        take(browser, address, options.to, options.pages)
+        leave(browser, address, options.to, stop)
 
 
 @contextmanager
-def demo() -> Iterator[str]:
-    """A console with 12 real workers, in a folder of its own; ends with what it started."""
+def demo() -> Iterator[tuple[str, Callable[[], None]]]:
+    """A console with 12 real workers, in a folder of its own: its address, and what ends it before its time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -71,15 +81,20 @@ def demo() -> Iterator[str]:
             cwd=ROOT,
             env={**os.environ, "XDG_STATE_HOME": folder},
         )
+
+        def stop() -> None:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
         try:
             while not answers(address := f"http://127.0.0.1:{port}"):
                 if process.poll() is not None:
                     raise SystemExit("the demo did not start")
                 time.sleep(0.5)
-            yield address
+            yield address, stop
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+            if process.poll() is None:
+                stop()
 
 
 def answers(address: str) -> bool:
@@ -89,17 +104,48 @@ def answers(address: str) -> bool:
         return False
 
 
-def lose_and_heal(page: Page) -> None:
-    """Kills a worker once the job trains, and waits until it trains with all of them again."""
-    train(page, 12)
-    page.get_by_role("button", name=LOST).click()
-    page.get_by_role("dialog").get_by_role("button", name=f"Kill {LOST}").click()
-    page.locator(f".st-key-cell-failed-{LOST}").wait_for()
-    train(page, 8)
-    page.get_by_role("button", name=LOST).click()
-    page.get_by_role("dialog").get_by_role("button", name=re.compile("^(Restart|Start)")).click()
-    page.locator(f".st-key-cell-running-{LOST}").wait_for()
-    train(page, 8)
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+
+
+@contextmanager
+def opened(browser: Browser, theme: Literal["light", "dark"]) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme)
+    page.set_default_timeout(WAIT_MS)
+    yield page
+    page.close()
+
+
+def lose_and_heal(browser: Browser, address: str, folder: Path) -> None:
+    """Kills a worker once the job trains (that is a picture), and waits until it trains with all of them again."""
+    with opened(browser, "dark") as other, opened(browser, "light") as page:
+        page.goto(address)
+        other.goto(address)
+        train(page, 12)
+        page.get_by_role("button", name=LOST).click()
+        page.get_by_role("dialog").get_by_role("button", name=f"Kill {LOST}").click()
+        page.locator(f".st-key-cell-failed-{LOST}").wait_for()
+        train(page, 8)
+        picture(other, folder, "killed", "dark")
+        picture(page, folder, "killed", "light")
+        page.get_by_role("button", name=LOST).click()
+        page.get_by_role("dialog").get_by_role("button", name=re.compile("^(Restart|Start)")).click()
+        page.locator(f".st-key-cell-running-{LOST}").wait_for()
+        train(page, 8)
+
+
+def leave(browser: Browser, address: str, folder: Path, stop: Callable[[], None]) -> None:
+    """Stops the console under an open page."""
+    with opened(browser, "light") as light, opened(browser, "dark") as dark:
+        for page in (light, dark):
+            page.goto(address)
+            prepare(page, "live")
+        stop()
+        for theme, page in zip(THEMES, (light, dark), strict=True):
+            page.locator(GONE).wait_for()
+            picture(page, folder, "away", theme)
 
 
 def train(page: Page, more: int) -> None:
@@ -112,27 +158,26 @@ def train(page: Page, more: int) -> None:
     page.wait_for_function(f"least => ({done})() >= least", arg=least)
 
 
-def take(address: str, folder: Path, pages: list[str], *, heal: bool = False) -> None:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        for theme in ("light", "dark"):
-            page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme)  # type: ignore[arg-type]
-            page.set_default_timeout(WAIT_MS)
-            if heal and theme == "light":
-                page.goto(address)
-                lose_and_heal(page)
+def take(browser: Browser, address: str, folder: Path, pages: list[str]) -> None:
+    for theme in THEMES:
+        with opened(browser, theme) as page:
             for name in pages:
+                page.set_viewport_size({"width": WIDTH, "height": HEIGHTS.get(name, HEIGHT)})
                 page.goto(address + PAGES[name])
                 prepare(page, name)
-                page.mouse.move(WIDTH - 1, HEIGHT - 1)  # no help of what was clicked stands over the page
-                rest(page)
-                small = shrunk(page.screenshot())
-                (folder / f"{name}-{theme}.webp").write_bytes(small)
-                print(f"{name}-{theme}: {len(small) / 1000:.0f} kB", flush=True)
-            page.close()
-        browser.close()
+                picture(page, folder, name, theme)
 
 
+def picture(page: Page, folder: Path, name: str, theme: str) -> None:
+    page.mouse.move(WIDTH - 1, 1)  # no help of what was clicked stands over the page
+    rest(page)
+    small = shrunk(page.screenshot())
+    (folder / f"{name}-{theme}.webp").write_bytes(small)
+    print(f"{name}-{theme}: {len(small) / 1000:.0f} kB", flush=True)
+
+
+# The page has noticed that the console does not answer.
+GONE = ':is([data-test-connection-state="PINGING_SERVER"], [data-test-connection-state="CONNECTING"])'
 CHART = ".js-plotly-plot .main-svg, [data-testid='stVegaLiteChart'] svg, [data-testid='stVegaLiteChart'] canvas"
 
 
@@ -140,7 +185,11 @@ def prepare(page: Page, name: str) -> None:
     """Brings a page to where there is something to see."""
     page.locator(".or-title").first.wait_for()
     rest(page)
-    if name == "planner":
+    if name == "worker":
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_role("tab", name="Over time").click()
+        dialog.locator(CHART).nth(1).wait_for()
+    elif name == "planner":
         page.get_by_role("button", name=re.compile("worked example", re.I)).first.click()
         go = page.get_by_role("button", name="Plan all four")
         go.or_(page.locator(".or-card").first).first.wait_for()
@@ -149,6 +198,7 @@ def prepare(page: Page, name: str) -> None:
         if fill.count():
             fill.click()
             page.get_by_text(re.compile(r"plans? made in|Nothing was missing")).first.wait_for()
+            page.reload()
     elif name == "simulate":
         run = page.get_by_role("button", name=re.compile("^Simulate|^Run"))
         if run.count():

@@ -107,7 +107,7 @@ def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, 
     moves = ", ".join(f"{source} → {to}" for source, to in way["moves"])
     head = "h3" if choice["waiting"] else "h2"  # below a heading, or folded up below none
     st.html(
-        f'<div class="or-way"><{head}>{escape(name)}<span class="or-aside">{badge}</span></{head}>'
+        f'<div class="or-way"><{head}>{escape(name)} <span class="or-aside">{badge}</span></{head}>'
         f"<p><b>{text.percent(way['share'])}</b> of fault-free · period "
         f"{text.percent(way['slowdown_vs_1f1b'], sign=True)} vs 1F1B</p>"
         + (f"<p>Moves {escape(moves)}</p>" if moves else "")

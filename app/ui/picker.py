@@ -29,7 +29,7 @@ def open_job(console: Console, *, pace: bool = True) -> tuple[JobView, DeltaGene
     wanted = st.query_params.get("job") or st.session_state.get(CHOSEN)
     unknown = wanted is not None and wanted not in known
     if unknown:
-        st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead.")
+        st.html('<h1 class="or-title">Which job?</h1>')
     with st.container(horizontal=True, vertical_alignment="bottom", key="page-head"):
         title = st.container()
         controls = st.container(horizontal=True, vertical_alignment="bottom", width="content", key="page-controls")
@@ -37,6 +37,8 @@ def open_job(console: Console, *, pace: bool = True) -> tuple[JobView, DeltaGene
     if len(jobs) > 1 or unknown:
         with controls:
             chosen = _pick(known, None if unknown else job_id)
+        if unknown:
+            st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead.")
         if chosen is None:
             return None
         job_id = chosen
