@@ -38,6 +38,8 @@ from planner.job import Worker
 from planner.plan import Plan
 
 LONG_POLL_SECONDS = 20.0
+# A job that halts gets no new epoch: so late may the launcher say why it stands still.
+SAY_WHY_NOT_SECONDS = 5.0
 MAX_REPORTS = 200
 """Waiting at most; each may hold REPORTED_ITERATIONS, so that a console may be away for hours."""
 REPORTED_ITERATIONS = 1000
@@ -216,7 +218,7 @@ class ConsoleCoordination:
         said = ""
         while not self._closing.is_set():
             try:
-                found = next_deployment(client, self._path, epoch, plans, LONG_POLL_SECONDS)
+                found = next_deployment(client, self._path, epoch, plans, SAY_WHY_NOT_SECONDS)
                 backoff.reset()
                 if found is None:
                     said = self._say_why_not(client, said)

@@ -15,6 +15,23 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
+# Consoles and jobs that tests start are many: they need not compile this program anew each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is set up once for a module is set up in one test process, not in each."""
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("xdist_group"):
+            continue
+        found = item._fixtureinfo.name2fixturedefs
+        shared = sorted(name for name, definitions in found.items() if definitions[-1].scope == "module")
+        if shared:
+            values = item.callspec.params if hasattr(item, "callspec") else {}
+            kinds = [str(values[name]) for name in shared if name in values]
+            item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *kinds])))
+
 
 def _postgres_bin() -> Path | None:
     found = shutil.which("initdb")

@@ -17,10 +17,13 @@ T = TypeVar("T")
 
 
 class JobConsole(ConsoleServer):
-    """A console process with a database file of its own; may be killed and started again on both."""
+    """A console process with a database file of its own; may be killed and started again on both.
+
+    Without pages, which a job has nothing to do with: half of its start is theirs.
+    """
 
     def __init__(self, folder: Path, *options: str) -> None:
-        super().__init__(f"sqlite:///{folder / 'console.db'}", *options)
+        super().__init__(f"sqlite:///{folder / 'console.db'}", "--api-only", *options)
 
     def read(self, path: str) -> Any:
         answer = self.get(path)

@@ -17,6 +17,7 @@ from agent.recipe import Recipe
 from agent.workload import NamedWorkload
 from planner.catalog import Catalog
 from planner.job import Job, MemoryLimit, Technique, Worker
+from tests.agent.launches import warm
 
 Message = dict[str, Any]
 TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
@@ -47,6 +48,7 @@ class LocalJob:
         on_epoch: Callable[[LocalJob, Any], None] = lambda job, deployment: None,
         **coordination: Any,
     ) -> None:
+        warm()
         job = Job(pipelines, stages, micro_batches)
         self.lines: list[Message] = []
         self.messages: list[tuple[str, Message]] = []

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.agent.launches import Launched
+
 GRID = ("--pipelines", "2", "--stages", "3", "--micro-batches", "4")
 TINY = ("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}')
 ITERATIONS = 6
@@ -50,20 +52,35 @@ def launch(record: Path, *arguments: str, timeout: float = 120.0) -> Run:
         timeout=timeout,
         check=False,
     )
+    return _run(done.returncode, done.stderr, record)
+
+
+def forked(record: Path, *arguments: str, timeout: float = 120.0) -> Run:
+    """As `launch`, in a process that need not import torch first."""
+    errors = record.with_suffix(".errors")
+    process = Launched("launch", "--record", str(record), *arguments, errors=errors)
+    try:
+        status = process.wait(timeout)
+    finally:
+        process.end()
+    return _run(status, errors.read_text(), record)
+
+
+def _run(status: int, errors: str, record: Path) -> Run:
     lines = tuple(map(json.loads, record.read_text().splitlines())) if record.exists() else ()
-    return Run(done.returncode, done.stderr, lines)
+    return Run(status, errors, lines)
 
 
 def small(record: Path, *arguments: str, iterations: int = ITERATIONS) -> Run:
     """The small grid with the tiny model."""
-    return launch(record, *GRID, *TINY, "--iterations", str(iterations), *arguments)
+    return forked(record, *GRID, *TINY, "--iterations", str(iterations), *arguments)
 
 
 def unruly(record: Path, *arguments: str, iterations: int, options: dict[str, Any]) -> Run:
     """Two pipelines of two stages whose gradients misbehave as `options` say (see tests.agent.unruly)."""
     grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(iterations))
     task = ("--workload", "tests.agent.unruly:Unruly", "--workload-options", json.dumps(options))
-    return launch(record, *grid, *task, *arguments)
+    return forked(record, *grid, *task, *arguments)
 
 
 @functools.cache

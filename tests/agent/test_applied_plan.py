@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.agent.consoles import console, until
+from tests.agent.launches import Launched
 from tests.agent.runs import GRID, TINY, small
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
@@ -21,10 +20,10 @@ def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
     reference = small(tmp_path / "reference.jsonl", iterations=ITERATIONS)
     assert reference.status == 0, reference.errors
     record = tmp_path / "run.jsonl"
-    command = [sys.executable, "-m", "agent", "launch", "--record", str(record), *GRID, *TINY]
+    command = ["launch", "--record", str(record), *GRID, *TINY]
     with console(tmp_path) as server:
         command += ["--console", server.root, "--iterations", str(ITERATIONS), "--pace", "F=8ms,I=8ms,W=8ms"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = Launched(*command, errors=tmp_path / "errors.txt")
         try:
             job = f"/jobs/{server.job_id()}"
             until(lambda: server.read(job)["committed"] >= 2, "training")
@@ -46,9 +45,7 @@ def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
             until(lambda: server.session.put(f"{server.base}{job}/plan", json=use, timeout=30).ok, "the way back")
             assert process.wait(120) == 0
         finally:
-            if process.poll() is None:
-                process.terminate()
-            process.wait(20)
+            process.end()
         rows = server.read(f"{job}/iterations?limit=500")["iterations"]
         assert [row["iteration"] for row in rows] == list(range(ITERATIONS))
         assert {row["epoch"] for row in rows} == {1, 2, 3}

@@ -4,8 +4,6 @@ without failures."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.agent.consoles import JobConsole, console, until
-from tests.agent.runs import TINY, Run, launch
+from tests.agent.launches import Launched
+from tests.agent.runs import TINY, Run, forked
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
 
@@ -26,7 +25,7 @@ ITERATIONS = 150
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Nothing happens to it."""
     folder = tmp_path_factory.mktemp("reference")
-    run = launch(folder / "run.jsonl", *GRID, *TINY, "--iterations", str(ITERATIONS))
+    run = forked(folder / "run.jsonl", *GRID, *TINY, "--iterations", str(ITERATIONS))
     assert run.status == 0, run.errors
     return run
 
@@ -36,9 +35,9 @@ class Job:
 
     def __init__(self, server: JobConsole, record: Path, *arguments: str) -> None:
         self.server, self.record = server, record
-        command = [sys.executable, "-m", "agent", "launch", "--record", str(record), *GRID, *TINY]
+        command = ["launch", "--record", str(record), *GRID, *TINY]
         command += ["--console", server.root, "--demo", "--iterations", str(ITERATIONS), "--pace", "F=8ms,I=8ms,W=8ms"]
-        self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL)
+        self.process = Launched(*command, *arguments, errors=record.with_suffix(".errors"))
         self.job_id = server.job_id()
 
     def read(self, path: str = "") -> Any:
@@ -81,9 +80,7 @@ def job(folder: Path, *arguments: str) -> Iterator[Job]:
         try:
             yield running
         finally:
-            if running.process.poll() is None:
-                running.process.terminate()
-            running.process.wait(20)
+            running.process.end()
 
 
 def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Path) -> None:

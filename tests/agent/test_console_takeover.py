@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import requests
 
 from tests.agent.consoles import until
+from tests.agent.launches import Launched
 from tests.agent.runs import GRID, TINY
 from tests.app.console_server import ConsoleServer
 from tests.conftest import new_database
@@ -26,12 +25,11 @@ def test_training_goes_on_when_the_leading_console_is_killed(postgres_url: str, 
         leader, standby = ConsoleServer(url, "--api-only"), ConsoleServer(url, "--api-only")
         stack.callback(standby.close)
         stack.callback(leader.close)
-        command = [sys.executable, "-m", "agent", "launch", "--record", str(record), *GRID, *TINY, "--demo"]
+        command = ["launch", "--record", str(record), *GRID, *TINY, "--demo"]
         command += ["--no-migrate", "--iterations", "100000", "--pace", "F=5ms,I=5ms,W=5ms"]
         command += ["--console", f"{leader.root},{standby.root}"]
-        launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        stack.callback(launcher.wait, 30)
-        stack.callback(launcher.terminate)
+        launcher = Launched(*command, errors=tmp_path / "errors.txt")
+        stack.callback(launcher.end)
 
         def read(server: ConsoleServer, path: str) -> dict[str, object]:
             answer = server.get(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.runs import Run, launch
+from tests.agent.runs import Run, forked
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("motley")]
 
@@ -14,7 +14,7 @@ GRID = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3", "--iteratio
 
 
 def _run(record: Path, *arguments: str) -> Run:
-    run = launch(record, *GRID, "--workload", "tests.agent.motley:Motley", *arguments)
+    run = forked(record, *GRID, "--workload", "tests.agent.motley:Motley", *arguments)
     assert run.status == 0, run.errors
     return run
 

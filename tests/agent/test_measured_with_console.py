@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 from planner.plan import Plan
 from planner.schedule import Schedule
 from tests.agent.consoles import JobConsole, console, until
+from tests.agent.launches import Launched
 from tests.agent.runs import TINY
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
@@ -54,11 +53,11 @@ def check_order(schedule: Schedule) -> None:
 
 
 def test_an_iteration_is_measured_before_and_after_a_death(tmp_path: Path) -> None:
-    with console(tmp_path, "--api-only") as server:
-        command = [sys.executable, "-m", "agent", "launch", *GRID, *TINY, "--console", server.root, "--demo"]
+    with console(tmp_path) as server:
+        command = ["launch", *GRID, *TINY, "--console", server.root, "--demo"]
         # So short a norm that the first steps are clipped, after they were taken.
         command += ["--iterations", "100000", "--pace", "F=10ms,I=10ms,W=10ms", "--clip-norm", "0.001"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = Launched(*command, errors=tmp_path / "errors.txt")
         try:
             job_id = server.job_id()
             first = measured(server, job_id, 1)
@@ -91,5 +90,4 @@ def test_an_iteration_is_measured_before_and_after_a_death(tmp_path: Path) -> No
             events = server.read(f"/jobs/{job_id}/events?limit=500")["events"]
             assert any(e["kind"] == "step" and "clipped" in e["text"] for e in events)
         finally:
-            process.terminate()
-            process.wait(20)
+            process.end()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from planner.catalog import Catalog
 from planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from planner.plan import Plan, job_doc
 from tests.agent.consoles import JobConsole, console, until
+from tests.agent.launches import Launched
 from tests.agent.runs import TINY
 
 pytestmark = [pytest.mark.processes]
@@ -35,10 +34,10 @@ UNEVEN = Job(
 def test_an_uneven_job_is_planned_and_paced_by_its_profile(tmp_path: Path) -> None:
     profile = tmp_path / "job.json"
     profile.write_text(job_doc(UNEVEN).model_dump_json())
-    command = [sys.executable, "-m", "agent", "launch", "--profile", str(profile), "--pace", "profile", *TINY]
+    command = ["launch", "--profile", str(profile), "--pace", "profile", *TINY]
     command += ["--memory", "bytes", "--iterations", "100000", "--demo"]
     with console(tmp_path) as server:
-        process = subprocess.Popen([*command, "--console", server.root], stdout=subprocess.DEVNULL)
+        process = Launched(*command, "--console", server.root, errors=tmp_path / "errors.txt")
         try:
             job_id = server.job_id()
             spec = server.read(f"/jobs/{job_id}")["spec"]
@@ -52,8 +51,7 @@ def test_an_uneven_job_is_planned_and_paced_by_its_profile(tmp_path: Path) -> No
             until(lambda: server.read(f"/jobs/{job_id}")["living"] == 3, "the death")
             check_plan(server, job_id, ("W0_0",))
         finally:
-            process.terminate()
-            process.wait(20)
+            process.end()
 
 
 def check_plan(server: JobConsole, job_id: str, failed: tuple[str, ...]) -> None:
@@ -73,12 +71,10 @@ def op_times(server: JobConsole, job_id: str, kinds: set[str]) -> dict[str, dict
 
 
 def test_a_worker_that_becomes_slow_is_given_less_to_do(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "agent", "launch", "--pipelines", "2", "--stages", "2", "--micro-batches", "6"]
+    command = ["launch", "--pipelines", "2", "--stages", "2", "--micro-batches", "6"]
     command += ["--pace", "F=10ms,I=10ms,W=10ms", "--memory", "none", "--slow", "W1_1@3:3", *TINY]
     with console(tmp_path, "--heartbeat", "0.1") as server:
-        process = subprocess.Popen(
-            [*command, "--iterations", "100000", "--console", server.root], stdout=subprocess.DEVNULL
-        )
+        process = Launched(*command, "--iterations", "100000", "--console", server.root, errors=tmp_path / "errors.txt")
         try:
             job_id = server.job_id()
 
@@ -101,5 +97,4 @@ def test_a_worker_that_becomes_slow_is_given_less_to_do(tmp_path: Path) -> None:
             committed = server.read(f"/jobs/{job_id}")["committed"]
             until(lambda: server.read(f"/jobs/{job_id}")["committed"] > committed + 3, "iterations")
         finally:
-            process.terminate()
-            process.wait(20)
+            process.end()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agent.checkpoints.checkpoint import whole_checkpoints
-from tests.agent.runs import TINY, Run, launch
+from tests.agent.runs import TINY, Run, forked
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("resume")]
 
@@ -22,7 +22,7 @@ ITERATIONS = 8
 
 
 def _run(record: Path, *arguments: str, iterations: int = ITERATIONS) -> Run:
-    return launch(record, *GRID, "--iterations", str(iterations), *arguments)
+    return forked(record, *GRID, "--iterations", str(iterations), *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from planner.check import check
 from planner.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
+from tests.agent.launches import Launched
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, small
 
 # One test process for all of these: they share the fault-free run they compare with.
@@ -29,18 +28,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @contextmanager
-def job(server: JobConsole, record: Path, iterations: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def job(server: JobConsole, record: Path, iterations: int, *arguments: str) -> Iterator[Launched]:
     """A job that runs beside the test, slow enough (paced) to act on."""
-    command = [sys.executable, "-m", "agent", "launch", "--record", str(record), *GRID, *TINY]
+    command = ["launch", "--record", str(record), *GRID, *TINY]
     # These are about other things than workers that change their stage.
     command += ["--console", server.root, "--demo", "--no-migrate", "--iterations", str(iterations), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = Launched(*command, errors=record.with_suffix(".errors"))
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()
-        process.wait(20)
+        process.end()
 
 
 def _events(server: JobConsole, job_id: str) -> list[dict[str, Any]]:
@@ -151,10 +148,8 @@ def test_a_halted_job_says_why_at_the_launcher_too(tmp_path: Path) -> None:
     """The last worker of a stage dies: nobody can go on, and nobody is left wondering."""
     with console(tmp_path) as server:
         errors = tmp_path / "errors.txt"
-        with errors.open("w") as stream:
-            command = [sys.executable, "-m", "agent", "launch", *GRID, *TINY, "--console", server.root]
-            command += ["--iterations", "100000", "--kill", "W0_1@1:F0"]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream)
+        command = ["launch", *GRID, *TINY, "--console", server.root, "--iterations", "100000", "--kill", "W0_1@1:F0"]
+        process = Launched(*command, errors=errors)
         try:
             job_id = server.job_id()
             until(lambda: server.read(f"/jobs/{job_id}")["living"] == 5, "the first death")
@@ -163,8 +158,8 @@ def test_a_halted_job_says_why_at_the_launcher_too(tmp_path: Path) -> None:
             until(lambda: server.read(f"/jobs/{job_id}")["state"] == "halted", "the halt")
             until(lambda: "stage 1 has no living worker" in errors.read_text(), "the sentence")
         finally:
-            process.terminate()
-            assert process.wait(20) == 128 + signal.SIGTERM
+            process.end()
+            assert process.poll() == 128 + signal.SIGTERM
 
 
 def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(tmp_path: Path) -> None:
@@ -187,16 +182,19 @@ def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(tmp_p
 def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(tmp_path: Path) -> None:
     """Both workers of stage 1 die; one of another stage takes over there in its process, all go back to the
     checkpoint, and the losses are those of a run without failures."""
-    iterations = 40
+    iterations = 10
     with console(tmp_path) as server:
         record = tmp_path / "run.jsonl"
         options = ("--pace", "F=20ms,I=20ms,W=20ms", "--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2")
-        with job(server, record, iterations, *options) as process:
+        kills = ("--kill", "W0_1@6:F0", "--kill", "W1_1@6:I0")
+        with job(server, record, iterations, *options, *kills) as process:
             job_id = server.job_id()
-            until(lambda: _committed(server, job_id) >= 6, "six iterations")
-            for cell in ("W0_1", "W1_1"):
-                server.post(f"/jobs/{job_id}/workers/{cell}/kill", {}).raise_for_status()
-            moved = until(lambda: server.read(f"/jobs/{job_id}/epochs")["epochs"][-1]["moves"], "a move")
+
+            def last_moves() -> list[list[str]]:
+                epochs = server.read(f"/jobs/{job_id}/epochs")["epochs"]
+                return epochs[-1]["moves"] if epochs else []
+
+            moved = until(last_moves, "a move")
             assert len(moved) == 1 and moved[0][1] in ("W0_1", "W1_1")
             assert process.wait(120) == 0
         state = server.read(f"/jobs/{job_id}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.agent.node_runs import lines, two_nodes
-from tests.agent.runs import small
+from tests.agent.runs import GRID, TINY, launch
 from tests.benchmarks.machine import describe
 
 TURNS, ITERATIONS = 5, 14
@@ -31,7 +31,7 @@ def main() -> None:
     for _ in range(TURNS):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            run = small(folder / "one.jsonl", *KILL, iterations=ITERATIONS)
+            run = launch(folder / "one.jsonl", *GRID, *TINY, "--iterations", str(ITERATIONS), *KILL)
             assert run.status == 0, run.errors
             one += run.lines
             with two_nodes(folder, *KILL) as (lead, node):
