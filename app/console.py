@@ -23,7 +23,7 @@ from app.coordination import membership as m
 from app.coordination.membership import Ladder
 from app.errors import ConsoleError, storing, unknown_job
 from app.history.service import Histories
-from app.live import LiveJob
+from app.live import TICK_SECONDS, LiveJob
 from app.metrics.exposition import Metrics
 from app.metrics.jobs import JobMetrics
 from app.observing.drifting import Drifting
@@ -61,7 +61,6 @@ log = structlog.get_logger()
 
 MAX_WORKERS = 16_384
 
-TICK_SECONDS = 0.25
 # What a console that is killed forgets of its workers' newest heartbeats; each sends another within a second.
 FLUSH_SECONDS = 5.0
 
@@ -298,14 +297,10 @@ class Console(Reports, Readings):
                 self._planning.take(job, names)
 
     def _keep_time(self) -> None:
-        last_tick = last_flush = time.monotonic()
+        last_flush = time.monotonic()
         while not self._stop.wait(TICK_SECONDS):
-            now = time.monotonic()
-            late, last_tick = now - last_tick - TICK_SECONDS, now
             for job in list(self._jobs.values()):
                 try:
-                    if late > self.ladder.heartbeat and not job.state.over:
-                        job.apply(m.Stalled(late))
                     job.tick()
                     if missing := job.plan_missing():
                         job.ask_for(missing)
@@ -317,8 +312,8 @@ class Console(Reports, Readings):
                     log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)
                 except Exception:
                     log.exception("a tick failed", job=job.job_id)
-            if now - last_flush >= FLUSH_SECONDS:
-                last_flush = now
+            if time.monotonic() - last_flush >= FLUSH_SECONDS:
+                last_flush = time.monotonic()
                 self._flush()
 
     def _flush(self) -> None:

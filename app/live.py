@@ -30,6 +30,7 @@ from app.coordination.membership import (
     Note,
     OpenEpoch,
     Refuse,
+    Stalled,
     State,
     Tick,
 )
@@ -57,6 +58,7 @@ from planner.plan import Plan
 
 log = structlog.get_logger()
 
+TICK_SECONDS = 0.25
 _STATUS = {"unknown_worker": 404, "invalid": 422}  # of a refusal; 409 for every other
 
 
@@ -97,6 +99,7 @@ class LiveJob(PlannedJob):
         self._want_plan = want_plan
         self._on_epoch = on_epoch
         self._clock = clock
+        self._ticked = clock()
         self._event_seq = 0
         self._published_epoch = 0
         self._doubtful = False  # may the database hold another state than this object?
@@ -136,15 +139,16 @@ class LiveJob(PlannedJob):
         beside: Sequence[Report] = (),
         plan: Plan | None = None,
         audit: Record | None = None,
+        now: float | None = None,
     ) -> str:
         """Takes one event, stores what follows from it, and returns the reason.
 
         beside: the report of the event, if it is one. audit: a row that is stored if the event is
-        accepted. plan: the one that a PlanReady speaks of. Raises ConsoleError when the event is refused
-        or can't be stored; then nothing has changed.
+        accepted. plan: the one that a PlanReady speaks of. now: when it happened; None: at this moment.
+        Raises ConsoleError when the event is refused or can't be stored; then nothing has changed.
         """
         with self.writing():
-            old, now = self.state, self._clock()
+            old, now = self.state, self._clock() if now is None else now
             step = coordinator.step(old, event, now, self.ladder)
             if step.refusal:
                 raise _refused(step.refusal)
@@ -225,10 +229,20 @@ class LiveJob(PlannedJob):
         return member
 
     def tick(self) -> None:
-        """Takes the heartbeats that came in, then looks for those that did not."""
+        """Takes the heartbeats that came in, then looks for those that did not.
+
+        Time in which the console did not get to run is nobody's silence: how long that was is known when the moment
+        is taken that silences are counted to, and not before.
+        """
         self.take_heartbeats()
-        if not self.state.over:
-            self.apply(Tick())
+        if self.state.over:
+            return
+        now = self._clock()
+        late = now - self._ticked - TICK_SECONDS
+        if late > self.ladder.heartbeat:
+            self.apply(Stalled(late), now=now)
+        self._ticked = now
+        self.apply(Tick(), now=now)
 
     def take_heartbeats(self) -> None:
         """Gives the coordinator, and the next write to the database, what came in since the last call."""

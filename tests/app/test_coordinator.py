@@ -6,7 +6,6 @@ import pytest
 from coordinator_run import LADDER, Run, fingerprint
 
 from agent.protocol import JobState, WorkerState
-from app.console import TICK_SECONDS
 from app.coordination.membership import (
     Acknowledged,
     Beat,
@@ -24,6 +23,7 @@ from app.coordination.membership import (
     Tick,
     TransferBroken,
 )
+from app.live import TICK_SECONDS
 from planner.errors import InputError
 
 
