@@ -21,15 +21,15 @@ NAME = "delete-name"
 def job_menu(console: Console, view: JobView) -> None:
     """Draws the button; what is behind it acts only after it was confirmed."""
     name, job_id = view.spec.name, view.job_id
-    with st.popover("Job", icon=":material/folder:", key="job-menu"):
+    with st.popover("Job", icon=":material/folder:", key=f"job-menu-{job_id}"):
         st.markdown("**History**")
         link = f"{API}/jobs/{escape(job_id)}/history.zip"
-        st.html(f'<a class="or-link" href="{link}" download>Download all that is stored</a>')
+        st.html(f'<a href="{link}" download>Download all that is stored</a>')
         st.caption("Iterations, events, op times, measured iterations and plans, as a zip file that can be imported.")
         st.divider()
         st.markdown("**Delete this job**")
         if why := console.histories.kept_for(job_id):
-            st.caption(f"It can be deleted when it has ended: {text.plain_markdown(why)}.")
+            st.caption(f"It can be deleted when it has ended; it {text.plain_markdown(why)}.")
             return
         st.caption(
             "All that is stored of it is gone for good; download its history first if you may want it back. "

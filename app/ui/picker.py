@@ -62,18 +62,20 @@ def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:
         key=PICKER,
         width=340,
         on_change=_remember,
+        args=(frozenset(known),),
     )
 
 
 def forget() -> None:
     """For a callback: the page goes on with the newest job."""
     st.query_params.pop("job", None)
-    for key in (CHOSEN, PICKER):
-        st.session_state.pop(key, None)
+    st.session_state.pop(CHOSEN, None)
 
 
-def _remember() -> None:
-    st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
+def _remember(known: frozenset[str]) -> None:
+    """known: the jobs that were offered. Of one that is gone since, the browser still sends the words."""
+    if st.session_state[PICKER] in known:
+        st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
 
 
 def _wait_for_job(console: Console) -> None:

@@ -197,7 +197,7 @@ def test_the_filter_of_the_address_is_the_filter_of_the_page(console: Console) -
 def test_a_job_that_is_over_is_deleted_when_its_name_was_typed(console: Console) -> None:
     running = JobHere(console, "goes on").register().commit(0, 3, 1)
     test = open_live(running.job_id)
-    assert "It can be deleted when it has ended: is running" in html(test)
+    assert "It can be deleted when it has ended; it is running" in html(test)
     assert f'href="/api/v1/jobs/{running.job_id}/history.zip"' in html(test)
     assert not [b for b in test.button if b.key == "act-kill-job"]
     job = JobHere(console, "to be deleted", iterations=4).register().commit(0, 3, 1).finish()

@@ -77,6 +77,8 @@ def broken(series: Series, values: Values) -> tuple[list[int], list[float | None
     return at, out
 
 
+# As the console writes times everywhere; Vega's own would be `03 PM` and `:15`.
+_CLOCK = {"seconds": "%H:%M:%S", "minutes": "%H:%M", "hours": "%H:%M", "day": "%-d %b", "date": "%-d %b"}
 _TIME = {"field": "at", "type": "temporal", "title": "time", "format": "%H:%M:%S"}
 
 
@@ -88,7 +90,7 @@ def _y(field: str) -> dict[str, Any]:
 def _chart(
     title: str, layers: list[dict[str, Any]], rows: Columns, colours: Palette, encoding: dict[str, Any]
 ) -> LiveChart:
-    axis = {"grid": False, "title": None, "tickCount": 6, "labelOverlap": True}
+    axis = {"grid": False, "title": None, "tickCount": 6, "labelOverlap": True, "format": _CLOCK}
     return LiveChart(
         {
             "title": title,
