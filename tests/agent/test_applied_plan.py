@@ -13,7 +13,7 @@ from tests.agent.runs import GRID, TINY, small
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
 
-ITERATIONS = 120
+ITERATIONS = 60
 
 
 def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
