@@ -9,6 +9,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+AT_ONCE = 32
+
 
 class Topic:
     """`publish` says "look again" to everyone in `wait_for`. Nothing is lost in between: a waiter
@@ -16,17 +18,17 @@ class Topic:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiters: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        self._waiters: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._closed = False
 
     def publish(self) -> None:
-        waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         with self._lock:
-            for event, loop in self._waiters.items():
-                waiting.setdefault(loop, []).append(event)
-        for loop, events in waiting.items():
+            for future, loop in self._waiters.items():
+                waiting.setdefault(loop, []).append(future)
+        for loop, futures in waiting.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_wake, events)  # once: a loop is slow to interrupt
+                loop.call_soon_threadsafe(_wake_some, loop, futures)  # once: a loop is slow to interrupt
 
     def close(self) -> None:
         """Sends every waiter home with None, now and later."""
@@ -39,26 +41,35 @@ class Topic:
 
     async def wait_for(self, look: Callable[[], T | None], timeout: float) -> T | None:
         """The first `look()` that is not None; None after `timeout` seconds. `look` must not block."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        with self._lock:
-            self._waiters[event] = loop
-        try:
-            while True:
-                event.clear()
+        while True:
+            news: asyncio.Future[None] = loop.create_future()
+            with self._lock:
+                self._waiters[news] = loop
+            try:
                 found = look()
                 left = until - loop.time()
                 if found is not None or self._closed or left <= 0:
                     return found
+                timer = loop.call_later(left, _wake, news)
                 try:
-                    await asyncio.wait_for(event.wait(), left)
-                except TimeoutError:
-                    return look()
-        finally:
-            with self._lock:
-                self._waiters.pop(event, None)
+                    await news
+                finally:
+                    timer.cancel()
+            finally:
+                with self._lock:
+                    self._waiters.pop(news, None)
 
 
-def _wake(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+def _wake_some(loop: asyncio.AbstractEventLoop, futures: list[asyncio.Future[None]], first: int = 0) -> None:
+    """Some in each round of the loop: thousands who answer at once would keep a heartbeat waiting for as long."""
+    for future in futures[first : first + AT_ONCE]:
+        _wake(future)
+    if first + AT_ONCE < len(futures):
+        loop.call_soon(_wake_some, loop, futures, first + AT_ONCE)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

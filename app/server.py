@@ -27,6 +27,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
 from agent.protocol import API
+from app.api.lane import Lane
 from app.api.problems import problem
 from app.api.routes import create_routes
 from app.console import Console
@@ -55,7 +56,7 @@ UI_SCRIPT = HERE / "ui" / "main.py"
 GRACE = 1
 
 
-def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starlette:
+def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> ASGIApp:
     """The whole application. The host is started and closed by its caller. standby: who may ask a console
     that does not lead."""
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] = _no_lifespan
@@ -70,7 +71,8 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
     def guarded(app: ASGIApp) -> ASGIApp:
         return HostGuard(AccessGuard(BodyLimit(app), access=standby), allowed=_allowed_hosts(settings))
 
-    return Starlette(routes=[Mount("/", Gate(host, leading, guarded, pages))], lifespan=lifespan)
+    whole = Starlette(routes=[Mount("/", Gate(host, leading, guarded, pages))], lifespan=lifespan)
+    return Lane(whole, lambda: host.console)
 
 
 def _application(console: Console, settings: Settings, pages: ASGIApp | None) -> Starlette:

@@ -21,6 +21,7 @@ from agent.protocol import (
     Registration,
 )
 from app.api.intake import Intake
+from app.api.lean import AgentEndpoints
 from app.api.models import Outcome
 from app.api.profiles import ProfileName
 from app.api.runner import in_thread
@@ -42,10 +43,9 @@ class JobWanted(JobSpec):
     profile_name: ProfileName | None = None
 
 
-def router(console: Console) -> APIRouter:
+def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRouter:
+    """endpoints: answer most of some of these routes before they come here (app.api.lean)."""
     api = APIRouter(prefix="/jobs", tags=["agents"])
-    intake = Intake()
-    rendered: dict[str, tuple[Deployment, str]] = {}  # by job: thousands of workers ask for the same
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
     async def create_job(
@@ -81,13 +81,8 @@ def router(console: Console) -> APIRouter:
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
         """The newest deployment with an epoch above `after`, as soon as there is one; 204: none in time."""
-        topic = console.job(job_id).epoch_topic
-        found = await topic.wait_for(lambda: console.deployment(job_id, after), wait)
-        if found is None:
-            return Response(status_code=204)
-        if rendered.get(job_id, (None,))[0] is not found:
-            rendered[job_id] = found, found.model_dump_json()
-        return Response(rendered[job_id][1], media_type="application/json")
+        found = await endpoints.next_deployment(job_id, after, wait)
+        return Response(status_code=204) if found is None else Response(found, media_type="application/json")
 
     @api.post("/{job_id}/acknowledgements")
     async def acknowledge(job_id: str, message: Acknowledgement) -> Outcome:

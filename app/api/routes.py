@@ -27,8 +27,9 @@ from app.api import (
     profiles,
     streams,
 )
-from app.api.heartbeat import HeartbeatEndpoint
 from app.api.idempotency import Idempotency
+from app.api.intake import Intake
+from app.api.lean import AgentEndpoints, Lean
 from app.api.reference import POLICY, page
 from app.api.runner import in_thread
 from app.console import Console
@@ -37,7 +38,10 @@ from app.metrics.requests import Named
 from db.idempotency import IdempotentRequests
 
 
-def create_api(console: Console) -> FastAPI:
+def create_api(console: Console, endpoints: AgentEndpoints | None = None, intake: Intake | None = None) -> FastAPI:
+    """endpoints, intake: shared with the routes that answer before FastAPI."""
+    intake = intake or Intake()
+    endpoints = endpoints or AgentEndpoints(console, intake)
     api = FastAPI(
         title="OpenReCycle",
         version="1",
@@ -53,7 +57,7 @@ def create_api(console: Console) -> FastAPI:
     api.state.console = console
     problems.install(api)
     document.install(api)
-    api.include_router(agents.router(console))
+    api.include_router(agents.router(console, endpoints, intake))
     api.include_router(heartbeats.router(console))
     api.include_router(streams.router(console))
     api.include_router(jobs.router(console))
@@ -67,7 +71,7 @@ def create_api(console: Console) -> FastAPI:
     api.include_router(catalogs.router(console))
     api.include_router(access.router(console))
 
-    # Answered by the lean route of `create_routes`; declared here for the OpenAPI document.
+    # Answered by a lean route of `create_routes`, unless something is wrong with it.
     @api.post("/jobs/{job_id}/heartbeats", tags=["agents"])
     async def heartbeat(job_id: str, message: Heartbeat) -> HeartbeatReply:
         return HeartbeatReply(epoch=console.heartbeat(job_id, message), measure=console.measuring.wanted(job_id))
@@ -76,7 +80,15 @@ def create_api(console: Console) -> FastAPI:
 
 
 def create_routes(console: Console) -> list[BaseRoute]:
-    api = create_api(console)
+    intake = Intake()
+    endpoints = AgentEndpoints(console, intake)
+    api = create_api(console, endpoints, intake)
+    usual = Mount(API, Named(Idempotency(api, IdempotentRequests(console.database))))
+
+    async def through_fastapi(scope: Scope, receive: Receive, send: Send) -> None:
+        """What a lean route does not take."""
+        _, below = usual.matches(scope)
+        await usual.handle({**scope, **below}, receive, send)
 
     async def healthz(request: Request) -> Response:
         """The process serves requests."""
@@ -103,8 +115,15 @@ def create_routes(console: Console) -> list[BaseRoute]:
         Route("/readyz", readyz),
         Route("/metrics", metrics),
         Route(f"{API}/docs", docs),
-        Route(f"{API}/jobs/{{job_id}}/heartbeats", HeartbeatEndpoint(console), methods=["POST"]),
-        Mount(API, Named(Idempotency(api, IdempotentRequests(console.database)))),
+        *(
+            Route(f"{API}/jobs/{{job_id}}/{name}", Lean(take, through_fastapi), methods=[method])
+            for method, name, take in (
+                ("POST", "heartbeats", endpoints.heartbeat),
+                ("POST", "acknowledgements", endpoints.acknowledge),
+                ("GET", "deployment", endpoints.deployment),
+            )
+        ),
+        usual,
         _Nothing(),
     ]
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api.lane import PASS
 from app.api.problems import problem
 from app.errors import ConsoleError
 from app.security.access import Access
@@ -81,6 +82,8 @@ class AccessGuard:
         elif why := refusal(caller, method, path):
             await refuse(scope, receive, send, problem(403, "forbidden", why))
         else:
+            if PASS in scope:
+                scope[PASS].still.append(lambda: self.access.used(caller) and not self.limits.take(rate, key))
             await self.app(_as(scope, caller, headers.get(ACTOR)), receive, self._while_valid(scope, caller, send))
 
     async def _caller(self, headers: Headers, address: str) -> Caller | None:

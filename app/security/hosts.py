@@ -9,9 +9,15 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api.lane import PASS
 from app.api.problems import problem
 from app.security.refusing import refuse
 
+_HARDENING = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "SAMEORIGIN"),
+    ("Referrer-Policy", "same-origin"),
+)
 UNSAFE = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
@@ -41,13 +47,14 @@ class HostGuard:
             await refuse(scope, receive, send, problem(403, "wrong_origin", detail))
             return
         encrypted = scope["scheme"] in ("https", "wss")
+        if PASS in scope:
+            scope[PASS].headers += [(name.lower().encode(), value.encode()) for name, value in _HARDENING]
 
         async def hardened(message: Message) -> None:
             if message["type"] == "http.response.start":
                 out = MutableHeaders(scope=message)
-                out["X-Content-Type-Options"] = "nosniff"
-                out["X-Frame-Options"] = "SAMEORIGIN"
-                out["Referrer-Policy"] = "same-origin"
+                for name, value in _HARDENING:
+                    out[name] = value
                 if encrypted:
                     message["headers"] = [_secure(*header) for header in message["headers"]]
             await send(message)

@@ -1,0 +1,127 @@
+"""Endpoints of what comes thousands of times a second, as plain ASGI: a heartbeat, an acknowledgement, and the
+long-poll for the next deployment. What is not as usual goes to FastAPI, which has them all, and says what is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import orjson
+from pydantic import ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agent.protocol import Acknowledgement, Deployment, Heartbeat
+from app.api import problems
+from app.api.intake import Intake
+from app.api.lane import PASS, Headers
+from app.console import Console
+from app.errors import ConsoleError
+
+_JSON = (b"content-type", b"application/json")
+_QUERY = re.compile(rb"after=(\d{1,15})(?:&wait=(\d{1,2}(?:\.\d{1,6})?))?")
+LONGEST_WAIT = 60.0
+
+Taken = Callable[[str, Scope, bytes], Awaitable[bytes | None]]
+
+
+class Lean:
+    """take: the answer's JSON, None for an empty 204; raises ConsoleError or ValidationError. other: answers what
+    is not as usual; the body goes to it anew."""
+
+    def __init__(self, take: Taken, other: ASGIApp) -> None:
+        self._take, self._other = take, other
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD" or any(name == b"idempotency-key" for name, _ in scope["headers"]):
+            await self._other(scope, receive, send)
+            return
+        job_id = scope["path_params"]["job_id"]
+        status = await self._answer(job_id, scope, receive, send, (), self._other)
+        if status in (200, 204) and PASS in scope:
+            scope[PASS].answer = partial(self._answer, job_id)
+
+    async def _answer(
+        self, job_id: str, scope: Scope, receive: Receive, send: Send, headers: Headers, other: ASGIApp
+    ) -> int:
+        """The status; 0 where `other` has answered."""
+        body = b""
+        if scope["method"] == "POST":
+            message = await receive()
+            body = message.get("body", b"")
+            while message.get("more_body", False):
+                message = await receive()
+                body += message.get("body", b"")
+        try:
+            answer = await self._take(job_id, scope, body)
+        except ConsoleError as error:
+            again = {"Retry-After": "1"} if error.status == 503 else None
+            refused = problems.problem(error.status, error.code, error.detail, again)
+            refused.raw_headers += headers
+            await refused(scope, receive, send)
+            return error.status
+        except (ValidationError, _Unusual):
+            await other(scope, _replay(body, receive), send)
+            return 0
+        status = 200 if answer else 204
+        about = [_JSON, (b"content-length", b"%d" % len(answer)), *headers] if answer else [*headers]
+        await send({"type": "http.response.start", "status": status, "headers": about})
+        await send({"type": "http.response.body", "body": answer or b""})
+        return status
+
+
+class _Unusual(Exception):
+    """Right or wrong, but nothing that agents send."""
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+class AgentEndpoints:
+    """Of one console. intake: what FastAPI's routes use, too."""
+
+    def __init__(self, console: Console, intake: Intake) -> None:
+        self._console, self._intake = console, intake
+        self._rendered: dict[str, tuple[Deployment, bytes]] = {}  # by job: thousands of workers ask for the same
+
+    async def heartbeat(self, job_id: str, scope: Scope, body: bytes) -> bytes:
+        """Touches no database and waits for nothing."""
+        epoch = self._console.heartbeat(job_id, Heartbeat.model_validate_json(body))
+        wanted = self._console.measuring.wanted(job_id)
+        return b'{"epoch":%d}' % epoch if wanted is None else b'{"epoch":%d,"measure":%d}' % (epoch, wanted)
+
+    async def acknowledge(self, job_id: str, scope: Scope, body: bytes) -> bytes:
+        message = Acknowledgement.model_validate_json(body)
+        reason = await self._intake.take(*self._console.acknowledgement(job_id, message))
+        return orjson.dumps({"reason": reason})
+
+    async def deployment(self, job_id: str, scope: Scope, body: bytes) -> bytes | None:
+        asked = _QUERY.fullmatch(scope["query_string"])
+        if asked is None or float(asked[2] or 0) > LONGEST_WAIT:
+            raise _Unusual
+        return await self.next_deployment(job_id, int(asked[1]), float(asked[2] or 0))
+
+    async def next_deployment(self, job_id: str, after: int, wait: float) -> bytes | None:
+        """The newest deployment with an epoch above `after`, as soon as there is one; None: none in `wait` seconds.
+
+        Raises ConsoleError.
+        """
+        topic = self._console.job(job_id).epoch_topic
+        found = await topic.wait_for(lambda: self._console.deployment(job_id, after), wait)
+        if found is None:
+            return None
+        rendered = self._rendered.get(job_id)
+        if rendered is None or rendered[0] is not found:
+            rendered = self._rendered[job_id] = found, found.model_dump_json().encode()
+        return rendered[1]
