@@ -25,7 +25,7 @@ from app.errors import ConsoleError, storing, unknown_job
 from app.history.service import Histories
 from app.live import TICK_SECONDS, LiveJob
 from app.metrics.exposition import Metrics
-from app.metrics.jobs import JobMetrics
+from app.metrics.jobs import OVER_SHOWN, JobMetrics
 from app.observing.drifting import Drifting
 from app.observing.feed import Feed
 from app.observing.goodput import Accounts
@@ -35,6 +35,7 @@ from app.observing.measuring import Measuring
 from app.observing.recorder import Recorder
 from app.observing.rollout import RollOuts
 from app.operators import Operators
+from app.past_jobs import PastJobs
 from app.planning import Planning
 from app.plans.library import Library
 from app.plans.making import Making
@@ -49,9 +50,10 @@ from app.security.tokens import Tokens
 from app.simulations import Simulations
 from app.views import PlanCache
 from db.audit import AuditStore
+from db.job_index import OVER, JobIndex
 from db.observations import Observations
 from db.session import Database
-from db.store import Record, Store
+from db.store import Store
 from db.tokens import TokenStore
 from planner.errors import PlannerError
 from planner.plan import Plan
@@ -77,6 +79,9 @@ class Console(Reports, Readings):
         self.ladder = ladder or Ladder()
         self._store = store
         self._jobs: dict[str, LiveJob] = {}
+        self._index = JobIndex(store.database)
+        self.past = PastJobs(self._index)
+        self._unreadable: set[str] = set()
         self._lock = threading.Lock()
         self._plans = PlanCache(store)
         self.tolerance = tolerance
@@ -93,12 +98,12 @@ class Console(Reports, Readings):
         self.observations = Observations(store.database)
         self.measuring = Measuring(self.observations, self.ladder.heartbeat)
         self.accounts = Accounts(store, self.observations)
-        self._job_metrics = JobMetrics(lambda: list(self._jobs.values()), store, self._plans.get, self.accounts.of)
+        self._job_metrics = JobMetrics(self.live_jobs, store, self._plans.get, self.accounts.of, self.past.states)
         self.metrics.registry.register(self._job_metrics)
         self._unwatch = self.metrics.watch(store.database.engine)
         self.feed = Feed(store, self.observations)
         self.roll_outs = RollOuts(store)
-        self.recorder = Recorder(store.database, lambda: list(self._jobs.values()), keep or Keep())
+        self.recorder = Recorder(store.database, self.live_jobs, keep or Keep(), self.job_ids)
         self.histories = Histories(self, store.database)
         self.logs = LogBook()
         self.simulations = Simulations()
@@ -114,20 +119,16 @@ class Console(Reports, Readings):
     # -- life -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Takes up every job of the database."""
+        """Takes up every job of the database that is not over; the others, of which there may be thousands, one by one
+        when somebody asks for them."""
         begin_without_pages()
         self._planning.start()
         self._advising.start()
-        for row in self._store.jobs():
-            try:
-                job = self._live(row["id"], JobSpec.model_validate_json(row["spec"]), row["created_at"])
-                job.restore(row)
-            except (PlannerError, ValueError):
-                log.exception("a stored job can't be read; it is left out", job=row["id"])
-                continue
-            self._jobs[job.job_id] = job
-            self._job_metrics.begin(job)
-            if not job.state.over:
+        self.past.read()
+        states = self._index.states()
+        for job_id in [*list(self.past.lines())[-OVER_SHOWN:], *(j for j in states if states[j] not in OVER)]:
+            job = self.take_up(job_id)
+            if job is not None and not job.state.over:
                 self._check_ladder(job)
                 self._planning.make_ahead(job)
         self._ticker.start()
@@ -227,6 +228,9 @@ class Console(Reports, Readings):
     def job(self, job_id: str) -> LiveJob:
         """Raises ConsoleError (404)."""
         job = self._jobs.get(job_id)
+        if job is None and job_id in self.past.lines():
+            with storing():
+                job = self.take_up(job_id)
         if job is None:
             raise unknown_job(job_id)
         return job
@@ -239,26 +243,42 @@ class Console(Reports, Readings):
     def live_jobs(self) -> list[LiveJob]:
         return list(self._jobs.values())
 
-    def job_rows(self) -> list[Record]:
-        """What the database has of jobs, oldest first. Raises SQLAlchemyError."""
-        return self._store.jobs()
+    def job_ids(self) -> list[str]:
+        return [*self.past.lines(), *self._jobs]
 
-    def take_up(self, row: Record) -> None:
-        """A job that is over and has come into the database beside us."""
-        try:
-            job = self._live(row["id"], JobSpec.model_validate_json(row["spec"]), row["created_at"])
-            job.restore(row)
-        except (PlannerError, ValueError):
-            log.exception("a stored job can't be read; it is left out", job=row["id"])
-            return
-        self._job_metrics.begin(job)
-        with self._lock:
-            self._jobs.setdefault(job.job_id, job)
+    def follow(self) -> None:
+        """Notes jobs that are over and have come into the database beside us; lets go of those that were deleted.
+        Raises SQLAlchemyError."""
+        known = dict.fromkeys(self.past.lines(), True)
+        known |= {job_id: bool(job.state.over) for job_id, job in list(self._jobs.items())}
+        states = self._index.states()
+        new = [j for j, state in states.items() if state in OVER and j not in known and j not in self._unreadable]
+        if new:
+            self.past.read(new)
+        for job_id, over in known.items():
+            if over and job_id not in states:
+                self.let_go(job_id)
+
+    def take_up(self, job_id: str) -> LiveJob | None:
+        """Reads a stored job, unless it is here already; None: it can't be read. Raises SQLAlchemyError."""
+        if job_id not in self._jobs and job_id not in self._unreadable and (row := self._store.job(job_id)) is not None:
+            try:
+                job = self._live(job_id, JobSpec.model_validate_json(row["spec"]), row["created_at"])
+                job.restore(row)
+                self._job_metrics.begin(job)
+                with self._lock:
+                    self._jobs.setdefault(job_id, job)
+            except (PlannerError, ValueError):
+                log.exception("a stored job can't be read; it is left out", job=job_id)
+                self._unreadable.add(job_id)
+        self.past.drop(job_id)
+        return self._jobs.get(job_id)
 
     def let_go(self, job_id: str) -> None:
         """Of a job that is deleted: whoever asks for it from now on learns that there is none."""
         with self._lock:
             job = self._jobs.pop(job_id, None)
+        self.past.drop(job_id)
         if job is not None:
             self.job_ended(job)
             job.topic.close()
@@ -298,8 +318,11 @@ class Console(Reports, Readings):
 
     def _keep_time(self) -> None:
         last_flush = time.monotonic()
+        resting: set[str] = set()  # jobs that are over, and of which nothing is left to be done
         while not self._stop.wait(TICK_SECONDS):
             for job in list(self._jobs.values()):
+                if job.job_id in resting and job.quiet:
+                    continue
                 try:
                     job.tick()
                     if missing := job.plan_missing():
@@ -308,12 +331,15 @@ class Console(Reports, Readings):
                     self._advising.consider(job)
                     self.replanning.consider(job)
                     self.measuring.consider(job)
+                    if job.state.over:
+                        resting.add(job.job_id)
                 except ConsoleError as error:
                     log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)
                 except Exception:
                     log.exception("a tick failed", job=job.job_id)
             if time.monotonic() - last_flush >= FLUSH_SECONDS:
                 last_flush = time.monotonic()
+                resting &= self._jobs.keys()
                 self._flush()
 
     def _flush(self) -> None:

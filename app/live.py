@@ -35,7 +35,7 @@ from app.coordination.membership import (
     Tick,
 )
 from app.coordination.together import Report, run_together
-from app.errors import ConsoleError, unavailable
+from app.errors import ConsoleError, unavailable, unknown_job
 from app.notify import Topic
 from app.observing.op_times import OpTimes
 from app.observing.recording import Recording
@@ -124,6 +124,11 @@ class LiveJob(PlannedJob):
         """Has an operator asked all workers to stop, and nobody yet to go on?"""
         asked = [c.kind for c in self.commands if c.kind in ("pause", "resume")]
         return asked[-1:] == ["pause"] and not self.state.over
+
+    @property
+    def quiet(self) -> bool:
+        """Is it over, and nothing heard since that would have to be taken?"""
+        return bool(self.state.over) and not self._fresh
 
     @property
     def last_event(self) -> int:
@@ -365,7 +370,10 @@ class LiveJob(PlannedJob):
 
     def _read_again(self) -> None:
         try:
-            self._read(next(row for row in self._store.jobs() if row["id"] == self.job_id))
+            row = self._store.job(self.job_id)
+            if row is None:
+                raise unknown_job(self.job_id)
+            self._read(row)
         except SQLAlchemyError as error:
             raise unavailable(type(error).__name__) from error
         self._doubtful = False

@@ -10,6 +10,7 @@ from app.coordination.sentence import sentence
 from app.errors import storing, unknown_plan
 from app.live import LiveJob
 from app.observing.goodput import Accounts
+from app.past_jobs import PastJobs
 from app.reports import plain
 from app.view import JobSummary, JobView
 from app.views import PlanCache, job_view, summary
@@ -26,6 +27,7 @@ class Readings(ABC):
     ladder: Ladder
     observations: Observations
     accounts: Accounts
+    past: PastJobs
 
     @abstractmethod
     def job(self, job_id: str) -> LiveJob:
@@ -33,12 +35,12 @@ class Readings(ABC):
 
     @abstractmethod
     def live_jobs(self) -> list[LiveJob]:
-        """All that there are, those that are over too."""
+        """Those that are not over, and those others that somebody has asked for."""
 
     def list_jobs(self) -> list[JobSummary]:
         """Newest first."""
-        jobs = sorted(self.live_jobs(), key=lambda job: (-job.created_at, job.job_id))
-        return [self._summary(job) for job in jobs]
+        lines = {**self.past.lines(), **{job.job_id: self._summary(job) for job in self.live_jobs()}}
+        return sorted(lines.values(), key=lambda line: (-line.created_at, line.job_id))
 
     def _summary(self, job: LiveJob) -> JobSummary:
         # Nothing of what is said here changes any more once a job is over, and there may be thousands.

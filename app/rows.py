@@ -145,8 +145,8 @@ def read_contact(row: Record) -> Contact:
 def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
     """What the database says of a job; nobody has been heard in it yet."""
     job_id = job_row["id"]
-    epochs = store.epochs(job_id)
-    current = read_epoch(epochs[-1]) if epochs else None
+    newest = store.newest_epoch(job_id)
+    current = read_epoch(newest) if newest else None
     acknowledged: dict[tuple[str, str], str] = {}
     for row in store.acknowledgements(job_id, current.number) if current else ():
         key = (row["worker"], row["incarnation"])

@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import Table, bindparam, delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
+from db.catalog_blobs import CatalogBlobs
 from db.job_rows import HIDDEN
 from db.models import (
     AcknowledgementRow,
@@ -110,6 +111,12 @@ class Store:
         with self.database.read() as session:
             return _rows(session, query)
 
+    def job(self, job_id: str) -> Record | None:
+        """One of `jobs`."""
+        query = select(JobRow.__table__).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
+        with self.database.read() as session:
+            return next(iter(_rows(session, query)), None)
+
     def workers(self, job_id: str) -> list[Record]:
         with self.database.read() as session:
             return _rows(session, select(WorkerRow.__table__).where(WorkerRow.job_id == job_id))
@@ -164,6 +171,12 @@ class Store:
             for key in ("living", "failed", "joining", "moves"):
                 row[key] = json.loads(row[key])
         return rows
+
+    def newest_epoch(self, job_id: str) -> Record | None:
+        """The last of `epochs`."""
+        with self.database.read() as session:
+            last = session.scalar(select(func.max(EpochRow.epoch)).where(EpochRow.job_id == job_id))
+        return None if last is None else self.epochs(job_id, after=last - 1)[0]
 
     def acknowledgements(
         self, job_id: str, epoch: int | None = None, *, after: int = 0, last: int | None = None
@@ -346,30 +359,6 @@ class Store:
 
     def _insert_new(self, model: type[Base]) -> Any:
         return self.database.insert_new(model)
-
-
-class CatalogBlobs:
-    """The stored plans of one catalog, each read when it is asked for."""
-
-    def __init__(self, database: Database, fingerprint: str) -> None:
-        self._database = database
-        self._fingerprint = fingerprint
-
-    def names(self) -> list[str]:
-        query = select(CatalogPlanRow.name).where(CatalogPlanRow.fingerprint == self._fingerprint)
-        with self._database.read() as session:
-            return sorted(session.scalars(query))
-
-    def get(self, name: str) -> bytes | None:
-        where = (CatalogPlanRow.fingerprint == self._fingerprint, CatalogPlanRow.name == name)
-        with self._database.read() as session:
-            return session.scalar(select(CatalogPlanRow.data).where(*where))
-
-    def all(self) -> dict[str, bytes]:
-        """Every plan by its name, at once."""
-        query = select(CatalogPlanRow.name, CatalogPlanRow.data).where(CatalogPlanRow.fingerprint == self._fingerprint)
-        with self._database.read() as session:
-            return {row.name: row.data for row in session.execute(query)}
 
 
 def _rows(session: Session, query: Any) -> list[Record]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent.protocol import WorkerState
+from agent.protocol import JobState, WorkerState
 from app.coordination.freezing import returned
 from app.coordination.membership import Ladder, Member, State, names, peer_of
 
@@ -12,14 +12,22 @@ def sentence(state: State, now: float, ladder: Ladder, *, paused: bool = False) 
     text = _text(state, now, ladder)
     if paused and not state.over:
         text = f"paused: all workers wait before the same iteration until somebody resumes the job. {text}"
+    return _whole(text)
+
+
+def over_sentence(state: JobState, reason: str) -> str:
+    """Of a job that has ended."""
+    ended = f"The job has {'been stopped' if state is JobState.STOPPED else 'finished'}"
+    return _whole(f"{ended}: {reason}" if reason else ended)
+
+
+def _whole(text: str) -> str:
     return text[0].upper() + text[1:].rstrip(".") + "."
 
 
 def _text(state: State, now: float, ladder: Ladder) -> str:
     if state.over:
-        return f"The job has {'been stopped' if state.over == 'stopped' else 'finished'}" + (
-            f": {state.over_reason}" if state.over_reason else ""
-        )
+        return over_sentence(state.over, state.over_reason)
     if state.halted:
         return state.halted
     if silent := _most_silent(state, now, ladder):

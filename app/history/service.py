@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import WorkerState
 from app.errors import ConsoleError, storing, unknown_job
-from app.history.importing import OVER, REST, Imported, abandoned
+from app.history.importing import REST, Imported, abandoned
 from db.job_rows import DELETING, JobRows
 from db.session import Database
 
@@ -140,15 +140,7 @@ class Histories:
 
     def look(self) -> None:
         """Takes up jobs that have been imported, and lets go of those that were deleted. Raises SQLAlchemyError."""
-        console = self._console
-        known = {job.job_id: job for job in console.live_jobs()}
-        rows = {row["id"]: row for row in console.job_rows()}
-        for job_id, row in rows.items():
-            if job_id not in known and row["state"] in OVER:
-                console.take_up(row)
-        for job_id, job in known.items():
-            if job_id not in rows and job.state.over:
-                console.let_go(job_id)
+        self._console.follow()
 
     def _follow(self) -> None:
         while True:

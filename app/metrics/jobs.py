@@ -70,7 +70,8 @@ class _Seen:
 
 
 class JobMetrics(Collector):
-    """Thread-safe. plan: by its fingerprint. figures: goodput and what goes with it."""
+    """Thread-safe. plan: by its fingerprint. figures: goodput and what goes with it. past: states of jobs that are over
+    and not among `jobs`."""
 
     def __init__(
         self,
@@ -78,7 +79,9 @@ class JobMetrics(Collector):
         store: Store,
         plan: Callable[[str], Plan | None],
         figures: Callable[[LiveJob], Figures],
+        past: Callable[[], Sequence[JobState]] = tuple,
     ) -> None:
+        self._past = past
         self._jobs, self._store, self._plan, self._figures = jobs, store, plan, figures
         self._seen: dict[str, _Seen] = {}
         self._lock = threading.Lock()
@@ -95,7 +98,7 @@ class JobMetrics(Collector):
         families = _Families()
         with self._lock:
             jobs = list(self._jobs())
-            families.count(jobs)
+            families.count([*(job.state.job_state for job in jobs), *self._past()])
             for job in _shown(jobs):
                 try:
                     self._add(families, job)
@@ -208,8 +211,8 @@ class _Families:
             "job_plan_slowdown_ratio", "Of the plan in force: period / that of fault-free 1F1B - 1.", job
         )
 
-    def count(self, jobs: Sequence[LiveJob]) -> None:
-        states = Counter(job.state.job_state for job in jobs)
+    def count(self, jobs: Sequence[JobState]) -> None:
+        states = Counter(jobs)
         for state in JobState:
             self.jobs.add_metric([state.value], states[state])
 
@@ -228,7 +231,7 @@ _INFO = ("name", "technique", "memory")
 
 
 def _shown(jobs: Sequence[LiveJob]) -> list[LiveJob]:
-    over = [job for job in jobs if job.state.over][-OVER_SHOWN:]
+    over = sorted((job for job in jobs if job.state.over), key=lambda job: job.created_at)[-OVER_SHOWN:]
     return [*(job for job in jobs if not job.state.over), *over][-JOBS_SHOWN:]
 
 

@@ -41,13 +41,19 @@ _WAITING = 512
 
 
 class Recorder:
-    """One per console. jobs: those that it has now."""
+    """One per console. jobs: those that heartbeats may come of. job_ids: of all that it has."""
 
-    def __init__(self, database: Database, jobs: Callable[[], Iterable[LiveJob]], keep: Keep) -> None:
+    def __init__(
+        self,
+        database: Database,
+        jobs: Callable[[], Iterable[LiveJob]],
+        keep: Keep,
+        job_ids: Callable[[], Iterable[str]],
+    ) -> None:
         self.keep = keep
         self.heartbeats = Heartbeats(database)
         self._retention = Retention(database)
-        self._jobs = jobs
+        self._jobs, self._job_ids = jobs, job_ids
         self._unsaved: deque[tuple[str, Sequence[Samples]]] = deque(maxlen=_WAITING)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console-history", daemon=True)
@@ -97,9 +103,9 @@ class Recorder:
 
     def trim(self) -> None:
         """Deletes what no longer counts of everything else, until nothing is left to. Raises SQLAlchemyError."""
-        for job in self._jobs():
+        for job_id in self._job_ids():
             while self._retention.trim_job(
-                job.job_id,
+                job_id,
                 events=self.keep.events,
                 states=self.keep.states,
                 epochs=self.keep.epochs,

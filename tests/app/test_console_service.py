@@ -11,7 +11,16 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, JobState, Registration, WorkerState
+from agent.protocol import (
+    Acknowledgement,
+    FailureReport,
+    Heartbeat,
+    JobFinished,
+    JobSpec,
+    JobState,
+    Registration,
+    WorkerState,
+)
 from app.console import Console, get_console, set_console
 from app.coordination.membership import Ladder
 from app.errors import ConsoleError
@@ -266,6 +275,33 @@ def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) 
     again.start()
     try:
         assert [job.job_id for job in again.list_jobs()] == [good.job_id]
+    finally:
+        again.close()
+
+
+def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(store)
+    console.start()
+    ids = [console.create_job(SPEC.model_copy(update={"name": f"job {n}"}))[0].job_id for n in range(4)]
+    register_all(console, ids[0])
+    for job_id, state in zip(ids, ("finished", "stopped", "finished"), strict=False):
+        console.finish(job_id, JobFinished(state=state, reason="as asked"))  # type: ignore[arg-type]
+    before = console.list_jobs()
+    assert before[-1].sentence == "The job has finished: as asked." and before[-1].living == 6
+    console.close()
+    monkeypatch.setattr("app.console.OVER_SHOWN", 1)
+    again = Console(store)
+    again.start()
+    try:
+        assert {job.job_id for job in again.live_jobs()} == {ids[3], ids[2]}, "the one that is not over; the newest"
+        assert again.list_jobs() == before
+        assert again.metrics.registry.get_sample_value("openrecycle_jobs", {"state": "finished"}) == 2
+        assert again.job(ids[1]).state.over_reason == "as asked"
+        assert {job.job_id for job in again.live_jobs()} == {*ids[1:]} and again.list_jobs() == before
+        again.histories.delete(ids[0], "ada")
+        assert [job.job_id for job in again.list_jobs()] == ids[:0:-1]
+        with pytest.raises(ConsoleError, match="expected the id of a job"):
+            again.job(ids[0])
     finally:
         again.close()
 

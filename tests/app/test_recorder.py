@@ -133,7 +133,7 @@ def test_old_samples_expire(console: Console, job: LiveJob, database: Database) 
     taken = job.recording.peek(2, clock_offset())
     ten_past = 1_800_000_000 // 86_400 * 86_400 + 600
     keep = Keep()
-    recorder = Recorder(database, list, keep)
+    recorder = Recorder(database, list, keep, list)
     recorder.heartbeats.add(job.job_id, [replace(taken, at=np.array([ten_past]))])
     sizes = recorder.heartbeats.bytes_by_level
     assert set(sizes(job.job_id)) == {Level.SECOND, Level.MINUTE}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
+from agent.protocol import JobState
 from app.console import Console
 from app.errors import ConsoleError
 from app.plans.applying import misfit, use_plan
@@ -16,7 +17,8 @@ JOB = "planner-apply-job"
 
 def apply(console: Console, plan: Plan) -> None:
     """A button that asks which job; where the plan does not fit, why not."""
-    jobs = {job.job_id: job.name for job in console.list_jobs() if not console.job(job.job_id).state.over}
+    over = (JobState.FINISHED, JobState.STOPPED)
+    jobs = {job.job_id: job.name for job in console.list_jobs() if job.state not in over}
     with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
         if not jobs:
             return

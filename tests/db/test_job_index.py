@@ -1,0 +1,32 @@
+"""What is read of jobs without reading each, on both kinds of database."""
+
+from __future__ import annotations
+
+from db.job_index import JobIndex
+from db.session import Database
+from db.store import Change, Store
+
+
+def epoch(number: int, living: list[str]) -> Change:
+    row = {"epoch": number, "plan_fingerprint": "f", "living": living, "failed": [], "joining": [], "reason": "r"}
+    return Change(plan=("f", "{}", [], False), epoch={**row, "moves": [], "restore": False, "opened_at": 1.0})
+
+
+def test_states_and_a_line_of_each_that_is_over(store: Store, database: Database) -> None:
+    states = {"c": "running", "a": "finished", "d": "stopped", "b": "finished", "gone": "deleting", "new": "importing"}
+    for at, (job_id, state) in enumerate(states.items()):
+        store.create_job(job_id, name=f"job {job_id}", spec="{}", state=state, created_at=float(at), workers=[])
+    for number, living in ((9, ["W0_0"]), (10, ["W0_0", "W0_1", "W1_0"])):
+        store.apply("a", epoch(number, living))
+    store.apply("d", epoch(1, []))
+    index = JobIndex(database)
+    assert list(index.states().items()) == [("c", "running"), ("a", "finished"), ("d", "stopped"), ("b", "finished")]
+    lines = [(row["id"], row["name"], row["state"], row["epoch"], row["living"]) for row in index.over()]
+    assert lines == [
+        ("a", "job a", "finished", 10, 3),
+        ("d", "job d", "stopped", 1, 0),
+        ("b", "job b", "finished", 0, 0),
+    ]
+    assert [row["id"] for row in index.over(["b", "c", "a"])] == ["a", "b"]
+    assert store.newest_epoch("a")["epoch"] == 10 and store.newest_epoch("b") is None  # type: ignore[index]
+    assert store.job("gone") is None and store.job("a") == store.jobs()[1]
