@@ -1,16 +1,25 @@
-"""Tells Streamlit's page where its server is, so that it need not find out by failing.
+"""Tells Streamlit's page where its server is, so that it need not find out by failing, and what it will draw with.
 
 Opened at /schedule, it asks for /schedule/_stcore/health before /_stcore/health, and each miss is an
 error in the browser's console. It takes `window.__streamlit.BACKEND_BASE_URL` instead where that is set.
+
+It asks for the code that draws a chart, of which Plotly has 5 MB, when the first one has come. Named in the head,
+that code is read and compiled beside the rest, and is there by then.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # The address of each page but the first (app/ui/main.py).
 PAGES = ("schedule", "planner", "compare", "catalog", "simulate", "help")
+
+# What the first charts of a page are drawn with: the beginnings of the names of Streamlit's files.
+VEGA, PLOTLY = ("ArrowVegaLiteChart.", "embed.", "vega-interpreter."), ("PlotlyChart.",)
+CHARTS = {"": VEGA, "schedule": PLOTLY, "compare": PLOTLY, "catalog": PLOTLY}
 
 _SCRIPT = (
     "<head><script>window.__streamlit={BACKEND_BASE_URL:location.origin+"
@@ -21,10 +30,14 @@ _CONDITIONS = (b"accept-encoding", b"if-none-match", b"if-modified-since", b"ran
 
 
 class PageBase:
-    """Around Streamlit's application: puts the script into its HTML page, and nothing else."""
+    """Around Streamlit's application: puts script and links into its HTML page, and nothing else.
 
-    def __init__(self, app: ASGIApp) -> None:
+    static: the folder that Streamlit's page is in; None: nothing is asked for ahead.
+    """
+
+    def __init__(self, app: ASGIApp, static: Path | None = None) -> None:
         self.app = app
+        self._ahead = {page: _links(static, wanted) for page, wanted in CHARTS.items()} if static else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "GET" or not _asks_for_page(scope):
@@ -46,6 +59,8 @@ class PageBase:
                 if message.get("more_body"):
                     return
                 page = bytes(body).replace(b"<head>", _SCRIPT, 1)
+                if ahead := self._ahead.get(scope["path"].rstrip("/").rpartition("/")[2]):
+                    page = page.replace(b"</head>", ahead + b"</head>", 1)
                 headers = MutableHeaders(scope=held)
                 headers["content-length"] = str(len(page))
                 del headers["etag"], headers["last-modified"]
@@ -53,6 +68,12 @@ class PageBase:
                 await send({"type": "http.response.body", "body": page})
 
         await self.app({**scope, "headers": plain}, receive, with_script)
+
+
+def _links(static: Path, wanted: tuple[str, ...]) -> bytes:
+    found = (path.name for begin in wanted for path in (static / "static" / "js").glob(f"{begin}*.js"))
+    link = '<link rel="modulepreload" crossorigin fetchpriority="low" href="./static/js/{}">'
+    return "".join(map(link.format, found)).encode()
 
 
 def _asks_for_page(scope: Scope) -> bool:

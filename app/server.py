@@ -63,7 +63,7 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> ASGIAp
     pages: ASGIApp | None = None
     if not settings.api_only:
         streamlit = _streamlit(settings)
-        lifespan, pages = streamlit.lifespan(), PageBase(streamlit)
+        lifespan, pages = streamlit.lifespan(), PageBase(streamlit, _static())
 
     def leading(console: Console) -> ASGIApp:
         return _application(console, settings, pages)
@@ -220,6 +220,12 @@ def _streamlit(settings: Settings) -> Any:
         }
     )
     return st.App(str(UI_SCRIPT))
+
+
+def _static() -> Path:
+    from streamlit.file_util import get_static_dir
+
+    return Path(get_static_dir())
 
 
 def _sign_in(settings: Settings) -> Login | None:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
+from streamlit.file_util import get_static_dir
 
 from app.frontend import PAGES, PageBase
 
@@ -72,3 +73,18 @@ def test_everything_else_is_left_alone(client: TestClient) -> None:
 
 def test_every_page_of_the_console_is_known() -> None:
     assert set(re.findall(r'url_path="(\w+)"', MAIN.read_text())) == set(PAGES)
+
+
+def test_the_code_that_draws_a_pages_charts_is_asked_for_ahead(tmp_path: Path) -> None:
+    (tmp_path / "static" / "js").mkdir(parents=True)
+    (tmp_path / "static" / "js" / "PlotlyChart.a1.js").touch()
+    for static, asked in ((Path(get_static_dir()), 1), (tmp_path, 1), (tmp_path / "none", 0)):
+        inner = Starlette(routes=[Route("/{path:path}", page)])
+        client = TestClient(Starlette(routes=[Mount("/", PageBase(inner, static))]))
+        for path in ("/schedule", "/compare/"):
+            found = re.findall(
+                r'<link rel="modulepreload"[^>]* href="./([^"]+)"></head>', client.get(path, headers=BROWSER).text
+            )
+            assert len(found) == asked and all((static / name).is_file() for name in found)
+        assert "modulepreload" not in client.get("/help", headers=BROWSER).text
+    assert "/ArrowVegaLiteChart." in TestClient(PageBase(inner, Path(get_static_dir()))).get("/", headers=BROWSER).text
