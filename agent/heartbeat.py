@@ -204,6 +204,8 @@ def measured_ops(recorded: Recorded, worker: str, incarnation: str, offset: Offs
     """What is posted of a recorded iteration."""
     begin = [end - seconds for end, seconds in zip(recorded.ends, recorded.seconds, strict=True)]
     first = min(begin)
+    # Rounded apart from its start, a duration may reach a microsecond into the op that follows at once.
+    starts, ends = ([round((at - first) * 1e6) for at in times] for times in (begin, recorded.ends))
     return MeasuredOps(
         worker=worker,
         incarnation=incarnation,
@@ -216,8 +218,8 @@ def measured_ops(recorded: Recorded, worker: str, incarnation: str, offset: Offs
         kinds="".join(op.kind for op in recorded.ops),
         pipelines=tuple(op.pipeline for op in recorded.ops),
         micro_batches=tuple(op.micro_batch for op in recorded.ops),
-        starts_us=tuple(round((at - first) * 1e6) for at in begin),
-        durations_us=tuple(round(seconds * 1e6) for seconds in recorded.seconds),
+        starts_us=tuple(starts),
+        durations_us=tuple(end - start for start, end in zip(starts, ends, strict=True)),
     )
 
 
