@@ -127,12 +127,20 @@ class Communicator:
         self._newest = 0
 
     def form(
-        self, epoch: int, me: Worker, living: Sequence[Worker], store: tuple[str, int], device: torch.device = CPU
+        self,
+        epoch: int,
+        me: Worker,
+        living: Sequence[Worker],
+        store: tuple[str, int],
+        device: torch.device = CPU,
+        *,
+        at_boundary: bool = False,
     ) -> Groups:
         """Waits until all of `living` are ready at the store (host, port), then connects.
 
-        The groups in use live on until then: a peer may still be fetching what this worker sent
-        last. Raises TransferError when it fails or a newer epoch is announced meanwhile.
+        at_boundary: others finish an iteration first, so they are waited for as long as for a peer's data. The
+        groups in use live on until then: a peer may still be fetching what this worker sent last. Raises
+        TransferError when it fails or a newer epoch is announced meanwhile.
         """
         with self._lock:
             if self._newest > epoch:
@@ -146,7 +154,8 @@ class Communicator:
             go = f"epoch{epoch}/go"
             if meeting.add(f"epoch{epoch}/ready", 1) == len(living):
                 meeting.set(go, _GO)
-            meeting.wait([go], timedelta(seconds=self._timeouts.form))
+            patience = self._timeouts.transfer if at_boundary else self._timeouts.form
+            meeting.wait([go], timedelta(seconds=patience))
             if meeting.get(go) != _GO:
                 raise TransferError(f"epoch {epoch} is superseded")
             self.abandon()

@@ -204,7 +204,9 @@ class WorkerLoop:
         if self._options.paced_by_profile:
             self._pace = profile_pace(self._options.job, self._me, living)
             self._executor.set_pace(self._pace)
-        groups = self._communicator.form(orders.epoch, self._me, living, orders.store, self._device)
+        groups = self._communicator.form(
+            orders.epoch, self._me, living, orders.store, self._device, at_boundary=orders.after is not None
+        )
         agreement = self._agree(groups, living)
         redo = self._compare_finished(groups, agreement)
         self._channel.say("formed", epoch=orders.epoch, iteration=agreement.iteration)
