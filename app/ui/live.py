@@ -129,8 +129,12 @@ def _heat_map(view: JobView, colours: Palette) -> None:
         key="worker-map",
         on_select=_picked,
         selection_mode=PICKED,
-        alt="Worker grid: pipelines across, stages down. The figures above name the failed workers.",
+        alt="Worker grid: pipelines across, stages down. The table below has each worker's state.",
     )
+    figures = st.expander("The same in figures", key="worker-figures", on_change="rerun")
+    if figures.open:
+        table = tables.grid_table(view.workers)
+        figures.dataframe(table, hide_index=True, key="worker-table", height=250, alt="State of each worker")
 
 
 def _picked() -> None:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from app.ui import text
 from app.ui.charts.progress import Mark
+from app.ui.charts.worker_grid import LOOKS, QUIET
+from app.ui.facts import look
 from app.ui.theme import OP_WORDS
-from app.view import IterationView
+from app.view import IterationView, WorkerView
 from planner.job import Worker
 from planner.schedule import Schedule
 
@@ -76,4 +78,17 @@ def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark])
         "living workers": [i.living for i in newest],
         "epoch": [i.epoch for i in newest],
         "what changed": [happened.get(i.iteration, "") for i in newest],
+    }
+
+
+def grid_table(workers: Sequence[WorkerView]) -> Table:
+    """One row per worker, those that need a look first."""
+    rows = sorted(workers, key=lambda w: (look(w) in QUIET, w.pipeline, w.stage))
+    return {
+        "worker": [w.name for w in rows],
+        "state": [LOOKS[look(w)][0] for w in rows],
+        "re-routed micro-batches": [w.takes_rerouted for w in rows],
+        "iteration": [w.iteration for w in rows],
+        "epoch": [w.epoch for w in rows],
+        "heartbeat": [text.age(w.heartbeat_age) for w in rows],
     }

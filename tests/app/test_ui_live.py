@@ -11,7 +11,7 @@ from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
-from agent.protocol import LogLine, LogLines
+from agent.protocol import LogLine, LogLines, Registration
 from app.console import Console, set_console
 from app.coordination.choices import Mode
 from app.coordination.membership import Ladder
@@ -194,31 +194,75 @@ def test_the_filter_of_the_address_is_the_filter_of_the_page(console: Console) -
     assert "or-feed" in feed(open_live(job.job_id, events="no-such-filter"))
 
 
-def test_a_job_that_is_over_is_deleted_when_its_name_was_typed(console: Console) -> None:
-    running = JobHere(console, "goes on").register().commit(0, 3, 1)
-    test = open_live(running.job_id)
-    assert "It can be deleted when it has ended; it is running" in html(test)
-    assert f'href="/api/v1/jobs/{running.job_id}/history.zip"' in html(test)
-    assert not [b for b in test.button if b.key == "act-kill-job"]
-    job = JobHere(console, "to be deleted", iterations=4).register().commit(0, 3, 1).finish()
+def looks(test: AppTest) -> dict[str, str]:
+    """The second line of each worker's cell."""
+    return {
+        str(b.key).removeprefix("worker-"): b.label.split(":small[")[1].rstrip("]")
+        for b in test.button
+        if str(b.key).startswith("worker-W")
+    }
+
+
+def test_each_state_of_a_worker_has_its_look(console: Console) -> None:
+    job = JobHere(console, "all looks").register().commit(0, 9, 1).die("W1_2")
+    job.resume(2)
+    console.job(job.job_id).slow = {"W0_0": 1.8}
     test = open_live(job.job_id)
+    seen = looks(test)
+    assert seen["W0_0"] == "slow, 1.8 ×" and seen["W1_2"] == "failed"
+    assert seen["W0_2"] == "+3 re-routed" and seen["W0_1"] == "running"
+    legend = next(body for body in html(test).split("\n") if "or-legend" in body)
+    for look, count in (("running", 8), ("slow", 1), ("re-routed", 2), ("failed", 1)):
+        assert f"<b>{count}</b>" in legend.split(f"or-look-{look}")[1].split("</span>")[0], look
+    # Its new process is there, and waits for the iteration's boundary.
+    console.register(job.job_id, Registration(worker="W1_2", incarnation="W1_2-b", host="node1", pid=200))
+    console.operators.pause(job.job_id, "ada")
+    assert not test.dataframe, "what is not opened is not sent"
+    test.session_state["progress-figures"] = True
+    paused = test.run()
+    assert list(paused.dataframe[0].value["iteration"]) == list(range(9, -1, -1))
+    assert (
+        looks(paused)["W1_2"] == "re-joining"
+        and "Paused" in html(paused)
+        and paused.button(key="pause").label == "Resume"
+    )
+
+
+def test_a_job_that_has_ended_can_be_deleted(console: Console) -> None:
+    JobHere(console, "goes on").register()
+    job = JobHere(console, "ends", iterations=10).register().commit(0, 9, 1)
+    test = open_live(job.job_id)
+    assert "or-tone-good" in html(test) and "It can be deleted when it has ended; it is running" in html(test)
+    assert f'href="/api/v1/jobs/{job.job_id}/history.zip"' in html(test)
+    assert not [b for b in test.button if b.key == "act-kill-job"]
+    job.finish()
+    until(lambda: console.view(job.job_id).state == "finished", "the job is over")
+    page = html(test.run())
+    assert "or-tone-done" in page and "all done" in page and "the job is over" in page
+    assert set(looks(test).values()) == {"finished"}
+    name = f"delete-name-{job.job_id}"
     assert test.button(key="act-kill-job").disabled
-    test.text_input(key=f"delete-name-{job.job_id}").input("to be").run()
-    assert test.button(key="act-kill-job").disabled
-    test.text_input(key=f"delete-name-{job.job_id}").input("to be deleted").run()
-    test.button(key="act-kill-job").click().run()
+    assert test.text_input(key=name).input("end").run().button(key="act-kill-job").disabled
+    test.text_input(key=name).input("ends").run().button(key="act-kill-job").click().run()
     assert not test.exception and not test.error
     assert job.job_id not in [known.job_id for known in console.list_jobs()]
-    assert test.toast[0].value == "to be deleted is deleted"
+    assert test.toast[0].value == "ends is deleted"
     assert test.query_params["job"] != job.job_id and "or-sentence" in html(test)
     audit = console.audit.read(job_id=job.job_id)
     assert [line["actor"] for line in audit if line["action"] == "delete"] == ["operator in the browser"]
 
 
-def test_the_figures_behind_the_curves_are_sent_once_they_are_opened(console: Console) -> None:
-    job = failed_job(console, "figures by iteration")
+def test_2048_workers_are_one_map_with_a_way_to_each(console: Console) -> None:
+    job = JobHere(console, "2048 workers", pipelines=64, stages=32, micro_batches=2)
+    console.register(job.job_id, Registration(worker="W63_31", incarnation="a", host="node1", pid=7))
     test = open_live(job.job_id)
-    assert not test.dataframe
-    test.session_state["progress-figures"] = True
-    test.run()
-    assert list(test.dataframe[0].value["iteration"]) == list(range(15, -1, -1))
+    assert "Waiting for 2,047 of 2,048 workers to register" in html(test)
+    assert not looks(test), "no buttons: a browser would take seconds for so many"
+    assert 'or-look-starting"></i>Starting <b>2,048</b>' in html(test) and test.get("vega_lite_chart")
+    assert len(test.selectbox(key="worker-name").options) == 2048
+    test.session_state["worker-figures"] = True
+    test.selectbox(key="worker-name").select("W63_31").run()
+    assert len(test.dataframe[0].value) == 2048
+    test.button(key="worker-open").click().run()
+    assert not test.exception
+    assert test.query_params["worker"] == "W63_31" and "7 on node1" in html(test)
