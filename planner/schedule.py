@@ -164,7 +164,7 @@ class Schedule:
             steps.append((tick, held))
         return steps
 
-    @property
+    @cached_property
     def counts_bytes(self) -> bool:
         """Do the stages' profiles say what a worker holds in bytes?"""
         return any(profile.counts_bytes for profile in self.problem.job.profiles)

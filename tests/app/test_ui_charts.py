@@ -12,7 +12,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import plotly.graph_objects as go
-import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 import ui_factory as factory
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +23,7 @@ from app.ui.charts import rows
 from app.ui.charts.bars import ASIDE_OPACITY, BAR_HEIGHT
 from app.ui.charts.gantt import gantt
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
-from app.ui.charts.vega import LiveChart, arrow
+from app.ui.charts.vega import LiveChart
 from app.ui.charts.worker_grid import LOOKS, worker_grid
 from app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
 from app.view import EventView, JobView
@@ -191,32 +190,6 @@ def test_live_specs_stand_still_while_the_job_runs() -> None:
         assert any(
             not np.array_equal(old.rows[name], new.rows[name]) for name in ("iteration", "look") if name in old.rows
         )
-
-
-def test_a_quiet_grid_is_not_sent_again() -> None:
-    """Streamlit sends a chart again if a byte of it differs, and 2,048 workers take 55 kB."""
-
-    def grid(iteration: int, *, age: float = 0.4, late: int = 0) -> bytes:
-        view = factory.large()
-        workers = [
-            replace(w, iteration=iteration, heartbeat_age=age + (i % 7) / 10) for i, w in enumerate(view.workers)
-        ]
-        workers[5] = replace(workers[5], iteration=iteration - late)
-        return arrow(worker_grid(replace(view, workers=tuple(workers)), LIGHT).rows)
-
-    quiet = grid(30)
-    assert len(quiet) < 60_000
-    assert grid(31, age=1.1, late=1) == quiet, "another iteration, other moments of it"
-    assert grid(31, age=6.0) != quiet != grid(31, late=2)
-
-
-def test_rows_come_out_of_arrow_as_they_went_in() -> None:
-    view = factory.failed()
-    for chart in live_charts(view, LIGHT):
-        read = pa.ipc.open_stream(arrow(chart.rows)).read_all().to_pydict()
-        for name, values in chart.rows.items():
-            expected = [None if isinstance(v, float) and np.isnan(v) else v for v in np.asarray(values).tolist()]
-            assert read[name] == expected, name
 
 
 def test_large_grid_has_every_worker_and_marks_those_that_need_a_look() -> None:
@@ -395,5 +368,11 @@ def test_a_window_keeps_what_lies_in_it_only() -> None:
     assert list(figure.layout.xaxis.range) == [5, 12]
     assert "ghost" not in kinds(figure) and not any(s.line.dash == "dot" for s in figure.layout.shapes)
     assert all(end > 5 and start < 12 for *_, start, end in drawn(figure))
+    area = next(t for t in gantt(schedule, LIGHT, window=(5, 12), held=True).data if t.meta["kind"] == "memory")
+    assert {5, 12} <= {x for x in area.x if x is not None} <= set(range(5, 13))
+    for worker in (Worker(0, 0), Worker(2, 1)):
+        come = [held for tick, held in schedule.held_activations(worker) if tick <= 5][-1]
+        said = [words for x, words in zip(area.x, area.hovertext, strict=True) if x == 5]
+        assert f"<b>{worker}</b> holds {come} activations" in said
     late = gantt(schedule, LIGHT, window=(20, 30), fault_free_end=27)
     assert "ghost" in kinds(late) and any(s.line.dash == "dot" for s in late.layout.shapes)

@@ -70,7 +70,7 @@ def gantt(
     dense = len(shown) > DENSE_OPS_PER_ROW * max(1, len(sheet.living))
     _lay_out(figure, sheet, start, end, dense=dense)
     if held:
-        _add_held(figure, sheet, end)
+        _add_held(figure, sheet, start, end)
     return figure
 
 
@@ -98,13 +98,13 @@ def _lay_out(figure: go.Figure, sheet: Sheet, start: float, end: float, *, dense
         )
 
 
-def _add_held(figure: go.Figure, sheet: Sheet, end: float) -> None:
+def _add_held(figure: go.Figure, sheet: Sheet, start: float, end: float) -> None:
     """A second block of rows below the first, on the same time axis."""
     rows, colours = sheet.rows, sheet.colours
     height, below = rows.pixels(), round(rows.extent * memory.ROW_PIXELS)
     whole = height + BETWEEN + below
     lower = replace(sheet, axis="y2")
-    figure.add_traces(memory.held_traces(lower, end))
+    figure.add_traces(memory.held_traces(lower, start, end))
     small = {"size": 11, "color": colours.muted}
     figure.update_layout(
         height=whole + TOP + BOTTOM,

@@ -16,8 +16,8 @@ ROW_PIXELS = 20
 FILL_OPACITY = 0.7
 
 
-def held_traces(sheet: Sheet, end: float) -> list[go.Scatter]:
-    """One trace with an area per worker, one with the limits. end: ticks, where an area may end at last.
+def held_traces(sheet: Sheet, start: float, end: float) -> list[go.Scatter]:
+    """One trace with an area per worker, one with the limits. start, end: ticks between which they are drawn.
 
     All rows have one scale: the largest limit or peak among them.
     """
@@ -38,15 +38,16 @@ def held_traces(sheet: Sheet, end: float) -> list[go.Scatter]:
     y: list[float | None] = []
     words: list[str] = []
     for worker in sheet.living:
-        for tick, held in _outline(sheet, worker, end):
+        limit = _of(sheet, worker)
+        for tick, held in _outline(sheet, worker, start, end):
             x.append(sheet.x(tick))
             y.append(_height(sheet, worker, held, top))
-            words.append(f"<b>{worker}</b> holds {_amount(sheet, held)}{_of(sheet, worker)}")
+            words.append(f"<b>{worker}</b> holds {_amount(sheet, held)}{limit}")
         x.append(None)
         y.append(None)
         words.append("")
     curves.x, curves.y, curves.hovertext = x, y, words
-    limits = _limits(sheet, end, top)
+    limits = _limits(sheet, start, end, top)
     return [curves, limits] if limits is not None else [curves]
 
 
@@ -84,10 +85,15 @@ def _limit(sheet: Sheet, worker: Worker) -> int | None:
     return problem.limits[worker.stage]
 
 
-def _outline(sheet: Sheet, worker: Worker, end: float) -> list[tuple[float, int]]:
+def _outline(sheet: Sheet, worker: Worker, start: float, end: float) -> list[tuple[float, int]]:
     """Corners of the area: along the steps, and back to the ground."""
     schedule = sheet.schedule
-    steps = schedule.held_bytes(worker) if schedule.counts_bytes else schedule.held_activations(worker)
+    steps: list[tuple[float, int]] = []
+    for tick, held in schedule.held_bytes(worker) if schedule.counts_bytes else schedule.held_activations(worker):
+        if tick <= start:
+            steps = [(start, held)]  # what it comes with
+        elif tick <= end:
+            steps.append((tick, held))
     corners: list[tuple[float, int]] = []
     before = 0
     for tick, held in steps:
@@ -99,14 +105,14 @@ def _outline(sheet: Sheet, worker: Worker, end: float) -> list[tuple[float, int]
     return [*corners, (last, before), (last, 0), (corners[0][0], 0)]
 
 
-def _limits(sheet: Sheet, end: float, top: int) -> go.Scatter | None:
+def _limits(sheet: Sheet, start: float, end: float, top: int) -> go.Scatter | None:
     x: list[float | int | None] = []
     y: list[float | None] = []
     for worker in sheet.living:
         limit = _limit(sheet, worker)
         if limit is not None:
             level = _height(sheet, worker, limit, top)
-            x += [sheet.x(0), sheet.x(end), None]
+            x += [sheet.x(start), sheet.x(end), None]
             y += [level, level, None]
     if not x:
         return None

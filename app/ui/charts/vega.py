@@ -45,7 +45,7 @@ def arrow(rows: Columns) -> bytes:
     return bytes(stream.getvalue())
 
 
-def _column(values: Any) -> Any:
+def _column(values: Any) -> pa.Array:
     column = pa.array(values, from_pandas=True)
     if pa.types.is_string(column.type):
         coded = column.dictionary_encode()
