@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -26,6 +27,9 @@ log = structlog.get_logger()
 # Parsed plans kept in memory; a plan of 393,216 ops takes about 300 MB.
 _KEEP_PLANS = 64
 _KEEP_OPS = 400_000
+
+# Of jobs of so many workers, what is seen of each is made once a second, however many look.
+SHARED, SHARED_SECONDS = 256, 1.0
 
 
 class PlanCache:
@@ -123,6 +127,13 @@ class _History:
     recoveries: tuple[RecoveryView, ...]
 
 
+@dataclass(frozen=True)
+class _Workers:
+    key: tuple[int, str | None]
+    at: float
+    workers: tuple[WorkerView, ...]
+
+
 def job_view(
     job: LiveJob,
     stores: tuple[Store, Observations],
@@ -143,7 +154,7 @@ def job_view(
         sentence=sentence,
         created_at=job.created_at,
         epoch=state.epoch,
-        workers=tuple(worker_view(job, member, rerouted.get(member.name, 0)) for member in state.members.values()),
+        workers=_workers(job, fingerprint, rerouted),
         plan=plans.get(fingerprint) if fingerprint else None,
         iterations=history.iterations,
         events=history.events,
@@ -154,6 +165,20 @@ def job_view(
         advice=job.advice,
         figures=figures,
     )
+
+
+def _workers(job: LiveJob, fingerprint: str | None, rerouted: Mapping[str, int]) -> tuple[WorkerView, ...]:
+    """In grid order. Those of a large job are shared by all who look within a second, unless something is stored."""
+    members = job.state.members
+    if len(members) < SHARED:
+        return tuple(worker_view(job, member, rerouted.get(member.name, 0)) for member in members.values())
+    key, now = (job.version, fingerprint), time.monotonic()
+    known = job.view_cache.get("workers")
+    if isinstance(known, _Workers) and known.key == key and now - known.at < SHARED_SECONDS:
+        return known.workers
+    made = tuple(worker_view(job, member, rerouted.get(member.name, 0)) for member in members.values())
+    job.view_cache["workers"] = _Workers(key, now, made)
+    return made
 
 
 def worker_view(job: LiveJob, member: Member, takes_rerouted: int = 0) -> WorkerView:

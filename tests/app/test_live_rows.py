@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
+import pytest
 import ui_factory as factory
+from ui_console import JobHere
 
+from app import views
+from app.console import Console
 from app.ui.charts.progress import epoch_marks, progress_rows, throughput
 from app.ui.charts.vega import arrow
 from app.ui.charts.worker_grid import worker_grid
@@ -39,3 +43,20 @@ def test_rows_come_out_of_arrow_as_they_went_in() -> None:
         for name, values in chart.rows.items():
             expected = [None if isinstance(v, float) and np.isnan(v) else v for v in np.asarray(values).tolist()]
             assert read[name] == expected, name
+
+
+def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobHere(console, "shared").register().commit(0, 9, 1)
+    own = console.view(job.job_id).workers
+    assert console.view(job.job_id).workers is not own, "of a small one everybody sees the newest"
+    monkeypatch.setattr(views, "SHARED", 12)
+    monkeypatch.setattr(views, "SHARED_SECONDS", 1e9)
+    console.job(job.job_id).view_cache.clear()
+    seen = console.view(job.job_id)
+    assert console.view(job.job_id, 5, 5).workers is seen.workers
+    job.die("W1_2")
+    assert {w.name: w.state for w in console.view(job.job_id).workers}["W1_2"] == "failed", "what is stored is seen"
+    monkeypatch.setattr(views, "SHARED_SECONDS", 0.0)
+    assert console.view(job.job_id).workers is not console.view(job.job_id).workers
