@@ -34,6 +34,11 @@ def unknown_plan(fingerprint: str) -> ConsoleError:
     return ConsoleError(404, "unknown_plan", f"plan: got {fingerprint!r}, expected the fingerprint of a plan")
 
 
+def refused(code: str, detail: str) -> ConsoleError:
+    """What the coordinator has against an event."""
+    return ConsoleError({"unknown_worker": 404, "invalid": 422}.get(code, 409), code, detail)
+
+
 @contextmanager
 def storing() -> Iterator[None]:
     """Turns an error of the database into a ConsoleError (503)."""

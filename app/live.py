@@ -34,9 +34,10 @@ from app.coordination.membership import (
     State,
     Tick,
 )
-from app.coordination.together import Report, run_together
-from app.errors import ConsoleError, unavailable, unknown_job
+from app.coordination.together import Report, processes_of, run_together
+from app.errors import ConsoleError, refused, unavailable, unknown_job
 from app.notify import Topic
+from app.observing.folding import LOOK_BACK, Folding
 from app.observing.op_times import OpTimes
 from app.observing.recording import Recording
 from app.planned import LookUp, PlannedJob
@@ -59,7 +60,6 @@ from planner.plan import Plan
 log = structlog.get_logger()
 
 TICK_SECONDS = 0.25
-_STATUS = {"unknown_worker": 404, "invalid": 422}  # of a refusal; 409 for every other
 
 
 class LiveJob(PlannedJob):
@@ -101,6 +101,7 @@ class LiveJob(PlannedJob):
         self._clock = clock
         self._ticked = clock()
         self._event_seq = 0
+        self._folding = Folding()
         self._published_epoch = 0
         self._doubtful = False  # may the database hold another state than this object?
         self._fresh: deque[tuple[Heartbeat, float]] = deque()
@@ -156,7 +157,7 @@ class LiveJob(PlannedJob):
             old, now = self.state, self._clock() if now is None else now
             step = coordinator.step(old, event, now, self.ladder)
             if step.refusal:
-                raise _refused(step.refusal)
+                raise refused(step.refusal.code, step.refusal.detail)
             if (step.state is old or step.passing) and not (step.decisions or beside or audit):
                 self.state = step.state  # as most ticks: nothing to look for among thousands of workers
                 return step.reason
@@ -173,7 +174,8 @@ class LiveJob(PlannedJob):
                 state, reason = step.state, step.reason
             change = self._change(old, state, decisions, plan, beside, audit)
             self._save(change)
-            self._now(state, beside)
+            self.state = state
+            self.processes.update(processes_of(beside))
         self._publish(change)
         if wanted is not None:
             self.ask_for(wanted)
@@ -198,13 +200,10 @@ class LiveJob(PlannedJob):
             taken = [report for report, answer in zip(reports, answers, strict=False) if isinstance(answer, str)]
             change = self._change(self.state, state, notes, None, taken, None)
             self._save(change)
-            self._now(state, taken)
+            self.state = state
+            self.processes.update(processes_of(taken))
         self._publish(change)
-        return [_refused(answer) if isinstance(answer, Refuse) else answer for answer in answers]
-
-    def _now(self, state: State, reports: Sequence[Report] = ()) -> None:
-        self.state = state
-        self.processes.update(_processes(reports))
+        return [refused(answer.code, answer.detail) if isinstance(answer, Refuse) else answer for answer in answers]
 
     def _publish(self, change: Change) -> None:
         if change:
@@ -279,28 +278,25 @@ class LiveJob(PlannedJob):
     def note(self, notes: Iterable[Note]) -> list[Record]:
         """Event rows, numbered. Call it inside of `writing`, and store them there."""
         now = time.time()
-        return [
-            {
-                "seq": self._event_seq + i,
-                "at": now,
-                "severity": note.severity,
-                "kind": note.kind,
-                "worker": note.worker,
-                "text": note.text,
-            }
-            for i, note in enumerate(notes, start=1)
-        ]
+        return [{"seq": self._event_seq + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
 
     def record(self, *notes: Note, audit: Record | None = None) -> None:
         """Stores lines of the event feed that come from no step of the coordinator."""
         with self.writing():
-            self._save(Change(events=self.note(notes), audit=audit))
+            fresh, repeats = self._folding.split(notes, time.time())
+            self._save(Change(events=self.note(fresh), audit=audit, repeats=repeats))
         self.topic.publish()
 
     def stored(self, events: int = 0) -> None:
         """Says that `events` numbered event rows have been stored."""
+        if events:
+            self.unfold()
         self._event_seq += events
         self.version += 1
+
+    def unfold(self) -> None:
+        """What was said so far has been seen, or something else has happened: said again, it is a new line."""
+        self._folding = Folding()
 
     def _change(
         self,
@@ -312,27 +308,31 @@ class LiveJob(PlannedJob):
         audit: Record | None,
     ) -> Change:
         workers = [member_row(member) for name, member in new.members.items() if differs(member, old.members[name])]
-        processes = _processes(reports)
+        processes = processes_of(reports)
         for row in workers:
             if process := processes.get(row["name"]):
                 row.update(host=process[0], pid=process[1])
         follow_moves(old, workers, self.processes)
         opened = next((d.epoch for d in decisions if isinstance(d, OpenEpoch)), None)
+        fresh, repeats = self._folding.split((d for d in decisions if isinstance(d, Note)), time.time())
         return Change(
             job=job_columns(old, new),
             workers=workers,
             plan=(plan.fingerprint, plan.to_json(), plan.failed, False) if opened and plan else None,
             epoch=epoch_row(opened) if opened else None,
-            events=self.note(d for d in decisions if isinstance(d, Note)),
+            events=self.note(fresh),
             acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement],
             audit=audit,
             states=state_rows(old, new),
+            repeats=repeats,
         )
 
     def _save(self, change: Change) -> None:
         if change:
             self._store.apply(self.job_id, change)
-            self.stored(len(change.events))
+            self._event_seq += len(change.events)
+            self._folding = self._folding.after(change.events, change.repeats)
+            self.version += 1
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -370,8 +370,7 @@ class LiveJob(PlannedJob):
 
     def _read_again(self) -> None:
         try:
-            row = self._store.job(self.job_id)
-            if row is None:
+            if (row := self._store.job(self.job_id)) is None:
                 raise unknown_job(self.job_id)
             self._read(row)
         except SQLAlchemyError as error:
@@ -384,16 +383,9 @@ class LiveJob(PlannedJob):
         store, job_id = self._store, self.job_id
         state = read_state(store, job_row, self.spec)
         self._event_seq = store.last_event(job_id)
+        self._folding = Folding.read(store.events(job_id, limit=LOOK_BACK, newest=True))
         self.commands = [
             Command(seq=r["seq"], kind=r["kind"], worker=r["worker"] or None) for r in store.commands(job_id)
         ]
         self.version += 1
         self.state = state
-
-
-def _processes(reports: Iterable[Report]) -> dict[str, tuple[str, int]]:
-    return {report.event.worker: report.process for report in reports if report.process}
-
-
-def _refused(refusal: Refuse) -> ConsoleError:
-    return ConsoleError(_STATUS.get(refusal.code, 409), refusal.code, refusal.detail)

@@ -52,7 +52,7 @@ class IterationView:
 @dataclass(frozen=True)
 class EventView:
     """One line of the feed. severity: info, warning, error. kind: failure, epoch, recovery, ...
-    seen_by: who has taken note of it; empty: nobody yet."""
+    seen_by: who has taken note of it; empty: nobody yet. count: how often it was said, `last_at` the last time."""
 
     seq: int
     at: float
@@ -61,6 +61,8 @@ class EventView:
     worker: str | None
     text: str
     seen_by: str = ""
+    count: int = 1
+    last_at: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,8 @@ def _history(job: LiveJob, store: Store, seen: Observations, iterations: int, ev
                 row["worker"],
                 row["text"],
                 seen_by.get(row["seq"], ("", 0.0))[0],
+                row["count"],
+                row["last_at"],
             )
             for row in feed
         ),

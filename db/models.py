@@ -213,7 +213,8 @@ class AcknowledgementRow(Base):
 
 
 class EventRow(Base):
-    """One line of a job's history. seq counts from 1 within the job, without gaps."""
+    """One line of a job's history. seq counts from 1 within the job, without gaps. count: how often it was said;
+    last_at: the last time, where that was more than once, else 0."""
 
     __tablename__ = "event"
 
@@ -224,6 +225,8 @@ class EventRow(Base):
     kind: Mapped[str] = mapped_column(String(16))
     worker: Mapped[str | None] = mapped_column(String(16))
     text: Mapped[str] = mapped_column(Text)
+    count: Mapped[int] = mapped_column(Integer, default=1, server_default="1")
+    last_at: Mapped[float] = mapped_column(Double, default=0.0, server_default="0")
 
 
 class IterationRow(Base):

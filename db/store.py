@@ -47,7 +47,8 @@ class Change:
 
     job: columns of the job row that changed. workers, epoch, events, acknowledgements, states, audit: rows
     without their job_id; `plan` is (fingerprint, JSON document, failed workers, made ahead). states:
-    which workers came into another state. audit: what an operator did.
+    which workers came into another state. audit: what an operator did. repeats: columns of events that are
+    stored already, by their seq.
     """
 
     job: Record = field(default_factory=dict)
@@ -58,10 +59,11 @@ class Change:
     acknowledgements: Sequence[Record] = ()
     states: Sequence[Record] = ()
     audit: Record | None = None
+    repeats: Sequence[Record] = ()
 
     def __bool__(self) -> bool:
         parts = (self.job, self.workers, self.plan, self.epoch, self.events, self.acknowledgements, self.audit)
-        return any(parts)
+        return any(parts) or bool(self.repeats)
 
 
 class Store:
@@ -136,6 +138,9 @@ class Store:
                 session.execute(insert(EpochRow).values(job_id=job_id, **row))
             if change.events:
                 session.execute(insert(EventRow), [{"job_id": job_id, **e} for e in change.events])
+            for row in change.repeats:
+                same = (EventRow.job_id == job_id, EventRow.seq == row["seq"])
+                session.execute(update(EventRow).where(*same).values(row))
             if change.acknowledgements:
                 rows = [{"job_id": job_id, **row} for row in change.acknowledgements]
                 session.connection().execute(self._insert_new(AcknowledgementRow), rows)
@@ -155,11 +160,13 @@ class Store:
             return session.scalar(select(func.max(EventRow.seq)).where(EventRow.job_id == job_id)) or 0
 
     def events(self, job_id: str, *, after: int = 0, limit: int = 200, newest: bool = False) -> list[Record]:
-        """Events with seq > after: the first `limit`, oldest first; or the newest, newest first."""
+        """Events with seq > after: the first `limit`, oldest first; or the newest, newest first. last_at: also of
+        those that came once."""
         order = EventRow.seq.desc() if newest else EventRow.seq
         with self.database.read() as session:
             where = (EventRow.job_id == job_id, EventRow.seq > after)
-            return _rows(session, select(EventRow.__table__).where(*where).order_by(order).limit(limit))
+            rows = _rows(session, select(EventRow.__table__).where(*where).order_by(order).limit(limit))
+        return [{**row, "last_at": row["last_at"] or row["at"]} for row in rows]
 
     def epochs(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
         """Epochs with a number > after, oldest first; living, failed and joining as lists."""

@@ -61,12 +61,17 @@ class WorkerInfo(BaseModel):
 
 
 class EventInfo(BaseModel):
+    """count: how often it was said, `at` the first time and `last_at` the last: what the console, or a worker's
+    silence, gives cause to say again and again is one line. Its seq stays, and streams do not send it again."""
+
     seq: int
     at: float
     severity: Literal["info", "warning", "error"]
     kind: str
     worker: str | None
     text: str
+    count: int = 1
+    last_at: float
 
 
 class IterationInfo(BaseModel):

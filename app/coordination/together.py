@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,3 +38,8 @@ def run_together(
         answers.append(after.refusal or after.reason)
         state = after.state
     return state, notes, answers
+
+
+def processes_of(reports: Iterable[Report]) -> dict[str, tuple[str, int]]:
+    """(host, pid) of those that registered, by worker."""
+    return {report.event.worker: report.process for report in reports if report.process}

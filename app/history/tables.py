@@ -68,6 +68,7 @@ _STRICTER: dict[str, Any] = {
     "event.severity": Literal["info", "warning", "error"],
     "event.kind": Literal["worker", "failure", "epoch", "recovery", "plan", "job", "console", "operator", "step"],
     "event.worker": WorkerName | None,
+    "event.count": Annotated[int, Field(ge=1, le=2**31 - 1)],
     "event.seq": Annotated[int, Field(ge=1, le=2**53)],
     "iteration.iteration": Annotated[int, Field(ge=0, le=2**53)],
     "iteration.seconds": Annotated[float, Field(ge=0, le=1e9)],

@@ -67,6 +67,8 @@ class Feed:
         except SQLAlchemyError as error:
             raise unavailable(type(error).__name__) from error
         if new:
+            with job.lock:
+                job.unfold()
             job.stored()
             log.info("events acknowledged", job=job.job_id, events=new, actor=actor)
             job.topic.publish()

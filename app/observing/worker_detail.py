@@ -15,7 +15,7 @@ from planner.normalization import SECONDS
 from planner.plan import Plan
 
 EVENTS = 20
-_EVENT = ("seq", "at", "severity", "kind", "worker", "text")
+_EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,15 @@ def feed_html(events: list[EventView], zone: str | None, now: float | None = Non
     return f'<ol class="or-events or-feed" tabindex="0" aria-label="Events, newest first">{"".join(rows)}</ol>'
 
 
+def _times(event: EventView, at: datetime) -> str:
+    """How often a line was repeated, and when last, in the zone that `at` is in."""
+    if event.count < 2:
+        return ""
+    last = datetime.fromtimestamp(event.last_at, at.tzinfo)
+    shown = f"{last:%H:%M:%S}" if last.date() == at.date() else f"{last:%H:%M:%S}, {last.day} {last:%B}"
+    return f' <b class="or-times">{event.count:,} times, last {shown}</b>'
+
+
 def _row(event: EventView, at: datetime, *, new_day: bool) -> str:
     look = f" or-{escape(event.severity)}" + (" or-open" if needs_look(event) else "")
     seen = f' title="acknowledged by {escape(event.seen_by)}"' if event.seen_by else ""
@@ -148,5 +157,5 @@ def _row(event: EventView, at: datetime, *, new_day: bool) -> str:
         f'<li class="{look.strip()}"{seen}>{on}'
         f'<time datetime="{at.isoformat(timespec="seconds")}">{at:%H:%M:%S}</time>'
         f'<i title="{escape(event.severity)}">{MARKS.get(event.severity, "·")}</i>'
-        f"<span>{tick}{escape(event.text)}</span></li>"
+        f"<span>{tick}{escape(event.text)}{_times(event, at)}</span></li>"
     )
