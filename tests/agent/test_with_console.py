@@ -69,54 +69,6 @@ def test_a_death_is_decided_by_the_console_and_the_bits_stay(reference: Run, tmp
         assert "W1_1" in texts and "SIGKILL" in texts and "resumed" in texts
 
 
-def test_kill_and_restart_from_the_console(tmp_path: Path) -> None:
-    with console(tmp_path) as server, job(server, tmp_path / "run.jsonl", 100_000, "--pace", "F=5ms,I=5ms,W=5ms"):
-        job_id = server.job_id()
-        until(lambda: _committed(server, job_id) >= 2, "training")
-        assert server.post(f"/jobs/{job_id}/workers/W0_2/kill").ok
-        until(lambda: server.read(f"/jobs/{job_id}")["living"] == 5, "the death")
-        after = _committed(server, job_id)
-        until(lambda: _committed(server, job_id) >= after + 3, "training without W0_2")
-        assert server.post(f"/jobs/{job_id}/workers/W0_2/restart").ok
-        # It is living again as soon as it asks; the others train on in the old epoch until it can come in.
-        until(lambda: any("re-joined" in event["text"] for event in _events(server, job_id)), "the return")
-        after = _committed(server, job_id)
-        until(lambda: _committed(server, job_id) >= after + 3, "training with W0_2")
-        until(lambda: server.read(f"/jobs/{job_id}")["state"] == "running", "all of epoch 3 to have resumed")
-        state = server.read(f"/jobs/{job_id}")
-        assert state["epoch"] == 3 and state["living"] == 6
-
-
-def test_training_outlives_the_console(tmp_path: Path) -> None:
-    """kill -9 of the console: nobody waits; started again it learns all that happened, once each."""
-    with (
-        console(tmp_path) as server,
-        job(server, tmp_path / "run.jsonl", 100_000, "--pace", "F=5ms,I=5ms,W=5ms") as launcher,
-    ):
-        job_id = server.job_id()
-        until(lambda: _committed(server, job_id) >= 2, "training")
-        server.crash()
-        lines = (tmp_path / "run.jsonl").read_text().count("\n")
-        until(lambda: (tmp_path / "run.jsonl").read_text().count("\n") >= lines + 5, "training without a console")
-        server.start(server.port)
-        until(lambda: _committed(server, job_id) >= lines + 5, "the console to catch up")
-        assert server.read(f"/jobs/{job_id}")["epoch"] == 1
-        # And it decides again: a worker killed by somebody else entirely.
-        workers = server.read(f"/jobs/{job_id}/workers")["workers"]
-        pid = next(w["pid"] for w in workers if w["name"] == "W1_0")
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: server.read(f"/jobs/{job_id}")["living"] == 5, "the death to be seen")
-        after = _committed(server, job_id)
-        until(lambda: _committed(server, job_id) >= after + 3, "training without W1_0")
-        assert launcher.poll() is None
-        numbers: list[int] = []
-        while page := server.read(f"/jobs/{job_id}/iterations?after={len(numbers) - 1}&limit=500")["iterations"]:
-            numbers += [row["iteration"] for row in page]
-            if len(page) < 500:
-                break
-        assert numbers == list(range(len(numbers)))
-
-
 def test_a_worker_that_hangs_is_put_out(reference: Run, tmp_path: Path) -> None:
     """SIGSTOP: nothing breaks and nobody exits; only silence tells."""
     ladder = ("--heartbeat", "0.3", "--suspect", "1.5", "--dead", "4")
