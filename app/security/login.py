@@ -55,6 +55,7 @@ button { margin-top: .75rem; background: #2862B2; border-color: #2862B2; color: 
 input[aria-invalid] { border-color: #D7541F }
 [role=alert] { color: light-dark(#A93D10, #F58A68); margin: .35rem 0 0 }
 .where { margin: 1rem 0 0; font-size: .9rem; opacity: .8 }
+code { white-space: nowrap }
 </style></head><body><main><h1>OpenReCycle</h1>
 <div>This console asks who you are.</div>{{accounts}}
 <form method="post" action="{{action}}"><label for="token">Token</label>

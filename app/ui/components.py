@@ -216,4 +216,6 @@ def no_job(address: str) -> None:
         language=None,
         wrap_lines=True,
     )
+    if get_console().access.guarded:
+        st.markdown("This console asks for a token: the launcher finds it in `OPENRECYCLE_TOKEN`.")
     st.markdown("Leave out `--pace` to run as fast as the machine can, and `--demo` to forbid kills from here.")
