@@ -3,7 +3,7 @@
 python -m app.docs.make_pictures [--address http://127.0.0.1:8501] [--to app/docs/pictures] [--pages live planner]
 
 Without an address it starts a demo of its own, 12 worker processes, kills one of them (killed), waits until it is
-back, and at the end stops the console under an open page (away). Needs the tests' requirements (Playwright) and
+back, and at the end kills the console under an open page (away). Needs the tests' requirements (Playwright) and
 Chromium.
 """
 
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -63,15 +64,15 @@ def main() -> None:
         with chromium() as browser:
             take(browser, options.address.rstrip("/"), options.to, options.pages)
         return
-    with demo() as (address, stop), chromium() as browser:
+    with demo() as (address, kill), chromium() as browser:
         lose_and_heal(browser, address, options.to)
         take(browser, address, options.to, options.pages)
-        leave(browser, address, options.to, stop)
+        leave(browser, address, options.to, kill)
 
 
 @contextmanager
 def demo() -> Iterator[tuple[str, Callable[[], None]]]:
-    """A console with 12 real workers, in a folder of its own: its address, and what ends it before its time."""
+    """A console with 12 real workers, in a folder of its own: its address, and what kills the console alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -82,19 +83,22 @@ def demo() -> Iterator[tuple[str, Callable[[], None]]]:
             env={**os.environ, "XDG_STATE_HOME": folder},
         )
 
-        def stop() -> None:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-
         try:
             while not answers(address := f"http://127.0.0.1:{port}"):
                 if process.poll() is not None:
                     raise SystemExit("the demo did not start")
                 time.sleep(0.5)
-            yield address, stop
+            yield address, partial(kill_console, process.pid)
         finally:
-            if process.poll() is None:
-                stop()
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def kill_console(demo_pid: int) -> None:
+    """The console is a child of the demo's process, beside the launcher of the workers."""
+    for child in Path(f"/proc/{demo_pid}/task/{demo_pid}/children").read_text().split():
+        if b"\0serve\0" in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(int(child), signal.SIGKILL)
 
 
 def answers(address: str) -> bool:
@@ -136,13 +140,13 @@ def lose_and_heal(browser: Browser, address: str, folder: Path) -> None:
         train(page, 8)
 
 
-def leave(browser: Browser, address: str, folder: Path, stop: Callable[[], None]) -> None:
-    """Stops the console under an open page."""
+def leave(browser: Browser, address: str, folder: Path, kill: Callable[[], None]) -> None:
+    """The console dies under an open page."""
     with opened(browser, "light") as light, opened(browser, "dark") as dark:
         for page in (light, dark):
             page.goto(address)
             prepare(page, "live")
-        stop()
+        kill()
         for theme, page in zip(THEMES, (light, dark), strict=True):
             page.locator(GONE).wait_for()
             picture(page, folder, "away", theme)
