@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from agent.coordination import LocalCoordination
+from planner.job import Worker
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -23,8 +25,28 @@ def _return_after_death(job: LocalJob, line: dict[str, Any]) -> None:
         job.stop()
 
 
-def test_nothing_is_redone_and_the_bits_stay() -> None:
-    job = LocalJob(**GRID, kills=("W1_1@1:I1",), on_line=_return_after_death).run()
+def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is kept waiting first, for hours if an operator has frozen the plan: it says every second that it
+    lives, and that is all that the launcher's patience (hang_seconds) goes by."""
+    waiting: list[tuple[Worker, str]] = []
+    heard: list[float] = []
+    let_in = LocalCoordination.ready
+
+    def ready(self: LocalCoordination, worker: Worker, incarnation: str) -> None:
+        if self._epoch:
+            waiting.append((worker, incarnation))
+        else:
+            let_in(self, worker, incarnation)
+
+    def while_it_waits(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
+        if waiting and worker == "W1_1" and message["kind"] == "alive":
+            heard.append(job.launcher._pool.running[Worker(1, 1)].heard_at)
+            if len(heard) == 3:
+                let_in(job.launcher._coordination, *waiting.pop())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalCoordination, "ready", ready)
+    job = LocalJob(**GRID, kills=("W1_1@1:I1",), on_line=_return_after_death, on_message=while_it_waits).run()
+    assert heard == sorted(set(heard)) and len(heard) == 3, "each time its silence begins anew"
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
     assert job.dead == ["W1_1"]
     # Three members left epoch 2, each between two iterations and with nothing in flight...
