@@ -89,11 +89,11 @@ def _outline(sheet: Sheet, worker: Worker, start: float, end: float) -> list[tup
     """Corners of the area: along the steps, and back to the ground."""
     schedule = sheet.schedule
     steps: list[tuple[float, int]] = []
-    for tick, held in schedule.held_bytes(worker) if schedule.counts_bytes else schedule.held_activations(worker):
-        if tick <= start:
+    for at, held in schedule.held_bytes(worker) if schedule.counts_bytes else schedule.held_activations(worker):
+        if at <= start:
             steps = [(start, held)]  # what it comes with
-        elif tick <= end:
-            steps.append((tick, held))
+        elif at <= end:
+            steps.append((at, held))
     corners: list[tuple[float, int]] = []
     before = 0
     for tick, held in steps:
