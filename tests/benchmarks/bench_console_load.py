@@ -94,7 +94,7 @@ def measure(server: ConsoleServer, load: Load, *, look: bool) -> Told:
             pages = [seconds for seconds, _ in refreshes]
             size = statistics.median(size for _, size in refreshes) / 1e6
             print(
-                f"Live page, a whole run of its script with all that it sends ({size:.1f} MB): "
+                f"Live page, a refresh with all that it sends ({size:.2f} MB): "
                 f"median {statistics.median(pages):.2f} s, longest {max(pages):.2f} s of {len(pages)}"
             )
     finally:
@@ -107,9 +107,9 @@ def measure(server: ConsoleServer, load: Load, *, look: bool) -> Told:
 def _look(pipe: Pipe, port: int, job: str) -> list[tuple[float, int]]:
     """Refreshes the Live page every two seconds, as it refreshes itself, until the generator is done."""
     session, out = PageSession(port, f"job={job}"), []
-    session.run()  # what is read once
+    session.run()
     while not pipe.poll(2.0):
-        out.append(session.run())
+        out.append(session.refresh())
     session.close()
     return out
 

@@ -2,7 +2,9 @@
 
 Once with a job of 12 workers, once with a plan of 2,048 (32 pipelines of 64 stages, 64 micro-batches
 each). Beside the seconds, the processor time of the console and of the page: unlike the seconds, they
-hardly depend on what else the machine does.
+hardly depend on what else the machine does. Simulate begins to simulate when it is opened first: its first
+opening, and its interaction, have that in them, and the second opening has not (of processes of the console
+that have ended meanwhile the processor time is not known).
 
 python -m tests.benchmarks.bench_pages [--pipelines 32] [--stages 64] [--micro-batches 64]
 """
@@ -21,8 +23,11 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwright
 
+from app.catalogs.fill import parse_request
+from app.console import Console
 from db.plan_columns import PlanColumns
 from planner.job import Job, Problem, Worker
+from planner.plan import job_doc
 from planner.solvers.portfolio import make_plan
 from tests.benchmarks.machine import describe, processor_seconds
 
@@ -60,6 +65,7 @@ def main() -> None:
         try:
             job = JobHere(here.console, "job of 12").register().commit(0, 5, 1).beat(6, 1).die("W1_2").heal("W1_2", 2)
             job.commit(6, 9, 2).beat(10, 2).finish()
+            fill_catalog(here.console, job.job_id)
             plan = make_plan(
                 Problem(Job.uniform(sizes.pipelines, sizes.stages, sizes.micro_batches), frozenset({Worker(3, 5)})),
                 solver="list",
@@ -80,6 +86,17 @@ def main() -> None:
             finally:
                 server.close()
             browser.close()
+
+
+def fill_catalog(console: Console, job_id: str) -> None:
+    question = console.job(job_id).question
+    filling = console.catalogs.fill(
+        parse_request(
+            job=job_doc(question.job), technique=question.technique.value, memory=question.memory.text, tolerance=2
+        )
+    )
+    while filling.running:
+        time.sleep(0.1)
 
 
 def small(browser: Browser, server: ConsoleServer, job_id: str) -> None:
@@ -127,6 +144,8 @@ def pages(job_id: str) -> list[Shown]:
         Shown("Schedule", f"/schedule{job}", PLOT, pick("One pipeline", "W0_3")),
         Shown("Planner", "/planner", ".st-key-worker-grid-planner button", press("Worked example of the paper")),
         Shown("Compare", f"/compare{job}", PLOT, pick("One stage", "W0_0")),
+        Shown("Catalog", f"/catalog{job}", PLOT, change("Failures at once", "1")),
+        Shown("Simulate", "/simulate", PLOT, change("Repair (h)", "2")),
         Shown("Help", "/help", ".or-idea img", lambda page: page.mouse.wheel(0, 600)),
     ]
 
@@ -144,6 +163,20 @@ def pick(choice: str, row: str) -> Callable[[Page], None]:
         page.wait_for_function(
             "n => document.querySelector('.js-plotly-plot').querySelectorAll('.ytick').length < n", arg=before
         )
+
+    return act
+
+
+def change(field: str, value: str) -> Callable[[Page], None]:
+    """Types a number, and waits until the figures are those of it."""
+
+    def act(page: Page) -> None:
+        cards = page.locator(".or-cards").first
+        before = cards.inner_text()
+        entry = page.get_by_label(field, exact=True).first
+        entry.fill(value)
+        entry.press("Enter")
+        expect(cards).not_to_have_text(before, timeout=WAIT_MS, use_inner_text=True)
 
     return act
 

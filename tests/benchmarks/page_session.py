@@ -19,14 +19,26 @@ class PageSession:
         self._socket = connect(
             f"ws://127.0.0.1:{port}/_stcore/stream", subprotocols=["streamlit"], max_size=2**28, proxy=None
         )
+        self._kept: set[str] = set()  # hashes of what a browser would not be sent again
+        self._page, self._fragment = "", ""
 
     def run(self) -> tuple[float, int]:
         """Has the page's script run from its beginning: seconds until all of it is here, and bytes.
 
         Raises RuntimeError where the script failed.
         """
+        return self._run(BackMsg())
+
+    def refresh(self) -> tuple[float, int]:
+        """Has the part run that the page itself has run every few seconds; as `run`, which must have been."""
         message = BackMsg()
+        message.rerun_script.fragment_id, message.rerun_script.page_script_hash = self._fragment, self._page
+        message.rerun_script.is_auto_rerun = True
+        return self._run(message)
+
+    def _run(self, message: BackMsg) -> tuple[float, int]:
         message.rerun_script.query_string = self._query
+        message.rerun_script.cached_message_hashes.extend(self._kept)
         began, size = time.monotonic(), 0
         self._socket.send(message.SerializeToString())
         while True:
@@ -35,10 +47,17 @@ class PageSession:
             size += len(data)
             told = ForwardMsg()
             told.ParseFromString(data)
-            if told.WhichOneof("type") == "delta" and told.delta.new_element.WhichOneof("type") == "exception":
-                raise RuntimeError(told.delta.new_element.exception.message)
-            if told.WhichOneof("type") == "script_finished":
-                return time.monotonic() - began, size
+            if told.metadata.cacheable:
+                self._kept.add(told.hash)
+            match told.WhichOneof("type"):
+                case "new_session":
+                    self._page = told.new_session.page_script_hash
+                case "auto_rerun":
+                    self._fragment = told.auto_rerun.fragment_id
+                case "delta" if told.delta.new_element.WhichOneof("type") == "exception":
+                    raise RuntimeError(told.delta.new_element.exception.message)
+                case "script_finished":
+                    return time.monotonic() - began, size
 
     def close(self) -> None:
         self._socket.close()
