@@ -15,7 +15,7 @@ from typing import Any
 import requests
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_SECONDS = 60
+READY_SECONDS = 150
 
 
 class ConsoleServer:
