@@ -14,9 +14,10 @@ import typer
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.history.archive import export
-from app.history.importing import OVER, delete_job, import_history
+from app.history.importing import delete_job, import_history
 from app.history.reading import HistoryError
 from app.settings import default_database_url
+from db.job_index import OVER
 from db.job_rows import JobRows
 from db.session import Database, DatabaseError
 from db.store import Store

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from app.history.reading import History, HistoryError, importable
 from app.history.tables import Format, format_of
+from db.job_index import OVER
 from db.job_rows import IMPORTING, JobRows, Record
 from db.session import Database
 
@@ -21,7 +22,6 @@ REST = 0.005
 """Seconds between two transactions: SQLite has one writer, and others wait."""
 LONGEST = 6 * 3600.0
 """Seconds after which an import on another host, of which nothing more is known, counts as ended."""
-OVER = ("finished", "stopped")
 # In a job that is over nothing is under way, whatever its file says.
 _AT_REST = {"broken": "", "moves": "[]"}
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
