@@ -52,7 +52,8 @@ class Catalog:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The stored plans, each for its pattern, in the order in which their patterns were first added."""
-        return tuple(rename_pipelines(plan, places) for plan, places in self._plans.values())
+        held = list(self._plans.values())  # at once: plans come in from other threads
+        return tuple(rename_pipelines(plan, places) for plan, places in held)
 
     def patterns(self, tolerance: int) -> list[list[frozenset[Worker]]]:
         """For each failure count 0..tolerance the canonical failure sets that leave every stage a

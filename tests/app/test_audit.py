@@ -115,6 +115,9 @@ def test_each_change_leaves_a_line_that_says_who(here: ConsoleHere, app: TestCli
     kept = call("POST", "/plans", {"name": "kept", "solve": solve})["fingerprint"]
     call("DELETE", "/plans/{fingerprint}", fingerprint=kept)
 
+    call("PUT", "/profiles/{name}", JOB, name="mine")
+    call("DELETE", "/profiles/{name}", name="mine")
+
     question = {"job": JOB, "technique": "staggered", "memory": "uniform"}
     name = {"fingerprint": call("POST", "/catalogs", {**question, "tolerance": 0})["fingerprint"]}
 

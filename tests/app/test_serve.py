@@ -153,7 +153,7 @@ def test_pages_and_api_share_a_port(tmp_path: Path) -> None:
         assert requests.get(f"{server.root}/_stcore/health", timeout=10).text == "ok"
         unknown = requests.get(f"{server.root}/api/v1/nothing", timeout=10)
         assert (unknown.status_code, unknown.json()["code"]) == (404, "not_found")
-        assert server.get("/jobs").json() == {"jobs": []}
+        assert server.get("/jobs").json() == {"jobs": [], "next": None}
     finally:
         server.close()
 
