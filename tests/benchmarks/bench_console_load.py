@@ -118,7 +118,8 @@ def report(load: Load, told: Told) -> None:
     count = len(told.latency)
     rate = load.pipelines * load.stages / load.heartbeat
     print(f"heartbeats: {count:,} in {load.seconds:.0f} s ({count / load.seconds:.0f}/s of {rate:.0f}/s due)")
-    print(f"  latency, ms:           {_percentiles(told.latency)}")
+    print(f"  sent to answered, ms:   {_percentiles(told.answered)}")
+    print(f"  due to answered, ms:    {_percentiles(told.latency)}")
     print(f"  of those in recoveries: {_percentiles(told.in_recovery)}")
     print(f"  sent late by, ms:      {_percentiles(told.late)}  (the generator's doing)")
     print(f"all requests: {told.requests:,}; generator: {told.processor:.1f} s of processor time")

@@ -56,13 +56,14 @@ class Load:
 
 @dataclass
 class Told:
-    """What came of it. Seconds. latency: of heartbeats, from when they were due. late: of sending them.
+    """What came of it. Seconds. latency: of heartbeats, from when they were due. late: of sending them. answered: from then on.
     in_recovery: those latencies in which an epoch was being taken up. errors: by what went wrong.
     detected: from a reported end to the new epoch at the last worker that waits for one."""
 
     latency: array[float] = field(default_factory=lambda: array("d"))
     in_recovery: array[float] = field(default_factory=lambda: array("d"))
     late: array[float] = field(default_factory=lambda: array("d"))
+    answered: array[float] = field(default_factory=lambda: array("d"))
     errors: Counter[str] = field(default_factory=Counter)
     started: float = 0.0
     detected: list[float] = field(default_factory=list)
@@ -173,6 +174,7 @@ class Worker:
             if due is not None and answered and crowd.measured:
                 latency = crowd.loop.time() - due
                 crowd.told.late.append(sent - due)
+                crowd.told.answered.append(crowd.loop.time() - sent)
                 crowd.told.latency.append(latency)
                 if recovering:
                     crowd.told.in_recovery.append(latency)
