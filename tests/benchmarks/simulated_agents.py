@@ -56,7 +56,8 @@ class Load:
 
 @dataclass
 class Told:
-    """What came of it. Seconds. latency: of heartbeats, from when they were due. late: of sending them. answered: from then on.
+    """What came of it. Seconds. latency: of heartbeats, from when they were due. late: of sending them. answered:
+    from then on.
     in_recovery: those latencies in which an epoch was being taken up. errors: by what went wrong.
     detected: from a reported end to the new epoch at the last worker that waits for one."""
 
