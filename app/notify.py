@@ -9,7 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-AT_ONCE = 32
+AT_ONCE = 8
 
 
 class Topic:
