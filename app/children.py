@@ -4,14 +4,25 @@ multiprocessing has a spawned child import what `__main__` is in its parent, in 
 defined there, and gives it the parent's import path. Ours is never defined there; but Streamlit puts
 the page that runs at that moment in the place of `__main__`, and its folder first in the path. The
 child would run the whole page, and find pages where it looks for packages (app/ui/planner.py).
+
+OneChild has a long piece of work done in a process that is there for that alone.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from multiprocessing import spawn
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from app.logs import configure_logging
 
 _PAGES = str(Path(__file__).resolve().parent / "ui")
 _original = spawn.get_preparation_data
@@ -29,3 +40,55 @@ def _without_pages(name: str) -> dict[str, Any]:
 def begin_without_pages() -> None:
     """For all processes that this one spawns from now on. Does nothing the second time."""
     spawn.get_preparation_data = _without_pages
+
+
+class OneChild:
+    """A process for each question, one at a time for each OneChild. Thread-safe.
+
+    answer: a function of a module, which the child imports. patience: seconds, beyond which it has gone astray.
+    """
+
+    def __init__(self, answer: Callable[[bytes], bytes], *, name: str, patience: float) -> None:
+        self._answer, self._name, self._patience = answer, name, patience
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._closed = False
+
+    def ask(self, question: bytes) -> bytes:
+        """Waits for its turn and for the answer. Raises EOFError or OSError when the process died over it, took too
+        long, or is not to be begun any more."""
+        with self._turn:
+            context = multiprocessing.get_context("spawn")
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._answer), name=self._name, daemon=True)
+            with self._lock:
+                if self._closed:
+                    raise EOFError
+                self._process = process
+                process.start()
+            theirs.close()
+            try:
+                ours.send_bytes(question)
+                if not ours.poll(self._patience):
+                    raise TimeoutError
+                return ours.recv_bytes()
+            finally:
+                ours.close()
+                process.kill()
+                process.join(5)
+
+    def close(self) -> None:
+        """Ends what runs."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+
+
+def _serve(pipe: Connection, answer: Callable[[bytes], bytes]) -> None:
+    """The child's life."""
+    configure_logging()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
+    os.nice(5)
+    with suppress(EOFError, OSError):  # the console has gone
+        pipe.send_bytes(answer(pipe.recv_bytes()))

@@ -10,12 +10,13 @@ from functools import partial
 
 import orjson
 from pydantic import ValidationError
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agent.protocol import Acknowledgement, Deployment, Heartbeat
 from app.api import problems
 from app.api.intake import Intake
 from app.api.lane import PASS, Headers
+from app.api.replay import replayed
 from app.console import Console
 from app.errors import ConsoleError
 
@@ -62,7 +63,7 @@ class Lean:
             await refused(scope, receive, send)
             return error.status
         except (ValidationError, _Unusual):
-            await other(scope, _replay(body, receive), send)
+            await other(scope, replayed(body, receive), send)
             return 0
         status = 200 if answer else 204
         about = [_JSON, (b"content-length", b"%d" % len(answer)), *headers] if answer else [*headers]
@@ -73,19 +74,6 @@ class Lean:
 
 class _Unusual(Exception):
     """Right or wrong, but nothing that agents send."""
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
 
 
 class AgentEndpoints:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Response
 from pydantic import BaseModel, Discriminator, Field, Tag
@@ -11,7 +10,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 from app.api.paging import After, Most, page
 from app.api.runner import in_thread
 from app.console import Console
-from app.plans.profiles import NAME, ProfileLine
+from app.plans.profiles import NAME, ProfileInfo
 from planner.plan import JobDoc, job_doc
 from planner.profiles import Profile
 
@@ -32,23 +31,6 @@ Document = Annotated[
     Annotated[Profile, Tag("measured")] | Annotated[JobDoc, Tag("job")],
     Discriminator(_kind),
 ]
-
-
-class ProfileInfo(BaseModel):
-    """source: `shipped` ones come with the planner and never change. kind: `measured` by the agent's profiler, or a
-    `job` document. stages: that it is good for; null: any number up to `layers`, those of the model. saved_by,
-    created_at, updated_at: who has saved it last, and POSIX seconds; "" and null of one that is shipped."""
-
-    name: str
-    source: Literal["shipped", "saved"]
-    kind: Literal["measured", "job"]
-    about: str
-    stages: int | None
-    layers: int | None
-    time_unit: str
-    saved_by: str
-    created_at: float | None
-    updated_at: float | None
 
 
 class ProfileDetail(ProfileInfo):
@@ -73,7 +55,7 @@ def router(console: Console) -> APIRouter:
     async def listed(after: After = None, limit: Most = None) -> ProfileList:
         """By name."""
         lines, following = page(await in_thread(profiles.list), lambda line: (line.name,), after, limit)
-        return ProfileList(profiles=[_info(line) for line in lines], next=following)
+        return ProfileList(profiles=list(lines), next=following)
 
     @api.get("/{name}")
     async def profile(name: InPath) -> ProfileDetail:
@@ -88,7 +70,7 @@ def router(console: Console) -> APIRouter:
         new = await in_thread(profiles.put, name, document, x_actor)
         await in_thread(console.audit.record, x_actor, "save profile", name, detail="" if new else "replaced")
         response.status_code = 201 if new else 200
-        return _info((await in_thread(profiles.get, name))[0])
+        return (await in_thread(profiles.get, name))[0]
 
     @api.delete("/{name}", status_code=204, responses={409: {}})
     async def delete(name: InPath, x_actor: Actor = "API") -> None:
@@ -99,10 +81,6 @@ def router(console: Console) -> APIRouter:
     return api
 
 
-def _info(line: ProfileLine) -> ProfileInfo:
-    return ProfileInfo(**asdict(line))
-
-
 def _detail(console: Console, name: str) -> ProfileDetail:
     line, document = console.profiles.get(name)
-    return ProfileDetail(**asdict(line), document=document, job=job_doc(console.profiles.job(name)))
+    return ProfileDetail(**line.model_dump(), document=document, job=job_doc(console.profiles.job(name)))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import queue
 import threading
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import Connection
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.children import OneChild
 from app.heap import LARGE_OPS
-from app.logs import configure_logging
 from db.plan_columns import PlanColumns
 from planner.columnar import pack
 from planner.errors import PlannerError
@@ -37,7 +33,7 @@ class Packing:
         self._lock = threading.Lock()
         self._asked: set[str] = set()
         self._thread: threading.Thread | None = None
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._child = OneChild(packed, name="packing", patience=PATIENCE)
         self._closed = False
 
     def want(self, fingerprint: str, ops: int) -> None:
@@ -55,8 +51,7 @@ class Packing:
         """Ends what runs; plans that have no columns yet are read as documents."""
         with self._lock:
             self._closed = True
-            if self._process is not None:
-                self._process.kill()
+        self._child.close()
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(10)
@@ -65,7 +60,7 @@ class Packing:
         while (fingerprint := self._queue.get()) is not None and not self._closed:
             try:
                 document = self._columns.deflated_document(fingerprint)
-                data = self._packed(document) if document is not None else None
+                data = self._child.ask(document) if document is not None else None
                 if data:
                     self._columns.put(fingerprint, data)
                     self._on_packed(fingerprint)
@@ -73,37 +68,11 @@ class Packing:
                 if not self._closed:
                     log.warning("a plan has no columns; it is read as a document", reason=type(error).__name__)
 
-    def _packed(self, document: bytes) -> bytes:
-        """Empty: columns can't hold it. Raises EOFError or OSError when the process died over it."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs,), name="packing", daemon=True)
-        with self._lock:
-            if self._closed:
-                return b""
-            self._process = process
-            process.start()
-        theirs.close()
-        try:
-            ours.send_bytes(document)
-            if not ours.poll(PATIENCE):
-                raise TimeoutError
-            return ours.recv_bytes()
-        finally:
-            ours.close()
-            process.kill()
-            process.join(5)
 
-
-def serve(pipe: Connection) -> None:
-    """The child's life: one deflated document, its columns."""
-    configure_logging()
-    os.nice(5)
-    with suppress(EOFError, OSError):  # the console has gone
-        document = pipe.recv_bytes()
-        try:
-            data = pack(Plan.from_json(zlib.decompress(document))) or b""
-        except (PlannerError, zlib.error, MemoryError) as error:
-            log.warning("a stored plan can't be put into columns", reason=str(error))
-            data = b""
-        pipe.send_bytes(data)
+def packed(document: bytes) -> bytes:
+    """The columns of a deflated document; empty: they can't hold it. In a child."""
+    try:
+        return pack(Plan.from_json(zlib.decompress(document))) or b""
+    except (PlannerError, zlib.error, MemoryError) as error:
+        log.warning("a stored plan can't be put into columns", reason=str(error))
+        return b""

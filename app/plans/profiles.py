@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from app.errors import ConsoleError, storing
 from db import profiles as rows
@@ -24,14 +23,10 @@ MAX_DOCUMENT = 1 << 20
 MOST = 1_000
 
 
-@dataclass(frozen=True)
-class ProfileLine:
-    """What a list says of one profile.
-
-    source: `shipped` ones never change. kind: `measured`, by the agent's profiler, or a `job` document. stages: that
-    it is good for; None: any up to `layers` of the model. saved_by, created_at, updated_at: who has saved it last,
-    and POSIX seconds; "" and None of one that is shipped.
-    """
+class ProfileInfo(BaseModel):
+    """source: `shipped` ones come with the planner and never change. kind: `measured` by the agent's profiler, or a
+    `job` document. stages: that it is good for; null: any number up to `layers`, those of the model. saved_by,
+    created_at, updated_at: who has saved it last, and POSIX seconds; "" and null of one that is shipped."""
 
     name: str
     source: Literal["shipped", "saved"]
@@ -51,13 +46,13 @@ class NamedProfiles:
     def __init__(self, database: Database) -> None:
         self._rows = rows.Profiles(database)
 
-    def list(self) -> list[ProfileLine]:
+    def list(self) -> list[ProfileInfo]:
         """By name."""
         with storing():
-            saved = [ProfileLine(source="saved", **row) for row in self._rows.all()]
+            saved = [ProfileInfo(source="saved", **row) for row in self._rows.all()]
         return sorted([*map(_shipped_line, shipped()), *saved], key=lambda line: line.name)
 
-    def get(self, name: str) -> tuple[ProfileLine, Profile | JobDoc]:
+    def get(self, name: str) -> tuple[ProfileInfo, Profile | JobDoc]:
         """Raises ConsoleError (404)."""
         if name in shipped():
             return _shipped_line(name), _shipped_document(name)
@@ -65,7 +60,7 @@ class NamedProfiles:
             found = self._rows.get(name)
         if found is None:
             raise unknown_profile(name)
-        return ProfileLine(source="saved", **found[0]), _read(found[1])
+        return ProfileInfo(source="saved", **found[0]), _read(found[1])
 
     def put(self, name: str, document: Profile | JobDoc, actor: str) -> bool:
         """Keeps it in the place of what had the name before; says whether it is new.
@@ -178,5 +173,5 @@ def _shipped_document(name: str) -> Profile:
 
 
 @cache
-def _shipped_line(name: str) -> ProfileLine:
-    return ProfileLine(name=name, source="shipped", **_summary(_shipped_document(name)))
+def _shipped_line(name: str) -> ProfileInfo:
+    return ProfileInfo(name=name, source="shipped", **_summary(_shipped_document(name)))

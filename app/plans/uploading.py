@@ -8,15 +8,12 @@ a lot of memory takes it from a process that ends.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import threading
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from app.children import OneChild
 from app.errors import ConsoleError
 from app.plans.summary import summary_of
 from app.sentences import sentence
@@ -64,11 +61,9 @@ class Uploads:
     """One per console. Thread-safe; blocks its caller, one upload after the other."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._child = OneChild(answer, name="upload", patience=PATIENCE)
         self._lock = threading.Lock()
         self._waiting = 0
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._closed = False
 
     def read(self, body: bytes) -> ReadPlan | PlanToSave:
         """What the body of POST /plans asks for: a plan that came with it, or the id of a solve.
@@ -80,15 +75,14 @@ class Uploads:
                 raise ConsoleError(429, "too_many", f"{MOST_WAITING} plans wait to be read already; try again later")
             self._waiting += 1
         try:
-            with self._turn:
-                answer = self._read(body)
+            answered = self._child.ask(body)
         except (EOFError, OSError):
             detail = "the process that read the plan ended before it was done; perhaps memory was not enough"
             raise ConsoleError(503, "unavailable", detail) from None
         finally:
             with self._lock:
                 self._waiting -= 1
-        head, _, document = answer.partition(b"\n")
+        head, _, document = answered.partition(b"\n")
         said = json.loads(head)
         if why := said.get("wrong"):
             raise ConsoleError(422, "invalid", why)
@@ -98,38 +92,7 @@ class Uploads:
 
     def close(self) -> None:
         """Ends what is being read."""
-        with self._lock:
-            self._closed = True
-            if self._process is not None:
-                self._process.kill()
-
-    def _read(self, body: bytes) -> bytes:
-        """Raises EOFError or OSError when the process died over it."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs,), name="upload", daemon=True)
-        with self._lock:
-            if self._closed:
-                raise EOFError
-            self._process = process
-            process.start()
-        theirs.close()
-        try:
-            ours.send_bytes(body)
-            if not ours.poll(PATIENCE):
-                raise TimeoutError
-            return ours.recv_bytes()
-        finally:
-            ours.close()
-            process.kill()
-            process.join(5)
-
-
-def serve(pipe: Connection) -> None:
-    """The child's life: one body, what it says."""
-    os.nice(5)
-    with suppress(EOFError, OSError):  # the console has gone
-        pipe.send_bytes(answer(pipe.recv_bytes()))
+        self._child.close()
 
 
 def answer(body: bytes) -> bytes:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agent.protocol import API
 from app.api.problems import problem
+from app.api.replay import replayed
 from app.security.hosts import UNSAFE
 
 HEARTBEAT_LIMIT = 64 * 1024
@@ -42,16 +43,7 @@ class BodyLimit:
             response.headers["Connection"] = "close"
             await response(scope, receive, send)
             return
-        given = False
-
-        async def replay() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-        await self.app(scope, replay, send)
+        await self.app(scope, replayed(bytes(body), receive), send)
 
 
 def _limit(scope: Scope) -> int | None:
