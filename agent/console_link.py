@@ -44,6 +44,8 @@ MAX_REPORTS = 200
 """Waiting at most; each may hold REPORTED_ITERATIONS, so that a console may be away for hours."""
 REPORTED_ITERATIONS = 1000
 LAST_TRIES_SECONDS = 0.2
+# For a console that is away at the end of a job: where it was stopped, somebody waits for the launcher to end.
+STOPPED_PATIENCE_SECONDS, ENDED_PATIENCE_SECONDS = 3.0, 60.0
 TRY_AGAIN_SECONDS = 1.0
 """Between two tries, at most. A console that is back knows of a death by this report before it gives up waiting for
 it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
@@ -171,11 +173,24 @@ class ConsoleCoordination:
             os.read(self.wake_fd, 4096)
         return out
 
-    def close(self, patience: float = 3.0) -> None:
-        """Delivers what is queued, for up to `patience` seconds."""
+    def close(self, hurried: Callable[[], bool]) -> None:
+        """Delivers what is queued, and says so where that takes long and where it is in vain.
+
+        hurried: while it holds, STOPPED_PATIENCE_SECONDS are enough, otherwise it is ENDED_PATIENCE_SECONDS.
+        """
+        begin = time.monotonic()
         self._closing.set()
         self._report_there.set()
-        self._sender.join(patience)
+        self._sender.join(STOPPED_PATIENCE_SECONDS)
+        if self._sender.is_alive() and not hurried():
+            self._say(
+                "the console is away; it is told how the job ended once it is back, "
+                f"for up to {ENDED_PATIENCE_SECONDS:g} s"
+            )
+        while self._sender.is_alive() and not hurried() and time.monotonic() - begin < ENDED_PATIENCE_SECONDS:
+            self._sender.join(LAST_TRIES_SECONDS)
+        if self._sender.is_alive():
+            self._say(f"the console was not told how the job ended; reports lost: {len(self._reports)}")
 
     # -- threads ------------------------------------------------------------------------------
 

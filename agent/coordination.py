@@ -67,7 +67,7 @@ class Coordination(Protocol):
 
     def poll(self, now: float) -> list[Event]: ...
 
-    def close(self) -> None: ...
+    def close(self, hurried: Callable[[], bool]) -> None: ...
 
 
 class LocalCoordination:
@@ -155,8 +155,8 @@ class LocalCoordination:
         events, self._events = self._events, []
         return events
 
-    def close(self) -> None:
-        pass
+    def close(self, hurried: Callable[[], bool]) -> None:
+        """There is nobody to tell."""
 
     def _let_in(self) -> None:
         if self._back and not self._unformed:

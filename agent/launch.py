@@ -129,7 +129,8 @@ class Launcher:
             self._pool.kill_all()
             self._store.kill()
             self._coordination.finished(state, reason)
-            self._coordination.close()
+            # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
+            self._coordination.close(lambda: bool(self._stop))
 
     # -- one turn of the loop -----------------------------------------------------------------
 

@@ -1,10 +1,14 @@
 """A console that was away long hears of a death soon after it is back, before it gives up waiting for the report that
-explains a broken connection: then it would have all connect anew, with the dead among them."""
+explains a broken connection: then it would have all connect anew, with the dead among them. One that is away when a
+job ends is told of it when it is back."""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -39,7 +43,75 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
     link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{port}"), "job", lambda text: None)
     link.exited(Worker(0, 1), "i1", "was killed by SIGKILL")
     assert all(event.wait(PATIENCE) for event in enough.values())
-    link.close(0.0)
+    link.close(lambda: True)
     for name, pauses in waits.items():
         assert max(pauses) <= Ladder().transfer_grace / 2, name
         assert min(pauses[4:]) >= 0.5, f"{name}: and not all the time"
+
+
+class Console(ThreadingHTTPServer):
+    """Not there (503) until `back`; keeps the paths and bodies that it took."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.back = threading.Event()
+        self.taken: list[tuple[str, dict[str, object]]] = []
+        console = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_error(503)
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if not console.back.is_set():
+                    self.send_error(503)
+                    return
+                console.taken.append((self.path, body))
+                self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Quiet."""
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> Iterator[Console]:
+    monkeypatch.setattr(console_link, "STOPPED_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(console_link, "LAST_TRIES_SECONDS", 0.01)
+    with Console() as console:
+        yield console
+        console.shutdown()
+
+
+def link_to(console: Console, say: list[str]) -> ConsoleCoordination:
+    link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}"), "job", say.append)
+    link.exited(Worker(0, 1), "i1", "was killed by SIGKILL")
+    link.finished("stopped", "nobody is left to do stage 1")
+    return link
+
+
+def test_a_console_that_comes_back_learns_how_the_job_ended(console: Console) -> None:
+    said: list[str] = []
+
+    def hurried() -> bool:
+        if said:  # the first patience is over
+            console.back.set()
+        return False
+
+    link_to(console, said).close(hurried)
+    assert [path.rsplit("/", 1)[1] for path, _ in console.taken] == ["failures", "finish"]
+    assert console.taken[1][1]["reason"] == "nobody is left to do stage 1"
+    assert len(said) == 1
+    assert "for up to 60 s" in said[0]
+
+
+def test_nobody_waits_for_long_once_the_launcher_is_told_to_stop(console: Console) -> None:
+    said: list[str] = []
+    link_to(console, said).close(lambda: bool(said))
+    assert console.taken == []
+    assert said[1:] == ["the console was not told how the job ended; reports lost: 2"]
