@@ -27,22 +27,42 @@ class Profiles:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def put(self, name: str, document: str, summary: dict[str, Any], actor: str) -> bool:
-        """Keeps `document` in the place of what had the name before, if anything; says whether it is new."""
-        now = time.time()
-        values = {
+    @staticmethod
+    def _values(document: str, summary: dict[str, Any], actor: str) -> dict[str, Any]:
+        return {
             "document": zlib.compress(document.encode()),
             "summary": json.dumps(summary),
             "saved_by": actor,
-            "updated_at": now,
+            "updated_at": time.time(),
         }
+
+    def put(self, name: str, document: str, summary: dict[str, Any], actor: str) -> bool:
+        """Keeps `document` in the place of what had the name before, if anything; says whether it is new."""
+        values = self._values(document, summary, actor)
         with self._database.write() as session:
-            row = {"name": name, "created_at": now, **values}
+            row = {"name": name, "created_at": values["updated_at"], **values}
             added = self._database.insert_new(ProfileRow).values(row).returning(ProfileRow.name)
             new = session.scalar(added) is not None
             if not new:
                 session.execute(update(ProfileRow).where(ProfileRow.name == name).values(values))
         return new
+
+    def put_over(
+        self, name: str, document: str, summary: dict[str, Any], actor: str, *, updated_at: float | None
+    ) -> bool:
+        """Keeps `document` in the place of the one that was saved then (POSIX seconds, as `all` says); None: of none.
+
+        False, and nothing is changed, where another has the name meanwhile, or the one before is gone.
+        """
+        values = self._values(document, summary, actor)
+        with self._database.write() as session:
+            if updated_at is None:
+                row = {"name": name, "created_at": values["updated_at"], **values}
+                added = self._database.insert_new(ProfileRow).values(row).returning(ProfileRow.name)
+                return session.scalar(added) is not None
+            same = (ProfileRow.name == name, ProfileRow.updated_at == updated_at)
+            changed = update(ProfileRow).where(*same).values(values).returning(ProfileRow.name)
+            return session.scalar(changed) is not None
 
     def all(self) -> list[dict[str, Any]]:
         """By name: name, saved_by, created_at, updated_at (POSIX seconds), and what the summary says."""

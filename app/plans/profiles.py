@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -40,6 +42,25 @@ class ProfileInfo(BaseModel):
     updated_at: float | None = None
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What is kept under a name. saved_by: who did so last. digest: of the document, so that a link can tell whether
+    it is still that one."""
+
+    name: str
+    document: Profile | JobDoc
+    saved_by: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.document.model_dump_json().encode()).hexdigest()[:12]
+
+    @property
+    def stages(self) -> int | None:
+        """That it is good for; None: any number that its layers can be cut into."""
+        return _summary(self.document)["stages"]  # type: ignore[no-any-return]
+
+
 class NamedProfiles:
     """One per console (`console.profiles`). Thread-safe. Its methods raise ConsoleError."""
 
@@ -62,11 +83,37 @@ class NamedProfiles:
             raise unknown_profile(name)
         return ProfileInfo(source="saved", **found[0]), _read(found[1])
 
+    def kept(self, name: str) -> Kept:
+        """One that people keep. Raises ConsoleError (404)."""
+        line, document = self.get(name)
+        return Kept(name, document, line.saved_by)
+
     def put(self, name: str, document: Profile | JobDoc, actor: str) -> bool:
         """Keeps it in the place of what had the name before; says whether it is new.
 
         Raises ConsoleError: 409 for the name of one that is shipped, 422 for a document that makes no job.
         """
+        text, by = self._checked(name, document), _actor(actor)
+        with storing():
+            return self._rows.put(name, text, _summary(document), by)
+
+    def put_over(self, name: str, document: Profile | JobDoc, actor: str, *, updated_at: float | None) -> None:
+        """Keeps it in the place of the one that was saved at that time, which somebody has seen and would replace;
+        None: they saw that the name was free.
+
+        Raises ConsoleError as `put` does, and 409 where it is no longer so.
+        """
+        text, by = self._checked(name, document), _actor(actor)
+        with storing():
+            if self._rows.put_over(name, text, _summary(document), by, updated_at=updated_at):
+                return
+            now = self._rows.get(name)
+        if now is None:
+            raise ConsoleError(409, "gone", f"name: {name!r} was deleted meanwhile; save it again to keep this one")
+        raise ConsoleError(409, "taken", f"name: {name!r} is taken: {now[0]['saved_by']} has saved one")
+
+    def _checked(self, name: str, document: Profile | JobDoc) -> str:
+        """The document's text."""
         if not re.fullmatch(NAME, name):
             expected = "1 to 80 letters, digits, _ . + or -, a letter or digit first"
             raise ConsoleError(422, "invalid", f"name: got {name[:100]!r}, expected {expected}")
@@ -82,9 +129,9 @@ class NamedProfiles:
             raise ConsoleError(422, "invalid", detail)
         with storing():
             known = [row["name"] for row in self._rows.all()]
-            if name not in known and len(known) >= MOST:
-                raise ConsoleError(409, "too_many", f"profile: {MOST:,} are kept already; delete one that is of no use")
-            return self._rows.put(name, text, _summary(document), actor.strip()[:80] or "unknown")
+        if name not in known and len(known) >= MOST:
+            raise ConsoleError(409, "too_many", f"profile: {MOST:,} are kept already; delete one that is of no use")
+        return text
 
     def delete(self, name: str) -> None:
         """Jobs and plans that were made with it keep what they have of it. Raises ConsoleError (404, 409)."""
@@ -108,6 +155,10 @@ class NamedProfiles:
         except PlannerError as error:
             why = str(error).removeprefix("--")
             raise ConsoleError(422, "invalid", f"profile {name!r}: {why}") from None
+
+
+def _actor(name: str) -> str:
+    return name.strip()[:80] or "unknown"
 
 
 def unknown_profile(name: str) -> ConsoleError:

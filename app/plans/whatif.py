@@ -5,39 +5,40 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import random
 import re
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from app.plans.profiles import on_grid
+from app.plans.profiles import Kept, job_of, on_grid
 from app.plans.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
+from app.plans.whatif_profile import (
+    EVEN,
+    PRESETS,
+    own_profile,
+    preset,
+    read_profile,
+    resized,
+    saved_name,
+    saved_word,
+)
 from planner.errors import InputError
-from planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from planner.job import Job, MemoryLimit, Technique, Worker
 from planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc
 from planner.profiles import Profile, load_profile, shipped
 from planner.solvers.portfolio import SOLVERS
 
-# Presets of stage times, in slots. uneven: as the planner's benchmark; ends: an embedding that hands no
-# gradient on, and a head that takes longer than the layers do.
-EVEN, UNEVEN, ENDS, OWN = "even", "uneven", "ends", "own"
-PRESETS = (EVEN, UNEVEN, ENDS)
-_SCALES = (0.9, 1.0, 1.1, 1.2)
-_HEAD = 1.4
-MAX_PROFILE = 1 << 20
 MAX_SIZE = 100_000
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """failed: sorted. profile: a preset, a shipped profile's name, or one of the user's own (`own_profile`).
+    """failed: sorted. profile: a preset, a shipped profile's name, that of one that people keep (`saved_word`), or
+    one of the user's own (`own_profile`). kept: what stands behind the name.
 
     seconds: of the solver. state_gb: weights and optimizer of a stage in 10^9 bytes (0: as the profile
     says); copy_gbs: 10^9 bytes per second of a copy; heals_in: seconds until the failed are back (0: never).
@@ -55,6 +56,7 @@ class WhatIf:
     state_gb: float = 0.0
     copy_gbs: float = 10.0
     heals_in: float = 0.0
+    kept: Kept | None = field(default=None, compare=False)
 
     # -- for the planner --------------------------------------------------------------------
 
@@ -69,9 +71,11 @@ class WhatIf:
             )
         grid = (self.pipelines, self.stages, self.micro_batches)
         if self.profile in PRESETS:
-            return Job(*grid, profiles=_preset(self.profile, self.stages))
+            return Job(*grid, profiles=preset(self.profile, self.stages))
         if self.profile in shipped():
             return load_profile(self.profile).job_for(*grid)
+        if self.named is not None:
+            return job_of(self.named.document, *grid)
         document = read_profile(self.profile)
         if len(document.profiles) != self.stages:
             raise InputError("profile", f"{len(document.profiles)} stages", f"one row for each of the {self.stages}")
@@ -100,6 +104,11 @@ class WhatIf:
             heals_in=self.heals_in or None,
         )
 
+    @property
+    def named(self) -> Kept | None:
+        """What people keep under the profile's name; None for any other profile."""
+        return self.kept if self.kept is not None and self.profile == saved_word(self.kept) else None
+
     # -- changes ----------------------------------------------------------------------------
 
     def toggled(self, worker: str) -> WhatIf:
@@ -114,9 +123,37 @@ class WhatIf:
     def with_grid(self, pipelines: int, stages: int, micro_batches: int) -> WhatIf:
         """Failed workers outside the grid are let go; a profile of the user's own gets or loses last stages."""
         changed = replace(self, pipelines=pipelines, stages=stages, micro_batches=micro_batches)
-        if stages != self.stages and self.profile not in (*PRESETS, *shipped()):
-            changed = replace(changed, profile=own_profile(_resized(read_profile(self.profile), stages)))
+        if stages != self.stages and not self._good_for(stages):
+            changed = replace(changed, profile=own_profile(resized(self._document(), stages)))
         return changed.with_failed(set(self.failed))
+
+    def with_kept(self, kept: Kept) -> WhatIf:
+        """With a profile that people keep, on as many stages as it has."""
+        stages = kept.stages or self.stages
+        made = replace(self, stages=stages, profile=saved_word(kept), kept=kept)
+        return made.with_failed(set(self.failed))
+
+    def as_own(self) -> str:
+        """The profile as one of the user's own, whatever becomes of the name. Raises PlannerError."""
+        return own_profile(self._document())
+
+    def with_own(self) -> WhatIf:
+        """With the profile as one of the user's own. Raises PlannerError."""
+        return replace(self, profile=self.as_own(), kept=None)
+
+    def _good_for(self, stages: int) -> bool:
+        if self.named is not None:
+            return self.named.stages in (stages, None)
+        return self.profile in (*PRESETS, *shipped())
+
+    def _document(self) -> JobDoc:
+        """Of a profile that has a document."""
+        if self.named is None:
+            return read_profile(self.profile)
+        document = self.named.document
+        if isinstance(document, JobDoc):
+            return document
+        return job_doc(self.job()) if self.named.stages is None else document.job
 
     @classmethod
     def of(cls, job: Job, failed: tuple[str, ...], technique: Technique, memory: str) -> WhatIf:
@@ -171,12 +208,15 @@ def at_random(question: WhatIf, count: int, noise: random.Random) -> WhatIf:
 PARAMS = tuple(WhatIf().words())
 
 
-def parse(params: Mapping[str, str]) -> tuple[WhatIf, list[InputError]]:
-    """The question of a URL, and what in it can't be understood, for which the usual stands."""
+def parse(params: Mapping[str, str], kept: Kept | None = None) -> tuple[WhatIf, list[InputError]]:
+    """The question of a URL, and what in it can't be understood, for which the usual stands.
+
+    kept: the profile that people keep under the name that stands in it, where one does (whatif_profile.follow).
+    """
     made, wrong = WhatIf(), list[InputError]()
     readers: dict[str, Callable[[str], dict[str, Any]]] = {
         "grid": _grid,
-        "profile": lambda t: {"profile": _known_profile(t)},
+        "profile": lambda t: _profile(t, kept),
         "technique": lambda t: {"technique": Technique.of(t, field="technique")},
         "memory": lambda t: {"memory": MemoryLimit.parse(t, field="memory").text},
         "solver": lambda t: {"solver": _one_of("solver", t, SOLVERS)},
@@ -214,11 +254,15 @@ def _failed(text: str, made: WhatIf) -> tuple[str, ...]:
     return tuple(map(str, sorted(workers)))
 
 
-def _known_profile(text: str) -> str:
-    if text in PRESETS or text in shipped():
-        return text
-    read_profile(text)
-    return text
+def _profile(text: str, kept: Kept | None) -> dict[str, Any]:
+    name = saved_name(text)
+    if name is not None:
+        if kept is None or text != saved_word(kept):
+            raise InputError("profile", name, "the name of a profile that is kept here")
+        return {"profile": text, "kept": kept}
+    if text not in PRESETS and text not in shipped():
+        read_profile(text)
+    return {"profile": text}
 
 
 def _one_of(field: str, text: str, known: tuple[str, ...]) -> str:
@@ -237,80 +281,36 @@ def _number(field: str, text: str, low: float, high: float) -> float:
     return value
 
 
-# -- profiles -----------------------------------------------------------------------------------
-
-
-def own_profile(document: JobDoc) -> str:
-    """The stages' times and bytes of a job as one word of a URL; a preset's name where they are that."""
-    if not document.speeds:
-        job = on_grid(document, 1, 1).job()
-        whole = not any(p.reductions for p in document.profiles)
-        for name in PRESETS:
-            if whole and job == Job(1, job.stages, 1, profiles=_preset(name, job.stages)):
-                return name
-    text = document.model_copy(update={"pipelines": 1, "micro_batches": 1}).model_dump_json(exclude_defaults=True)
-    return f"{OWN}:" + base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode().rstrip("=")
-
-
-def read_profile(text: str) -> JobDoc:
-    """A profile out of a URL, as a document of one pipeline and one micro-batch. Raises InputError."""
-    wrong = InputError("profile", text[:40], "a preset, a shipped profile's name, or one from a link of this page")
-    head, _, word = text.partition(":")
-    if head != OWN:
-        raise wrong
-    try:
-        unpacked = zlib.decompressobj().decompress(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4)), MAX_PROFILE)
-        return JobDoc.model_validate_json(unpacked)
-    except (binascii.Error, zlib.error, ValueError):
-        raise wrong from None
-
-
-def uploaded(data: bytes, asked: WhatIf) -> WhatIf:
-    """`asked` with the profile of a file: a measured profile, a job document, or a plan. The file's own grid
-    is taken over, and nobody is dead. Raises InputError and PlanError naming what is wrong with it."""
+def read_upload(data: bytes) -> Profile | JobDoc:
+    """A file's measured profile, job document, or plan, of which the job is taken. Raises PlanError and InputError
+    naming what is wrong with it."""
     try:
         document = json.loads(data)
     except ValueError as error:
         raise PlanError(f"the file is not JSON: {error}") from None
     try:
         if isinstance(document, dict) and "profile_version" in document:
-            job = Profile.model_validate(document).job
-        elif isinstance(document, dict) and "job" in document:
-            job = JobDoc.model_validate(document["job"])
-        else:
-            job = JobDoc.model_validate(document)
+            return Profile.model_validate(document)
+        job = JobDoc.model_validate(document.get("job", document) if isinstance(document, dict) else document)
     except ValidationError as error:
         raise PlanError(f"the file is neither a profile, nor a job, nor a plan: {first_problem(error)}") from None
+    job.job()
+    return job
+
+
+def uploaded(read: Profile | JobDoc, asked: WhatIf) -> WhatIf:
+    """`asked` with the profile of a file. The file's own grid is taken over, and nobody is dead."""
+    job = read.job if isinstance(read, Profile) else read
     made = WhatIf.of(job.job(), (), asked.technique, asked.memory)
     kept = {f.name: getattr(asked, f.name) for f in fields(WhatIf) if f.name in ("solver", "seconds", "copy_gbs")}
     return replace(made, **kept)
 
 
-def _preset(name: str, stages: int) -> tuple[StageProfile, ...]:
-    if name == EVEN:
-        return (StageProfile(),) * stages
-    if name == UNEVEN:
-        scales = [_SCALES[s % len(_SCALES)] for s in range(stages)]
-        return tuple(StageProfile(x, x, x) for x in scales)
-    first, last = StageProfile(1.0, 0.0, 2.0), StageProfile(_HEAD, _HEAD, _HEAD)
-    return ((first,) + (StageProfile(),) * (stages - 2) + (last,))[:stages]
-
-
-def _resized(document: JobDoc, stages: int) -> JobDoc:
-    """Without its last stages, or with the last one and its boundary repeated."""
-
-    def fit(values: tuple[Any, ...], length: int, fill: Any) -> tuple[Any, ...]:
-        return (*values, *(values[-1:] or (fill,)) * length)[:length]
-
-    changes: dict[str, Any] = {
-        "stages": stages,
-        "profiles": fit(document.profiles, stages, None),
-        "transfers": fit(document.transfers, stages - 1, 0),
-    }
-    if document.backward_transfers:
-        changes["backward_transfers"] = fit(document.backward_transfers, stages - 1, 0)
-    if isinstance(document.capacity_bytes, tuple) and document.capacity_bytes:
-        changes["capacity_bytes"] = fit(document.capacity_bytes, stages, 0)
-    if document.speeds:
-        changes["speeds"] = {w: x for w, x in document.speeds.items() if Worker.parse(w).stage < stages}
-    return document.model_copy(update=changes)
+def to_keep(question: WhatIf, measured: Profile | None = None) -> Profile | JobDoc:
+    """What is kept of its profile under a name. measured: what the user's own one was read from, which is good for
+    more grids than this one. Raises PlannerError."""
+    if question.named is not None:
+        return question.named.document
+    if question.profile in shipped():
+        return load_profile(question.profile)
+    return measured or job_doc(question.job())

@@ -19,6 +19,15 @@ def actor(console: Console) -> str:
     return console.access.operator(st.context.headers.get(CALLER))
 
 
+def why_not(console: Console) -> str:
+    """Why they may only look on; "" for an operator."""
+    try:
+        actor(console)
+    except ConsoleError as error:
+        return str(error)
+    return ""
+
+
 @contextmanager
 def acting(console: Console, action: str, target: str = "") -> Iterator[None]:
     """Around what is no change of a job: asks whether they may, and puts it into the audit log when it is done."""

@@ -28,7 +28,7 @@ def page() -> None:
     console = get_console()
     console.solves.warm()
     saved = _saved(console)
-    question, misread = state.current()
+    question, misread = state.current(console.profiles.kept)
     found = checked(question)
     solve = console.solves.find(found.asked) if found.asked is not None else None
     # Looked at once, and before the plan: it may be done at any moment, and the page must not be of two minds.
@@ -55,7 +55,7 @@ def page() -> None:
         components.heading("What may be used")
         controls.techniques(question, found)
         controls.limits(question, found)
-        profile(question, found)
+        profile(console, question, found)
         _go(console, found, solve, plan, running=running)
     steps = [step.question for step in STEPS] if state.EXAMPLE in st.query_params else [question]
     others(console, [step.asked().id for step in steps] if found.asked else [])

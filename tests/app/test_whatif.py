@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ui_factory import plan
 
-from app.plans.whatif import PRESETS, WhatIf, own_profile, parse, read_profile, uploaded
+from app.errors import ConsoleError
+from app.plans.profiles import Kept, unknown_profile
+from app.plans.whatif import WhatIf, parse, read_upload, to_keep, uploaded
+from app.plans.whatif_profile import PRESETS, follow, own_profile, read_profile, saved_word
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.job import Job, StageProfile, Technique, Worker
 from planner.plan import job_doc
@@ -140,7 +143,7 @@ def test_files_are_taken_up(form: str) -> None:
         measured = load_profile("gpt3-medium")
         data = measured.model_dump_json()
         expected = measured.job.job()
-    made = uploaded(data.encode(), asked)
+    made = uploaded(read_upload(data.encode()), asked)
     assert made.job() == expected
     assert (made.failed, made.memory, made.solver) == ((), "none", "list")
 
@@ -159,7 +162,7 @@ def test_files_are_taken_up(form: str) -> None:
 )
 def test_a_file_that_is_no_profile_is_refused_by_name(data: bytes, words: str) -> None:
     with pytest.raises(PlannerError, match=words):
-        uploaded(data, WhatIf())
+        read_upload(data)
 
 
 def test_absurd_grids_and_dead_stages_are_refused() -> None:
@@ -175,3 +178,67 @@ def test_the_request_for_migrations_has_the_costs() -> None:
     asked = WhatIf(failed=("W0_2",), state_gb=2.5, copy_gbs=5, heals_in=60).migrations_asked()
     assert (asked.state_bytes, asked.bandwidth, asked.heals_in) == (2_500_000_000, 5e9, 60)
     assert WhatIf(failed=("W0_2",)).migrations_asked().heals_in is None
+
+
+# -- profiles that go by name -------------------------------------------------------------------
+
+KEPT = Kept("mine", job_doc(MEASURED), "ada")
+LAYERED = Kept("gpt", load_profile("gpt3-medium"), "ada")
+
+
+def gone(name: str) -> Kept:
+    raise unknown_profile(name)
+
+
+def down(name: str) -> Kept:
+    raise ConsoleError(503, "no_database", "the database does not answer")
+
+
+def test_a_named_profile_brings_its_stages_and_a_link_names_it() -> None:
+    question = WhatIf(failed=("W0_0", "W1_3")).with_kept(KEPT)
+    assert (question.stages, question.failed) == (2, ("W0_0",))
+    assert question.job().profiles[0].forward == 2.5 and question.job().pipelines == 3
+    link = question.params()
+    assert link["profile"] == f"saved:mine@{KEPT.digest}"
+    assert parse(link, KEPT) == (question, []) and parse(link, KEPT)[0].job() == question.job()
+    (error,) = parse(link)[1]
+    assert str(error) == "profile: got 'mine', expected the name of a profile that is kept here"
+    assert to_keep(question) == KEPT.document
+
+
+def test_a_named_profile_on_another_number_of_stages() -> None:
+    own = WhatIf().with_kept(KEPT).with_grid(3, 3, 4)
+    assert own.named is None and [p.forward for p in own.job().profiles] == [2.5, 3.0, 3.0]
+    layered = WhatIf().with_kept(LAYERED).with_grid(2, 6, 4)
+    assert layered.named == LAYERED and layered.job() == load_profile("gpt3-medium").job_for(2, 6, 4)
+    assert to_keep(layered) == LAYERED.document, "and not what it makes of six stages"
+    # A link by hand that does not fit is said, and mended on the page.
+    wrong = parse({"grid": "3x4x6", "profile": saved_word(KEPT)}, KEPT)[0]
+    with pytest.raises(InputError, match="stages: got 4, expected 2, as the profile has them"):
+        wrong.job()
+    assert wrong.with_grid(3, 2, 6).named == KEPT and len(wrong.with_grid(3, 5, 6).job().profiles) == 5
+
+
+def test_a_name_that_stands_for_something_else_meanwhile() -> None:
+    question = WhatIf().with_kept(KEPT)
+    newer = Kept("mine", job_doc(Job.uniform(1, 2, 1)), "eve")
+    word = question.profile
+    assert follow(word, lambda name: KEPT, None) == follow(word, lambda name: KEPT, question.as_own)
+    assert follow("saved:mine", lambda name: KEPT, None).word == word, "a link by hand needs no digest"
+    link = follow(word, lambda name: newer, None)
+    assert (link.word, link.kept) == (saved_word(newer), newer) and "saved anew by eve since this link" in link.note
+    for keeper, what in ((lambda name: newer, "was saved anew by eve"), (gone, "was deleted")):
+        mine = follow(word, keeper, question.as_own)
+        assert mine.kept is None and f"mine {what} meanwhile" in mine.note
+        assert parse({**question.params(), "profile": mine.word})[0].job().profiles == question.job().profiles
+    assert follow(word, gone, None).kept is None
+    assert follow("even", gone, None).word == "even", "nobody is asked"
+    with pytest.raises(ConsoleError, match="does not answer"):
+        follow(word, down, question.as_own)
+
+
+def test_what_is_kept_of_a_profile() -> None:
+    assert to_keep(WhatIf(profile="gpt3-medium")) == load_profile("gpt3-medium")
+    assert to_keep(WhatIf()) == job_doc(WhatIf().job())
+    measured = load_profile("gpt3-medium")
+    assert to_keep(uploaded(measured, WhatIf()), measured) == measured

@@ -22,3 +22,19 @@ def test_kept_listed_replaced_and_deleted(database: Database) -> None:
     assert line["created_at"] == second["created_at"] and line["updated_at"] >= second["updated_at"]
     assert profiles.delete("b") and not profiles.delete("b")
     assert profiles.get("b") is None and [row["name"] for row in profiles.all()] == ["a"]
+
+
+def test_one_is_replaced_only_as_it_was_seen(database: Database) -> None:
+    profiles = Profiles(database)
+
+    def saved(text: str, seen: float | None) -> bool:
+        return profiles.put_over("c", text, SUMMARY, "ada", updated_at=seen)
+
+    assert saved("1", None) and not saved("2", None), "another has the name"
+    (first,) = profiles.all()
+    assert saved("3", first["updated_at"])
+    assert not saved("4", first["updated_at"] - 1), "it is another one by now"
+    found = profiles.get("c")
+    assert found is not None and found[1] == "3" and found[0]["created_at"] == first["created_at"]
+    profiles.delete("c")
+    assert not saved("5", found[0]["updated_at"]) and profiles.get("c") is None

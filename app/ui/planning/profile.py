@@ -1,4 +1,4 @@
-"""The profile: presets, shipped ones, a file, and a table to edit."""
+"""The profile: presets, shipped ones, those that people keep or a job measures, a file, and a table to edit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from typing import Any
 
 import streamlit as st
 
+from app.console import Console
+from app.errors import ConsoleError
+from app.plans.measured_profile import measured_profile
 from app.plans.profile_table import HELP, edited, table
-from app.plans.whatif import ENDS, EVEN, OWN, PRESETS, UNEVEN, WhatIf, own_profile, uploaded
+from app.plans.whatif import WhatIf, read_upload, uploaded
 from app.plans.whatif_check import PROFILE, Checked
+from app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
 from app.ui import text
+from app.ui.planning import keeping
 from app.ui.planning.controls import wrong
 from app.ui.planning.pieces import field_error
-from app.ui.planning.state import change, entered, now, said, say, shown
+from app.ui.planning.state import PROFILE_NOTE, change, entered, now, said, say, shown
 from planner.errors import PlannerError
 from planner.job import Job
 from planner.plan import JobDoc, job_doc
-from planner.profiles import shipped
+from planner.profiles import Profile, shipped
 
 NAMES = {
     EVEN: "Even: every op one slot",
@@ -26,27 +31,32 @@ NAMES = {
     OWN: "Your own",
 }
 UPLOAD = "planner-upload"
+MEASURED = "measured"
 # Rows that the table shows without scrolling.
 ROWS = 12
 
 
-def profile(question: WhatIf, found: Checked) -> None:
-    options = [*PRESETS, *shipped()]
+def profile(console: Console, question: WhatIf, found: Checked) -> None:
+    options = _options(console)
     named = question.profile if question.profile in options else OWN
-    if named == OWN:
-        options.append(OWN)
+    if question.named is not None:
+        named = f"{SAVED}:{question.named.name}"
+    options.setdefault(named, NAMES.get(named, named))
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-profile-row"):
         st.selectbox(
             "Profile",
-            options,
-            index=options.index(named),
-            format_func=lambda name: NAMES.get(name, f"Measured: {name}"),
+            list(options),
+            index=list(options).index(named),
+            format_func=lambda name: options.get(name, name),
             key=shown("planner-profile", named),
             on_change=_choose,
-            help="Op times and bytes of each stage. The measured ones are of GPT-3 layers, on one processor core.",
+            args=(console,),
+            help="Op times and bytes of each stage: presets; profiles of GPT-3 layers that come with the planner, "
+            "measured on one processor core; those that are saved here under a name; and the op times that the "
+            "workers of a job report.",
             width=280,
         )
-        with st.popover("Upload", icon=":material/upload:", key="planner-upload-box"):
+        with st.popover("File", icon=":material/upload_file:", key="planner-upload-box"):
             st.file_uploader(
                 "A profile, a job document or a plan (JSON)",
                 type="json",
@@ -55,21 +65,39 @@ def profile(question: WhatIf, found: Checked) -> None:
                 max_upload_size=8,
                 help="`python -m agent profile --out FILE.json` writes profiles.",
             )
+            if found.job is not None:
+                st.download_button(
+                    "Download this profile",
+                    job_doc(found.job).model_dump_json(indent=2),
+                    file_name="profile.json",
+                    mime="application/json",
+                    on_click="ignore",
+                    icon=":material/download:",
+                    key="planner-download",
+                    help="For `python -m planner plan --profile profile.json`.",
+                )
         if found.job is not None:
-            st.download_button(
-                "Download",
-                job_doc(found.job).model_dump_json(indent=2),
-                file_name="profile.json",
-                mime="application/json",
-                on_click="ignore",
-                icon=":material/download:",
-                key="planner-download",
-                help="For `python -m planner plan --profile profile.json`.",
-            )
+            keeping.keep(console, question)
     wrong(found, PROFILE)
+    if words := said(keeping.KEPT):
+        st.success(words)
+    if words := said(PROFILE_NOTE):
+        st.warning(text.plain_markdown(words))
     if found.job is not None:
         with st.expander(f"Stages: {_sum_up(found.job)}", key="planner-stage-times"):
             _editor(question, found.job)
+
+
+def _options(console: Console) -> dict[str, str]:
+    """What may be chosen, and what it is called."""
+    options = {name: NAMES[name] for name in PRESETS}
+    options |= {f"{SAVED}:{line.name}": f"Saved: {line.name}" for line in console.profiles.list() if line.updated_at}
+    options |= {
+        f"{MEASURED}:{live.job_id}": f"Measured by job {live.spec.name} · {live.job_id}"
+        for live in console.live_jobs()
+        if measured_profile(live) is not None
+    }
+    return options | {name: f"Shipped: {name}" for name in shipped()}
 
 
 def _sum_up(job: Job) -> str:
@@ -77,7 +105,7 @@ def _sum_up(job: Job) -> str:
 
     def span(values: list[float]) -> str:
         low, high = min(values), max(values)
-        return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
     parts = [
         f"F {span([p.forward for p in job.profiles])}",
@@ -117,10 +145,34 @@ def _editor(question: WhatIf, job: Job) -> None:
         st.caption(f"Weights and optimizer state of all stages: {text.size(fixed)}.")
 
 
-def _choose() -> None:
+def _choose(console: Console) -> None:
     name = entered("planner-profile")
-    if name != OWN:
-        change(replace(now(), profile=name))
+    kind, _, of = name.partition(":")
+    try:
+        if kind == SAVED:
+            change(now().with_kept(console.profiles.kept(of)))
+        elif kind == MEASURED:
+            _take_measured(console, of)
+        elif name != OWN:
+            change(replace(now(), profile=name))
+    except (ConsoleError, PlannerError) as error:
+        say(PROFILE, str(error))
+
+
+def _take_measured(console: Console, job_id: str) -> None:
+    """As it is now: later on the job's op times may be others, and the question stays what it was."""
+    live = console.job(job_id)
+    document = measured_profile(live)
+    if document is None:
+        say(PROFILE, f"profile: job {live.spec.name} has not reported the op times of every stage yet")
+        return
+    changed = replace(now(), stages=document.stages, profile=own_profile(document))
+    change(changed.with_failed(set(changed.failed)))
+    say(
+        PROFILE_NOTE,
+        f"What the workers of {live.spec.name} reported until now: medians of a stage's peers. "
+        "Optimizer steps, transfers and bytes are those of the job's own profile.",
+    )
 
 
 def _edit(key: str, document: JobDoc) -> None:
@@ -128,6 +180,7 @@ def _edit(key: str, document: JobDoc) -> None:
     try:
         made = edited(document, edits)
         made.job()
+        keeping.remember_name(now())
         change(replace(now(), profile=own_profile(made)))
     except PlannerError as error:
         say("table", str(error))
@@ -140,6 +193,10 @@ def _upload() -> None:
         return
     st.session_state[UPLOAD] = turn + 1  # an empty uploader: the file is in the question now
     try:
-        change(uploaded(file.getvalue(), now()))
+        read = read_upload(file.getvalue())
+        change(uploaded(read, now()))
     except PlannerError as error:
         say(PROFILE, f"{file.name}: {error}")
+        return
+    if isinstance(read, Profile):
+        keeping.remember_measured(now().profile, read)

@@ -7,6 +7,8 @@ from typing import Any
 import streamlit as st
 
 from app.plans.whatif import PARAMS, WhatIf, parse
+from app.plans.whatif_check import PROFILE
+from app.plans.whatif_profile import Keeper, follow
 from app.plans.worked_example import step_of
 from planner.errors import InputError
 
@@ -16,15 +18,29 @@ SAVED, EXAMPLE = "saved", "example"
 MESSAGE = "planner-message"
 TURNS = "planner-turns"
 PAGE = "page"
+PROFILE_NOTE = "profile-note"
 
 
-def current() -> tuple[WhatIf, list[InputError]]:
-    """What the URL asks, and what in it is wrong. Links between pages drop it: the session remembers."""
+def current(keeper: Keeper) -> tuple[WhatIf, list[InputError]]:
+    """What the URL asks, and what in it is wrong. Links between pages drop it: the session remembers.
+
+    keeper: finds a profile by the name that people keep it under. Raises ConsoleError.
+    """
     words = {name: st.query_params[name] for name in PARAMS if name in st.query_params}
     if not words and SAVED not in st.query_params and QUESTION in st.session_state:
         words = st.session_state[QUESTION].params()
         st.query_params.update(words)
-    made, wrong = parse(words)
+    kept = None
+    if word := words.get(PROFILE):
+        before = now()
+        had = before.as_own if before.named is not None and before.profile == word else None
+        named = follow(word, keeper, had)
+        kept, words[PROFILE] = named.kept, named.word
+        if named.word != word:
+            st.query_params[PROFILE] = named.word
+        if named.note:
+            say(PROFILE_NOTE, named.note)
+    made, wrong = parse(words, kept)
     st.session_state[QUESTION] = made
     return made, wrong
 

@@ -1,0 +1,63 @@
+"""The profile that a running job measures by the way: its workers' op times, stage by stage."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from agent.protocol import OpKind
+from app.live import LiveJob
+from planner.normalization import SECONDS
+from planner.plan import JobDoc, StageDoc, job_doc
+
+KINDS: tuple[OpKind, ...] = ("F", "I", "W", "B")
+
+
+def measured_profile(job: LiveJob) -> JobDoc | None:
+    """The job with the medians of its peers' F, I and W, in ms, in the place of those it was planned with.
+
+    A B that is run whole is split as the job's own profile splits it. The rest is the profile's: bytes, transfers
+    and the step, which waits for others, so that its reported time is no measure of it; where the profile is in no
+    unit of time, transfers and steps are 0. None: not every stage has reported its ops yet.
+    """
+    planned = job_doc(job.nominal)
+    scale = 1000 * SECONDS.get(planned.time_unit, 0.0)  # ms per unit
+    stages = []
+    for stage, profile in enumerate(planned.profiles):
+        took = _medians(job, stage)
+        backward = _backward(took, profile)
+        if "F" not in took or backward is None:
+            return None
+        changes = {
+            "forward": took["F"],
+            "input_backward": backward[0],
+            "weight_backward": backward[1],
+            "optimizer": scale * profile.optimizer,
+            "reductions": tuple(scale * r for r in profile.reductions),
+        }
+        stages.append(profile.model_copy(update=changes))
+    changed = {
+        "profiles": tuple(stages),
+        "time_unit": "ms",
+        "transfers": tuple(scale * t for t in planned.transfers),
+        "backward_transfers": tuple(scale * t for t in planned.backward_transfers),
+        "speeds": {},
+    }
+    return planned.model_copy(update=changed)
+
+
+def _medians(job: LiveJob, stage: int) -> dict[OpKind, float]:
+    """Milliseconds, to the microsecond, of the kinds that a peer of the stage has reported."""
+    reports = [job.op_times.smoothed(f"W{p}_{stage}") for p in range(job.nominal.pipelines)]
+    known = {kind: [report[kind] for report in reports if kind in report] for kind in KINDS}
+    return {kind: round(median(values), 3) for kind, values in known.items() if values}
+
+
+def _backward(took: dict[OpKind, float], planned: StageDoc) -> tuple[float, float] | None:
+    """I and W; None where they are not known."""
+    if "I" in took or "W" in took:
+        return took.get("I", 0.0), took.get("W", 0.0)
+    if "B" not in took:
+        return None
+    whole = planned.input_backward + planned.weight_backward
+    share = planned.input_backward / whole if whole else 0.5
+    return round(share * took["B"], 3), round((1 - share) * took["B"], 3)
