@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import plotly.graph_objects as go
+import pyarrow.ipc
 import pytest
 import ui_factory as factory
 from hypothesis import HealthCheck, given, settings
@@ -169,12 +170,24 @@ def live_charts(view: JobView, colours: Palette) -> list[LiveChart]:
 def test_live_charts_are_valid_vega_lite(vega_lite_schema: dict[str, Any], colours: Palette) -> None:
     validator = jsonschema.Draft7Validator(vega_lite_schema)
     for chart in live_charts(factory.failed(), colours):
-        spec = {**chart.spec, "data": {"name": "rows"}}
+        spec = {name: part for name, part in chart.whole().items() if name != "datasets"}
         assert [e.message[:300] for e in validator.iter_errors(spec)] == []
         assert len({len(column) for column in chart.rows.values()}) == 1, "columns of one length"
         fields = set(re.findall(r'"field": "([^"]+)"', json.dumps(spec)))
         made = set(re.findall(r'"as": "([^"]+)"', json.dumps(spec)))
-        assert fields <= set(chart.rows) | made, "every field drawn is a column"
+        assert fields <= set(chart.rows) | made | {"row"}, "every field drawn is a column"
+
+
+def test_vega_knows_each_row_again_when_new_ones_come() -> None:
+    """Else it keeps what it drew for thousands of earlier ones (app.ui.charts.vega)."""
+    for chart in live_charts(factory.failed(), LIGHT):
+        whole = chart.whole()
+        with pyarrow.ipc.open_stream(whole["datasets"]["rows"]) as stream:
+            numbers = stream.read_all()["row"].to_pylist()
+        assert numbers == list(range(len(next(iter(chart.rows.values())))))
+        keys = {layer["mark"]["type"]: layer["encoding"].get("key") for layer in whole["layer"]}
+        assert keys.pop("line", None) is None, "a key would make a line of each row"
+        assert keys and all(key == {"field": "row"} for key in keys.values())
 
 
 def test_live_specs_stand_still_while_the_job_runs() -> None:

@@ -1,11 +1,13 @@
 """What does a page cost that stays open on a live job? Memory of the server and of the tab, from start to end.
 
 A demo of 12 workers is started and its Live page kept open in Chromium; every minute both are
-measured: resident memory of the console's process and of the tab's renderer, and the tab's JavaScript
-heap after a collection. The first minutes warm caches; the slope is that of the second half.
+measured: resident memory of the console's process and of the tab's renderer; the tab's JavaScript heap as
+it is (with what nobody holds any more) and after forced collections (what is held); its DOM nodes and event
+listeners. The first minutes warm caches; the slope is that of the second half. With --snapshots, what the
+heap holds is written every so many minutes, for the browser's own developer tools to compare.
 
     python -m tests.benchmarks.bench_live_memory --minutes 120
-    python -m tests.benchmarks.bench_live_memory --url http://127.0.0.1:8501 --pid 4711
+    python -m tests.benchmarks.bench_live_memory --url http://127.0.0.1:8501 --pid 4711 --snapshots folder
 """
 
 from __future__ import annotations
@@ -33,22 +35,32 @@ CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "
 MINUTES = 10.0
 START_SECONDS = 120.0
 MIB = 2**20
+# What a finalizer lets go of is found by the round after it.
+COLLECTIONS = 3
 
 
 @dataclass(frozen=True)
 class Sample:
-    """minute: since the page has its first charts. Memory in MiB."""
+    """minute: since the page has its first charts. Memory in MiB.
+
+    plain, held: the JavaScript heap as it is, and after collections. backing: array buffers, held.
+    """
 
     minute: float
     server: float
     tab: float
-    heap: float
+    plain: float
+    held: float
+    backing: float
+    nodes: int
+    listeners: int
     iterations: int
 
     def line(self) -> str:
         return (
             f"{self.minute:7.1f} min  server {self.server:7.1f} MiB  tab {self.tab:7.1f} MiB  "
-            f"JS heap {self.heap:6.1f} MiB  {self.iterations:,} iterations"
+            f"JS heap {self.plain:6.1f} MiB, held {self.held:6.1f} MiB, buffers {self.backing:5.1f} MiB  "
+            f"{self.nodes:,} nodes, {self.listeners:,} listeners  {self.iterations:,} iterations"
         )
 
 
@@ -109,7 +121,8 @@ def tab_pid(browser: Browser) -> int:
     return max(renderers, key=resident)
 
 
-def watch(root: str, server: int, minutes: float) -> list[Sample]:
+def watch(root: str, server: int, minutes: float, snapshots: Path | None = None, each: float = 10.0) -> list[Sample]:
+    """snapshots: the folder for what the heap holds, written every `each` minutes; None: not written."""
     samples: list[Sample] = []
     job = requests.get(f"{root}/api/v1/jobs", timeout=5).json()["jobs"][0]["job_id"]
     with sync_playwright() as playwright:
@@ -120,12 +133,15 @@ def watch(root: str, server: int, minutes: float) -> list[Sample]:
         page.goto(root)
         page.locator(".stVegaLiteChart .marks").first.wait_for()
         tab, session = tab_pid(browser), page.context.new_cdp_session(page)
-        begin = time.monotonic()
+        begin, written = time.monotonic(), 0
         while True:
             minute = (time.monotonic() - begin) / 60
             committed = requests.get(f"{root}/api/v1/jobs/{job}", timeout=10).json()["committed"]
-            samples.append(Sample(minute, resident(server), resident(tab), _heap(session), committed))
+            samples.append(Sample(minute, resident(server), resident(tab), *_heap(session), committed))
             print(samples[-1].line(), flush=True)
+            if snapshots is not None and minute >= each * written:
+                snapshot(session, snapshots / f"minute-{minute:03.0f}.heapsnapshot")
+                written += 1
             if minute >= minutes:
                 break
             page.wait_for_timeout(60_000 * min(1.0, max(0.05, minutes - minute)))
@@ -136,9 +152,26 @@ def watch(root: str, server: int, minutes: float) -> list[Sample]:
     return samples
 
 
-def _heap(session: CDPSession) -> float:
-    session.send("HeapProfiler.collectGarbage")
-    return float(session.send("Runtime.getHeapUsage")["usedSize"]) / MIB
+def _heap(session: CDPSession) -> tuple[float, float, float, int, int]:
+    """As it is, held, array buffers (MiB); DOM nodes, event listeners."""
+    plain = session.send("Runtime.getHeapUsage")["usedSize"]
+    for _ in range(COLLECTIONS):
+        session.send("HeapProfiler.collectGarbage")
+    after, counters = session.send("Runtime.getHeapUsage"), session.send("Memory.getDOMCounters")
+    backing = after.get("backingStorageSize", 0)
+    nodes, listeners = int(counters["nodes"]), int(counters["jsEventListeners"])
+    return plain / MIB, after["usedSize"] / MIB, backing / MIB, nodes, listeners
+
+
+def snapshot(session: CDPSession, path: Path) -> None:
+    with path.open("w") as file:
+
+        def write(event: dict[str, str]) -> None:
+            file.write(event["chunk"])
+
+        session.on("HeapProfiler.addHeapSnapshotChunk", write)
+        session.send("HeapProfiler.takeHeapSnapshot", {"reportProgress": False})
+        session.remove_listener("HeapProfiler.addHeapSnapshotChunk", write)
 
 
 def slope(samples: list[Sample], of: str) -> float:
@@ -157,6 +190,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--url", help="a console that runs already, with a job; else a demo is started")
     parser.add_argument("--pid", type=int, help="its process")
+    parser.add_argument("--snapshots", type=Path, help="a folder; what the heap holds is written there")
+    parser.add_argument("--each", type=float, default=10.0, help="minutes between two of them")
     options = parser.parse_args()
     if CHROMIUM is None:
         print("no Chromium found: skipped")
@@ -164,12 +199,13 @@ def main() -> None:
     print(describe())
     if options.url:
         pid = options.pid or console_pid(int(options.url.rstrip("/").rpartition(":")[2]))
-        samples = watch(options.url.rstrip("/"), pid, options.minutes)
+        samples = watch(options.url.rstrip("/"), pid, options.minutes, options.snapshots, options.each)
     else:
         with demo() as (root, pid):
-            samples = watch(root, pid, options.minutes)
+            samples = watch(root, pid, options.minutes, options.snapshots, options.each)
     first, last = samples[0], samples[-1]
-    for of, words in (("server", "server"), ("tab", "tab"), ("heap", "JavaScript heap of the tab")):
+    words_of = {"server": "server", "tab": "tab", "plain": "JavaScript heap", "held": "of it held, after collections"}
+    for of, words in words_of.items():
         before, after = getattr(first, of), getattr(last, of)
         print(f"{words}: {before:.1f} -> {after:.1f} MiB in {last.minute:.0f} min; {slope(samples, of):+.1f} MiB/h")
 

@@ -76,16 +76,20 @@ def _reported_lost(events: tuple[EventView, ...], before: IterationView, after: 
 def throughput(rows: Columns, colours: Palette) -> LiveChart:
     """Samples per second by iteration; the fault-free rate, where it is known, dotted."""
     y = {"field": "fault_free", "type": "quantitative"}
+    last = {"filter": "datum.iteration === datum.last"}
     reference = {
-        "mark": {"type": "line", "strokeDash": [3, 3], "strokeWidth": 1.5, "color": colours.good},
-        "encoding": {"y": y},
+        "transform": [last],
+        "mark": {"type": "rule", "strokeDash": [3, 3], "strokeWidth": 1.5, "color": colours.good},
+        "encoding": {"y": y, "x": {"value": 0}, "x2": {"value": "width"}},
     }
     label = {
+        "transform": [last],
         "mark": {"type": "text", "align": "right", "baseline": "bottom", "dy": -4, "color": colours.good},
-        "encoding": {"y": y, "x": {"value": "width"}, "text": {"field": "label"}},
+        "encoding": {"y": y, "x": {"value": "width"}, "text": {"value": "fault-free"}},
     }
     # An unseen point keeps room for the label above the highest value.
     headroom = {
+        "transform": [last],
         "mark": {"type": "point", "opacity": 0},
         "encoding": {"y": {"field": "headroom", "type": "quantitative"}},
     }
@@ -97,7 +101,6 @@ def throughput(rows: Columns, colours: Palette) -> LiveChart:
             ]
         },
         {"calculate": "1.15 * max(datum.top, datum.fault_free)", "as": "headroom"},
-        {"calculate": "datum.iteration === datum.last ? 'fault-free' : ''", "as": "label"},
     ]
     known = bool(np.isfinite(rows["reference"]).any())
     curve = _curve("samples_per_second", colours.accent, zero=True)
@@ -185,14 +188,13 @@ def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
         {"field": "epoch"},
         {"field": "happened"},
     ]
+    few = f"datum.last - datum.first < {MOST_DOTS}"
     return [
         {"mark": {"type": "line", "color": colour, "strokeWidth": 2}, "encoding": {"y": y}},
         {
+            "transform": [_where(few)],
             "mark": {"type": "point", "color": colour, "filled": True, "size": 18},
-            "encoding": {
-                "y": y,
-                "opacity": {"condition": {"test": f"datum.last - datum.first < {MOST_DOTS}", "value": 1}, "value": 0},
-            },
+            "encoding": {"y": y, "opacity": {"condition": {"test": few, "value": 1}, "value": 0}},
         },
         {
             # The wheel alone keeps scrolling the page.
@@ -213,17 +215,21 @@ def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
     ]
 
 
-def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
-    """A line where the membership changed, solid for a loss, dashed otherwise, with its words.
+def _where(test: str) -> dict[str, str]:
+    """Rows for which it holds, and the first, unseen unless it holds: an empty layer would have Vega warn."""
+    return {"filter": f"{test} || datum.iteration === datum.first"}
 
-    Drawn for every row and shown where one changed: an empty layer would have Vega warn.
-    """
+
+def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
+    """A line where the membership changed, solid for a loss, dashed otherwise, with its words."""
 
     def by_change(lost: Any, other: Any) -> dict[str, Any]:
         return {"condition": {"test": "datum.change === 'lost'", "value": lost}, "value": other}
 
     x = {"field": "before", "type": "quantitative"}
+    changed = _where("datum.change !== ''")
     rule = {
+        "transform": [changed],
         "mark": {"type": "rule", "strokeWidth": 1.5},
         "encoding": {
             "x": x,
@@ -233,6 +239,7 @@ def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
         },
     }
     words = {
+        "transform": [changed],
         "mark": {
             "type": "text",
             "baseline": "bottom",
