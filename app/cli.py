@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from app.errors import SettingsError
 from app.history.commands import install as install_histories
 from app.observing.keep import Keep, seconds

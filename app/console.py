@@ -20,7 +20,7 @@ from app.audit import AuditLog
 from app.catalogs.service import Catalogs
 from app.children import begin_without_pages
 from app.coordination import membership as m
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from app.errors import ConsoleError, storing, unknown_job
 from app.history.service import Histories
 from app.live import TICK_SECONDS, LiveJob

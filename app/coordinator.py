@@ -18,6 +18,7 @@ from app.coordination import choosing, epochs, fencing, freezing, liveness
 from app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
 from app.coordination.epochs import reconsider
 from app.coordination.fencing import fence, fenced_text, holder, no_such_worker, refuse
+from app.coordination.ladder import Ladder
 from app.coordination.membership import (
     ACK_ORDER,
     PRESENT,
@@ -29,7 +30,6 @@ from app.coordination.membership import (
     Finished,
     Heard,
     IterationsCommitted,
-    Ladder,
     Note,
     PlanReady,
     PlanRefused,

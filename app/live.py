@@ -18,13 +18,13 @@ from agent.protocol import Command, Deployment, Heartbeat, JobSpec
 from app import coordinator
 from app.advice import Verdict
 from app.coordination import fencing
+from app.coordination.ladder import Ladder
 from app.coordination.membership import (
     Beat,
     ConsoleRestarted,
     Decision,
     Event,
     Heard,
-    Ladder,
     Member,
     NeedPlan,
     Note,

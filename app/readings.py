@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from app.coordination.sentence import sentence
 from app.errors import storing, unknown_plan
 from app.live import LiveJob

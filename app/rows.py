@@ -185,10 +185,12 @@ def state_rows(old: State, new: State) -> list[Record]:
 def follow_moves(old: State, workers: list[Record], processes: dict[str, tuple[str, int]]) -> None:
     """A process that has taken another place is known there by its host and number too. workers: rows of
     those that changed; processes: by place, (host, number)."""
-    for row in workers:
-        incarnation = row["incarnation"]
-        if incarnation and incarnation != old.members[row["name"]].incarnation:
-            came_from = next((m.name for m in old.members.values() if m.incarnation == incarnation), None)
-            if came_from in processes:
-                processes[row["name"]] = host, pid = processes[came_from]
-                row.update(host=host, pid=pid)
+    new = [row for row in workers if row["incarnation"] and row["incarnation"] != old.members[row["name"]].incarnation]
+    if not new:
+        return
+    places = {member.incarnation: name for name, member in old.members.items()}
+    for row in new:
+        came_from = places.get(row["incarnation"])
+        if came_from in processes:
+            processes[row["name"]] = host, pid = processes[came_from]
+            row.update(host=host, pid=pid)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from app.errors import SettingsError
 from app.observing.keep import Keep
 from app.security.hosts import is_loopback

@@ -12,11 +12,12 @@ from dataclasses import replace
 from agent.protocol import WorkerState
 from app.coordination import restaffing
 from app.coordination.choices import Mode
+from app.coordination.ladder import Ladder
 from app.coordination.membership import (
     PRESENT,
     Decision,
     Epoch,
-    Ladder,
+    Member,
     NeedPlan,
     Note,
     OpenEpoch,
@@ -46,15 +47,13 @@ def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float
 
 def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Step:
     """Asks for a new epoch if the membership calls for one. anew: even with the same members."""
-    present = [m for m in state.members.values() if m.state in PRESENT]
     moves: tuple[tuple[str, str], ...] = ()
     restore = state.restoring or bool(state.pending and state.pending.restore)
     current = state.current
     if current is None:
-        ready = all(m.state is STARTING and m.incarnation for m in state.members.values())
-        if not ready:
-            return Step(replace(state, pending=None), tuple(notes), reason)
-    elif (lost := _lost_stages(state)) and state.checkpoints and present:
+        if state.tally.unready:
+            return Step(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
+    elif (lost := _lost_stages(state)) and state.checkpoints and _present(state):
         state, moves = restaffing.staff(state)
         restore = True
         moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in moves]
@@ -68,7 +67,8 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     else:
         in_epoch = (state.members[name] for name in current.living)
         died = any((m.state is not FINISHED and m.epoch != state.epoch) or m.state is FAILED for m in in_epoch)
-        wait = any(m.epoch != state.epoch for m in present) and not state.unsettled() and not state.frozen_by
+        wait = any(m.epoch != state.epoch for m in _present(state))
+        wait = wait and not state.tally.unsettled and not state.frozen_by
         if not (anew or died or wait or state.pending or state.halted):
             return Step(state, tuple(notes), reason)
 
@@ -99,6 +99,10 @@ def ask(state: State, pending: Pending, notes: list[Decision]) -> Step:
     return Step(state, (*notes, NeedPlan(pending.failed)), pending.reason)
 
 
+def _present(state: State) -> list[Member]:
+    return [m for m in state.members.values() if m.state in PRESENT]
+
+
 def _lost_now(state: State, pending: Pending) -> list[str]:
     """Those whose loss an operator should be asked about: out since the epoch in force, not by request."""
     if state.mode is not Mode.MANUAL or state.current is None:
@@ -122,7 +126,7 @@ def _let_choose(state: State, pending: Pending, lost: list[str], notes: list[Dec
 
 def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
     """Those that a launcher may not have been told yet: it is only ever told of the newest epoch."""
-    opened = state.current.moves if state.current and state.unsettled() else ()
+    opened = state.current.moves if state.current and state.tally.unsettled else ()
     return (*opened, *(state.pending.moves if state.pending else ()))
 
 

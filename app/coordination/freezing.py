@@ -15,7 +15,8 @@ from app.coordination.choices import Mode, PlanFrozen
 from app.coordination.choosing import out, take_better
 from app.coordination.epochs import reconsider
 from app.coordination.fencing import refuse
-from app.coordination.membership import Decision, Ladder, Note, State, Step, names
+from app.coordination.ladder import Ladder
+from app.coordination.membership import Decision, Note, State, Step, names
 
 
 def plan_frozen(state: State, event: PlanFrozen, now: float, ladder: Ladder) -> Step:

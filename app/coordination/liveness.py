@@ -11,12 +11,12 @@ from agent.protocol import WorkerState
 from app.coordination.choosing import overdue
 from app.coordination.epochs import lose, reconsider
 from app.coordination.fencing import fence, holder, no_such_worker, refuse
+from app.coordination.ladder import Ladder
 from app.coordination.membership import (
     Broken,
     Decision,
     Exited,
     Heard,
-    Ladder,
     Member,
     Note,
     Stalled,

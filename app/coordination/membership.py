@@ -5,52 +5,19 @@ Plain immutable data. `now` and every time in here are seconds of one monotonic 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from agent.protocol import JobState, WorkerState
 from app.coordination.choices import PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, PlanFrozen, UsePlan
-from planner.errors import InputError
 
 AckState = Literal["", "adopted", "formed", "resumed"]
 ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
 
 # Members that count as there: in the epoch, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """When silence means what, in seconds. Each rung must lie above the one before.
-
-    heartbeat: how often a worker reports. suspect: silence after which it is marked. dead: silence
-    after which the job goes on without it. transfer_grace: how long a broken transfer may wait for
-    the exit or the time-out that explains it. Raises InputError.
-    """
-
-    heartbeat: float = 1.0
-    suspect: float = 5.0
-    dead: float = 20.0
-    transfer_grace: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not 0.05 <= self.heartbeat <= 3600:
-            raise InputError("heartbeat", self.heartbeat, "0.05 to 3600 seconds")
-        if not self.suspect >= 2 * self.heartbeat:
-            raise InputError("suspect", self.suspect, f"at least two heartbeats ({2 * self.heartbeat:g} s)")
-        if not self.suspect < self.dead <= 86400:
-            raise InputError("dead", self.dead, f"more than suspect ({self.suspect:g} s), at most a day")
-        if not 0 < self.transfer_grace < self.dead:
-            raise InputError("transfer_grace", self.transfer_grace, f"above 0, below dead ({self.dead:g} s)")
-
-    def check_above(self, transfer: float | None, group: float | None) -> None:
-        """The rungs that a job's agents have said they wait on. Raises InputError."""
-        if transfer is not None and transfer <= self.dead:
-            expected = f"more than dead ({self.dead:g} s), the silence after which this console takes a worker out"
-            raise InputError("transfer_timeout", transfer, expected)
-        if group is not None and transfer is not None and group <= transfer:
-            raise InputError("group_timeout", group, f"more than transfer_timeout ({transfer:g} s)")
 
 
 @dataclass(frozen=True)
@@ -106,6 +73,11 @@ class Epoch:
     moves: tuple[tuple[str, str], ...] = ()
     restore: bool = False
 
+    @cached_property
+    def lives_in(self) -> frozenset[str]:
+        """`living`, to ask for one of thousands."""
+        return frozenset(self.living)
+
 
 @dataclass(frozen=True)
 class Pending:
@@ -132,6 +104,14 @@ class Broken:
     reporter: str
     worker: str
     detail: str
+
+
+class Tally(NamedTuple):
+    """Of members that are waited for. unready: before the first epoch, those that have not registered. unsettled: those
+    of the epoch in force that have not resumed yet."""
+
+    unready: int
+    unsettled: int
 
 
 @dataclass(frozen=True)
@@ -172,7 +152,7 @@ class State:
     @property
     def restoring(self) -> bool:
         """Is there a worker that may not have gone back to the checkpoint that this epoch goes back to?"""
-        return self.current is not None and self.current.restore and bool(self.unsettled())
+        return self.current is not None and self.current.restore and bool(self.tally.unsettled)
 
     @property
     def choosing(self) -> bool:
@@ -182,20 +162,32 @@ class State:
     @property
     def settled(self) -> bool:
         """Have all of the current epoch's members committed an iteration in it?"""
-        return self.current is not None and self.pending is None and next(self._unsettled(), None) is None
+        return self.current is not None and self.pending is None and not self.tally.unsettled
 
     def unsettled(self) -> list[Member]:
-        """Members of the current epoch that have not resumed yet."""
-        return list(self._unsettled())
+        """Members of the current epoch that have not resumed yet, in grid order."""
+        return [self.members[name] for name in (self.current.living if self.current else ()) if self._waits(name)]
 
-    def _unsettled(self) -> Iterator[Member]:
-        for name in self.current.living if self.current else ():
-            member = self.members[name]
-            if member.acknowledged != "resumed" and member.state is not WorkerState.FINISHED:
-                yield member
+    @cached_property
+    def tally(self) -> Tally:
+        """Counted once; `with_member` keeps it up, so that thousands who report one after the other are not counted
+        anew for each."""
+        members = self.members.values()
+        return Tally(sum(_unready(m) for m in members), len(self.unsettled()))
+
+    def _waits(self, name: str) -> bool:
+        member = self.members[name]
+        return member.acknowledged != "resumed" and member.state is not WorkerState.FINISHED
 
     def with_member(self, member: Member) -> State:
-        return replace(self, members={**self.members, member.name: member})
+        name = member.name
+        new = replace(self, members={**self.members, name: member})
+        if known := self.__dict__.get("tally"):
+            unready = known.unready + _unready(member) - _unready(self.members[name])
+            in_epoch = self.current is not None and name in self.current.lives_in
+            unsettled = known.unsettled + (new._waits(name) - self._waits(name) if in_epoch else 0)
+            new.__dict__["tally"] = Tally(unready, unsettled)
+        return new
 
     @property
     def job_state(self) -> JobState:
@@ -208,6 +200,11 @@ class State:
         if self.settled:
             return JobState.RUNNING
         return JobState.STARTING if self.current.number == 1 and not self.pending else JobState.RECOVERING
+
+
+def _unready(member: Member) -> bool:
+    """Is it one that the first epoch waits for?"""
+    return member.state is not WorkerState.STARTING or not member.incarnation
 
 
 # -- what can happen ----------------------------------------------------------------------------

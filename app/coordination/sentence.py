@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from agent.protocol import JobState, WorkerState
 from app.coordination.freezing import returned
-from app.coordination.membership import Ladder, Member, State, names, peer_of
+from app.coordination.ladder import Ladder
+from app.coordination.membership import Member, State, names, peer_of
 
 
 def sentence(state: State, now: float, ladder: Ladder, *, paused: bool = False) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.coordination.membership import Acknowledged, Ladder, Note, Refuse, Registered, State
+from app.coordination.ladder import Ladder
+from app.coordination.membership import Acknowledged, Note, Refuse, Registered, State
 from app.coordinator import step
 
 

@@ -15,7 +15,7 @@ import pytest
 from agent import console_link
 from agent.client import Backoff, ConsoleClient
 from agent.console_link import ConsoleCoordination
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from planner.job import Worker
 
 TRIES = 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from app import coordinator
+from app.coordination.ladder import Ladder
 from app.coordination.membership import (
     Acknowledged,
     Beat,
@@ -11,7 +12,6 @@ from app.coordination.membership import (
     Event,
     Exited,
     Heard,
-    Ladder,
     Member,
     NeedPlan,
     Note,

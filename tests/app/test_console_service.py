@@ -22,7 +22,7 @@ from agent.protocol import (
     WorkerState,
 )
 from app.console import Console, get_console, set_console
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from app.errors import ConsoleError
 from db.session import Database
 from db.store import Store

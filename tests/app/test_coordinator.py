@@ -6,6 +6,7 @@ import pytest
 from coordinator_run import LADDER, Run, fingerprint
 
 from agent.protocol import JobState, WorkerState
+from app.coordination.ladder import Ladder
 from app.coordination.membership import (
     Acknowledged,
     Beat,
@@ -14,7 +15,6 @@ from app.coordination.membership import (
     Finished,
     Heard,
     IterationsCommitted,
-    Ladder,
     NeedPlan,
     PlanReady,
     PlanRefused,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coordinator_run import LADDER, Run
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -195,6 +197,11 @@ class Membership(RuleBasedStateMachine):
     def epochs_only_rise_by_one(self) -> None:
         assert [e.number for e in self.run_.opened] == list(range(1, len(self.run_.opened) + 1))
         assert self.run_.state.epoch == len(self.run_.opened)
+
+    @invariant()
+    def those_waited_for_are_counted_right(self) -> None:
+        state = self.run_.state
+        assert state.tally == replace(state).tally, "kept up from report to report, and counted anew"
 
     @invariant()
     def one_plan_in_force_and_it_fits(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from agent.protocol import JobSpec
 from agent.timeouts import Timeouts
 from app.console import Console
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from app.errors import ConsoleError
 from db.session import Database
 from db.store import Store

@@ -14,7 +14,7 @@ from ui_console import MAIN, JobHere, until
 from agent.protocol import LogLine, LogLines, Registration
 from app.console import Console, set_console
 from app.coordination.choices import Mode
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from db.store import Store
 
 

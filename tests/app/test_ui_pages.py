@@ -13,7 +13,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from app.console import Console, set_console
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from app.plans.references import OfJob, parse_reference
 
 TIMEOUT = 30

@@ -17,7 +17,7 @@ from agent.protocol import (
     Registration,
 )
 from app.console import Console
-from app.coordination.membership import Ladder
+from app.coordination.ladder import Ladder
 from db.session import Database
 from db.store import Store
 
