@@ -32,6 +32,7 @@ from planner.policy import (
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, Rate
 from planner.solvers.portfolio import make_plan
+from planner.words import percent
 
 REPARTITION, RESTART, SPARES = "re-partition", "restart from the checkpoint", "take spares"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.
@@ -228,7 +229,7 @@ def decide(
         gain = _gain(best, taken, advice, full)
         now = f"re-routes ({taken.rate:.4g} samples/s)" if taken else "re-routes"
         if gain <= CLEAR_MARGIN:
-            text += f" The job {now}, which trains less by under {CLEAR_MARGIN:.0%}."
+            text += f" The job {now}, which trains less by under {percent(CLEAR_MARGIN)}."
         else:
             advised = best.name
             text += f" The job {now}: to {best.name} would {_more(gain)}"
@@ -250,7 +251,7 @@ def _why_not(name: str, migrate: bool) -> str:
 
 
 def _more(gain: float) -> str:
-    return f"train {gain:.0%} more" if math.isfinite(gain) else "be the only way to train by then"
+    return f"train {percent(gain)} more" if math.isfinite(gain) else "be the only way to train by then"
 
 
 def _gain(best: Option, taken: Option | None, advice: Advice, full: float) -> float:

@@ -17,6 +17,7 @@ from planner.failures import canonical_pattern, patterns
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc
 from planner.solvers.portfolio import make_plan
+from planner.words import percent
 
 # More patterns than this per failure count are not planned ahead; the list scheduler takes over.
 MAX_PATTERNS = 10_000
@@ -184,4 +185,6 @@ def _failed(plan: Plan) -> frozenset[Worker]:
 
 
 def _gap(plan: Plan) -> str:
-    return "proven optimal" if plan.solver.status == "optimal" else f"at most {plan.metrics.gap:.1%} above the best"
+    if plan.solver.status == "optimal":
+        return "proven optimal"
+    return f"at most {percent(plan.metrics.gap, 1)} above the best"

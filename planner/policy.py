@@ -21,6 +21,7 @@ from planner.normalization import Migration, normalize
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.planned import PlannedJob, Rate
 from planner.solvers.list_scheduler import ListScheduler
+from planner.words import percent
 
 # Ops above which nothing is planned while a failure waits: the count's own period stands for it.
 PLANNED_OPS = 200_000
@@ -223,7 +224,8 @@ def _load(state: JobState, planned: PlannedJob, rate: float | None) -> tuple[boo
     held = f"1F1B's bubbles have room for the {extra} further micro-batches per peer"
     if share >= WHOLE:
         return True, f"{held}, so re-routing is as fast as fault-free 1F1B"
-    return True, f"{held}, though re-routing reaches {share:.0%} of its speed within the memory limit and the steps"
+    reached = f"re-routing reaches {percent(share)} of its speed within the memory limit and the steps"
+    return True, f"{held}, though {reached}"
 
 
 def one_f_one_b(planned: PlannedJob) -> Rate:
@@ -234,8 +236,8 @@ def one_f_one_b(planned: PlannedJob) -> Rate:
 def shares(rate: float, planned: PlannedJob) -> str:
     """A rate beside both that it is to be compared with, in words."""
     return (
-        f"{rate / planned.full.per_second:.0%} of the fault-free plan, "
-        f"{rate / one_f_one_b(planned).per_second:.0%} of fault-free 1F1B"
+        f"{percent(rate / planned.full.per_second)} of the fault-free plan, "
+        f"{percent(rate / one_f_one_b(planned).per_second)} of fault-free 1F1B"
     )
 
 

@@ -26,6 +26,7 @@ from planner.failures import canonical_pattern
 from planner.job import Worker
 from planner.plan import Plan, PlanError
 from planner.plan_codec import Effort, Header, Question, decode_header, encode_plan
+from planner.words import percent
 
 log = structlog.get_logger()
 
@@ -106,7 +107,7 @@ class Catalogs:
         if found is None:
             return None
         gap = found.plan.metrics.gap
-        proof = "proven optimal" if gap <= 0 else f"at most {gap:.1%} above the best"
+        proof = "proven optimal" if gap <= 0 else f"at most {percent(gap, 1)} above the best"
         return found.plan, f"from the catalog: {found.reason} ({found.plan.solver.name}, {proof})"
 
     def names(self, question: Question) -> frozenset[str]:

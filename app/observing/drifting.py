@@ -27,6 +27,7 @@ from planner.errors import PlannerError
 from planner.job import Job, Worker
 from planner.normalization import SECONDS
 from planner.plan import Plan
+from planner.words import percent
 
 log = structlog.get_logger()
 
@@ -181,10 +182,14 @@ class Drifting:
         self._planning.replan(job, wanted, plan)
         if gained is not None and gained < LEAST_GAIN:
             saved = max(0.0, 1 - 1 / (1 + gained))
-            text = f"the plan in force stays: by one for {_words(wanted)} an iteration would take {saved:.1%} less"
+            text = (
+                f"the plan in force stays: by one for {_words(wanted)} an iteration would take {percent(saved, 1)} less"
+            )
             job.record(Note("info", "plan", text))
             return
-        less = "" if gained is None else f": an iteration takes {1 - 1 / (1 + gained):.0%} less than by the plan before"
+        less = ""
+        if gained is not None:
+            less = f": an iteration takes {percent(1 - 1 / (1 + gained))} less than by the plan before"
         reason = f"a plan for {_words(wanted)}{less}"
         if job.state.frozen_by:
             watch.held = True

@@ -8,9 +8,7 @@ from app.console import Console
 from app.plans.references import Made, OfJob, Reference
 from app.plans.sources import made_name, measured_name, names, saved_names, techniques
 from planner.export.compare import by_stage
-from planner.export.compare import compare as compare_plans
 from planner.job import Technique
-from planner.plan import Plan
 from planner.schedule import Schedule
 
 MOST = 4
@@ -43,15 +41,6 @@ def first_choice(console: Console, job_id: str | None) -> list[Reference]:
     if job_id is None or console.job(job_id).state.current is None:
         return []
     return [Made(Technique.FAULT_FREE, "1f1b", job_id), OfJob(job_id)]
-
-
-def differences(labels: Sequence[str], plans: Sequence[Plan]) -> Table:
-    """One row per figure, one column per plan; changes are against the first."""
-    rows = compare_plans(plans)
-    table: Table = {"figure": [row.label for row in rows]}
-    for i, label in enumerate(labels):
-        table[label] = [row.shown(i) for row in rows]
-    return table
 
 
 def stage_table(labels: Sequence[str], schedules: Sequence[Schedule]) -> Table:

@@ -8,6 +8,7 @@ from planner.errors import PlannerError
 from planner.job import Job
 from planner.plan import Plan, job_doc
 from planner.steady import steady_period
+from planner.words import percent
 
 # Above this an order is not played through with other op times.
 MOST_OPS = 20_000
@@ -55,7 +56,7 @@ def worth(now: Plan, other: Plan, job: Job, iterations: int) -> Worth:
     if gained <= ROUNDING:
         return Worth(False, f"the new one is no shorter ({periods}){_proof(other)}")
     saved = gained / (1 + gained)
-    words = f"{saved:.2%} of an iteration ({periods})"
+    words = f"{percent(saved, 2)} of an iteration ({periods})"
     if saved * iterations <= 1:
         left = f"the {iterations} iterations that are left" if iterations != 1 else "the iteration that is left"
         return Worth(False, f"the new one saves {words}; in {left} that is less than the one that a change costs")
@@ -64,4 +65,6 @@ def worth(now: Plan, other: Plan, job: Job, iterations: int) -> Worth:
 
 def _proof(plan: Plan) -> str:
     metrics = plan.metrics
-    return "; it is proven optimal" if metrics.gap <= 0 else f"; no plan can be more than {metrics.gap:.2%} better"
+    return (
+        "; it is proven optimal" if metrics.gap <= 0 else f"; no plan can be more than {percent(metrics.gap, 2)} better"
+    )

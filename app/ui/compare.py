@@ -6,7 +6,7 @@ import streamlit as st
 
 from app.console import Console, get_console
 from app.errors import ConsoleError
-from app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, differences, first_choice, stage_table
+from app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
 from app.plans.references import Reference, parse_reference
 from app.plans.sources import Awaited, Source, find
 from app.ui import components, facts, text
@@ -17,6 +17,7 @@ from app.ui.facts import Card
 from app.ui.picker import open_job
 from app.ui.plan_source import clock, hold_still, schedule_of, wait_for
 from app.ui.schedule_filters import choose_rows
+from app.ui.tables import differences_html
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.errors import InputError
 from planner.plan import Plan
@@ -188,8 +189,7 @@ def _tables(console: Console, sources: list[Source], schedules: list[Schedule], 
     components.heading("What differs", "changes are against the baseline, the first column")
     plans, stages, files = st.tabs(["Plans", "Stages", "Files"])
     with plans:
-        table = differences(labels, [s.plan for s in sources])
-        st.dataframe(table, hide_index=True, key="differences", height="content", alt="Figures by plan")
+        st.html(differences_html(labels, [s.plan for s in sources], "Figures by plan"))
     with stages:
         st.dataframe(stage_table(labels, schedules), hide_index=True, key="stages", alt="Figures by stage and plan")
     with files:

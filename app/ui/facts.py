@@ -96,7 +96,7 @@ def _age(view: JobView) -> Card:
         return Card("Age of data", "–", "no worker heard yet")
     newest, oldest = min(ages), max(ages)
     tone = "warn" if newest > STALE or oldest > STALE else ""
-    words = f"{newest:.1f} s" if newest < 60 else text.milliseconds(1000 * newest)
+    words = text.seconds(newest)
     return Card("Age of data", words, f"oldest heartbeat {text.age(oldest)}", tone)
 
 
@@ -296,7 +296,7 @@ def tile_words(worker: WorkerView) -> str:
     if worker.state in HOLDING and worker.acknowledged in ROLLING:
         return ROLLING[worker.acknowledged]
     if state == "suspect" and worker.heartbeat_age is not None:
-        return f"suspect, {worker.heartbeat_age:.0f} s"
+        return f"suspect, {text.seconds(worker.heartbeat_age)}"
     return state
 
 

@@ -92,7 +92,7 @@ def _stop(console: Console, job_id: str) -> str:
 
 
 def _searching(replan: Replan, view: JobView) -> str:
-    words = f"Planning again: {replan.elapsed:.0f} s of at most {replan.seconds:g} s"
+    words = f"Planning again: {text.seconds(replan.elapsed)} of at most {text.seconds(replan.seconds)}"
     unit = view.plan.job.time_unit if view.plan else "slot"
     if replan.best is not None:
         words += f"; best so far {text.planned(replan.best, unit)}"

@@ -166,7 +166,9 @@ def _cards(simulation: Simulation) -> list[Card]:
     others = [row for row in simulation.rows if row is not best]
     first = simulation.rows[0]
     cards = [
-        Card("Run", f"{first['hours']:.3g} h", note=text.count(first["failures"], "worker") + " lost"),
+        Card(
+            "Run", text.milliseconds(3_600_000 * first["hours"]), note=text.count(first["failures"], "worker") + " lost"
+        ),
         Card(
             "Best here",
             policy_words(best["policy"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 from app.ui import text
 from app.ui.charts.progress import Mark
@@ -10,10 +11,49 @@ from app.ui.charts.worker_grid import LOOKS, QUIET
 from app.ui.facts import look
 from app.ui.theme import OP_WORDS
 from app.view import IterationView, WorkerView
+from planner.export.compare import compare
 from planner.job import Worker
+from planner.plan import Plan
 from planner.schedule import Schedule
 
 Table = dict[str, list[object]]
+
+
+def differences_rows(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+    """What is compared, and what it is of each plan. Times are in each plan's unit, with five digits and by how much
+    they differ from the first plan's."""
+    rows = []
+    for row in compare(plans):
+        cells = []
+        for i, value in enumerate(row.values):
+            if value is None:
+                cells.append("–")
+            elif isinstance(value, str):
+                cells.append(value)
+            elif row.kind == "fraction":
+                cells.append(text.percent(value, sign=row.key.startswith("slowdown")))
+            elif row.kind == "time":
+                change = row.changes[i] if i else None
+                against = "" if change is None else f" ({text.percent(change, sign=True)})"
+                cells.append(text.planned(value, plans[i].job.time_unit, 5) + against)
+            else:
+                cells.append(f"{value:,}")
+        rows.append((row.label, cells))
+    return rows
+
+
+def differences_html(labels: Sequence[str], plans: Sequence[Plan], caption: str) -> str:
+    """One column per plan; on narrow screens it scrolls beside the names of its rows."""
+    heads = "".join(f'<th scope="col">{escape(label)}</th>' for label in labels)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        for name, cells in differences_rows(plans)
+    )
+    return (
+        f'<div class="or-scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<table class="or-table or-beside"><thead><tr><th scope="col">figure</th>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
 
 
 def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:

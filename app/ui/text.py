@@ -6,22 +6,33 @@ from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 
-def milliseconds(value: float) -> str:
-    """`0.4 ms`, `283 ms`, `1.08 s`, `2 min 5 s`, `3 h 20 min`, `12 days 4 h`."""
-    if value < 9.95:
+def milliseconds(value: float, digits: int = 3) -> str:
+    """`0.4 ms`, `283 ms`, `1.08 s`, `2 min 5 s`, `3 h 20 min`, `12 days 4 h`. digits: of what is under a minute, where
+    more than three are of use."""
+    if value < 9.95 and digits == 3:
         return f"{value:.1f} ms"
     if value < 999.5:
-        return f"{value:.0f} ms"
+        return f"{value:.0f} ms" if digits == 3 else f"{value:.{digits}g} ms"
     if value < 59_950:
-        return f"{value / 1000:.3g} s"
+        return f"{value / 1000:.{digits}g} s"
     whole = round(value / 1000)
     if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
+        return _both(whole, 60, "min", "s")
     minutes = round(whole / 60)
     if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    hours = round(minutes / 60)
-    return f"{hours // 24} days {hours % 24} h"
+        return _both(minutes, 60, "h", "min")
+    return _both(round(minutes / 60), 24, "days", "h")
+
+
+def _both(value: int, per: int, large: str, small: str) -> str:
+    return f"{value // per} {large}" + (f" {value % per} {small}" if value % per else "")
+
+
+def seconds(value: float) -> str:
+    """What is waited for while it goes on: `0.4 s`, `12 s`, `5 min 20 s`."""
+    if value < 9.95:
+        return f"{value:.1f} s"
+    return f"{value:.0f} s" if value < 59.5 else milliseconds(1000 * value)
 
 
 def age(seconds: float | None) -> str:
@@ -37,19 +48,20 @@ def age(seconds: float | None) -> str:
     return f"{seconds / 86400:.0f} days ago"
 
 
-def planned(value: float, unit: str) -> str:
-    """A time of a plan in the plan's own unit."""
+def planned(value: float, unit: str, digits: int = 3) -> str:
+    """A time of a plan in the plan's own unit. digits: as for `milliseconds`."""
     if unit == "ms":
-        return milliseconds(value)
+        return milliseconds(value, digits)
     return f"{value:,.6g} {unit}" + ("s" if unit == "slot" and value != 1 else "")
 
 
-def percent(fraction: float, *, sign: bool = False) -> str:
-    """`95.2 %`; with sign: `+7.4 %`, and `±0 %` where nothing is left after rounding."""
-    if sign and abs(fraction) < 0.0005:
-        return "±0 %"
-    digits = f"{100 * fraction:+.1f}" if sign else f"{100 * fraction:.1f}"
-    return digits.removesuffix(".0").replace("-", "−") + " %"
+def percent(fraction: float, *, sign: bool = False, digits: int = 1) -> str:
+    """`95.2 %`; with sign: `+7.4 %`, and `±0 %` where nothing is left after rounding. Without: `<0.1 %`, not 0."""
+    least = 10.0**-digits
+    if abs(fraction) < least / 200:
+        return "±0 %" if sign else f"<{least:g} %" if fraction > 0 else "0 %"
+    number = f"{100 * fraction:{'+' if sign else ''}.{digits}f}"
+    return number.removesuffix(".0").replace("-", "−") + " %"
 
 
 def rate(samples_per_second: float) -> str:

@@ -46,7 +46,7 @@ def test_a_clearly_better_way_is_left_to_the_operator() -> None:
     assert (verdict.way, verdict.advised) == ("re-route", "re-partition")
     assert verdict.calls_for_an_operator
     assert (
-        "The job re-routes (5 samples/s): to re-partition would train 60% more; this job can't do it, "
+        "The job re-routes (5 samples/s): to re-partition would train 60 % more; this job can't do it, "
         "for its layers can't change their stage." in verdict.reason
     )
     assert verdict.reason.endswith("It is assumed that each stage has 8 layers of equal cost that can move.")
@@ -64,22 +64,22 @@ def test_a_clearly_better_move_is_made(automatic: bool, way: str, words: str) ->
     verdict = decide(advice(*options), ["W1_2"], 10.0, "", [MOVE], automatic=automatic, migrate=True)
     assert (verdict.way, verdict.advised, verdict.better) == (way, MIGRATE, MIGRATE)
     assert verdict.calls_for_an_operator == (not automatic)
-    assert f"to migrate and re-route would train 60% more, {words}" in verdict.reason
+    assert f"to migrate and re-route would train 60 % more, {words}" in verdict.reason
 
 
 def test_the_next_best_is_done_where_the_best_can_not_be() -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0), Option("re-partition", 0, 9.0))
     verdict = decide(advice(*options), ["W1_2"], 10.0, "", [MOVE], automatic=True, migrate=True)
     assert (verdict.way, verdict.advised, verdict.better) == (MIGRATE, "re-partition", MIGRATE)
-    assert "to re-partition would train 80% more; this job can't do it" in verdict.reason
-    assert "To migrate and re-route would train 60% more, and this job does so now." in verdict.reason
+    assert "to re-partition would train 80 % more; this job can't do it" in verdict.reason
+    assert "To migrate and re-route would train 60 % more, and this job does so now." in verdict.reason
 
 
 def test_a_job_that_may_not_move_says_so() -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0))
     verdict = decide(advice(*options), ["W1_2"], 10.0, "", [])
     assert (verdict.way, verdict.advised, verdict.better) == (REROUTE, MIGRATE, "")
-    assert "would train 60% more; this job may not, as it was started." in verdict.reason
+    assert "would train 60 % more; this job may not, as it was started." in verdict.reason
 
 
 def test_a_way_that_is_hardly_better_is_not_worth_it() -> None:
@@ -88,7 +88,7 @@ def test_a_way_that_is_hardly_better_is_not_worth_it() -> None:
     )
     assert not verdict.better
     assert not verdict.calls_for_an_operator
-    assert verdict.reason.endswith("The job re-routes (8 samples/s), which trains less by under 5%.")
+    assert verdict.reason.endswith("The job re-routes (8 samples/s), which trains less by under 5 %.")
 
 
 def test_work_that_a_restart_loses_counts() -> None:

@@ -39,8 +39,10 @@ def test_a_search_is_drawn_up_to_now_and_said_in_words() -> None:
     assert list(chart.rows["seconds"]) == pytest.approx([0.2, 2.0, 9.0])
     assert list(chart.rows["incumbent"]) == [31, 29, 29] and list(chart.rows["bound"]) == [27, 28, 28]
     assert chart.spec == search_chart(searched(Point(1.0, 40, 1, "x")), "slot", LIGHT).spec, "it stands still"
-    assert search_words(solve) == "Best period and proven bound over 9.0 seconds: from 31 and 27 to 29 and 28."
-    assert search_words(searched()).endswith("there is no plan yet.")
+    assert search_words(solve, "slot") == (
+        "Best period and proven bound over 9.0 s: from 31 slots and 27 slots to 29 slots and 28 slots."
+    )
+    assert search_words(searched(), "slot").endswith("there is no plan yet.")
 
 
 def test_the_log_and_the_cards_say_the_gap() -> None:

@@ -135,7 +135,7 @@ def test_tables_hold_what_the_chart_shows() -> None:
         (1080, "1.08 s"),
         (59_949, "59.9 s"),
         (125_000, "2 min 5 s"),
-        (3_599_900, "1 h 0 min"),
+        (3_599_900, "1 h"),
         (12_000_000, "3 h 20 min"),
         (12.2 * 86_400_000, "12 days 5 h"),
     ],
@@ -148,6 +148,10 @@ def test_other_numbers_read_well() -> None:
     assert text.planned(27, "slot") == "27 slots" and text.planned(1, "slot") == "1 slot"
     assert text.percent(0.074, sign=True) == "+7.4 %" and text.percent(-0.222, sign=True) == "−22.2 %"
     assert text.percent(0.0001, sign=True) == "±0 %" and text.percent(0.5) == "50 %"
+    assert [text.percent(x) for x in (0.0, 0.0001, 0.0006)] == ["0 %", "<0.1 %", "0.1 %"], "a gap that is left is no 0"
+    assert text.percent(0.222, digits=0) == "22 %" and text.percent(0.004, digits=0) == "<1 %"
+    assert [text.seconds(x) for x in (0.42, 12.3, 59.4, 320)] == ["0.4 s", "12 s", "59 s", "5 min 20 s"]
+    assert [text.planned(x, "ms", 5) for x in (960.4, 1083.25)] == ["960.4 ms", "1.0833 s"]
     assert text.age(None) == "never" and text.age(0.42) == "0.4 s ago" and text.age(7200) == "2 h ago"
     assert text.count(1, "worker") == "1 worker" and text.count(2048, "worker") == "2,048 workers"
     assert text.size(412 * 2**20) == "412 MiB" and text.size(1010 * 2**20) == "1,010 MiB"

@@ -263,7 +263,7 @@ def test_a_search_under_way_is_shown_and_cancelled(console: Console) -> None:
     until(lambda: bool(solve.points), "there is a plan")
     run(test)
     page = words(test)
-    assert "Best so far" in page and "Proven bound" in page and "of at most 300 s" in page
+    assert "Best so far" in page and "Proven bound" in page and "of at most 5 min" in page
     assert test.get("vega_lite_chart"), "the curve of best period and bound"
     assert test.button(key="planner-plan").disabled
     click(test, "planner-cancel")

@@ -41,7 +41,7 @@ def test_room_in_the_bubbles_is_not_called_speed_where_it_is_none() -> None:
     share = route.rate / (18 / 27)
     assert share < 0.99
     assert advice.sentence.endswith(
-        f"though re-routing reaches {share:.0%} of its speed within the memory limit and the steps"
+        f"though re-routing reaches {100 * share:.0f} % of its speed within the memory limit and the steps"
     )
 
 
@@ -75,7 +75,7 @@ def test_it_says_when_bubbles_run_out() -> None:
 def test_the_sentence_has_the_numbers() -> None:
     advice = advise(JobState(ONE), PLANNED, COSTS, heals_in=600)
     match = re.match(
-        r"(.+?): ([\d.]+) samples/s \((\d+)% of the fault-free plan, (\d+)% of fault-free 1F1B\) "
+        r"(.+?): ([\d.]+) samples/s \((\d+) % of the fault-free plan, (\d+) % of fault-free 1F1B\) "
         r"after a pause of ([\d.]+) s",
         advice.sentence,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from app.catalogs.report import CatalogReport, CountLine
+from app.ui import text
 from app.ui.theme import Palette, style
 
 # Above so many counts, markers would run into one another.
@@ -127,14 +128,14 @@ def _sentence(line: CountLine, unit: str) -> str:
     assert worst is not None and best is not None
     failed = "1 failed worker" if line.failures == 1 else f"{line.failures:,} failed workers"
     names = worst.words()
-    text = f"<b>{failed if line.failures else 'fault-free'}</b>"
+    words, longest = f"<b>{failed if line.failures else 'fault-free'}</b>", text.planned(worst.period, unit)
     if len(line.plans) > 1:
-        text += f" · {len(line.plans):,} plans, {best.period:,.6g} to {worst.period:,.6g} {unit}"
-    text += f"<br>longest: {worst.period:,.6g} {unit}" if len(line.plans) > 1 else f"<br>{worst.period:,.6g} {unit}"
+        words += f" · {len(line.plans):,} plans, {text.planned(best.period, unit)} to {longest}"
+    words += f"<br>longest: {longest}" if len(line.plans) > 1 else f"<br>{longest}"
     if names:
-        text += f" without {names}"
-    proof = "proven optimal" if worst.gap <= 0 else f"no plan can be below {worst.bound:,.6g} {unit}"
-    return f"{text}<br>{proof}<br>click: open on Schedule"
+        words += f" without {names}"
+    proof = "proven optimal" if worst.gap <= 0 else f"no plan can be below {text.planned(worst.bound, unit)}"
+    return f"{words}<br>{proof}<br>click: open on Schedule"
 
 
 def _reference(figure: go.Figure, report: CatalogReport, colours: Palette, unit: str) -> None:
@@ -146,7 +147,7 @@ def _reference(figure: go.Figure, report: CatalogReport, colours: Palette, unit:
         xanchor="left",
         y=report.reference,
         yanchor="bottom",
-        text=f"fault-free 1F1B: {report.reference:,.6g} {unit}",
+        text=f"fault-free 1F1B: {text.planned(report.reference, unit)}",
         bgcolor=colours.background,  # on narrow screens the curves pass behind it
         opacity=0.85,
         showarrow=False,

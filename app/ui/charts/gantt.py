@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import plotly.graph_objects as go
 
+from app.ui import text
 from app.ui.charts import bars, memory
 from app.ui.charts.bars import KIND_ORDER, Sheet, number, op_sentence, plural
 from app.ui.charts.rows import Rows
@@ -94,7 +95,10 @@ def _lay_out(figure: go.Figure, sheet: Sheet, start: float, end: float, *, dense
     figure.update_yaxes(**_rows_axis(sheet), tickfont={"size": 12, "color": sheet.colours.text})
     if with_figures:
         _figures(
-            figure, sheet, "idle", [f"{100 * sheet.schedule.worker_bubble_fraction(w):.0f} %" for w in sheet.living]
+            figure,
+            sheet,
+            "idle",
+            [text.percent(sheet.schedule.worker_bubble_fraction(w), digits=0) for w in sheet.living],
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from app.ui import text
 from app.ui.theme import Palette
 from planner.job import Worker
 from planner.schedule import Op, Schedule
@@ -113,5 +114,5 @@ def picture_words(schedule: Schedule) -> str:
     return (
         f"Schedule of {len(schedule.ops)} living workers over {schedule.period} slots. Failed: {failed}. "
         f"Micro-batches on other workers than their own: {moved}. "
-        f"Idle: {100 * schedule.bubble_fraction:.0f} % of the slots."
+        f"Idle: {text.percent(schedule.bubble_fraction, digits=0)} of the slots."
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from app.plans.solving import Solve
+from app.ui import text
 from app.ui.charts.bars import plural
 from app.ui.charts.vega import LiveChart, config
 from app.ui.theme import Palette
@@ -64,15 +65,15 @@ def search_chart(solve: Solve, unit: str, colours: Palette) -> LiveChart:
     )
 
 
-def search_words(solve: Solve) -> str:
+def search_words(solve: Solve, unit: str) -> str:
     """The chart for those who can't see it."""
-    last = solve.points[-1] if solve.points else None
-    if last is None or last.incumbent is None:
+    known = [(p.incumbent, p.bound) for p in solve.points if p.incumbent is not None]
+    if not known:
         return "Best period and bound over time; there is no plan yet."
-    first = next(p for p in solve.points if p.incumbent is not None)
+    first, last = ([text.planned(value, unit) for value in known[i]] for i in (0, -1))
     return (
-        f"Best period and proven bound over {solve.elapsed:.1f} seconds: from {first.incumbent:g} and {first.bound:g} "
-        f"to {last.incumbent:g} and {last.bound:g}."
+        f"Best period and proven bound over {text.seconds(solve.elapsed)}: from {first[0]} and {first[1]} "
+        f"to {last[0]} and {last[1]}."
     )
 
 

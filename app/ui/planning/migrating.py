@@ -91,8 +91,12 @@ def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> N
     components.cards(
         [
             Card("Period, list scheduler", text.planned(found.period, unit), f"{now_words} where they are; {saved}"),
-            Card("Pause for the copies", f"{found.pause:.3g} s", "nobody trains meanwhile"),
-            Card("Iterations gained", gained, f"in {question.heals_in:g} s" if question.heals_in else "set “Back in”"),
+            Card("Pause for the copies", text.milliseconds(1000 * found.pause), "nobody trains meanwhile"),
+            Card(
+                "Iterations gained",
+                gained,
+                f"in {text.seconds(question.heals_in)}" if question.heals_in else "set “Back in”",
+            ),
         ]
     )
     left, right = st.columns([3, 2], gap="medium")

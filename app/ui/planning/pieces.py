@@ -31,9 +31,11 @@ def _step(name: str, about: str, solve: Solve | None, chosen: bool) -> str:
         note = f"bound {text.planned(metrics.lower_bound, unit)}, {gap_words(solve.plan)}{share}"
         good = " or-good" if metrics.gap <= 0 else ""
     elif solve is not None:
-        note = solve.error or ("waits its turn" if solve.state == "waiting" else f"{solve.elapsed:.0f} s so far")
+        note = solve.error or (
+            "waits its turn" if solve.state == "waiting" else f"{text.seconds(solve.elapsed)} so far"
+        )
         if solve.points and solve.points[-1].incumbent is not None:
-            value = f"{solve.points[-1].incumbent:g} …"
+            value = f"{text.planned(solve.points[-1].incumbent, 'slot')} …"
     return (
         f'<div class="or-step{" or-chosen" if chosen else ""}"><div class="or-label">{escape(name)}</div>'
         f'<div class="or-value">{escape(value)}</div><div class="or-note{good}">{escape(note)}</div>'
@@ -74,4 +76,4 @@ def search_cards(solve: Solve, unit: str) -> list[Card]:
             Card("Proven bound", text.planned(last.bound, unit), "no plan can be shorter"),
             Card("Gap", text.percent(gap), "closed" if gap == 0 else "between the two"),
         ]
-    return [*best, Card("Time", f"{solve.elapsed:.1f} s", f"{limit:g} s at most")]
+    return [*best, Card("Time", text.seconds(solve.elapsed), f"{text.seconds(limit)} at most")]

@@ -79,7 +79,8 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
     with how:
         if solve is None:
             made = plan.solver
-            components.quiet(f"A saved plan: made by {made.name} in {made.seconds:.3g} s, {facts.gap_words(plan)}.")
+            took = text.milliseconds(1000 * made.seconds)
+            components.quiet(f"A saved plan: made by {made.name} in {took}, {facts.gap_words(plan)}.")
         else:
             drawn(solve, plan.job.time_unit, colours, key="planner-found")
     with workers:

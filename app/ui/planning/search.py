@@ -56,7 +56,7 @@ def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
         return
     if not solve.over or len(solve.points) > 1:
         chart = search_chart(solve, unit, colours)
-        st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=search_words(solve))
+        st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=search_words(solve, unit))
     log(log_lines(solve, unit))
 
 
@@ -78,7 +78,7 @@ def others(console: Console, shown: Sequence[str]) -> None:
 def _standing(solve: Solve) -> str:
     if solve.state == "waiting":
         return "waits its turn"
-    return f"{solve.elapsed:.0f} s of at most {solve.request.patience:g} s"
+    return f"{text.seconds(solve.elapsed)} of at most {text.seconds(solve.request.patience)}"
 
 
 def _stop(console: Console, solve_id: str) -> None:
