@@ -1,6 +1,7 @@
 """Messages between agents and the console. No torch here: the console imports this module.
 
-Every message is strict: unknown fields are refused, strings and numbers are bounded. Paths are
+Every message is strict: unknown fields are refused, strings and numbers are bounded, and of a list
+with wrong entries the first is said (there may be a million). Paths are
 below `/api/v1`. A worker is named `W<pipeline>_<stage>`; its `incarnation` is new at every process
 start, so that a report of a dead process can't be taken for one of its successor.
 """
@@ -15,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StringConstraints, model_validator
 
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
@@ -99,11 +100,11 @@ class JobSpec(Message):
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
     # Left out where there is none: consoles that do not know of it take such a job, too.
     profile: Annotated[JobDoc | None, Field(exclude_if=lambda value: value is None)] = None
-    paced: bool = False
-    demo: bool = False
-    checkpoints: bool = False
+    paced: StrictBool = False
+    demo: StrictBool = False
+    checkpoints: StrictBool = False
     # Left out, too: what does not run on this agent's launcher can't do it.
-    migrate: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
+    migrate: Annotated[StrictBool, Field(exclude_if=lambda value: not value)] = False
     seed: Count = 0
     transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
     group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
@@ -221,10 +222,14 @@ class MeasuredOps(Message):
     offset_us: Annotated[int, Field(ge=-(2**53), le=2**53)]
     uncertainty_us: Count
     kinds: Annotated[str, StringConstraints(min_length=1, max_length=MEASURED_OPS, pattern=r"^[FIWBO]+$")]
-    pipelines: Annotated[tuple[Annotated[int, Field(ge=0, le=10**6)], ...], Field(max_length=MEASURED_OPS)]
-    micro_batches: Annotated[tuple[Annotated[int, Field(ge=-1, le=10**6)], ...], Field(max_length=MEASURED_OPS)]
-    starts_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS)]
-    durations_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS)]
+    pipelines: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+    ]
+    micro_batches: Annotated[
+        tuple[Annotated[int, Field(ge=-1, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+    ]
+    starts_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
+    durations_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
 
     @model_validator(mode="after")
     def _one_entry_per_op(self) -> MeasuredOps:
@@ -302,7 +307,7 @@ class Iteration(Message):
 class IterationReport(Message):
     """POST /jobs/{job_id}/iterations. From the launcher, in batches; repeated ones are ignored."""
 
-    iterations: Annotated[tuple[Iteration, ...], Field(max_length=1000)]
+    iterations: Annotated[tuple[Iteration, ...], Field(max_length=1000, fail_fast=True)]
 
 
 class Recovery(Message):
@@ -317,7 +322,7 @@ class Recovery(Message):
     unblocked_ms: Milliseconds
     reformed_ms: Milliseconds
     resumed_ms: Milliseconds
-    death_known: bool = True
+    death_known: StrictBool = True
 
 
 class LogLine(Message):
@@ -334,7 +339,7 @@ class LogLines(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    lines: Annotated[tuple[LogLine, ...], Field(max_length=LOG_LINES)]
+    lines: Annotated[tuple[LogLine, ...], Field(max_length=LOG_LINES, fail_fast=True)]
     skipped: Count = 0
 
 
@@ -347,7 +352,7 @@ class VerdictReport(Message):
 
     iteration: Count
     coefficient: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
-    redone: bool
+    redone: StrictBool
 
 
 class Command(Message):

@@ -10,6 +10,7 @@ OneChild has a long piece of work done in a process that is there for that alone
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -90,5 +91,6 @@ def _serve(pipe: Connection, answer: Callable[[bytes], bytes]) -> None:
     configure_logging()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
     os.nice(5)
+    gc.disable()  # a million lists would be looked through again and again, and all goes with the process
     with suppress(EOFError, OSError):  # the console has gone
         pipe.send_bytes(answer(pipe.recv_bytes()))

@@ -50,7 +50,7 @@ class StageDoc(_Model):
     input_backward: Time
     weight_backward: Time
     optimizer: Time
-    reductions: Annotated[tuple[Time, ...], _WHERE_GIVEN] = ()
+    reductions: Annotated[tuple[Time, ...], _WHERE_GIVEN, Field(fail_fast=True)] = ()
     activation_bytes: Annotated[Bytes, _WHERE_GIVEN] = 0
     weight_backward_bytes: Annotated[Bytes, _WHERE_GIVEN] = 0
     weight_bytes: Annotated[Bytes, _WHERE_GIVEN] = 0
@@ -63,11 +63,11 @@ class JobDoc(_Model):
     pipelines: StrictInt
     stages: StrictInt
     micro_batches: StrictInt
-    profiles: tuple[StageDoc, ...]
-    transfers: tuple[Time, ...]
+    profiles: Annotated[tuple[StageDoc, ...], Field(fail_fast=True)]
+    transfers: Annotated[tuple[Time, ...], Field(fail_fast=True)]
     time_unit: Annotated[str, Field(max_length=20, pattern=PRINTABLE)] = "slot"
-    backward_transfers: Annotated[tuple[Time, ...], _WHERE_GIVEN] = ()
-    capacity_bytes: Annotated[Bytes | tuple[Bytes, ...], _WHERE_GIVEN] = ()
+    backward_transfers: Annotated[tuple[Time, ...], _WHERE_GIVEN, Field(fail_fast=True)] = ()
+    capacity_bytes: Annotated[Bytes | Annotated[tuple[Bytes, ...], Field(fail_fast=True)], _WHERE_GIVEN] = ()
     speeds: Annotated[dict[WorkerName, Speed], _WHERE_GIVEN] = Field(default_factory=dict)
 
     def job(self) -> Job:
@@ -107,6 +107,10 @@ class OpDoc(_Model):
     duration: Time
 
 
+# A wrong document may have a million wrong entries: the first is said.
+_Ops = Annotated[tuple[OpDoc, ...], Field(fail_fast=True)]
+
+
 class MetricsDoc(_Model):
     """All as defined in planner.schedule; `gap` and the slowdowns are fractions (0.08 = +8 %)."""
 
@@ -134,10 +138,10 @@ class Plan(_Model):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     job: JobDoc
-    failed: tuple[WorkerName, ...]
+    failed: Annotated[tuple[WorkerName, ...], Field(fail_fast=True)]
     technique: Technique
     memory: str
-    workers: dict[WorkerName, tuple[OpDoc, ...]]
+    workers: dict[WorkerName, _Ops]
     metrics: MetricsDoc
     solver: SolverDoc
     fingerprint: str
@@ -239,7 +243,7 @@ class Plan(_Model):
         return cls.from_json(data, source=str(path))
 
 
-_OPS = TypeAdapter(tuple[OpDoc, ...])
+_OPS = TypeAdapter(_Ops)
 # Longer documents are read worker by worker, and all are written so: pydantic and json let no other
 # thread run meanwhile, which for 2,048 workers at once takes seconds.
 _PIECEMEAL = 1_000_000

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from agent.protocol import Identifier
+from app.api.parsing import ReadBeside
 from app.api.runner import in_thread
 from app.console import Console
 from app.security.access import caller_of
@@ -76,7 +77,7 @@ class AuditLines(BaseModel):
 
 
 def router(console: Console) -> APIRouter:
-    api = APIRouter(tags=["access"])
+    api = APIRouter(tags=["access"], route_class=ReadBeside)
     tokens = console.tokens
 
     @api.get("/caller")

@@ -23,6 +23,7 @@ from agent.protocol import (
 from app.api.intake import Intake
 from app.api.lean import AgentEndpoints
 from app.api.models import Outcome
+from app.api.parsing import ReadBeside
 from app.api.profiles import ProfileName
 from app.api.runner import in_thread
 from app.console import Console
@@ -45,7 +46,7 @@ class JobWanted(JobSpec):
 
 def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRouter:
     """endpoints: answer most of some of these routes before they come here (app.api.lean)."""
-    api = APIRouter(prefix="/jobs", tags=["agents"])
+    api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside)
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
     async def create_job(

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, Field
 
 from app.api.paging import After, Most, page
+from app.api.parsing import ReadBeside
 from app.api.profiles import ProfileName
 from app.api.runner import in_thread
 from app.catalogs.export import exported
@@ -110,7 +111,7 @@ class CatalogLines(BaseModel):
 
 
 def router(console: Console) -> APIRouter:
-    api = APIRouter(tags=["catalogs"])
+    api = APIRouter(tags=["catalogs"], route_class=ReadBeside)
     catalogs = console.catalogs
 
     @api.get("/catalogs")

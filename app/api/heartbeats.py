@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from agent.protocol import Heartbeat
+from app.api.parsing import ReadBeside, beside
 from app.console import Console
 from app.errors import ConsoleError
+from app.live import LiveJob
 
 MOST = 8_192
 
@@ -17,7 +19,7 @@ MOST = 8_192
 class Heartbeats(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    heartbeats: Annotated[list[Heartbeat], Field(min_length=1, max_length=MOST)]
+    heartbeats: Annotated[list[Heartbeat], Field(min_length=1, max_length=MOST, fail_fast=True)]
 
 
 class Refused(BaseModel):
@@ -39,22 +41,27 @@ class HeartbeatsReply(BaseModel):
 
 
 def router(console: Console) -> APIRouter:
-    api = APIRouter(prefix="/jobs", tags=["agents"])
+    api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside)
 
-    @api.post("/{job_id}/heartbeats/batch")
-    async def heartbeats(job_id: str, message: Heartbeats) -> HeartbeatsReply:
+    @api.post("/{job_id}/heartbeats/batch", response_model=HeartbeatsReply)
+    async def heartbeats(job_id: str, message: Heartbeats) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        job, refused = console.job(job_id), []
-        for index, beat in enumerate(message.heartbeats):
-            try:
-                console.heartbeat(job_id, beat)
-            except ConsoleError as error:
-                refused.append(Refused(index=index, worker=beat.worker, code=error.code, detail=error.detail))
-        return HeartbeatsReply(
-            epoch=job.state.epoch,
-            measure=console.measuring.wanted(job_id),
-            taken=len(message.heartbeats) - len(refused),
-            refused=refused,
-        )
+        job = console.job(job_id)
+        return Response(await beside(_take, console, job, message.heartbeats), media_type="application/json")
 
     return api
+
+
+def _take(console: Console, job: LiveJob, beats: list[Heartbeat]) -> str:
+    refused = []
+    for index, beat in enumerate(beats):
+        try:
+            job.heard(beat)
+        except ConsoleError as error:
+            refused.append(Refused(index=index, worker=beat.worker, code=error.code, detail=error.detail))
+    return HeartbeatsReply(
+        epoch=job.state.epoch,
+        measure=console.measuring.wanted(job.job_id),
+        taken=len(beats) - len(refused),
+        refused=refused,
+    ).model_dump_json()

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from agent.protocol import ClockReading, MeasuredOps, clock_name
 from app.api.models import Outcome
+from app.api.parsing import ReadBeside
 from app.api.runner import in_thread
 from app.console import Console
 from app.observing.measured import MeasuredIteration, measured_iteration
@@ -35,7 +36,7 @@ class MeasuredInfo(BaseModel):
 
 
 def router(console: Console) -> APIRouter:
-    api = APIRouter(tags=["measured"])
+    api = APIRouter(tags=["measured"], route_class=ReadBeside)
 
     @api.get("/clock", tags=["agents"])
     async def clock() -> ClockReading:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agent.protocol import LogLine, LogLines, VerdictReport
 from app.api.models import Outcome
+from app.api.parsing import ReadBeside
 from app.api.runner import in_thread
 from app.console import Console
 from app.errors import ConsoleError
@@ -29,7 +30,7 @@ class Acknowledged(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    seqs: Annotated[list[Seq], Field(max_length=1000)]
+    seqs: Annotated[list[Seq], Field(max_length=1000, fail_fast=True)]
 
 
 class StateInfo(BaseModel):
@@ -74,7 +75,7 @@ class WorkerHistory(BaseModel):
 
 
 def router(console: Console) -> APIRouter:
-    api = APIRouter(prefix="/jobs", tags=["jobs"])
+    api = APIRouter(prefix="/jobs", tags=["jobs"], route_class=ReadBeside)
 
     @api.post("/{job_id}/logs", status_code=204, tags=["agents"])
     async def logs(job_id: str, message: LogLines) -> None:

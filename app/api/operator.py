@@ -6,10 +6,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Header
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from agent.protocol import WorkerName
 from app.api.models import Outcome
+from app.api.parsing import ReadBeside
 from app.api.runner import in_thread
 from app.console import Console
 from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
@@ -68,7 +69,7 @@ class ChoiceMade(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: Annotated[str, Field(min_length=1, max_length=80)]
-    failed: Annotated[list[WorkerName] | None, Field(max_length=16_384)] = None
+    failed: Annotated[Annotated[list[WorkerName], Field(fail_fast=True)] | None, Field(max_length=16_384)] = None
 
 
 class ModeWanted(BaseModel):
@@ -81,7 +82,7 @@ class ModeWanted(BaseModel):
 class FreezeWanted(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    frozen: bool
+    frozen: StrictBool
 
 
 class ReplanWanted(BaseModel):
@@ -111,7 +112,7 @@ class ReplanInfo(BaseModel):
 
 
 def router(console: Console) -> APIRouter:
-    api = APIRouter(prefix="/jobs", tags=["operator"])
+    api = APIRouter(prefix="/jobs", tags=["operator"], route_class=ReadBeside)
     operators = console.operators
 
     @api.post("/{job_id}/workers/{worker}/drain", status_code=202, responses={409: {}})

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.jobs import Actor
 from app.api.models import Outcome
 from app.api.paging import After, Most, page
+from app.api.parsing import ReadBeside, is_json
 from app.api.profiles import ProfileName
 from app.api.runner import in_thread
 from app.console import Console
@@ -117,7 +117,7 @@ class MigrationsWanted(_WhoseJob, MigrationsSettings):
 
 
 def router(console: Console) -> APIRouter:
-    api = APIRouter()
+    api = APIRouter(route_class=ReadBeside)
 
     @api.get("/plans", tags=["plans"])
     async def saved(after: After = None, limit: Most = None) -> SavedPlans:
@@ -230,7 +230,7 @@ def _place_of_plan(row: dict[str, Any]) -> tuple[float, str]:
 _uploads = ThreadPoolExecutor(MOST_WAITING + 2, "uploads")
 
 
-class ReadElsewhere(APIRoute):
+class ReadElsewhere(ReadBeside):
     """POST /plans with a large body: that is read in a process of its own, and the answer is the same."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
@@ -238,7 +238,7 @@ class ReadElsewhere(APIRoute):
 
         async def handler(request: HttpRequest) -> Response:
             body = await request.body()
-            if len(body) <= LARGE or not request.headers.get("content-type", "").startswith("application/json"):
+            if len(body) <= LARGE or not is_json(request):
                 return await usual(request)
             console: Console = request.app.state.console
             actor = request.headers.get("X-Actor", "API")

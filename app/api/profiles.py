@@ -8,6 +8,7 @@ from fastapi import APIRouter, Header, Path, Response
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from app.api.paging import After, Most, page
+from app.api.parsing import ReadBeside
 from app.api.runner import in_thread
 from app.console import Console
 from app.plans.profiles import NAME, ProfileInfo
@@ -48,7 +49,7 @@ class ProfileList(BaseModel):
 
 
 def router(console: Console) -> APIRouter:
-    api = APIRouter(prefix="/profiles", tags=["profiles"])
+    api = APIRouter(prefix="/profiles", tags=["profiles"], route_class=ReadBeside)
     profiles = console.profiles
 
     @api.get("")

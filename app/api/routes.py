@@ -30,6 +30,7 @@ from app.api import (
 from app.api.idempotency import Idempotency
 from app.api.intake import Intake
 from app.api.lean import AgentEndpoints, Lean
+from app.api.parsing import ReadBeside
 from app.api.reference import POLICY, page
 from app.api.runner import in_thread
 from app.console import Console
@@ -55,6 +56,7 @@ def create_api(console: Console, endpoints: AgentEndpoints | None = None, intake
         },
     )
     api.state.console = console
+    api.router.route_class = ReadBeside
     problems.install(api)
     document.install(api)
     api.include_router(agents.router(console, endpoints, intake))

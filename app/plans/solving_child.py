@@ -42,7 +42,7 @@ class _Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    failed: tuple[WorkerName, ...] = ()
+    failed: Annotated[tuple[WorkerName, ...], Field(fail_fast=True)] = ()
     technique: Technique = Technique.STAGGERED
     memory: Annotated[str, Field(max_length=20)] = "uniform"
 

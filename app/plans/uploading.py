@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.children import OneChild
+from app.documents import check_objects, parsed
 from app.errors import ConsoleError
 from app.plans.summary import summary_of
 from app.sentences import sentence
@@ -98,7 +99,10 @@ class Uploads:
 def answer(body: bytes) -> bytes:
     """A line of JSON: {"wrong": sentence}, {"name", "solve"}, or all of a ReadPlan but its document, which follows."""
     try:
+        check_objects(parsed(body))  # what is wrong with a million fields would be a million errors
         message = PlanToSave.model_validate_json(body)
+    except ConsoleError as error:
+        return json.dumps({"wrong": error.detail}).encode()
     except ValidationError as error:
         return json.dumps({"wrong": sentence(error.errors(include_url=False))}).encode()
     except MemoryError:

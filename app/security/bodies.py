@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -10,12 +12,24 @@ from app.api.problems import problem
 from app.api.replay import replayed
 from app.security.hosts import UNSAFE
 
-HEARTBEAT_LIMIT = 64 * 1024
-BODY_LIMIT = 2 * 1024 * 1024
-# Plans, which are read in a process of their own, and what stands for thousands of ops or workers.
-LARGE_LIMIT = 8 * 1024 * 1024
-_LARGE = ("/plans", "/measured", "/heartbeats/batch")
+BODY_LIMIT = 64 * 1024
 LOGIN_LIMIT = 4 * 1024
+_KIB, _MIB = 1024, 1024 * 1024
+# What may stand for thousands of ops, stages or workers; plans are read in a process of their own. By the end of
+# the path below /api/v1.
+_LARGER = {
+    "/plans": 8 * _MIB,
+    "/measured": 4 * _MIB,
+    "/heartbeats/batch": 4 * _MIB,
+    "/jobs": 2 * _MIB,
+    "/solves": 2 * _MIB,
+    "/catalogs": 2 * _MIB,
+    "/iterations": 512 * _KIB,
+    "/choice": 512 * _KIB,
+    "/logs": 1 * _MIB,
+}
+_NAMED_PROFILE = re.compile(rf"{API}/profiles/[^/]*", re.DOTALL)
+_PROFILE_LIMIT = 2 * _MIB
 
 
 class BodyLimit:
@@ -56,7 +70,7 @@ def _limit(scope: Scope) -> int | None:
     if path == f"{API}/history/import":  # goes to a file as it comes, and is limited there
         return None
     if path.startswith(API):
-        if path.endswith("/heartbeats"):
-            return HEARTBEAT_LIMIT
-        return LARGE_LIMIT if path.endswith(_LARGE) else BODY_LIMIT
+        if _NAMED_PROFILE.fullmatch(path):
+            return _PROFILE_LIMIT
+        return next((limit for end, limit in _LARGER.items() if path.endswith(end)), BODY_LIMIT)
     return None

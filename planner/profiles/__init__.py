@@ -81,7 +81,7 @@ class Reductions(_Model):
     """All-reduce of `bytes` among 2, 3, ... peers, in order; all of them on the profiled machine."""
 
     bytes: Annotated[StrictInt, Field(ge=1)]
-    by_peers: tuple[Timing, ...]
+    by_peers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]
 
     def milliseconds(self, size: int, peers: int) -> float:
         """For `size` bytes: in proportion. Beyond the largest group measured, as a ring's traffic
@@ -125,9 +125,9 @@ class Measurements(_Model):
     hardware: Hardware
     cut: Literal["stages", "layers"]
     layers: Annotated[StrictInt, Field(ge=0)] = 0
-    parts: Annotated[tuple[Part, ...], Field(min_length=1)]
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, fail_fast=True)]
     boundary_bytes: Bytes
-    transfers: tuple[Timing, ...]
+    transfers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]
     reductions: Reductions | None
     capacity_bytes: Annotated[Bytes, Field(exclude_if=lambda value: not value)] = 0
 

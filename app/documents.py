@@ -1,0 +1,65 @@
+"""JSON documents of others, with a bound on what reading one takes. No web framework: child processes use it, too.
+
+JSON and pydantic let no other thread run, and what is wrong with a document can be millions of things, each of which
+pydantic puts into words: two megabytes once kept every heartbeat waiting for a minute, and took gigabytes. So what
+takes time has limits here (objects and lists, fields), and the messages give up on a list at its first wrong entry
+(fail_fast).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from app.errors import ConsoleError
+
+# Of one body: objects and lists; and fields of all its objects together. A batch of 8,192 heartbeats, and a job of
+# 4,096 stages or 16,384 workers, have less.
+MOST_CONTAINERS = 65_536
+MOST_FIELDS = 131_072
+# Of one object: plans and jobs have one for each worker.
+MOST_FIELDS_OF_ONE = 16_384
+# With fewer fields in all, none of the objects needs to be looked at.
+FEW_FIELDS = 1_000
+
+
+def bounded(body: bytes) -> Any:
+    """The document. Raises ConsoleError (422) for what is none, or holds more than any message does."""
+    for count, most, what in (
+        (body.count(b"{") + body.count(b"["), MOST_CONTAINERS, "objects and lists"),
+        (fields := body.count(b":"), MOST_FIELDS, "fields"),
+    ):
+        if count > most:  # in its texts, too, which hold far fewer
+            raise _wrong(f"the body: got {count:,} {what}, expected at most {most:,}")
+    document = parsed(body)
+    if fields > FEW_FIELDS:
+        check_objects(document)
+    return document
+
+
+def parsed(body: bytes) -> Any:
+    """The document. Raises ConsoleError (422) for what is none."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise _wrong(f"the body is not JSON: {error}") from None
+
+
+def check_objects(document: Any) -> None:
+    """Raises ConsoleError (422) for one that holds an object with more fields than there are workers."""
+    left = [("the body", document)]
+    while left:
+        where, value = left.pop()
+        if type(value) is dict:
+            if len(value) > MOST_FIELDS_OF_ONE:
+                raise _wrong(
+                    f"{where}: got an object with {len(value):,} fields, expected at most {MOST_FIELDS_OF_ONE:,}"
+                )
+            left += [(name[:80], inner) for name, inner in value.items() if type(inner) in (dict, list)]
+        elif type(value) is list:
+            left += [(where, inner) for inner in value if type(inner) in (dict, list)]
+
+
+def _wrong(detail: str) -> ConsoleError:
+    return ConsoleError(422, "invalid", detail)
