@@ -41,6 +41,7 @@ RELATIONS = {
     "PUT /profiles/{name}": "op times and grid must make a job",
     "GET /jobs": CURSOR,
     "GET /jobs/{job_id}/plans": CURSOR,
+    "GET /jobs/{job_id}/workers/{worker}/history": "the time between since and until, in steps, has a limit",
     "GET /plans": CURSOR,
     "GET /solves": CURSOR,
     "GET /catalogs": CURSOR,

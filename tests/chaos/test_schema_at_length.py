@@ -14,8 +14,18 @@ EXAMPLES = 100
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("negative", [False, True])
 def test_every_operation_answers_as_documented(tmp_path: Path, negative: bool) -> None:
+    made, wrong = 0, list[BaseException]()
     with api_in(tmp_path) as api:
-        labels = api.operations()
-        made = sum(api.call(label, EXAMPLES, negative=negative) for label in labels)
+        for label in api.operations():
+            try:
+                made += api.call(label, EXAMPLES, negative=negative)
+            except (
+                Exception,
+                BaseExceptionGroup,
+            ) as error:  # Schemathesis raises groups; the others are tried all the same: a run takes minutes
+                error.add_note(f"operation: {label}")
+                wrong.append(error)
+        if wrong:
+            raise BaseExceptionGroup(f"{len(wrong)} operations do not answer as documented", wrong)
         assert made > (20 if negative else 50) * EXAMPLES
         assert max(api.seen) < 500, api.seen
