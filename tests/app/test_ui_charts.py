@@ -188,6 +188,20 @@ def test_vega_knows_each_row_again_when_new_ones_come() -> None:
         keys = {layer["mark"]["type"]: layer["encoding"].get("key") for layer in whole["layer"]}
         assert keys.pop("line", None) is None, "a key would make a line of each row"
         assert keys and all(key == {"field": "row"} for key in keys.values())
+        derived = [step for part in (whole, *whole["layer"]) for step in part.get("transform", ())]
+        assert all(step.keys() == {"filter"} for step in derived), "a copy of each row that ever came would be kept"
+
+
+def test_words_of_a_late_change_stand_on_its_left_and_dots_only_where_there_is_room() -> None:
+    few, many = progress_rows(factory.iteration_views(60), [], 36.7), progress_rows(factory.iteration_views(200), [], 0)
+    assert few["dotted"].all() and not many["dotted"].any()
+    late = [
+        int(n - many["iteration"][0]) for n, is_late in zip(many["iteration"], many["late"], strict=True) if is_late
+    ]
+    assert late == list(range(170, 200))
+    assert np.isnan(few["reference"][:-1]).all() and few["reference"][-1] == pytest.approx(36.7)
+    assert few["headroom"][-1] == pytest.approx(1.15 * max(36.7, few["samples_per_second"].max()))
+    assert all(len(column) == 0 for column in progress_rows((), [], None).values())
 
 
 def test_live_specs_stand_still_while_the_job_runs() -> None:

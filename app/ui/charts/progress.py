@@ -19,8 +19,10 @@ MOST_DOTS = 120
 # `epoch 3: W1_2 re-joins; plan 6d9b60c0: ...`, as the feed has it when an epoch opens.
 _OPENED = re.compile(r"epoch (\d+)[^:]*: (.*); plan ", re.DOTALL)
 _LONGEST = 160
-# Is the mark so near the right edge that its words must stand on its left?
-LATE = "(datum.iteration - datum.first > 0.85 * (datum.last - datum.first))"
+# Beyond this share of the axis a mark's words stand on its left.
+LATE = 0.85
+# Room above the highest value, for words.
+HEADROOM = 1.15
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def _reported_lost(events: tuple[EventView, ...], before: IterationView, after: 
 
 def throughput(rows: Columns, colours: Palette) -> LiveChart:
     """Samples per second by iteration; the fault-free rate, where it is known, dotted."""
-    y = {"field": "fault_free", "type": "quantitative"}
-    last = {"filter": "datum.iteration === datum.last"}
+    y = {"field": "reference", "type": "quantitative"}
+    last = {"filter": "datum.last"}
     reference = {
         "transform": [last],
         "mark": {"type": "rule", "strokeDash": [3, 3], "strokeWidth": 1.5, "color": colours.good},
@@ -93,41 +95,36 @@ def throughput(rows: Columns, colours: Palette) -> LiveChart:
         "mark": {"type": "point", "opacity": 0},
         "encoding": {"y": {"field": "headroom", "type": "quantitative"}},
     }
-    transform = [
-        {
-            "joinaggregate": [
-                {"op": "max", "field": "samples_per_second", "as": "top"},
-                {"op": "max", "field": "reference", "as": "fault_free"},
-            ]
-        },
-        {"calculate": "1.15 * max(datum.top, datum.fault_free)", "as": "headroom"},
-    ]
     known = bool(np.isfinite(rows["reference"]).any())
     curve = _curve("samples_per_second", colours.accent, zero=True)
     layers = [*([reference, label] if known else []), headroom, *curve, *_marks(colours)]
-    return LiveChart(_panel("Throughput (samples/s)", layers, colours, transform), rows)
+    return LiveChart(_panel("Throughput (samples/s)", layers, colours), rows)
 
 
 def losses(rows: Columns, colours: Palette) -> LiveChart:
     """Loss by iteration."""
     layers = [*_curve("loss", colours.muted, zero=False), *_marks(colours, labels=False)]
-    return LiveChart(_panel("Loss", layers, colours, [], axis_title="iteration"), rows)
+    return LiveChart(_panel("Loss", layers, colours, axis_title="iteration"), rows)
 
 
 def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], fault_free: float | None) -> Columns:
     """One row per iteration, in narrow types: it is sent at each refresh.
 
-    mark: words at iterations that open a new epoch, else empty; change: `lost`, `other` or empty.
-    reference: the fault-free rate, in the first row only; NaN elsewhere.
+    mark: words at iterations that open a new epoch, else empty; change: `lost`, `other` or empty. late: so near
+    the right edge that they stand on the left. before, after: where the iteration begins and ends on the axis.
+    reference: the fault-free rate; headroom: what the axis has to reach; both in the last row only, NaN elsewhere.
+
+    All of it is reckoned here: where Vega derives rows of its own it keeps a trace of each that ever was.
     """
     at = {mark.iteration: mark for mark in marks}
     found = [at.get(i.iteration) for i in iterations]
-    reference = np.full(len(iterations), np.nan, dtype=np.float32)
-    if fault_free is not None:
-        reference[:1] = fault_free
+    number = np.array([i.iteration for i in iterations], dtype=np.int32)
+    rate = np.array([i.samples_per_second for i in iterations], dtype=np.float32)
+    first, last = np.arange(len(number)) == 0, np.arange(len(number)) == len(number) - 1
+    span = int(number[-1] - number[0]) if len(number) else 0
     return {
-        "iteration": np.array([i.iteration for i in iterations], dtype=np.int32),
-        "samples_per_second": np.array([i.samples_per_second for i in iterations], dtype=np.float32),
+        "iteration": number,
+        "samples_per_second": rate,
         "milliseconds": np.array([1000 * i.seconds for i in iterations], dtype=np.float32),
         "loss": np.array([i.loss for i in iterations], dtype=np.float32),
         "epoch": np.array([i.epoch for i in iterations], dtype=np.int32),
@@ -135,13 +132,18 @@ def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], faul
         "mark": [m.text if m else "" for m in found],
         "change": [("lost" if m.lost else "other") if m else "" for m in found],
         "happened": [m.detail if m else "" for m in found],
-        "reference": reference,
+        "first": first,
+        "last": last,
+        "late": number - number[:1] > LATE * span,
+        "dotted": np.full(len(number), span < MOST_DOTS),
+        "before": number - 0.5,
+        "after": number + 0.5,
+        "reference": np.where(last, np.float32(np.nan if fault_free is None else fault_free), np.float32(np.nan)),
+        "headroom": np.where(last, HEADROOM * max([*rate, fault_free or 0.0]), np.nan).astype(np.float32),
     }
 
 
-def _panel(
-    title: str, layers: list[Any], colours: Palette, transform: list[Any], axis_title: str | None = None
-) -> dict[str, Any]:
+def _panel(title: str, layers: list[Any], colours: Palette, axis_title: str | None = None) -> dict[str, Any]:
     return {
         "title": title,
         "height": PANEL_HEIGHT,
@@ -155,17 +157,6 @@ def _panel(
                 "axis": {"grid": False, "format": ",d", "tickMinStep": 1, "title": axis_title, "tickCount": 8},
             }
         },
-        "transform": [
-            {"calculate": "datum.iteration - 0.5", "as": "before"},
-            {"calculate": "datum.iteration + 0.5", "as": "after"},
-            {
-                "joinaggregate": [
-                    {"op": "min", "field": "iteration", "as": "first"},
-                    {"op": "max", "field": "iteration", "as": "last"},
-                ]
-            },
-            *transform,
-        ],
         "layer": layers,
         "config": config(colours),
     }
@@ -188,13 +179,12 @@ def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
         {"field": "epoch"},
         {"field": "happened"},
     ]
-    few = f"datum.last - datum.first < {MOST_DOTS}"
     return [
-        {"mark": {"type": "line", "color": colour, "strokeWidth": 2}, "encoding": {"y": y}},
+        {"mark": {"type": "line", "color": colour, "strokeWidth": 2, "tooltip": None}, "encoding": {"y": y}},
         {
-            "transform": [_where(few)],
+            "transform": [_where("datum.dotted")],
             "mark": {"type": "point", "color": colour, "filled": True, "size": 18},
-            "encoding": {"y": y, "opacity": {"condition": {"test": few, "value": 1}, "value": 0}},
+            "encoding": {"y": y, "opacity": {"condition": {"test": "datum.dotted", "value": 1}, "value": 0}},
         },
         {
             # The wheel alone keeps scrolling the page.
@@ -217,7 +207,7 @@ def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
 
 def _where(test: str) -> dict[str, str]:
     """Rows for which it holds, and the first, unseen unless it holds: an empty layer would have Vega warn."""
-    return {"filter": f"{test} || datum.iteration === datum.first"}
+    return {"filter": f"{test} || datum.first"}
 
 
 def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
@@ -243,8 +233,8 @@ def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
         "mark": {
             "type": "text",
             "baseline": "bottom",
-            "align": {"expr": f"{LATE} ? 'right' : 'left'"},
-            "dx": {"expr": f"{LATE} ? -4 : 4"},
+            "align": {"expr": "datum.late ? 'right' : 'left'"},
+            "dx": {"expr": "datum.late ? -4 : 4"},
         },
         "encoding": {
             "x": x,
