@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
@@ -43,6 +44,7 @@ from app.plans.profiles import NamedProfiles
 from app.plans.replanning import Replanning
 from app.plans.solving import Solves
 from app.plans.uploading import Uploads
+from app.pulse import Pulse
 from app.readings import Readings
 from app.reports import Reports
 from app.security.access import Access
@@ -70,13 +72,22 @@ FLUSH_SECONDS = 5.0
 class Console(Reports, Readings):
     """One per process and database. `start` before use, `close` at the end.
 
-    tolerance: plans are made ahead for up to this many failures. keep: how much of its history.
+    tolerance: plans are made ahead for up to this many failures. keep: how much of its history. pulse: of the event
+    loop that hears the workers; while that stands still, no silence counts.
     """
 
     def __init__(
-        self, store: Store, *, ladder: Ladder | None = None, tolerance: int = 2, keep: Keep | None = None
+        self,
+        store: Store,
+        *,
+        ladder: Ladder | None = None,
+        tolerance: int = 2,
+        keep: Keep | None = None,
+        pulse: Pulse | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ladder = ladder or Ladder()
+        self.pulse, self._clock = pulse or Pulse(clock=clock), clock
         self._store = store
         self._jobs: dict[str, LiveJob] = {}
         self._index = JobIndex(store.database)
@@ -296,6 +307,7 @@ class Console(Reports, Readings):
             want_plan=self._planning.make_now,
             on_epoch=self._planning.make_next,
             look_up=self.catalogs.find,
+            clock=self._clock,
         )
 
     def _check_ladder(self, job: LiveJob) -> None:
@@ -324,7 +336,7 @@ class Console(Reports, Readings):
                 if job.job_id in resting and job.quiet:
                     continue
                 try:
-                    job.tick()
+                    self.tick(job)
                     if missing := job.plan_missing():
                         job.ask_for(missing)
                     self._drifting.consider(job)
@@ -341,6 +353,12 @@ class Console(Reports, Readings):
                 last_flush = time.monotonic()
                 resting &= self._jobs.keys()
                 self._flush()
+
+    def tick(self, job: LiveJob) -> None:
+        """Looks for workers that have fallen silent, unless it is this process that can't hear them: then the next
+        tick takes all of that time for a pause of the console's own."""
+        if self.pulse.overdue <= self.ladder.heartbeat:
+            job.tick()
 
     def _flush(self) -> None:
         beats = {job_id: rows for job_id, job in list(self._jobs.items()) if (rows := job.unsaved_contacts())}

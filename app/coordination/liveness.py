@@ -86,10 +86,13 @@ def stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
         for name, m in state.members.items()
     }
     text = f"the console stood still for {event.seconds:.1f} s; that time is not held against the workers"
-    pending = state.pending
+    pending, broken = state.pending, state.broken
     if pending and pending.until is not None:
         pending = replace(pending, until=pending.until + event.seconds)  # nobody could choose meanwhile
-    return Step(replace(state, members=members, pending=pending), (Note("warning", "console", text),), text)
+    if broken:  # nor say who died
+        broken = replace(broken, since=min(now, broken.since + event.seconds))
+    state = replace(state, members=members, pending=pending, broken=broken)
+    return Step(state, (Note("warning", "console", text),), text)
 
 
 def exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:

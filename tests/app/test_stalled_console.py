@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from ui_console import JobHere, until
 
 from agent.protocol import JobSpec, WorkerState
-from app.live import TICK_SECONDS
+from app.api.routes import create_routes
+from app.console import Console
+from app.coordination import membership as m
+from app.live import TICK_SECONDS, LiveJob
+from app.pulse import Pulse
+from db.session import Database
+from db.store import Store
 from tests.app.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
@@ -67,3 +86,122 @@ def test_silence_while_the_console_runs_still_counts(world: World) -> None:
     world.tick(round(LADDER.dead) + 2, others)
     assert world.job.state.members[silent.name].state is WorkerState.FAILED
     assert {world.job.state.members[p.name].state for p in others} == {WorkerState.RUNNING}
+
+
+def test_a_broken_transfer_waits_for_its_explanation_beyond_a_pause(world: World) -> None:
+    reporter, worker = world.living[0], world.living[2]
+    world.job.apply(m.TransferBroken(reporter.name, reporter.incarnation, worker.name, 1, ""))
+    world.now += STOOD_STILL
+    world.job.tick()
+    assert world.job.state.epoch == 1
+    world.tick(round(LADDER.transfer_grace) + 1, world.living)
+    assert world.job.state.epoch == 2
+
+
+class DeafConsole:
+    """A console on a server of its own, whose loop `hold` keeps from running; its time goes on when a test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 1_000.0
+        self.database = Database(f"sqlite:///{folder / 'console.db'}")
+        self.database.upgrade()
+        pulse = Pulse(0.01, lambda: self.now)
+        self.console = Console(Store(self.database), ladder=LADDER, tolerance=0, pulse=pulse, clock=lambda: self.now)
+        self.console.start()
+        self.held, self._let_go = threading.Event(), threading.Event()
+
+        async def hold(request: Request) -> Response:
+            self.held.set()
+            assert self._let_go.wait(60)
+            return Response()
+
+        @asynccontextmanager
+        async def lifespan(app: object) -> AsyncIterator[None]:
+            pulse.start()
+            yield
+
+        app = Starlette(routes=[Route("/hold", hold), *create_routes(self.console)], lifespan=lifespan)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="error"))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
+        self._thread.start()
+        self.root = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+    def go_on(self, job: LiveJob, seconds: float) -> None:
+        """That time, looked at as often as the console does; it is to be able to hear."""
+        for _ in range(round(seconds / TICK_SECONDS)):
+            self.now += TICK_SECONDS
+            until(lambda: self.console.pulse.overdue <= 0, "the loop to run")
+            self.console.tick(job)
+
+    def close(self) -> None:
+        self.let_go()
+        self.console.stop_waiting()
+        self._server.should_exit = True
+        self._thread.join(30)
+        self.console.close()
+        self.database.close()
+
+
+def test_nobody_is_lost_while_the_event_loop_stands_still(tmp_path: Path) -> None:
+    """Twelve agents beat, and a handler keeps the loop for three times as long as a worker may be silent, while all
+    other threads of the console run."""
+    deaf = DeafConsole(tmp_path)
+    try:
+        here = JobHere(deaf.console, "job").register()
+        job = deaf.console.job(here.job_id)
+        seq = iter(range(1, 10_000))
+
+        def beat(name: str) -> int:
+            body = {"worker": name, "incarnation": f"{name}-a", "seq": next(seq), "epoch": 1}
+            body |= {"iteration": 0, "phase": "training"}
+            return requests.post(f"{deaf.root}/api/v1/jobs/{here.job_id}/heartbeats", json=body, timeout=60).status_code
+
+        with ThreadPoolExecutor(13) as agents:
+            assert set(agents.map(beat, here.names)) == {200}
+            holding = agents.submit(requests.get, f"{deaf.root}/hold", timeout=60)
+            assert deaf.held.wait(30)
+            beats = [agents.submit(beat, name) for name in here.names]
+            for _ in range(round(STOOD_STILL / TICK_SECONDS)):
+                deaf.now += TICK_SECONDS
+                deaf.console.tick(job)
+            assert not any(done.done() for done in beats)
+            deaf.let_go()
+            assert holding.result(30).status_code == 200
+            assert {done.result(30) for done in beats} == {200}
+        deaf.go_on(job, 2 * TICK_SECONDS)
+        assert {member.state for member in job.state.members.values()} == {WorkerState.RUNNING}
+        assert job.state.epoch == 1
+        texts = [row["text"] for row in deaf.console.events(here.job_id, 0, 500)]
+        assert any("that time is not held against the workers" in text for text in texts)
+
+        # It hears again, and who is silent now is lost.
+        silent, *others = here.names
+        for _ in range(round(LADDER.dead / 4) + 1):
+            deaf.go_on(job, 4.0)
+            assert {beat(name) for name in others} == {200}
+        states: dict[str, Any] = {name: member.state for name, member in job.state.members.items()}
+        assert states.pop(silent) is WorkerState.FAILED
+        assert set(states.values()) == {WorkerState.RUNNING}
+    finally:
+        deaf.close()
+
+
+def test_a_loop_that_has_ended_is_not_one_that_stands_still() -> None:
+    now = [0.0]
+    pulse = Pulse(0.01, lambda: now[0])
+    assert pulse.overdue == 0
+
+    async def live() -> None:
+        pulse.start()
+        now[0] += 5
+        assert pulse.overdue == pytest.approx(4.99)
+        await asyncio.sleep(0.05)
+        assert pulse.overdue == 0
+
+    asyncio.run(live())
+    now[0] += 99
+    assert pulse.overdue == 0
