@@ -39,6 +39,7 @@ from app.leadership.start import make_host
 from app.logs import configure_logging
 from app.metrics.requests import Metering
 from app.process import prepare
+from app.pulse import Pulse
 from app.security.access import Access
 from app.security.bodies import BodyLimit
 from app.security.guard import AccessGuard
@@ -99,9 +100,11 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     configure_logging()
     prepare()
     access = Access(settings.token, None, settings.oidc, _sign_in(settings))
+    pulse = Pulse()
 
     def make(database: Database) -> Console:
-        return Console(Store(database), ladder=settings.ladder, tolerance=settings.tolerance, keep=settings.keep)
+        tolerance, keep = settings.tolerance, settings.keep
+        return Console(Store(database), ladder=settings.ladder, tolerance=tolerance, keep=keep, pulse=pulse)
 
     def standby_tokens(tokens: Tokens) -> None:
         access.tokens = tokens
@@ -127,7 +130,12 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
             timeout_graceful_shutdown=GRACE,
             forwarded_allow_ips=list(settings.proxies),
         )
-        _run(_Server(config, host, lambda: _ready(settings, host, on_ready)), listener)
+
+        def ready() -> None:
+            pulse.start()
+            _ready(settings, host, on_ready)
+
+        _run(_Server(config, host, ready), listener)
     finally:
         if host is not None:
             host.close()
