@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Table, bindparam, delete, func, insert, select, update
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from db.catalog_blobs import CatalogBlobs
@@ -35,6 +35,7 @@ from db.models import (
 )
 from db.plan_rows import keep_plan, plan_document
 from db.session import Database
+from db.worker_rows import update_workers
 
 Record = dict[str, Any]
 
@@ -130,7 +131,7 @@ class Store:
         with self.database.write() as session:
             if change.job:
                 session.execute(update(JobRow).where(JobRow.id == job_id).values(change.job))
-            _update_workers(session, job_id, change.workers)
+            update_workers(session, job_id, change.workers)
             if change.plan:
                 self._put_plan(session, job_id, *change.plan)
             if change.epoch:
@@ -153,7 +154,7 @@ class Store:
         """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""
         with self.database.write() as session:
             for job_id, workers in beats.items():
-                _update_workers(session, job_id, workers)
+                update_workers(session, job_id, workers)
 
     def last_event(self, job_id: str) -> int:
         with self.database.read() as session:
@@ -370,22 +371,3 @@ class Store:
 
 def _rows(session: Session, query: Any) -> list[Record]:
     return [dict(row) for row in session.execute(query).mappings()]
-
-
-def _update_workers(session: Session, job_id: str, workers: Iterable[Record]) -> None:
-    """Updates many rows per statement. Rows with the same columns go together."""
-    alike: dict[tuple[str, ...], list[Record]] = {}
-    for worker in workers:
-        alike.setdefault(tuple(sorted(worker)), []).append(worker)
-    for columns, rows in alike.items():
-        table = WorkerRow.__table__
-        assert isinstance(table, Table)
-        statement = (
-            update(table)
-            .where(table.c.job_id == bindparam("_job"), table.c.name == bindparam("_name"))
-            .values({c: bindparam(f"_{c}_") for c in columns if c != "name"})
-        )
-        values = [
-            {"_job": job_id, "_name": row["name"], **{f"_{c}_": row[c] for c in columns if c != "name"}} for row in rows
-        ]
-        session.connection().execute(statement, values)

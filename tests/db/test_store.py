@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -226,3 +227,37 @@ def test_writers_in_many_threads_wait_for_each_other(store: Store) -> None:
         thread.join(60)
     assert errors == []
     assert len(store.iterations("job")) == 80
+
+
+def test_those_who_write_the_same_workers_wait_for_each_other(store: Store) -> None:
+    """Whatever order each has them in, and whatever columns."""
+    names = [f"W{i}_0" for i in range(60)]
+    workers = [{"name": name, "state": "starting"} for name in names]
+    store.create_job("job", name="n", spec="{}", state="starting", created_at=1.0, workers=workers)
+    beats = [{"name": name, "seq": 1, "heard_at": 2.0} for name in reversed(names)]
+    members = [
+        {"name": n, "state": "running", **({"host": "h", "pid": 7} if i % 2 else {})} for i, n in enumerate(names)
+    ]
+    together, errors = threading.Barrier(2), list[Exception]()
+
+    def write(once: Callable[[], None]) -> None:
+        try:
+            for _ in range(20):
+                together.wait(60)
+                once()
+        except Exception as error:
+            errors.append(error)
+            together.abort()
+
+    threads = [
+        threading.Thread(target=write, args=(lambda: store.heartbeats({"job": beats}),)),
+        threading.Thread(target=write, args=(lambda: store.apply("job", Change(workers=members)),)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    rows = {row["name"]: row for row in store.workers("job")}
+    assert {(row["state"], row["seq"], row["heard_at"]) for row in rows.values()} == {("running", 1, 2.0)}
+    assert [rows[name]["host"] for name in names[:4]] == ["", "h", "", "h"]
