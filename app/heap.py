@@ -1,29 +1,109 @@
-"""Keeps large plans out of the collector's rounds.
+"""When memory is looked through for what refers to itself, and what is not looked at then.
 
-A plan of 2,048 workers is half a million objects, and looking through them takes some 0.2 s each time,
-in which no heartbeat is answered. Python begins such rounds while a plan is read, and whenever enough is
-new. (Streamlit's, after every run of a script, so also after each refresh of each viewer's page, are off: see
-app.server.)
+A console holds millions of objects: some hundred for each worker of a large job, half a million for a plan of 2,048.
+Python begins a round when there are so many more than before, and goes by all that is young, or by everything. But
+each heartbeat takes the place of another, so that with thousands of workers most of what lives is young, and rounds
+took half of the processor's time and up to 0.5 s each, in which no heartbeat is answered. So `HouseKeeping` makes the
+rounds of the console's process, rarely. (Streamlit's, after every run of a script, so also after each refresh of each
+viewer's page, are off: see app.server.)
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 # Fewer ops than this are looked through in a few milliseconds.
 LARGE_OPS = 20_000
 # Of the JSON of an op, about.
 OP_BYTES = 80
-# What is in a cycle and was kept out is looked for so many seconds later at the earliest.
-ROUND_SECONDS = 3_600.0
+# Between two rounds over everything; and over what is new since the last of either, which is kept out afterwards:
+# what of it is in a cycle is found by the next whole one.
+WHOLE_SECONDS, NEW_SECONDS = 900.0, 60.0
+# Sooner, where there are so many objects more than before, or so much more is held.
+NEW_OBJECTS, NEW_BYTES = 200_000, 64 * 2**20
+LOOK_SECONDS = 1.0
 
 _lock = threading.Lock()
 _building = 0
-_last_round = -ROUND_SECONDS
+_kept = False  # are the rounds of this process made here?
+_last_whole = -WHOLE_SECONDS
+
+
+class HouseKeeping:
+    """Makes the rounds of this process instead of Python, in a thread of its own, from `start` to `close`."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_house, name="house-keeping", daemon=True)
+
+    def start(self) -> None:
+        global _kept
+        with _lock:
+            _kept = True
+            gc.disable()
+        self._thread.start()
+
+    def close(self) -> None:
+        global _kept
+        self._stop.set()
+        self._thread.join()
+        with _lock:
+            _kept = False
+            gc.enable()
+
+    def _keep_house(self) -> None:
+        begin = make_round(whole=True)
+        held, last = begin, time.monotonic()
+        while not self._stop.wait(LOOK_SECONDS):
+            now, more = time.monotonic(), gc.get_count()[0]
+            which = due(now - last, now - _last_whole, more, resident_bytes(), held, begin)
+            if which is not None:
+                held, last = make_round(whole=which), time.monotonic()
+                begin = held if which else begin
+
+
+def due(since_any: float, since_whole: float, more: int, resident: int, held: int, held_then: int) -> bool | None:
+    """Is a round to be made now, and a whole one? None: no.
+
+    Seconds since the last round and the last whole one; more: objects than at the last; bytes that the process holds
+    now, held after the last one, and after the last whole one: what is in cycles and kept out shows as growth.
+    """
+    if since_any < NEW_SECONDS and more < NEW_OBJECTS and resident < held + NEW_BYTES:
+        return None
+    grown = since_any >= NEW_SECONDS and resident > 1.25 * held_then + NEW_BYTES
+    return grown or since_whole >= WHOLE_SECONDS
+
+
+def make_round(*, whole: bool) -> int:
+    """Looks through all that is new, or through everything, and keeps it out from then on; returns the bytes that the
+    process then holds. Does nothing while a large plan is built."""
+    with _lock:
+        if not _building:
+            _look(whole=whole)
+    return resident_bytes()
+
+
+def _look(*, whole: bool) -> None:
+    global _last_whole
+    if whole:
+        gc.unfreeze()
+        _last_whole = time.monotonic()
+    gc.collect()
+    gc.freeze()
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def settle(ops: int) -> None:
@@ -34,7 +114,7 @@ def settle(ops: int) -> None:
     """
     if ops > LARGE_OPS:
         with _lock:
-            _round_if_due()
+            _whole_if_due()
             gc.freeze()
 
 
@@ -47,7 +127,7 @@ def building(ops: int) -> Iterator[None]:
         yield
         return
     with _lock:
-        _round_if_due()
+        _whole_if_due()
         _building += 1
         gc.disable()
     try:
@@ -56,13 +136,10 @@ def building(ops: int) -> Iterator[None]:
         with _lock:
             gc.freeze()
             _building -= 1
-            if not _building:
+            if not (_building or _kept):
                 gc.enable()
 
 
-def _round_if_due() -> None:
-    global _last_round
-    if time.monotonic() - _last_round >= ROUND_SECONDS:
-        gc.unfreeze()
-        gc.collect()
-        _last_round = time.monotonic()
+def _whole_if_due() -> None:
+    if not (_kept or _building) and time.monotonic() - _last_whole >= WHOLE_SECONDS:
+        _look(whole=True)

@@ -33,6 +33,7 @@ from app.api.routes import create_routes
 from app.console import Console
 from app.errors import SettingsError
 from app.frontend import PageBase
+from app.heap import HouseKeeping
 from app.leadership.gate import Gate
 from app.leadership.host import ConsoleHost, set_host
 from app.leadership.start import make_host
@@ -99,6 +100,8 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     settings = replace(settings, port=listener.getsockname()[1])
     configure_logging()
     prepare()
+    house_keeping = HouseKeeping()
+    house_keeping.start()
     access = Access(settings.token, None, settings.oidc, _sign_in(settings))
     pulse = Pulse()
 
@@ -140,6 +143,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         if host is not None:
             host.close()
         set_host(None)
+        house_keeping.close()
         listener.close()
 
 

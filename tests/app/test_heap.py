@@ -17,7 +17,7 @@ class Thing:
 
 @pytest.fixture(autouse=True)
 def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(heap, "ROUND_SECONDS", 0.0)
+    monkeypatch.setattr(heap, "WHOLE_SECONDS", 0.0)
     gc.unfreeze()
     gc.collect()
     yield
@@ -46,7 +46,7 @@ def test_what_was_kept_out_is_still_freed() -> None:
 
 def test_rounds_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     heap.settle(heap.LARGE_OPS + 1)
-    monkeypatch.setattr(heap, "ROUND_SECONDS", 1e9)
+    monkeypatch.setattr(heap, "WHOLE_SECONDS", 1e9)
     cycle = Thing()
     cycle.own = cycle  # type: ignore[attr-defined]
     seen = weakref.ref(cycle)
@@ -69,6 +69,59 @@ def test_nothing_is_collected_while_a_large_plan_is_built() -> None:
     with pytest.raises(ValueError, match="damaged"), heap.building(heap.LARGE_OPS + 1):
         raise ValueError("damaged")
     assert gc.isenabled()
+
+
+def test_when_a_round_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "WHOLE_SECONDS", 900.0)
+    gib, soon, late = 2**30, heap.NEW_SECONDS - 1, heap.NEW_SECONDS
+    assert heap.due(soon, 100.0, 10, gib, gib, gib) is None
+    assert heap.due(late, 100.0, 10, gib, gib, gib) is False, "over what is new"
+    assert heap.due(soon, 100.0, heap.NEW_OBJECTS, gib, gib, gib) is False, "much is new"
+    assert heap.due(soon, 100.0, 10, gib + heap.NEW_BYTES, gib, gib) is False, "and large"
+    assert heap.due(soon, 900.0, 10, gib, gib, gib) is None
+    assert heap.due(late, 900.0, 10, gib, gib, gib) is True, "over everything"
+    assert heap.due(late, 100.0, 10, 2 * gib, 2 * gib, gib) is True, "something is kept out that is in cycles"
+    assert heap.due(soon, 100.0, heap.NEW_OBJECTS, 2 * gib, 2 * gib, gib) is False, "not twice in a minute"
+
+
+def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest() -> None:
+    def cycle() -> weakref.ref[Thing]:
+        thing = Thing()
+        thing.own = thing  # type: ignore[attr-defined]
+        return weakref.ref(thing)
+
+    old = Thing()
+    seen_old = weakref.ref(old)
+    heap.make_round(whole=False)
+    old.own = old  # type: ignore[attr-defined]
+    del old
+    new = cycle()
+    heap.make_round(whole=False)
+    assert new() is None
+    assert seen_old() is not None, "kept out"
+    heap.make_round(whole=True)
+    assert seen_old() is None
+
+
+def test_no_round_while_a_large_plan_is_built() -> None:
+    with heap.building(heap.LARGE_OPS + 1):
+        before = gc.get_freeze_count()
+        assert heap.make_round(whole=True) > 0
+        assert gc.get_freeze_count() == before
+
+
+def test_the_console_makes_the_rounds_itself() -> None:
+    keeping = heap.HouseKeeping()
+    try:
+        keeping.start()
+        assert not gc.isenabled()
+        with heap.building(heap.LARGE_OPS + 1):
+            pass
+        assert not gc.isenabled()
+    finally:
+        keeping.close()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0, "the first one is made at once"
 
 
 def test_no_run_of_a_page_ends_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
