@@ -12,8 +12,8 @@ from app.live import LiveJob
 from app.observing.goodput import Accounts
 from app.past_jobs import PastJobs
 from app.reports import plain
-from app.view import JobSummary, JobView
-from app.views import PlanCache, job_view, summary
+from app.view import JobHead, JobSummary, JobView
+from app.views import PlanCache, head, job_view, summary
 from db.observations import Observations
 from db.store import Record, Store
 from planner.plan import Plan
@@ -51,6 +51,9 @@ class Readings(ABC):
         if over:
             job.view_cache["summary"] = made
         return made
+
+    def head(self, job_id: str) -> JobHead:
+        return head(self.job(job_id))
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200) -> JobView:
         job = self.job(job_id)

@@ -108,6 +108,20 @@ class JobView:
 
 
 @dataclass(frozen=True)
+class JobHead:
+    """What every page says of a job: little, and nothing that has to be read. workers: of the grid. plan: the
+    fingerprint of the one in force."""
+
+    job_id: str
+    spec: JobSpec
+    state: JobState
+    workers: int
+    plan: str | None
+    planned_ahead: int
+    plans_to_make: int
+
+
+@dataclass(frozen=True)
 class JobSummary:
     """One line of the list of jobs. living: workers in the epoch; workers: size of the grid."""
 

@@ -15,7 +15,7 @@ from app.heap import OP_BYTES, building
 from app.live import LiveJob
 from app.observing.goodput import Figures, planned_rate
 from app.plans.packing import Packing
-from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
+from app.view import EventView, IterationView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
 from db.observations import Observations
 from db.plan_columns import PlanColumns
 from db.store import Store
@@ -203,6 +203,19 @@ def worker_view(job: LiveJob, member: Member, takes_rerouted: int = 0) -> Worker
         acknowledged=member.acknowledged,
         detail=member.detail,
         slow=job.slow.get(member.name, 0.0),
+    )
+
+
+def head(job: LiveJob) -> JobHead:
+    current = job.state.current
+    return JobHead(
+        job_id=job.job_id,
+        spec=job.spec,
+        state=job.state.job_state,
+        workers=len(job.state.members),
+        plan=current.plan_fingerprint if current else None,
+        planned_ahead=job.planned_ahead,
+        plans_to_make=job.plans_to_make,
     )
 
 

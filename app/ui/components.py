@@ -21,7 +21,7 @@ from app.ui.charts.bars import KIND_ORDER
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.facts import Card, op_time_words
 from app.ui.theme import OP_WORDS, Palette, palette
-from app.view import JobView, RecoveryView
+from app.view import JobHead, JobView, RecoveryView
 from planner.job import Worker
 from planner.schedule import Schedule
 
@@ -169,9 +169,9 @@ def legend_all(parts: Sequence[tuple[Schedule, Sequence[Worker]]], *, ghost: boo
     op_legend(kinds, rerouted=any(moved for _, moved in shown), ghost=ghost)
 
 
-def job_title(view: JobView, *, pace: bool = True) -> None:
+def job_title(head: JobHead, *, pace: bool = True) -> None:
     """The job's name, what it is, and whether its op times are paced."""
-    spec = view.spec
+    spec = head.spec
     about = (
         f"{text.count(spec.pipelines, 'pipeline')} × {text.count(spec.stages, 'stage')}, "
         f"{text.count(spec.micro_batches, 'micro-batch', 'micro-batches')} each · {spec.technique} · "

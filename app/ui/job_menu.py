@@ -13,14 +13,14 @@ from app.ui import text
 from app.ui.access import actor
 from app.ui.event_feed import say_later
 from app.ui.picker import forget
-from app.view import JobView
+from app.view import JobHead
 
 NAME = "delete-name"
 
 
-def job_menu(console: Console, view: JobView) -> None:
+def job_menu(console: Console, head: JobHead) -> None:
     """Draws the button; what is behind it acts only after it was confirmed."""
-    name, job_id = view.spec.name, view.job_id
+    name, job_id = head.spec.name, head.job_id
     with st.popover("Job", icon=":material/folder:", key=f"job-menu-{job_id}"):
         st.markdown("**History**")
         link = f"{API}/jobs/{escape(job_id)}/history.zip"

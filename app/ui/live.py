@@ -33,12 +33,12 @@ def page() -> None:
     if opened is None:
         event_feed.say_now()
         return
-    view, controls = opened
-    over = view.state in OVER
+    head, controls = opened
+    over = head.state in OVER
     with controls:
-        choice.mode_switch(console, view.job_id, over=over)
-        plan_control.plan_menu(console, view.job_id, over=over)
-        job_menu.job_menu(console, view)
+        choice.mode_switch(console, head.job_id, over=over)
+        plan_control.plan_menu(console, head.job_id, over=over)
+        job_menu.job_menu(console, head)
         moving = st.toggle(
             "Refresh",
             value=True,
@@ -46,9 +46,9 @@ def page() -> None:
             bind="query-params",
             help="Off: the page stands still, to look closely.",
         )
-    every = (1.0 if len(view.workers) <= MAX_TILES else 2.0) if moving else None
-    show_opened(console, view.job_id)  # first, since somebody has just clicked
-    st.fragment(_live, run_every=every)(console, view.job_id, colours, over)
+    every = (1.0 if head.workers <= MAX_TILES else 2.0) if moving else None
+    show_opened(console, head.job_id)  # first, since somebody has just clicked
+    st.fragment(_live, run_every=every)(console, head.job_id, colours, over)
 
 
 def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:

@@ -7,13 +7,13 @@ from streamlit.delta_generator import DeltaGenerator
 
 from app.console import Console
 from app.ui import components
-from app.view import JobSummary, JobView
+from app.view import JobHead, JobSummary
 
 CHOSEN = "chosen-job"
 PICKER = "job-picker"
 
 
-def open_job(console: Console, *, pace: bool = True) -> tuple[JobView, DeltaGenerator] | None:
+def open_job(console: Console, *, pace: bool = True) -> tuple[JobHead, DeltaGenerator] | None:
     """Draws the page's head; returns the job and the place for the page's own controls.
 
     pace: also say whether the job is paced. None: there is no job, or none with the URL's id; the
@@ -44,10 +44,10 @@ def open_job(console: Console, *, pace: bool = True) -> tuple[JobView, DeltaGene
         job_id = chosen
     if st.query_params.get("job") != job_id:
         st.query_params["job"] = job_id  # so that a link shows what its sender saw
-    view = console.view(job_id)
+    head = console.head(job_id)
     with title:
-        components.job_title(view, pace=pace)
-    return view, controls
+        components.job_title(head, pace=pace)
+    return head, controls
 
 
 def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:

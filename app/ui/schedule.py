@@ -38,18 +38,18 @@ def page() -> None:
     opened = None if jobless else open_job(console, pace=False)
     if opened is None and not jobless:
         return
-    view = opened[0] if opened else None
-    if view is None:
+    head = opened[0] if opened else None
+    if head is None:
         st.html('<h1 class="or-title">Schedule</h1>')
     else:
-        st.fragment(_follow, run_every=2)(console, view.job_id, view.plan.fingerprint if view.plan else None)
+        st.fragment(_follow, run_every=2)(console, head.job_id, head.plan)
     filters = st.container(horizontal=True, vertical_alignment="bottom", key="filters")
     with filters:
-        source = pick_plan(console, view.job_id if view else None)
-    if view is not None and view.plan is None:
+        source = pick_plan(console, head.job_id if head else None)
+    if head is not None and head.plan is None:
         components.quiet(
             "No plan is in force yet: the first one is rolled out when all workers have registered. "
-            f"Made ahead so far: {view.planned_ahead} of {view.plans_to_make} plans."
+            f"Made ahead so far: {head.planned_ahead} of {head.plans_to_make} plans."
         )
     if source is None:
         return

@@ -61,6 +61,21 @@ def test_memory_and_the_next_iteration_are_drawn_and_the_critical_path_on_reques
     assert plan is not None and critical_words(plan.schedule()) in words(test)
 
 
+def test_a_plan_is_drawn_without_reading_what_its_job_does(
+    console: Console, job: JobHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a busy job of thousands of workers that takes seconds, and none of it is on the page."""
+
+    def read(*_: object) -> None:
+        raise AssertionError("the whole view of a job was read")
+
+    fingerprint = console.head(job.job_id).plan
+    monkeypatch.setattr(console, "view", read)
+    monkeypatch.setattr(console.accounts, "of", read)
+    test = open_page(job=job.job_id, plan=f"job:{job.job_id}:{fingerprint}")  # by way of Live, which fails
+    assert {"memory", "ghost"} <= kinds(test) and "drawn job" in words(test)
+
+
 def test_a_path_is_chosen_kept_in_the_link_and_dropped_where_there_is_no_such_micro_batch(
     console: Console, job: JobHere
 ) -> None:
