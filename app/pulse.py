@@ -13,13 +13,18 @@ from collections.abc import Callable
 class Pulse:
     """One per process. `start` is called in the loop, the rest by any thread.
 
-    every: seconds between two beats of the loop. clock: that of the console.
+    every: seconds between two beats of the loop. clock: that of the console. Where no loop is expected, nothing is
+    ever overdue.
     """
 
     def __init__(self, every: float = 0.25, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ran = 0.0
+        self._expected, self._ran = False, 0.0
+
+    def expect(self) -> None:
+        """There will be a loop; until it runs, it is overdue from now on."""
+        self._expected, self._ran = True, self._clock()
 
     def start(self) -> None:
         """Until the loop ends."""
@@ -28,9 +33,9 @@ class Pulse:
 
     @property
     def overdue(self) -> float:
-        """Seconds for which the loop has not run though it should have; 0 without a loop that runs."""
+        """Seconds for which the loop has not run though it should have; 0 where none is expected, or not any more."""
         loop = self._loop
-        if loop is None or loop.is_closed():
+        if not self._expected if loop is None else loop.is_closed():
             return 0.0
         return max(0.0, self._clock() - self._ran - self._every)
 
