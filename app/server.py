@@ -104,6 +104,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     house_keeping.start()
     access = Access(settings.token, None, settings.oidc, _sign_in(settings))
     pulse = Pulse()
+    pulse.expect()
 
     def make(database: Database) -> Console:
         tolerance, keep = settings.tolerance, settings.keep
