@@ -37,6 +37,8 @@ PER_CHANGE, SPARE = 6, 12
 """Iterations that one change may take on average, with those around it; and those that none needs."""
 PATIENCE = 120.0
 """Seconds without anything of what a test waits for."""
+LAST_EVENTS = 30
+"""Lines of the event feed that are shown of a job that got stuck."""
 
 
 DEEDS = ("kill",) * 7 + ("drain",) * 2 + ("stop",)
@@ -127,11 +129,22 @@ class ChaoticJob:
         try:
             return until(alive, what, PATIENCE)
         except AssertionError as error:
-            try:
-                situation = self.read()["sentence"]
-            except requests.RequestException as unreachable:
-                situation = type(unreachable).__name__
-            raise AssertionError(f"seed {self.seed}, after {self.done[-5:]}: {error}; {situation}") from None
+            raise AssertionError(f"seed {self.seed}, after {self.done[-5:]}: {error}; {self._situation()}") from None
+
+    def _situation(self) -> str:
+        """What the console says, who is out though nothing was done to them, and what happened last."""
+        try:
+            failed = set(self.read("/deployment?after=0")["failed"])
+            unasked, still_in = sorted(failed - self.out), sorted(self.out - failed)
+            events = [f"{row['seq']} {row['text']}" for row in self.read("/events?limit=5000")["events"][-LAST_EVENTS:]]
+            said = [self.read()["sentence"], f"epoch {self.epoch} here, {self.committed} iterations"]
+        except (requests.RequestException, LookupError) as unreachable:
+            return f"the console does not say more ({type(unreachable).__name__})"
+        if unasked:
+            said.append(f"{', '.join(unasked)} out, and nothing was done to them")
+        if still_in:
+            said.append(f"{', '.join(still_in)} in, and should be out")
+        return "; ".join([*said, "last events:"]) + "\n  " + "\n  ".join(events)
 
     @property
     def committed(self) -> int:
