@@ -13,6 +13,7 @@ from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.normalization import normalize
 from planner.plan import Plan
 from planner.solvers.portfolio import make_plan
+from planner.words import percent
 
 JOB = Job.uniform(3, 4, 6)
 FAILED = frozenset({Worker(1, 2)})
@@ -93,4 +94,4 @@ def _more(plan: Plan, whole: Plan) -> str:
     more = plan.metrics.period / whole.metrics.period - 1
     if abs(more) < 0.0005:
         return f"{_slots(plan)}, as many as without the failure"
-    return f"{_slots(plan)}, {100 * more:+.0f} %"
+    return f"{_slots(plan)}, +{percent(more, 1)}"

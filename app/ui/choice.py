@@ -76,7 +76,7 @@ def candidates(console: Console, job_id: str) -> None:
         return
     if choice["waiting"]:
         left = choice["seconds_left"]
-        until = f"{_best(choice)} is taken in {text.milliseconds(1000 * left)} unless you choose" if left else ""
+        until = f"{_best(choice)} is taken in {text.seconds(left)} unless you choose" if left else ""
         components.heading("Which way on?", until)
         _cards(console, job_id, choice, "Apply")
         return

@@ -17,7 +17,7 @@ from app.ui.facts import Card
 from app.ui.picker import open_job
 from app.ui.plan_source import clock, hold_still, schedule_of, wait_for
 from app.ui.schedule_filters import choose_rows
-from app.ui.tables import differences_html
+from app.ui.tables import beside_html, differences
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.errors import InputError
 from planner.plan import Plan
@@ -189,7 +189,7 @@ def _tables(console: Console, sources: list[Source], schedules: list[Schedule], 
     components.heading("What differs", "changes are against the baseline, the first column")
     plans, stages, files = st.tabs(["Plans", "Stages", "Files"])
     with plans:
-        st.html(differences_html(labels, [s.plan for s in sources], "Figures by plan"))
+        st.html(beside_html(labels, differences([s.plan for s in sources]), "Figures by plan"))
     with stages:
         st.dataframe(stage_table(labels, schedules), hide_index=True, key="stages", alt="Figures by stage and plan")
     with files:

@@ -111,6 +111,8 @@ def _go(console: Console, found: Checked, solve: Solve | None, plan: Plan | None
         if found.bound is not None and found.job is not None and plan is None and not running:
             least = text.planned(found.job.units(found.bound.ticks), found.job.time_unit)
             components.quiet(f"No plan can be shorter than {least}: {found.bound.reason}.")
+        elif found.errors or found.infeasible:
+            components.quiet("What is marked ✕ stands in the way of a plan.")
 
 
 def _plan(console: Console) -> None:

@@ -28,6 +28,21 @@ def show(standing: Standing) -> None:
     )
 
 
+def on_open_page() -> None:
+    """On a page that was open when the console stopped being sure that it leads: what is shown stays, and this says
+    so. Once another leads, the page of a standby comes in its place."""
+    standing = standing_by()
+    if standing is None:
+        return
+    if not standing.doubt:
+        st.rerun()
+    words = standing.sentence
+    st.warning(
+        f"{words[:1].upper()}{words[1:]}. It changes nothing before it is sure again, and what is shown here may be "
+        "out of date. Training goes on."
+    )
+
+
 def _state(*, doubt: bool) -> None:
     standing = standing_by()
     if standing is None or standing.doubt != doubt:

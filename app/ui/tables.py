@@ -19,7 +19,7 @@ from planner.schedule import Schedule
 Table = dict[str, list[object]]
 
 
-def differences_rows(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+def differences(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
     """What is compared, and what it is of each plan. Times are in each plan's unit, with five digits and by how much
     they differ from the first plan's."""
     rows = []
@@ -29,7 +29,7 @@ def differences_rows(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
             if value is None:
                 cells.append("–")
             elif isinstance(value, str):
-                cells.append(value)
+                cells.append(value.replace(" x ", " × "))
             elif row.kind == "fraction":
                 cells.append(text.percent(value, sign=row.key.startswith("slowdown")))
             elif row.kind == "time":
@@ -42,12 +42,12 @@ def differences_rows(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def differences_html(labels: Sequence[str], plans: Sequence[Plan], caption: str) -> str:
-    """One column per plan; on narrow screens it scrolls beside the names of its rows."""
+def beside_html(labels: Sequence[str], figures: Sequence[tuple[str, list[str]]], caption: str) -> str:
+    """One column per label, one row per figure; on narrow screens it scrolls beside the names of its rows."""
     heads = "".join(f'<th scope="col">{escape(label)}</th>' for label in labels)
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
-        for name, cells in differences_rows(plans)
+        for name, cells in figures
     )
     return (
         f'<div class="or-scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'

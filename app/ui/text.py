@@ -7,9 +7,11 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 
 def milliseconds(value: float, digits: int = 3) -> str:
-    """`0.4 ms`, `283 ms`, `1.08 s`, `2 min 5 s`, `3 h 20 min`, `12 days 4 h`. digits: of what is under a minute, where
-    more than three are of use."""
-    if value < 9.95 and digits == 3:
+    """`0 ms`, `0.4 ms`, `283 ms`, `1.08 s`, `2 min 5 s`, `3 h 20 min`, `12 days 4 h`.
+
+    digits: of what is under a minute, where more than three are of use.
+    """
+    if 0 < value < 9.95 and digits == 3:
         return f"{value:.1f} ms"
     if value < 999.5:
         return f"{value:.0f} ms" if digits == 3 else f"{value:.{digits}g} ms"

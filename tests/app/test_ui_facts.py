@@ -127,7 +127,7 @@ def test_tables_hold_what_the_chart_shows() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (0.0, "0.0 ms"),
+        (0.0, "0 ms"),
         (9.94, "9.9 ms"),
         (9.96, "10 ms"),
         (283, "283 ms"),
@@ -198,6 +198,6 @@ def test_op_times_are_said_by_stage_where_stages_differ() -> None:
     job = Job(2, 3, 4, profiles, time_unit="ms")
     sizes = {"pipelines": 2, "stages": 3, "micro_batches": 4, "durations": {}}
     spec = factory.spec(**sizes, profile=job_doc(job))
-    assert facts.op_time_words(spec) == "F 6.0 ms to 12 ms, I 0.0 ms to 9.0 ms, W 12 ms"
+    assert facts.op_time_words(spec) == "F 6.0 ms to 12 ms, I 0 ms to 9.0 ms, W 12 ms"
     slots = factory.spec(**sizes, profile=job_doc(replace(job, time_unit="slot")))
     assert facts.op_time_words(slots) == ""

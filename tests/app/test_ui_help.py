@@ -48,7 +48,7 @@ def test_the_pictures_are_plans_that_check() -> None:
     made = pictures()
     assert [p.plan.metrics.period for p in made[:4]] == [27, 36, 29, 27]
     assert all(check(p.plan) == [] and p.plan.solver.status == "optimal" for p in made)
-    assert "+33 %" in made[1].text and "+7 %" in made[2].text and "as many as without" in made[3].text
+    assert "+33.3 %" in made[1].text and "+7.4 %" in made[2].text and "as many as without" in made[3].text
     assert made[4].plan.metrics.period < 30
     assert f"{made[4].plan.metrics.period} slots instead of 55 slots" in made[4].title
     assert " takes the place of " in made[4].text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html import escape
 from pathlib import Path
 
@@ -279,3 +280,20 @@ def test_a_grid_too_large_for_buttons_is_a_heat_map(console: Console, jobs: dict
     test.button(key="worker-open").click().run()
     assert not test.exception
     assert "Kill W19_3?" in words(test)
+
+
+def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def script() -> None:
+        from app.errors import ConsoleError
+        from app.ui.failed import page_failed
+
+        for error in (KeyError("secret"), ConsoleError(404, "unknown", "job: got 'x', expected one that is there")):
+            assert page_failed(error)
+
+    test = AppTest.from_function(script).run()
+    broken, refused = (element.value for element in test.error)
+    mark = re.search(r"in its log under ([0-9a-f]{8})\.", broken)
+    assert mark and "secret" not in broken and "No job is touched" in broken
+    assert refused == "job: got 'x', expected one that is there"
+    said = capsys.readouterr()
+    assert mark.group(1) in said.out + said.err and "KeyError: 'secret'" in said.out + said.err

@@ -63,6 +63,17 @@ def test_a_lead_in_doubt_is_no_standby(host: Waiting) -> None:
     assert page.run().title[0].value == "This console is a standby"
 
 
+def test_an_open_page_says_that_the_lead_is_in_doubt(host: Waiting) -> None:
+    def script() -> None:
+        from app.ui.standby import on_open_page
+
+        on_open_page()
+
+    host.stands = Standing(2, "", "the database has not confirmed it for 5.2 s", True, 1.0)
+    (said,) = AppTest.from_function(script).run().warning
+    assert said.value.startswith("This console's lead is in doubt: the database has not confirmed it for 5.2 s; it")
+
+
 def test_the_pages_are_there_when_this_console_leads(host: Waiting, console: Console) -> None:
     page = AppTest.from_file(MAIN, default_timeout=60).run()
     assert page.title[0].value == "This console is a standby"

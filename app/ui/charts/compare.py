@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
+from app.ui import text
 from app.ui.charts import bars
-from app.ui.charts.bars import Sheet, number, plural
+from app.ui.charts.bars import Sheet, plural
 from app.ui.charts.gantt import DENSE_OPS_PER_ROW
 from app.ui.charts.overview import MAX_BARS, picture
 from app.ui.charts.rows import Rows
@@ -168,7 +169,7 @@ def _add_title(figure: go.Figure, strip: Strip, sheet: Sheet, top: float) -> Non
     )  # fmt: skip
     figure.add_annotation(
         x=x, xanchor="right", y=top, yref="paper", yanchor="bottom", yshift=2, showarrow=False,
-        text=f"period {number(sheet.job.units(sheet.schedule.period))} {plural(sheet.job.time_unit)}",
+        text=f"period {text.planned(sheet.job.units(sheet.schedule.period), sheet.job.time_unit)}",
         font={"size": 12, "color": colours.text},
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from app.ui import text
 from app.ui.charts import bars, memory
-from app.ui.charts.bars import KIND_ORDER, Sheet, number, op_sentence, plural
+from app.ui.charts.bars import KIND_ORDER, Sheet, op_sentence, plural
 from app.ui.charts.rows import Rows
 from app.ui.theme import Palette, style
 from planner.job import Worker
@@ -184,7 +184,7 @@ def _mark_fault_free_end(figure: go.Figure, sheet: Sheet, ticks: float) -> None:
         yref="paper",
         yanchor="bottom",
         xanchor="right",
-        text=f"fault-free 1F1B ends at {number(x)} {plural(sheet.job.time_unit)}",
+        text=f"fault-free 1F1B ends at {text.planned(x, sheet.job.time_unit)}",
         showarrow=False,
         font={"size": 12, "color": colours.text},
     )

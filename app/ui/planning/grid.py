@@ -42,7 +42,7 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
         components.quiet(f"{cells:,} workers are too many to draw; name the dead ones below.")
     _by_hand(question, buttons=cells <= MAX_TILES)
     if found.infeasible:
-        field_error(found.infeasible)
+        field_error(found.infeasible[:1].upper() + found.infeasible[1:] + ".")
 
 
 def _takes(plan: Plan) -> dict[str, int]:

@@ -85,12 +85,14 @@ def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> N
     if not found.migrations:
         return
     unit = job.time_unit
-    now_words = "no plan" if found.period_now is None else text.planned(found.period_now, unit)
-    saved = "" if found.period_now is None else f"{text.percent(found.period / found.period_now - 1, sign=True)}"
+    before = "there is none where they are"
+    if found.period_now is not None:
+        saved = text.percent(found.period / found.period_now - 1, sign=True)
+        before = f"{text.planned(found.period_now, unit)} where they are; {saved}"
     gained = "–" if found.gained is None else f"{found.gained:,.3g}"
     components.cards(
         [
-            Card("Period, list scheduler", text.planned(found.period, unit), f"{now_words} where they are; {saved}"),
+            Card("Period, list scheduler", text.planned(found.period, unit), before),
             Card("Pause for the copies", text.milliseconds(1000 * found.pause), "nobody trains meanwhile"),
             Card(
                 "Iterations gained",
@@ -119,10 +121,10 @@ def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> N
             key="planner-migrations-table",
             alt="Migrations",
         )
-        before, after = (
+        dead, left_over = (
             ", ".join(f"stage {s}: {n}" for s, n in enumerate(c) if n) for c in (found.present, found.counts)
         )
-        st.caption(f"Dead by stage: {before}; afterwards {after}.")
+        st.caption(f"Dead by stage: {dead}; afterwards {left_over}.")
         st.button(
             "Apply the migrations to the question",
             key="planner-migrate",

@@ -15,14 +15,13 @@ from app.plans.whatif import WhatIf
 from app.ui import components, facts, text
 from app.ui.access import acting
 from app.ui.charts import overview as large
-from app.ui.charts.bars import plural
 from app.ui.charts.gantt import KIND_ORDER, gantt
 from app.ui.exports import export_button
 from app.ui.planning import applying
 from app.ui.planning.controls import question_words
 from app.ui.planning.search import drawn
 from app.ui.planning.state import SAVED, change, now, said, say
-from app.ui.tables import workers_table
+from app.ui.tables import beside_html, workers_table
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.plan import Plan
 from planner.reference import reference_plan
@@ -73,8 +72,9 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
         _picture(schedule, colours)
     else:
         _chart(compared, colours)
-    components.heading("Compared", f"times in {plural(plan.job.time_unit)}")
-    st.dataframe(_comparison(list(compared.values())), hide_index=True, key="planner-compared", alt="Plans compared")
+    components.heading("Compared")
+    shown = list(compared.values())
+    st.html(beside_html([s.name for s in shown], _comparison([s.plan for s in shown]), "Plans compared"))
     how, workers = st.tabs(["How it was found", "Workers"])
     with how:
         if solve is None:
@@ -128,28 +128,23 @@ def _picture(schedule: Schedule, colours: Palette) -> None:
     )
 
 
-def _comparison(plans: Sequence[Shown]) -> dict[str, list[object]]:
-    table: dict[str, list[object]] = {}
-    for shown in plans:
-        plan, metrics = shown.plan, shown.plan.metrics
-        row: dict[str, object] = {
-            "plan": shown.name,
-            "dead": len(plan.failed),
-            "period": metrics.period,
-            "bound": metrics.lower_bound,
-            "gap %": round(100 * max(metrics.gap, 0), 2),
-            "vs 1F1B %": round(100 * metrics.slowdown_vs_1f1b, 1),
-            "vs our best %": round(100 * metrics.slowdown_vs_best, 1),
-            "bubbles %": round(100 * metrics.bubble_fraction, 1),
-            "peak activations": max(metrics.peak_activations.values(), default=0),
-            "peak memory": _peak_memory(plan),
-            "made by": plan.solver.name,
-        }
-        for name, value in row.items():
-            table.setdefault(name, []).append(value)
-    if not any(table["peak memory"]):
-        del table["peak memory"]
-    return table
+def _comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+    """What is compared, and what it is of each plan."""
+    units = [plan.job.time_unit for plan in plans]
+    metrics = [plan.metrics for plan in plans]
+    rows = [
+        ("dead", [f"{len(plan.failed):,}" for plan in plans]),
+        ("period", [text.planned(m.period, unit, 5) for m, unit in zip(metrics, units, strict=True)]),
+        ("lower bound", [text.planned(m.lower_bound, unit, 5) for m, unit in zip(metrics, units, strict=True)]),
+        ("gap", [text.percent(max(m.gap, 0)) for m in metrics]),
+        ("period vs fault-free 1F1B", [text.percent(m.slowdown_vs_1f1b, sign=True) for m in metrics]),
+        ("period vs our best fault-free", [text.percent(m.slowdown_vs_best, sign=True) for m in metrics]),
+        ("bubbles", [text.percent(m.bubble_fraction) for m in metrics]),
+        ("peak activations", [f"{max(m.peak_activations.values(), default=0):,}" for m in metrics]),
+        ("peak memory", [_peak_memory(plan) for plan in plans]),
+        ("made by", [plan.solver.name for plan in plans]),
+    ]
+    return [(name, cells) for name, cells in rows if any(cells)]
 
 
 def _peak_memory(plan: Plan) -> str:
