@@ -214,6 +214,8 @@ def _streamlit(settings: Settings) -> Any:
     from streamlit import config
     from streamlit.web import bootstrap
 
+    from app.ui.failed import page_failed
+
     # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes.
     config._main_script_path = str(HERE / "__main__.py")
     bootstrap.load_config_options(
@@ -232,7 +234,7 @@ def _streamlit(settings: Settings) -> Any:
             "secrets.files": [str(settings.oidc.file)] if settings.oidc else [],
         }
     )
-    return st.App(str(UI_SCRIPT))
+    return st.App(str(UI_SCRIPT), on_script_error=page_failed)
 
 
 def _static() -> Path:

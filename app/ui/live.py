@@ -8,7 +8,7 @@ from agent.protocol import JobState
 from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.observing.measured import measured_iteration
-from app.ui import choice, components, event_feed, facts, job_menu, plan_control, tables, text
+from app.ui import choice, components, event_feed, facts, job_menu, plan_control, standby, tables, text
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
 from app.ui.picker import open_job
@@ -64,6 +64,7 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
     if (view.state in OVER) != over:
         st.rerun()  # the head's controls are those of a job that runs
     event_feed.say_now()
+    standby.on_open_page()
     zone = st.context.timezone
     with st.container(gap="small"):
         components.sentence(view)
