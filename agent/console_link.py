@@ -255,7 +255,10 @@ class ConsoleCoordination:
 
     def _say_why_not(self, client: ConsoleClient, said: str) -> str:
         """Passes on, once, why the job stands still; returns what was said."""
-        status = client.get(self._path, JobStatus)
+        try:
+            status = client.get(self._path, JobStatus)
+        except ConsoleRefused:  # it is for people to read: no reason to end the job
+            return said
         if status is None or status.state in (JobState.RUNNING, JobState.FINISHED, JobState.STOPPED):
             return ""
         if status.sentence != said:

@@ -75,6 +75,7 @@ _AGENT_ROUTES: Mapping[str, tuple[re.Pattern[str], ...]] = {
     ),
     "GET": (
         re.compile(r"/clock"),
+        re.compile(r"/jobs/([^/]+)"),  # a launcher says why its job stands still
         re.compile(r"/jobs/([^/]+)/(?:deployment|commands)"),
         re.compile(r"/jobs/([^/]+)/plans/[^/]+"),
     ),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from ui_console import ConsoleHere
+from ui_console import ConsoleHere, until
 
-from agent.protocol import AGENT_TOKEN
+from agent import console_link
+from agent.client import ConsoleClient
+from agent.console_link import ConsoleCoordination, create_job
+from agent.protocol import AGENT_TOKEN, JobSpec
 from app.api.routes import create_routes
 from app.security.access import Access
 from app.security.guard import AccessGuard
@@ -57,6 +63,31 @@ def test_the_workers_of_a_job_get_a_token_that_can_do_nothing_else(app: TestClie
     other = app.post("/api/v1/jobs", json=SPEC, headers=bearer(TOKEN)).json()["job_id"]
     refused = app.post(f"/api/v1/jobs/{other}/heartbeats", json=beat, headers=worker)
     assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+
+
+def test_a_launcher_with_an_agents_token_hears_why_its_job_stands_still(
+    app: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks whenever there has been no new epoch for some seconds; a refusal would end the job."""
+    for patience in ("SAY_WHY_NOT_SECONDS", "LONG_POLL_SECONDS"):
+        monkeypatch.setattr(console_link, patience, 0.1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app.app, log_config=None, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    url, token = f"http://127.0.0.1:{listener.getsockname()[1]}", make(app, role="agent")
+    said: list[str] = []
+    try:
+        created = create_job(ConsoleClient(url, token=token), JobSpec.model_validate(SPEC))
+        link = ConsoleCoordination(lambda: ConsoleClient(url, token=token), created.job_id, said.append)
+        until(lambda: bool(said), "the launcher says what its job waits for")
+        assert said[0].startswith("Waiting for 4 of 4 workers to register")
+        assert link.poll(0.0) == []
+        app.post(f"/api/v1/jobs/{created.job_id}/finish", json={"state": "stopped"}, headers=bearer(token))
+        link.close(lambda: True)
+    finally:
+        server.should_exit = True
+        thread.join(30)
 
 
 def test_asked_again_who_operates_gets_another_and_an_agent_keeps_its_own(app: TestClient) -> None:
