@@ -32,7 +32,8 @@ from tests.chaos.gated import Gate
 
 PIPELINES, STAGES, MICRO_BATCHES = 3, 2, 3
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
-LADDER = ("--heartbeat", "0.5", "--suspect", "3", "--dead", "6")
+DEAD_SECONDS = 6
+LADDER = ("--heartbeat", "0.5", "--suspect", "3", "--dead", str(DEAD_SECONDS))
 PER_CHANGE, SPARE = 6, 12
 """Iterations that one change may take on average, with those around it; and those that none needs."""
 PATIENCE = 120.0

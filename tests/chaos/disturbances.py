@@ -34,6 +34,20 @@ class ConsoleKilled:
         self._server.start(self._server.port)
 
 
+class ConsoleStopped:
+    """The console's process stands still for longer than a worker may be silent."""
+
+    def __init__(self, server: ConsoleServer, seconds: float) -> None:
+        self._server, self._seconds = server, seconds
+
+    def begin(self) -> None:
+        self._server.process.send_signal(signal.SIGSTOP)
+
+    def end(self) -> None:
+        time.sleep(self._seconds)
+        self._server.process.send_signal(signal.SIGCONT)
+
+
 class PostgresKilled:
     """kill -9 of the PostgreSQL server; the next one recovers from its log."""
 

@@ -14,8 +14,16 @@ import pytest
 
 from tests.app.console_server import ConsoleServer
 from tests.chaos.accounts import check
-from tests.chaos.chaotic_job import DEEDS, LADDER, ChaoticJob, Disturbance
-from tests.chaos.disturbances import ClockJumps, ConsoleKilled, DiskFull, InTurn, PostgresKilled, small_disk
+from tests.chaos.chaotic_job import DEAD_SECONDS, DEEDS, LADDER, ChaoticJob, Disturbance
+from tests.chaos.disturbances import (
+    ClockJumps,
+    ConsoleKilled,
+    ConsoleStopped,
+    DiskFull,
+    InTurn,
+    PostgresKilled,
+    small_disk,
+)
 from tests.chaos.faulty_network import Faults, FaultyNetwork
 from tests.conftest import new_database, postgres_cluster
 
@@ -79,6 +87,11 @@ def on_sqlite(folder: Path, **options: dict[str, str]) -> ConsoleServer:
 def test_the_console_is_killed(tmp_path: Path) -> None:
     server = on_sqlite(tmp_path)
     run(server, tmp_path, ConsoleKilled(server))
+
+
+def test_the_console_stands_still(tmp_path: Path) -> None:
+    server = on_sqlite(tmp_path)
+    run(server, tmp_path, ConsoleStopped(server, 1.5 * DEAD_SECONDS), changes=8)
 
 
 def test_the_database_is_killed(tmp_path: Path) -> None:
