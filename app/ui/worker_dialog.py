@@ -24,6 +24,8 @@ from app.view import JobView, WorkerView
 OPENED = "opened-worker"
 ASKED = "worker-asked-for"
 IN_ADDRESS = "worker"
+# Widgets of the dialog that a link names, too.
+TABS, SPAN = "worker-tabs", "worker-span"
 REFRESH = 2.0
 # What the charts reach back: words, seconds.
 SPANS = {"10 min": 600.0, "1 hour": 3600.0, "1 day": 86_400.0}
@@ -79,7 +81,9 @@ def _detail(console: Console, job_id: str, name: str) -> None:
         st.error(str(error))
         return
     zone = st.context.timezone
-    present, over_time, history, log = st.tabs(["Now", "Over time", "History", "Log"], key="worker-tabs")
+    present, over_time, history, log = st.tabs(
+        ["Now", "Over time", "History", "Log"], key=TABS, on_change="rerun", bind="query-params"
+    )
     with present:
         st.html(worker_words.facts_html(detail))
         if detail.op_times:
@@ -97,7 +101,13 @@ def _over_time(console: Console, job_id: str, detail: WorkerDetail) -> None:
     """Op times against the plan's and memory, as charts and in figures."""
     name = detail.worker.name
     span = st.segmented_control(
-        "Span", list(SPANS), default=next(iter(SPANS)), required=True, key="worker-span", label_visibility="collapsed"
+        "Span",
+        list(SPANS),
+        default=next(iter(SPANS)),
+        required=True,
+        key=SPAN,
+        label_visibility="collapsed",
+        bind="query-params",
     )
     until = time.time() + 1
     try:
