@@ -27,6 +27,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
 from agent.protocol import API
+from app.api.express import express
 from app.api.lane import Lane
 from app.api.problems import problem
 from app.api.routes import create_routes
@@ -58,7 +59,7 @@ UI_SCRIPT = HERE / "ui" / "main.py"
 GRACE = 1
 
 
-def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> ASGIApp:
+def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Lane:
     """The whole application. The host is started and closed by its caller. standby: who may ask a console
     that does not lead."""
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] = _no_lifespan
@@ -118,10 +119,11 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         host = make_host(settings, make, standby_tokens)
         host.start()
         set_host(host)
+        app = create_app(host, settings, access)
         config = uvicorn.Config(
-            create_app(host, settings, access),
+            app,
             loop="uvloop",
-            http="httptools",
+            http=express(app),
             ws="websockets-sansio",
             lifespan="on",
             log_config=None,

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agent.protocol import API
 
-PASS = "openrecycle.pass"  # in the scope
+PASS, RAW = "openrecycle.pass", "openrecycle.raw"  # in the scope
 # Kinds of requests that are known: nodes times jobs, and some more. Beyond, all begin anew.
 _MOST = 4096
 # Larger bodies are for the guard of bodies.
@@ -24,6 +24,8 @@ _ENDS = {"POST": ("/heartbeats", "/acknowledgements"), "GET": ("/deployment",)}
 _JOBS = f"{API}/jobs/"
 
 Headers = Sequence[tuple[bytes, bytes]]
+Raw = tuple[bytes, bytes, str | None, str | None]
+"""A request as it came: its head before and behind the value of Content-Length, scheme and address."""
 Answer = Callable[[Scope, Receive, Send, Headers, ASGIApp], Awaitable[int]]
 
 
@@ -37,16 +39,21 @@ class Pass:
     still: list[Callable[[], bool]] = field(default_factory=list)
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     answer: Answer | None = None
+    at_once: Callable[[bytes], bytes] | None = None
     meter: Callable[[int, float], None] | None = None
 
 
 class Lane:
-    """Around the whole application. leader: the console that leads now; another one may not know the job."""
+    """Around the whole application. leader: the console that leads now; another one may not know the job.
+
+    express: those with an `at_once`, for app.api.express.
+    """
 
     def __init__(self, app: ASGIApp, leader: Callable[[], object]) -> None:
         self.app = app
         self._leader = leader
         self._known: dict[tuple[object, ...], Pass] = {}
+        self.express: dict[Raw, Pass] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = _kind(scope)
@@ -57,6 +64,7 @@ class Lane:
         if known is None or known.answer is None or not all(still() for still in known.still):
             await self._whole_way(kind, scope, receive, send)
             return
+        self._learn(scope, known)
         began = time.perf_counter()
         status = await known.answer(scope, receive, send, known.headers, self.app)
         if status and known.meter is not None:
@@ -69,9 +77,18 @@ class Lane:
         if passed.answer is not None:
             if len(self._known) >= _MOST:
                 self._known.clear()
+                self.express.clear()
             self._known[kind] = passed
+            self._learn(scope, passed)
         else:
             self._known.pop(kind, None)
+            self.express.pop(scope.get(RAW, ()), None)
+
+    def _learn(self, scope: Scope, passed: Pass) -> None:
+        if passed.at_once is not None and (raw := scope.get(RAW)) is not None:
+            if len(self.express) >= _MOST:
+                self.express.clear()
+            self.express[raw] = passed
 
 
 def _kind(scope: Scope) -> tuple[object, ...] | None:

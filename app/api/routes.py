@@ -118,11 +118,11 @@ def create_routes(console: Console) -> list[BaseRoute]:
         Route("/metrics", metrics),
         Route(f"{API}/docs", docs),
         *(
-            Route(f"{API}/jobs/{{job_id}}/{name}", Lean(take, through_fastapi), methods=[method])
-            for method, name, take in (
-                ("POST", "heartbeats", endpoints.heartbeat),
-                ("POST", "acknowledgements", endpoints.acknowledge),
-                ("GET", "deployment", endpoints.deployment),
+            Route(f"{API}/jobs/{{job_id}}/{name}", Lean(take, through_fastapi, at_once), methods=[method])
+            for method, name, take, at_once in (
+                ("POST", "heartbeats", endpoints.heartbeat, endpoints.heartbeat_at_once),
+                ("POST", "acknowledgements", endpoints.acknowledge, None),
+                ("GET", "deployment", endpoints.deployment, None),
             )
         ),
         usual,

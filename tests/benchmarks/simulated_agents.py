@@ -1,7 +1,7 @@
 """A job's agents without their training: they speak to a console as real ones do, thousands in one process.
 
 Each worker has a connection of its own: it registers, sends a heartbeat per interval, and takes an epoch
-up in three acknowledgements, each followed by a heartbeat, as agent.heartbeat does. On a second connection
+up in three acknowledgements, as agent.heartbeat does. On a second connection
 it long-polls for epochs, as agent.reporter does; of a launcher's job only the launcher would. The
 launcher reports ends of processes and, once a second, iterations.
 
@@ -25,14 +25,12 @@ from typing import Any
 import uvloop
 
 from app.process import prepare
+from tests.benchmarks.wire import PATIENCE_SECONDS, Wire
 
-PATIENCE_SECONDS = 60.0
 OVERTIME_SECONDS = 900.0
 LONG_POLL_SECONDS = 20.0
 FORM_SECONDS, RESUME_SECONDS = 0.5, 1.0
 _AT_ONCE = 128
-_STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
-_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _EPOCH = re.compile(rb'"epoch":(\d+)')
 # Loopback has 28,000 ports per address of the client's.
 _CONNECTIONS_PER_ADDRESS = 20_000
@@ -73,64 +71,6 @@ class Told:
     processor: float = 0.0
 
 
-class Wire(asyncio.Protocol):
-    """One keep-alive connection; one request at a time."""
-
-    def __init__(self, port: int, source: str) -> None:
-        self._port, self._source = port, source
-        self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
-        self._buffer = b""
-        self.closed = False
-
-    async def ask(self, request: bytes, patience: float = PATIENCE_SECONDS) -> tuple[int, bytes]:
-        """Status and body. Raises OSError, also where no answer comes."""
-        loop = asyncio.get_running_loop()
-        if self._transport is None or self._transport.is_closing():
-            await loop.create_connection(lambda: self, "127.0.0.1", self._port, local_addr=(self._source, 0))
-        assert self._transport is not None
-        self._buffer = b""
-        self._answer = loop.create_future()
-        self._transport.write(request)
-        timer = loop.call_later(patience, self._fail, TimeoutError("no answer"))
-        try:
-            return await self._answer
-        finally:
-            timer.cancel()
-            self._answer = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        self._fail(ConnectionResetError("connection lost"))
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer = self._buffer + data if self._buffer else data
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0 or self._answer is None or self._answer.done():
-            return
-        length = _LENGTH.search(self._buffer, 0, end + 2)
-        size = int(length[1]) if length else 0
-        if len(self._buffer) >= end + 4 + size:
-            status = _STATUS.match(self._buffer)
-            assert status is not None
-            self._answer.set_result((int(status[1]), self._buffer[end + 4 : end + 4 + size]))
-
-    def _fail(self, error: Exception) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
-            if self._transport is not None:
-                self._transport.abort()
-
-    def close(self) -> None:
-        """For good."""
-        self.closed = True
-        if self._transport is not None:
-            self._transport.abort()
-
-
 class Worker:
     """One simulated worker process."""
 
@@ -141,53 +81,53 @@ class Worker:
         self.alive = True
         self.polls = number < crowd.load.polls
         self._seq = 0
+        self._due = 0.0
         self._wire, self._polling = crowd.wire(number), crowd.wire(number)
-        self._turn = asyncio.Lock()
+        self._head = b""
 
     async def run(self, registered: asyncio.Event) -> None:
-        await self.register()
+        self._head = self.crowd.head("POST", "/heartbeats")
+        body = {"worker": self.name, "incarnation": self.incarnation, "host": f"node{self.number // 8}", "pid": 4242}
+        async with self.crowd.gate:
+            await self.crowd.post(self._wire, "/workers", body, expected=201)
         registered.set()
         if self.polls:
             self.crowd.spawn(self.poll_on())
-        await self.beat_on()
+        # At this worker's own moment of the interval.
+        self._due = self.crowd.loop.time() + self.crowd.load.heartbeat * random.random()
+        self.crowd.loop.call_at(self._due, self._beat)
 
-    async def register(self) -> None:
-        body = {"worker": self.name, "incarnation": self.incarnation, "host": f"node{self.number // 8}", "pid": 4242}
-        async with self.crowd.gate, self._turn:
-            await self.crowd.post(self._wire, "/workers", body, expected=201)
+    def _beat(self) -> None:
+        """The heartbeat of this interval; it waits for what the connection is busy with."""
+        crowd, due = self.crowd, self._due
+        if not self.alive or crowd.over.is_set():
+            return
+        self._due = due + crowd.load.heartbeat
+        crowd.loop.call_at(self._due, self._beat)
+        if self._wire.waits_since() < due - PATIENCE_SECONDS:
+            self._wire.give_up("no answer")
+        self._seq += 1
+        body = (
+            f'{{"worker":"{self.name}","incarnation":"{self.incarnation}","seq":{self._seq},'
+            f'"epoch":{self.epoch},"iteration":{crowd.iteration},"phase":"training","op_milliseconds":'
+            f'{{"F":{random.uniform(39, 41)},"I":{random.uniform(39, 41)},"W":{random.uniform(39, 41)}}},'
+            f'"resident_bytes":{300_000_000 + self._seq * 4096}}}'
+        ).encode()
+        sent, told, recovering = crowd.loop.time(), crowd.told, crowd.recovering
+        told.requests += 1
 
-    async def beat(self, due: float | None = None) -> None:
-        """due: loop time at which it was to be sent; None: not one of the regular ones."""
-        crowd = self.crowd
-        async with self._turn:
-            if not self.alive:
-                return
-            self._seq += 1
-            # By hand: the generator should leave the processor to the console.
-            body = (
-                f'{{"worker":"{self.name}","incarnation":"{self.incarnation}","seq":{self._seq},'
-                f'"epoch":{self.epoch},"iteration":{crowd.iteration},"phase":"training","op_milliseconds":'
-                f'{{"F":{random.uniform(39, 41)},"I":{random.uniform(39, 41)},"W":{random.uniform(39, 41)}}},'
-                f'"resident_bytes":{300_000_000 + self._seq * 4096}}}'
-            ).encode()
-            sent, recovering = crowd.loop.time(), crowd.recovering
-            answered = await crowd.post(self._wire, "/heartbeats", body)
-            if due is not None and answered and crowd.measured:
-                latency = crowd.loop.time() - due
-                crowd.told.late.append(sent - due)
-                crowd.told.answered.append(crowd.loop.time() - sent)
-                crowd.told.latency.append(latency)
+        def answered(status: int, answer: bytes) -> None:
+            if status != 200:
+                crowd.failed("/heartbeats", status, answer)
+            elif crowd.measured:
+                now = crowd.loop.time()
+                told.late.append(sent - due)
+                told.answered.append(now - sent)
+                told.latency.append(now - due)
                 if recovering:
-                    crowd.told.in_recovery.append(latency)
+                    told.in_recovery.append(now - due)
 
-    async def beat_on(self) -> None:
-        """One heartbeat per interval, at this worker's own moment of it."""
-        interval, loop = self.crowd.load.heartbeat, self.crowd.loop
-        due = loop.time() + interval * random.random()
-        while self.alive and not self.crowd.over.is_set():
-            await asyncio.sleep(max(0.0, due - loop.time()))
-            await self.beat(due)
-            due += interval
+        self._wire.send(b"%b%d\r\n\r\n%b" % (self._head, len(body), body), answered)
 
     async def poll_on(self) -> None:
         while self.alive and not self.crowd.over.is_set():
@@ -208,9 +148,7 @@ class Worker:
             if self.epoch != epoch or not self.alive:
                 return
             body = {"worker": self.name, "incarnation": self.incarnation, "epoch": epoch, "state": state}
-            async with self._turn:
-                await self.crowd.post(self._wire, "/acknowledgements", body)
-            await self.beat()
+            await self.crowd.post(self._wire, "/acknowledgements", body)
         self.crowd.has_resumed(epoch)
 
     def die(self) -> None:
@@ -248,38 +186,40 @@ class Crowd:
 
     # -- HTTP ---------------------------------------------------------------------------------
 
-    async def post(self, wire: Wire, path: str, body: bytes | dict[str, Any], expected: int = 200) -> bool:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    def head(self, method: str, path: str) -> bytes:
+        """Of a request, up to the value of Content-Length where there is a body."""
         head = (
-            f"POST /api/v1/jobs{self.job}{path} HTTP/1.1\r\nHost: 127.0.0.1:{self.load.port}\r\n"
+            f"{method} /api/v1/jobs{self.job}{path} HTTP/1.1\r\nHost: 127.0.0.1:{self.load.port}\r\n"
             "User-Agent: python-requests/2.34.0\r\nAccept-Encoding: gzip, deflate\r\nAccept: */*\r\n"
-            f"Connection: keep-alive\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            "Connection: keep-alive\r\n"
         )
-        status, answer = await self._ask(wire, path, head.encode() + data, (expected,))
+        return (head + ("Content-Type: application/json\r\nContent-Length: " if method == "POST" else "\r\n")).encode()
+
+    async def post(self, wire: Wire, path: str, body: dict[str, Any], expected: int = 200) -> bool:
+        data = json.dumps(body).encode()
+        request = b"%b%d\r\n\r\n%b" % (self.head("POST", path), len(data), data)
+        status, answer = await self._ask(wire, path, request, (expected,))
         if path == "" and status == expected:
             self.job = "/" + json.loads(answer)["job_id"]
         return status == expected
 
     async def get(self, wire: Wire, path: str, expected: tuple[int, ...] = (200,)) -> tuple[int, bytes]:
-        head = (
-            f"GET /api/v1/jobs{self.job}{path} HTTP/1.1\r\nHost: 127.0.0.1:{self.load.port}\r\n"
-            "User-Agent: python-requests/2.34.0\r\nAccept-Encoding: gzip, deflate\r\nAccept: */*\r\n"
-            "Connection: keep-alive\r\n\r\n"
-        )
-        return await self._ask(wire, path, head.encode(), expected)
+        return await self._ask(wire, path, self.head("GET", path), expected)
 
     async def _ask(self, wire: Wire, path: str, request: bytes, expected: tuple[int, ...]) -> tuple[int, bytes]:
         self.told.requests += 1
-        what = path.partition("?")[0] or "/jobs"
+        status, body = 0, b""
         try:
             status, body = await wire.ask(request)
         except OSError as error:
-            if not wire.closed and not self.over.is_set():
-                self.told.errors[f"{what}: {error}"] += 1
-            return 0, b""
-        if status not in expected:
-            self.told.errors[f"{what}: {status} {body[:200].decode(errors='replace')}"] += 1
+            body = str(error).encode()
+        if status not in expected and not wire.closed:
+            self.failed(path.partition("?")[0] or "/jobs", status, body)
         return status, body
+
+    def failed(self, what: str, status: int, answer: bytes) -> None:
+        if not self.over.is_set():
+            self.told.errors[f"{what}: {status or ''} {answer[:200].decode(errors='replace')}"] += 1
 
     # -- the job's life -----------------------------------------------------------------------
 
