@@ -119,7 +119,7 @@ def router(console: Console) -> APIRouter:
         """Newest first."""
         found = await in_thread(catalogs.list)
         found.sort(key=_place)
-        rows, following = page(found, _place, after, limit)
+        rows, following = page("catalogs", found, _place, after, limit)
         return CatalogLines(catalogs=[_line(row) for row in rows], next=following)
 
     @api.post("/catalogs", status_code=202)

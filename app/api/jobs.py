@@ -80,7 +80,8 @@ def router(console: Console) -> APIRouter:
     @api.get("/{job_id}/plans")
     async def plans(job_id: str, after: After = None, limit: Most = None) -> Plans:
         """Fewest failures first."""
-        rows, following = page(await in_thread(console.plans, job_id), _place_of_plan, after, limit)
+        made = await in_thread(console.plans, job_id)
+        rows, following = page(f"plans of {job_id}", made, _place_of_plan, after, limit)
         return Plans(plans=[PlanInfo(**row) for row in rows], next=following)
 
     @api.get("/{job_id}/plans/{fingerprint}", response_model=dict[str, Any], responses={304: {}})
@@ -109,7 +110,7 @@ def router(console: Console) -> APIRouter:
 
 
 def _jobs(console: Console, after: str | None, limit: int | None) -> bytes:
-    rows, following = page(console.list_jobs(), lambda job: (-job.created_at, job.job_id), after, limit)
+    rows, following = page("jobs", console.list_jobs(), lambda job: (-job.created_at, job.job_id), after, limit)
     return orjson.dumps({"jobs": rows, "next": following})
 
 

@@ -26,36 +26,38 @@ Most = Annotated[int | None, Query(ge=1, le=5000, description="rows of one page;
 
 
 def page(
-    rows: Sequence[T], place: Callable[[T], Place], after: str | None, limit: int | None
+    of: str, rows: Sequence[T], place: Callable[[T], Place], after: str | None, limit: int | None
 ) -> tuple[Sequence[T], str | None]:
     """The rows after a place, and the cursor of the page that follows (None: this one is the last).
 
-    rows: in the list's order. place: rises from row to row, no two the same. Raises ConsoleError (422) for a
-    cursor that is none of this list's.
+    of: the list's name, which its cursors carry. rows: in the list's order. place: rises from row to row, no two the
+    same. Raises ConsoleError (422) for a cursor that is none of this list's.
     """
     if after:
-        last = _read(after)
+        last = _read(of, after)
         if rows and list(map(type, last)) != list(map(type, place(rows[0]))):
             raise _wrong(after)
         rows = [row for row in rows if place(row) > last]
     if limit is None or len(rows) <= limit:
         return rows, None
     rows = rows[:limit]
-    return rows, _write(place(rows[-1]))
+    return rows, _write(of, place(rows[-1]))
 
 
-def _write(place: Place) -> str:
-    return base64.urlsafe_b64encode(json.dumps(place, separators=(",", ":")).encode()).decode().rstrip("=")
+def _write(of: str, place: Place) -> str:
+    return base64.urlsafe_b64encode(json.dumps([of, *place], separators=(",", ":")).encode()).decode().rstrip("=")
 
 
-def _read(cursor: str) -> Place:
+def _read(of: str, cursor: str) -> Place:
     try:
         place = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except ValueError:
         raise _wrong(cursor) from None
-    if not isinstance(place, list) or not all(isinstance(part, (float, int, str)) for part in place):
+    if not isinstance(place, list) or place[:1] != [of]:
         raise _wrong(cursor)
-    return tuple(place)
+    if not all(isinstance(part, (float, int, str)) for part in place):
+        raise _wrong(cursor)
+    return tuple(place[1:])
 
 
 def _wrong(cursor: str) -> ConsoleError:

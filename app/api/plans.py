@@ -122,7 +122,7 @@ def router(console: Console) -> APIRouter:
     @api.get("/plans", tags=["plans"])
     async def saved(after: After = None, limit: Most = None) -> SavedPlans:
         """Newest first."""
-        rows, following = page(await in_thread(console.library.saved), _place_of_plan, after, limit)
+        rows, following = page("plans", await in_thread(console.library.saved), _place_of_plan, after, limit)
         return SavedPlans(plans=[SavedPlan(**row) for row in rows], next=following)
 
     uploads = APIRouter(route_class=ReadElsewhere)
@@ -157,7 +157,7 @@ def router(console: Console) -> APIRouter:
     @api.get("/solves", tags=["plans"])
     async def solves(after: After = None, limit: Most = None) -> SolveList:
         """In the order in which they were asked for, without their points."""
-        rows, following = page(console.solves.all(), lambda solve: (solve.asked, solve.id), after, limit)
+        rows, following = page("solves", console.solves.all(), lambda solve: (solve.asked, solve.id), after, limit)
         return SolveList(solves=[solve_info(solve, len(solve.points)) for solve in rows], next=following)
 
     @api.post("/solves", status_code=202, tags=["plans"])

@@ -55,7 +55,7 @@ def router(console: Console) -> APIRouter:
     @api.get("")
     async def listed(after: After = None, limit: Most = None) -> ProfileList:
         """By name."""
-        lines, following = page(await in_thread(profiles.list), lambda line: (line.name,), after, limit)
+        lines, following = page("profiles", await in_thread(profiles.list), lambda line: (line.name,), after, limit)
         return ProfileList(profiles=list(lines), next=following)
 
     @api.get("/{name}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+
 import pytest
 
 from app.api.paging import page
@@ -19,7 +22,7 @@ ROWS = sorted(((float(n // 2), f"row {n} ü") for n in range(7)), key=place)
 def test_pages_together_are_the_list(limit: int) -> None:
     seen, after, pages = list[tuple[float, str]](), None, 0
     while True:
-        rows, after = page(ROWS, place, after, limit)
+        rows, after = page("rows", ROWS, place, after, limit)
         seen += rows
         pages += 1
         if after is None:
@@ -31,20 +34,37 @@ def test_pages_together_are_the_list(limit: int) -> None:
 
 
 def test_without_a_limit_it_is_the_whole_list() -> None:
-    assert page(ROWS, place, None, None) == (ROWS, None)
-    assert page([], place, None, 3) == ([], None)
+    assert page("rows", ROWS, place, None, None) == (ROWS, None)
+    assert page("rows", [], place, None, 3) == ([], None)
 
 
 def test_what_comes_and_goes_neither_repeats_nor_hides_the_rest() -> None:
-    first, after = page(ROWS, place, None, 3)
+    first, after = page("rows", ROWS, place, None, 3)
     newer, left = (99.0, "newer"), [row for row in ROWS if row != first[-1]]  # the very row that the page ended with
-    rest, _ = page(sorted([newer, *left], key=place), place, after, None)
+    rest, _ = page("rows", sorted([newer, *left], key=place), place, after, None)
     assert [*first, *rest] == ROWS
-    assert page([], place, after, 3) == ([], None)
+    assert page("rows", [], place, after, 3) == ([], None)
 
 
-@pytest.mark.parametrize("after", ["x", "bm9uZQ", "e30", "WzEsMl0", "W10", "____", "WzEuMCx0cnVlXQ", "WzEuMCwiYSIsMV0"])
+def cursor(*parts: object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(parts).encode()).decode().rstrip("=")
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        *("x", "bm9uZQ", "e30", "____", cursor(), cursor(1, 2), cursor(1.0, "row 1")),
+        *(cursor("rows", *rest) for rest in ((), (1, 2), (1.0, True), (1.0, "a", 1), (1.0, ["a"]))),
+    ],
+)
 def test_a_cursor_of_no_page_is_refused(after: str) -> None:
     with pytest.raises(ConsoleError, match=r"after: got .* expected the `next` of a page of this list") as error:
-        page(ROWS, place, after, None)
+        page("rows", ROWS, place, after, None)
     assert error.value.status == 422
+
+
+def test_a_cursor_of_another_list_is_refused() -> None:
+    _, after = page("rows", ROWS, place, None, 3)
+    for rows in (ROWS, []):
+        with pytest.raises(ConsoleError, match="expected the `next` of a page of this list"):
+            page("others", rows, place, after, None)
