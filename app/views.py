@@ -66,18 +66,18 @@ class PlanCache:
                 return None
             with building(len(document) // OP_BYTES):
                 plan = Plan.from_json(document)
-            self._packing.want(fingerprint, _op_count(plan))
+            self._packing.want(fingerprint, plan.op_count)
         found = (plan, rerouted_load(plan))
         with self._lock:
             self._plans[fingerprint] = found
-            ops = sum(_op_count(p) for p, _ in self._plans.values())
+            ops = sum(p.op_count for p, _ in self._plans.values())
             while len(self._plans) > 1 and (len(self._plans) > _KEEP_PLANS or ops > _KEEP_OPS):
-                ops -= _op_count(self._plans.popitem(last=False)[1][0])
+                ops -= self._plans.popitem(last=False)[1][0].op_count
         return found
 
     def stored(self, plan: Plan) -> None:
         """A plan has been stored, and will be asked for: it need not be read as a document first."""
-        self.will_be_asked_for(plan.fingerprint, _op_count(plan))
+        self.will_be_asked_for(plan.fingerprint, plan.op_count)
 
     def will_be_asked_for(self, fingerprint: str, ops: int) -> None:
         """As `stored`, of a plan that nobody has here."""
@@ -101,12 +101,6 @@ class PlanCache:
         """Whoever asks next gets the columns, which take a hundredth of the memory."""
         with self._lock:
             self._plans.pop(fingerprint, None)
-
-
-def _op_count(plan: Plan) -> int:
-    if isinstance(plan, ColumnarPlan):
-        return plan.op_count
-    return sum(map(len, plan.workers.values()))
 
 
 def rerouted_load(plan: Plan) -> dict[str, int]:

@@ -179,6 +179,10 @@ class Plan(_Model):
         failed = frozenset(Worker.parse(name, field="failed") for name in self.failed)
         return Problem(self.job.job(), failed, self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
+    @property
+    def op_count(self) -> int:
+        return sum(map(len, self.workers.values()))
+
     def schedule(self) -> Schedule:
         """The schedule in ticks. It is not checked: planner.check does that."""
         problem = self.problem()

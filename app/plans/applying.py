@@ -51,7 +51,7 @@ def use_plan(console: Console, job_id: str, plan: Plan, actor: str) -> str:
     job = console.job(job_id)
     if why := misfit(job, plan):
         raise ConsoleError(409, "misfit", f"plan {plan.fingerprint[:8]}: {why}")
-    if sum(map(len, plan.workers.values())) <= MAX_CHECKED_OPS and (wrong := check(plan)):
+    if plan.op_count <= MAX_CHECKED_OPS and (wrong := check(plan)):
         raise ConsoleError(422, "invalid", f"plan: {wrong[0]}")
     who = plain(actor).strip()[:80] or "unknown"
     audit = {

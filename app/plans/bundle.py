@@ -28,7 +28,7 @@ class CatalogPart(NamedTuple):
 def catalog_part(catalog: Catalog | None) -> CatalogPart:
     if catalog is None or not len(catalog):
         return CatalogPart("", "no plans were made ahead for this job")
-    size = sum(len(row) for made in catalog.plans for row in made.workers.values())
+    size = sum(made.op_count for made in catalog.plans)
     if size > CATALOG_OPS:
         return CatalogPart("", f"{len(catalog)} plans with {size:,} ops in all; make it with the line below")
     about = f"The plans made ahead, {len(catalog)} failure patterns (planner.catalog.Catalog.from_json)."
@@ -49,7 +49,7 @@ def make_bundle(plan: Plan, name: str, spec: JobSpec | None, catalog: CatalogPar
         ),
     }
     left_out = []
-    ops = sum(map(len, plan.workers.values()))
+    ops = plan.op_count
     if ops <= PICTURE_OPS:
         try:
             files["plan.svg"] = ("A picture of it.", EXPORTERS["svg"].render(plan).decode())

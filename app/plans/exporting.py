@@ -17,6 +17,7 @@ from app.errors import ConsoleError
 from app.logs import configure_logging
 from app.plans.bundle import CatalogPart, catalog_part, make_bundle
 from planner.catalog import Catalog
+from planner.columnar import ColumnarPlan
 from planner.errors import PlannerError
 from planner.export import EXPORTERS, yaml_document
 from planner.export.gantt import MAX_ROWS, MAX_STAGES
@@ -99,7 +100,7 @@ def render(export: Export, offer: Offer, pipeline: int | None = None) -> bytes:
     if offer.refusal is not None:
         raise offer.refusal.error
     pipeline = offer.pipeline if pipeline is None else pipeline
-    if op_count(export.plan) <= OPS_HERE:
+    if export.plan.op_count <= OPS_HERE:
         return _made(export.plan, export.name, export.spec, _part(export, offer.name), offer.name, pipeline)
     if not _CHILDREN.acquire(timeout=CHILD_SECONDS):
         raise ConsoleError(503, "unavailable", "other exports are being made; try again in a minute")
@@ -119,18 +120,14 @@ def file_stem(plan: Plan, name: str) -> str:
     return "-".join([*parts, plan.technique.value, plan.fingerprint[:8]])
 
 
-def op_count(plan: Plan) -> int:
-    return sum(map(len, plan.workers.values()))
-
-
 def _refusal(plan: Plan, name: str) -> Refusal | None:
-    ops = op_count(plan)
+    ops = plan.op_count
     if ops > MAX_OPS:
         return Refusal("too_large", f"the plan has {ops:,} ops and the console exports at most {MAX_OPS:,}")
     if name == "yaml" and ops > yaml_document.MAX_OPS:
         most = yaml_document.MAX_OPS
         return Refusal("too_large", f"the plan has {ops:,} ops and YAML is written for at most {most:,}; use JSON")
-    if name in ("svg", "png") and len(plan.workers) > MAX_ROWS and plan.job.stages > MAX_STAGES:
+    if name in ("svg", "png") and _rows(plan) > MAX_ROWS and plan.job.stages > MAX_STAGES:
         return Refusal("too_large", f"the plan has {plan.job.stages:,} stages and a picture at most {MAX_STAGES}")
     if name == BUNDLE and plan.solver.name == "measured":
         why = "this is an iteration as it ran, which no job can be started with; take the plan that it ran"
@@ -143,7 +140,13 @@ def _refusal(plan: Plan, name: str) -> Refusal | None:
     return None
 
 
+def _rows(plan: Plan) -> int:
+    return plan.job.pipelines * plan.job.stages - len(plan.failed)
+
+
 def _reroutes(plan: Plan) -> bool:
+    if isinstance(plan, ColumnarPlan):
+        return any(plan.rerouted().values())
     return any(
         op.pipeline != int(worker[1:].partition("_")[0])
         for worker, ops in plan.workers.items()

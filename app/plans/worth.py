@@ -45,7 +45,7 @@ def worth(now: Plan, other: Plan, job: Job, iterations: int) -> Worth:
     if now.job == asked and other.job == asked:
         gained = now.metrics.period / other.metrics.period - 1
         periods = f"{other.metrics.period:.6g} {unit} against {now.metrics.period:.6g} {unit}"
-    elif sum(map(len, other.workers.values())) > MOST_OPS:
+    elif other.op_count > MOST_OPS:
         return Worth(True, "it is for the op times that were measured, and the one before is not")
     else:
         try:

@@ -26,14 +26,16 @@ from app.plans.exporting import Export, file_stem, offer_named, offers, render
 from planner.catalog import Catalog
 from planner.check import check
 from planner.cli import app as planner_cli
+from planner.columnar import pack, unpack
 from planner.export.yaml_document import parse_yaml
-from planner.job import Job, StageProfile
+from planner.job import Job, Problem, StageProfile, Worker
 from planner.plan import JobDoc, Plan, job_doc
+from planner.solvers.portfolio import make_plan
 
 
 def opened(name: str, content: bytes, plan: Plan) -> None:
     """Reads the file with somebody else's reader where there is one, and counts its ops."""
-    ops = exporting.op_count(plan)
+    ops = plan.op_count
     if name == "chrome-trace":
         events = json.loads(content)["traceEvents"]
         assert sum(e["ph"] == "X" for e in events) == ops
@@ -97,6 +99,16 @@ def test_a_large_plan_is_exported_by_a_child_process(monkeypatch: pytest.MonkeyP
         assert render(Export(plan, "demo"), offer_named(plan, "demo", name)) == content
     with pytest.raises(ConsoleError, match="pipeline: got 9"):
         render(Export(plan, "demo"), offer_named(plan, "demo", "svg"), pipeline=9)
+
+
+@pytest.mark.parametrize("failed", [(), ("W1_0",)], ids=["fault-free", "failed"])
+def test_what_is_offered_of_a_plan_in_columns_is_known_without_making_its_ops(failed: tuple[str, ...]) -> None:
+    plan = make_plan(Problem(Job.uniform(2, 2, 3), frozenset(map(Worker.parse, failed))), solver="list")
+    data = pack(plan)
+    assert data is not None
+    columnar = unpack(data)
+    assert list(offers(columnar, "x")) == list(offers(plan, "x"))
+    assert "workers" not in columnar.__dict__, "half a million objects for a plan of 2,048 workers"
 
 
 def test_too_large_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

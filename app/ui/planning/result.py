@@ -49,7 +49,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
     """solve: the search that made it; None for a saved plan."""
     schedule = _schedule(plan)
     before = _before(Shown(question_words(question), plan))
-    large_one = _ops(plan) > large.MAX_BARS
+    large_one = plan.op_count > large.MAX_BARS
     compared = {THIS: Shown("This plan", plan)}
     if not large_one:
         compared[REFERENCE] = Shown("Fault-free 1F1B", _reference(plan))
@@ -200,7 +200,7 @@ def _forget(console: Console, plan: Plan) -> None:
 def _before(shown: Shown) -> Shown | None:
     """Notes what is shown; returns the newest plan that was shown before it and is another one."""
     known: list[Shown] = st.session_state.setdefault(RESULTS, [])
-    if _ops(shown.plan) <= MAX_BEFORE_OPS and (not known or known[-1].plan.fingerprint != shown.plan.fingerprint):
+    if shown.plan.op_count <= MAX_BEFORE_OPS and (not known or known[-1].plan.fingerprint != shown.plan.fingerprint):
         others = [s for s in known if s.plan.fingerprint != shown.plan.fingerprint]
         known[:] = [*others[-MAX_BEFORE:], shown]
     return next((s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint), None)
@@ -218,10 +218,6 @@ def _read(fingerprint: str, _plan: Plan) -> Schedule:
 def _reference(plan: Plan) -> Plan:
     """Made in milliseconds at the sizes that are drawn op by op."""
     return reference_plan(plan.job.job(), "1f1b")
-
-
-def _ops(plan: Plan) -> int:
-    return sum(map(len, plan.workers.values()))
 
 
 def _plain(words: str) -> str:
