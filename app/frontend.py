@@ -12,6 +12,7 @@ long as the page is open: 170 MB in a week of one run a second. Once a minute th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,7 +23,7 @@ PAGES = ("schedule", "planner", "compare", "catalog", "simulate", "help")
 
 # What the first charts of a page are drawn with: the beginnings of the names of Streamlit's files.
 VEGA, PLOTLY = ("ArrowVegaLiteChart.", "embed.", "vega-interpreter."), ("PlotlyChart.",)
-CHARTS = {"": VEGA, "schedule": PLOTLY, "compare": PLOTLY, "catalog": PLOTLY}
+CHARTS = {"": VEGA, "schedule": PLOTLY, "compare": PLOTLY, "catalog": PLOTLY, "simulate": PLOTLY}
 
 _SCRIPT = (
     "<head><script>window.__streamlit={BACKEND_BASE_URL:location.origin+"
@@ -36,17 +37,23 @@ _CONDITIONS = (b"accept-encoding", b"if-none-match", b"if-modified-since", b"ran
 class PageBase:
     """Around Streamlit's application: puts script and links into its HTML page, and nothing else.
 
-    static: the folder that Streamlit's page is in; None: nothing is asked for ahead.
+    static: the folder that Streamlit's page is in; None: nothing is asked for ahead. on_page: called when a page is
+    asked for, from the event loop, with its name in the address.
     """
 
-    def __init__(self, app: ASGIApp, static: Path | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, static: Path | None = None, on_page: Callable[[str], None] = lambda page: None
+    ) -> None:
         self.app = app
+        self._on_page = on_page
         self._ahead = {page: _links(static, wanted) for page, wanted in CHARTS.items()} if static else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "GET" or not _asks_for_page(scope):
             await self.app(scope, receive, send)
             return
+        name = scope["path"].rstrip("/").rpartition("/")[2]
+        self._on_page(name)
         # Whole, plain, and not from the browser's cache, which may hold it without the script.
         plain = [(name, value) for name, value in scope["headers"] if name not in _CONDITIONS]
         held: Message | None = None
@@ -63,7 +70,7 @@ class PageBase:
                 if message.get("more_body"):
                     return
                 page = bytes(body).replace(b"<head>", _SCRIPT, 1)
-                if ahead := self._ahead.get(scope["path"].rstrip("/").rpartition("/")[2]):
+                if ahead := self._ahead.get(name):
                     page = page.replace(b"</head>", ahead + b"</head>", 1)
                 headers = MutableHeaders(scope=held)
                 headers["content-length"] = str(len(page))

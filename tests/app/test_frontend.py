@@ -88,3 +88,13 @@ def test_the_code_that_draws_a_pages_charts_is_asked_for_ahead(tmp_path: Path) -
             assert len(found) == asked and all((static / name).is_file() for name in found)
         assert "modulepreload" not in client.get("/help", headers=BROWSER).text
     assert "/ArrowVegaLiteChart." in TestClient(PageBase(inner, Path(get_static_dir()))).get("/", headers=BROWSER).text
+
+
+def test_the_console_learns_which_page_is_asked_for() -> None:
+    asked: list[str] = []
+    inner = Starlette(routes=[Route("/other", other), Route("/{path:path}", page)])
+    client = TestClient(PageBase(inner, on_page=asked.append))
+    for path in ("/", "/simulate?hours=2", "/base/schedule/"):
+        client.get(path, headers=BROWSER)
+    client.get("/other", headers={"Accept": "*/*"})
+    assert asked == ["", "simulate", "schedule"]

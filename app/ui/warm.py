@@ -1,0 +1,36 @@
+"""What the first page to be opened would otherwise wait for: the pages' modules, and what Plotly reads for a figure."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from pathlib import Path
+
+from planner.baseline import one_forward_one_backward
+from planner.job import Job, Problem
+
+_HERE = Path(__file__).parent
+# Streamlit has no table and no picture without them.
+_OTHERS = ("pandas", "pyarrow", "PIL.PngImagePlugin")
+
+
+def warm_up(pages: frozenset[str]) -> None:
+    """Takes about a second of processor time. pages: the names of the files that are pages, which are run and not
+    imported."""
+    for name in _OTHERS:
+        import_module(name)
+    for found in pkgutil.walk_packages([str(_HERE)], "app.ui."):
+        if found.name.removeprefix("app.ui.") not in pages:
+            import_module(found.name)
+    _draw()
+
+
+def _draw() -> None:
+    from app.ui.charts.gantt import gantt
+    from app.ui.charts.overview import detail_of, overview
+    from app.ui.theme import LIGHT
+
+    schedule = one_forward_one_backward(Problem(Job.uniform(2, 2, 2)))
+    workers = list(schedule.problem.job.workers())
+    gantt(schedule, LIGHT).to_json()
+    overview(schedule, LIGHT, workers=workers, detail=detail_of(schedule, workers, 0, 2, 0.0)).to_json()

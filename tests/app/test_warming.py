@@ -1,0 +1,45 @@
+"""What the first page needs is read in ahead: when a page is asked for, or after a while."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import app.ui
+from app.frontend import PAGES
+from app.ui.warm import warm_up
+from app.warming import Warming
+
+PATIENCE = 60.0
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_it_begins_with_the_first_page_that_is_asked_for_or_after_a_while(asked: bool) -> None:
+    worked = threading.Event()
+    warming = Warming(worked.set, quiet=10 * PATIENCE if asked else 0.01)
+    warming.start()
+    if asked:
+        assert not worked.is_set()
+        warming.page_asked_for("schedule")
+    assert worked.wait(PATIENCE)
+
+
+def test_what_goes_wrong_is_logged_and_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise OSError("no such thing")
+
+    warming = Warming(fails, quiet=0.0)
+    warming.start()
+    warming.thread.join(PATIENCE)
+    assert not warming.thread.is_alive() and "no such thing" in "".join(capsys.readouterr())
+
+
+def test_all_that_the_pages_import_is_there_afterwards() -> None:
+    pages = frozenset({"main", "live", *PAGES})
+    folder = Path(app.ui.__file__).parent
+    parts = {".".join(("app.ui", *path.relative_to(folder).with_suffix("").parts)) for path in folder.rglob("*.py")}
+    warm_up(pages)
+    assert {name.removesuffix(".__init__") for name in parts} - {f"app.ui.{page}" for page in pages} <= set(sys.modules)
