@@ -71,11 +71,11 @@ def test_what_if_to_a_link_that_shows_the_same(browser: Browser, page: Page, ser
     expect(page.get_by_text("No plan can be shorter than 27 slots")).to_be_visible()
     plan(page)
     expect(period(page)).to_have_text("27 slots")
-    expect(page.get_by_text(re.compile("Before: 3 × 4 × 6"))).to_be_visible()
+    expect(page.get_by_role("columnheader", name=re.compile("Before: 3 × 4 × 6"))).to_be_visible()
 
     # Kept, and shown to somebody else by the link alone.
-    page.get_by_role("button", name="Save").click()
-    name = page.get_by_role("textbox", name="Name")
+    page.locator(".st-key-planner-save button").first.click()
+    name = page.get_by_role("textbox", name="Name", exact=True)
     name.fill("no slower without W1_2")
     name.press("Enter")
     page.get_by_test_id("stPopoverBody").get_by_role("button", name="Save").click()
@@ -86,6 +86,21 @@ def test_what_if_to_a_link_that_shows_the_same(browser: Browser, page: Page, ser
         expect(period(other)).to_have_text("27 slots")
         expect(dead(other, "W1_2")).to_be_visible()
     assert [row["name"] for row in server.get("/plans").json()["plans"]] == ["no slower without W1_2"]
+
+
+def test_a_profile_is_saved_and_a_link_brings_it(browser: Browser, page: Page, server: ConsoleServer) -> None:
+    page.goto(f"{server.root}/planner?profile=uneven")
+    page.get_by_role("button", name="Save profile").click()
+    # The name is typed and the button pressed at once: both come in one run.
+    page.get_by_role("textbox", name="Name of the profile").fill("stairs")
+    page.get_by_test_id("stPopoverBody").get_by_role("button", name="Save").click()
+    expect(page.get_by_text("Saved as stairs. The link to this page names it.")).to_be_attached()
+    expect(page).to_have_url(re.compile(r"profile=saved%3Astairs%40[0-9a-f]{12}$|profile=saved:stairs@[0-9a-f]{12}$"))
+    with watched(browser, server.root) as other:
+        other.goto(page.url)
+        expect(other.get_by_role("button", name="Saved profile")).to_be_visible()
+        expect(other.get_by_role("combobox", name="Profile")).to_have_value("Saved: stairs")
+    assert server.get("/profiles/stairs").json()["stages"] == 4
 
 
 def test_the_papers_example_is_one_click(page: Page, server: ConsoleServer) -> None:

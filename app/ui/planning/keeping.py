@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import streamlit as st
 
@@ -37,12 +38,14 @@ def remember_measured(word: str, read: Profile) -> None:
     st.session_state[_MEASURED] = (word, read)
 
 
-def keep(console: Console, question: WhatIf) -> None:
-    """The button and what is behind it."""
-    lines = {line.name: line for line in console.profiles.list()}
+def keep(console: Console, question: WhatIf, known: Sequence[ProfileInfo]) -> None:
+    """The button and what is behind it. known: the profiles that have names."""
+    lines = {line.name: line for line in known}
     named = question.named
     refused = why_not(console)
-    with st.popover("Saved" if named else "Save", icon=":material/bookmark:", key="planner-profile-keep"):
+    with st.popover(
+        "Saved profile" if named else "Save profile", icon=":material/bookmark:", key="planner-profile-keep"
+    ):
         if named is not None and named.name in lines:
             st.markdown(f"Saved as **{text.plain_markdown(named.name)}**: {_about(lines[named.name])}")
             st.caption("Jobs, plans and catalogs take it by this name: `profile_name` in the API.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.plans.measured_profile import measured_profile
 from app.plans.profile_table import HELP, edited, table
+from app.plans.profiles import ProfileInfo
 from app.plans.whatif import WhatIf, read_upload, uploaded
 from app.plans.whatif_check import PROFILE, Checked
 from app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
@@ -37,7 +39,8 @@ ROWS = 12
 
 
 def profile(console: Console, question: WhatIf, found: Checked) -> None:
-    options = _options(console)
+    known = console.profiles.list()
+    options = _options(console, known)
     named = question.profile if question.profile in options else OWN
     if question.named is not None:
         named = f"{SAVED}:{question.named.name}"
@@ -54,7 +57,7 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
             help="Op times and bytes of each stage: presets; profiles of GPT-3 layers that come with the planner, "
             "measured on one processor core; those that are saved here under a name; and the op times that the "
             "workers of a job report.",
-            width=280,
+            width=260,
         )
         with st.popover("File", icon=":material/upload_file:", key="planner-upload-box"):
             st.file_uploader(
@@ -77,7 +80,7 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
                     help="For `python -m planner plan --profile profile.json`.",
                 )
         if found.job is not None:
-            keeping.keep(console, question)
+            keeping.keep(console, question, known)
     wrong(found, PROFILE)
     if words := said(keeping.KEPT):
         st.success(words)
@@ -88,10 +91,10 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
             _editor(question, found.job)
 
 
-def _options(console: Console) -> dict[str, str]:
+def _options(console: Console, known: Sequence[ProfileInfo]) -> dict[str, str]:
     """What may be chosen, and what it is called."""
     options = {name: NAMES[name] for name in PRESETS}
-    options |= {f"{SAVED}:{line.name}": f"Saved: {line.name}" for line in console.profiles.list() if line.updated_at}
+    options |= {f"{SAVED}:{line.name}": f"Saved: {line.name}" for line in known if line.source == "saved"}
     options |= {
         f"{MEASURED}:{live.job_id}": f"Measured by job {live.spec.name} · {live.job_id}"
         for live in console.live_jobs()
