@@ -33,7 +33,7 @@ from app.api.problems import problem
 from app.api.routes import create_routes
 from app.console import Console
 from app.errors import SettingsError
-from app.frontend import PageBase
+from app.frontend import PAGES, PageBase
 from app.heap import HouseKeeping
 from app.leadership.gate import Gate
 from app.leadership.host import ConsoleHost, set_host
@@ -49,6 +49,7 @@ from app.security.hosts import HostGuard
 from app.security.oidc import Login
 from app.security.tokens import Tokens
 from app.settings import Settings
+from app.warming import Warming
 from db.session import Database
 from db.store import Store
 
@@ -66,7 +67,9 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Lane:
     pages: ASGIApp | None = None
     if not settings.api_only:
         streamlit = _streamlit(settings)
-        lifespan, pages = streamlit.lifespan(), PageBase(streamlit, _static())
+        warming = Warming(_warm_up)
+        lifespan, pages = streamlit.lifespan(), PageBase(streamlit, _static(), warming.page_asked_for)
+        warming.start()
 
     def leading(console: Console) -> ASGIApp:
         return _application(console, settings, pages)
@@ -238,6 +241,12 @@ def _streamlit(settings: Settings) -> Any:
         }
     )
     return st.App(str(UI_SCRIPT), on_script_error=page_failed)
+
+
+def _warm_up() -> None:
+    from app.ui.warm import warm_up
+
+    warm_up(frozenset({"main", "live", *PAGES}))
 
 
 def _static() -> Path:
