@@ -28,6 +28,7 @@ from app.coordination.together import Report
 from app.errors import ConsoleError, storing
 from app.live import LiveJob
 from db.store import Store
+from planner.words import milliseconds
 
 
 class Reports(ABC):
@@ -103,7 +104,8 @@ class Reports(ABC):
         job = self.job(job_id)
         if message.worker not in job.state.members:
             raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
-        text = f"epoch {message.epoch}: training resumed {message.resumed_ms:.0f} ms after {message.worker} died"
+        took = milliseconds(message.resumed_ms)
+        text = f"epoch {message.epoch}: training resumed {took} after {message.worker} died"
         with job.writing():
             events = job.note([m.Note("info", "recovery", text, message.worker)])
             if self._store.add_recovery(job_id, {**message.model_dump(), "at": time.time()}, events):

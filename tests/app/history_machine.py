@@ -296,7 +296,7 @@ class History(RuleBasedStateMachine):
         assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
         lines = Counter(event["text"] for event in events if event["kind"] == "recovery")
         for message in taken["recovered"]:
-            text = f"epoch {message.epoch}: training resumed 1 ms after {message.worker} died"  # type: ignore[attr-defined]
+            text = f"epoch {message.epoch}: training resumed 1.0 ms after {message.worker} died"  # type: ignore[attr-defined]
             assert lines[text] == 1, f"{text!r} is in the feed {lines[text]} times"
         audits = Counter(row["action"] for row in store.audit(job_id))
         assert all(audits[action] >= count for action, count in self.accepted_audits.items())

@@ -12,6 +12,7 @@ import numpy as np
 from app.ui.charts.vega import Columns, LiveChart, config
 from app.ui.theme import Palette
 from app.view import EventView, IterationView, RecoveryView
+from planner.words import milliseconds
 
 PANEL_HEIGHT = 112
 # Beyond as many iterations a line says more than dots on it.
@@ -53,7 +54,7 @@ def epoch_marks(
             marks.append(Mark(after.iteration, "↓ drained", False, reason[:_LONGEST]))
         elif lost or after.living < before.living:
             text = "✕ " + (", ".join(lost[:2]) + (" …" if len(lost) > 2 else "") or "failure")
-            detail = f"resumed after {max(r.resumed_ms for r in known):.0f} ms" if known else "recovered"
+            detail = f"resumed after {milliseconds(max(r.resumed_ms for r in known))}" if known else "recovered"
             marks.append(Mark(after.iteration, text, True, detail))
         elif after.living > before.living:
             marks.append(Mark(after.iteration, "↺ re-join", False, f"{after.living} workers living again"))
