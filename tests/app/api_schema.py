@@ -36,6 +36,7 @@ RELATIONS = {
     "POST /jobs/{job_id}/measured": "columns have one entry per op",
     "POST /plans": "either a plan or a solve",
     "POST /solves": "profile, grid and technique must make a job",
+    "POST /tokens": "only an agent's has a job; which characters can be printed is beyond a pattern",
     "POST /history/import": "the file is a zip with the history of a job",
     "POST /catalogs": "profile, grid and technique must make a job",
     "PUT /profiles/{name}": "op times and grid must make a job",
