@@ -53,6 +53,7 @@ def page() -> None:
 
 def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
     page_wanted()
+    standby.on_open_page()
     filtered = event_feed.filtering(*event_feed.asked_for())
     try:
         view = console.view(job_id, ITERATIONS, FILTERED_EVENTS if filtered else EVENTS)
@@ -64,7 +65,6 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
     if (view.state in OVER) != over:
         st.rerun()  # the head's controls are those of a job that runs
     event_feed.say_now()
-    standby.on_open_page()
     zone = st.context.timezone
     with st.container(gap="small"):
         components.sentence(view)
