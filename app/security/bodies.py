@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 from starlette.datastructures import Headers
@@ -32,8 +33,13 @@ _NAMED_PROFILE = re.compile(rf"{API}/profiles/[^/]*", re.DOTALL)
 _PROFILE_LIMIT = 2 * _MIB
 
 
+# A body that takes longer holds its memory for nothing.
+BODY_SECONDS = 60.0
+
+
 class BodyLimit:
-    """Reads the body of an API request before the handler does, up to its limit: 413 beyond."""
+    """Reads the body of an API request before the handler does, up to its limit: 413 beyond, 408 for one that does not
+    come."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -43,21 +49,39 @@ class BodyLimit:
         if limit is None:
             await self.app(scope, receive, send)
             return
-        body, more = bytearray(), True
-        too_large = int(Headers(scope=scope).get("content-length") or 0) > limit
-        while more and not too_large:
-            message = await receive()
-            if message["type"] != "http.request":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            too_large = len(body) > limit
-        if too_large:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await _read(scope, receive, limit)
+        except TimeoutError:
+            response = problem(408, "too_slow", f"the body: not all of it came within {BODY_SECONDS:g} s")
+        except _TooLarge:
             response = problem(413, "too_large", f"the body: got more than {limit:,} bytes, expected at most that")
-            response.headers["Connection"] = "close"
-            await response(scope, receive, send)
+        else:
+            if body is not None:
+                await self.app(scope, replayed(body, receive), send)
             return
-        await self.app(scope, replayed(bytes(body), receive), send)
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
+
+
+class _TooLarge(Exception):
+    """The body has more bytes than it may have."""
+
+
+async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
+    """None: the client has gone. Raises _TooLarge as soon as that is known."""
+    body, more = bytearray(), True
+    if int(Headers(scope=scope).get("content-length") or 0) > limit:
+        raise _TooLarge
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limit:
+            raise _TooLarge
+    return bytes(body)
 
 
 def _limit(scope: Scope) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -10,8 +11,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 
+from app.security import bodies
 from app.security.access import Access
 from app.security.bodies import BodyLimit
 from app.security.callers import Caller, Role, from_header
@@ -75,6 +78,27 @@ def test_bodies_arrive_whole_and_others_are_left_alone() -> None:
     assert limited.put("/_stcore/upload_file/x", content=b"x" * 100_000).text.endswith(" 100000")
     assert limited.get("/api/v1/jobs").status_code == 200
     assert guarded().post("/login", content=b"x" * 5000).status_code == 413
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+    sent: list[Message] = []
+
+    async def half() -> Message:
+        if received:
+            await asyncio.Event().wait()
+        received.append(1)
+        return {"type": "http.request", "body": b"{", "more_body": True}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    received: list[int] = []
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/jobs", "headers": []}
+    asyncio.run(BodyLimit(INNER)(scope, half, send))
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert b"the body: not all of it came within 0.05 s" in sent[1]["body"]
 
 
 # -- the console's own token -----------------------------------------------------------------
