@@ -67,7 +67,7 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Lane:
     pages: ASGIApp | None = None
     if not settings.api_only:
         streamlit = _streamlit(settings)
-        warming = Warming(_warm_up)
+        warming = Warming(_warm_up, {"simulate": lambda: _prepare_simulations(host.console)})
         lifespan, pages = streamlit.lifespan(), PageBase(streamlit, _static(), warming.page_asked_for)
         warming.start()
 
@@ -241,6 +241,11 @@ def _streamlit(settings: Settings) -> Any:
         }
     )
     return st.App(str(UI_SCRIPT), on_script_error=page_failed)
+
+
+def _prepare_simulations(console: Console | None) -> None:
+    if console is not None:
+        console.simulations.prepare()
 
 
 def _warm_up() -> None:

@@ -1,25 +1,23 @@
-"""Simulations for the Simulate page: each runs in a child process of its own, and can be cancelled.
+"""Simulations for the Simulate page: they run in child processes, and can be cancelled.
 
-The engine and its policies are the planner's; here is only what a page asks for and how it is run.
+The engine and its policies are the planner's; here is only what a page asks for and how it is run. A process is kept
+for the next simulation, and with it what was planned: a change of the failures needs few plans that are not there.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.logs import configure_logging
+from app.kept_children import Asked, KeptChildren
 from planner.errors import InputError, PlannerError
+from planner.job import Job
 from planner.models import SHAPES, analytic_job, model_shape
 from planner.plan import JobDoc
 from planner.simulation.costs import RecoveryCosts
@@ -42,6 +40,9 @@ HOST = 8
 # Larger grids are planned for too long for a page that somebody waits for; the command line takes them.
 MAX_WORKERS = 4096
 MAX_KEPT = 32
+MAX_PLANNED = 4
+# Up to as many ops in an iteration a plan is made in a moment, and a simulation that is not wanted ends by itself.
+QUICK_OPS = 20_000
 # The sweep's mean times between failures, as multiples of the one asked for.
 SWEEP = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -74,6 +75,12 @@ class SimulationRequest(BaseModel):
     history: tuple[tuple[float, str, str], ...] = ()
     history_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
 
+    @property
+    def ops(self) -> int:
+        """Of one iteration."""
+        grid = self.job or self
+        return 3 * grid.pipelines * grid.stages * grid.micro_batches
+
 
 @dataclass
 class Simulation:
@@ -92,7 +99,27 @@ class Simulation:
     crossings: list[str] = field(default_factory=list)
     error: str = ""
     done: bool = False
-    process: multiprocessing.process.BaseProcess | None = None
+    asked: Asked | None = None
+
+    def take(self, message: bytes | None) -> None:
+        """What the child says. None: it says no more."""
+        if self.done:
+            return
+        if message is None:
+            self.error = "the simulation was ended before it was done"
+            self.done = True
+            return
+        said = json.loads(message)
+        if "living" in said:
+            self.living = said["living"]
+        if "row" in said:
+            self.curves[said["row"]["policy"]] = said["curve"]
+            self.rows.append(said["row"])
+        if "mtbf" in said:
+            self.rates, self.crossings = said["rates"], said["crossings"]
+            self.mtbf = said["mtbf"]
+        self.error = said.get("error", "")
+        self.done = said.get("done", False) or bool(self.error)
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -106,7 +133,12 @@ class Simulations:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._children = KeptChildren(Simulator, name="simulation")
         self._kept: dict[SimulationRequest, Simulation] = {}
+
+    def prepare(self) -> None:
+        """Somebody is about to ask for one."""
+        self._children.prepare()
 
     def get(self, request: SimulationRequest) -> Simulation:
         """The simulation of `request`, started now if there is none."""
@@ -128,71 +160,64 @@ class Simulations:
                 self._end(self._kept.pop(request))
 
     def close(self) -> None:
-        with self._lock:
-            for simulation in self._kept.values():
-                self._end(simulation)
-            self._kept.clear()
+        self._children.close()
 
     def _start(self, simulation: Simulation) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        simulation.process = context.Process(
-            target=serve, args=(theirs, simulation.request.model_dump_json()), name="simulation", daemon=True
-        )
-        simulation.process.start()
-        theirs.close()
-        threading.Thread(target=_collect, args=(simulation, ours), name="simulation", daemon=True).start()
+        simulation.asked = self._children.ask(simulation.request.model_dump_json().encode(), simulation.take)
 
     def _end(self, simulation: Simulation) -> None:
-        if simulation.process is not None and not simulation.done:
-            simulation.process.terminate()
+        if simulation.asked is not None:
+            self._children.cancel(simulation.asked, soon=simulation.request.ops <= QUICK_OPS)
 
 
-def _collect(simulation: Simulation, pipe: Connection) -> None:
-    """Takes the child's messages until it says that it is done, or is gone."""
-    try:
-        while not simulation.done:
-            message = json.loads(pipe.recv_bytes())
-            if "living" in message:
-                simulation.living = message["living"]
-            if "row" in message:
-                simulation.curves[message["row"]["policy"]] = message["curve"]
-                simulation.rows.append(message["row"])
-            if "mtbf" in message:
-                simulation.rates, simulation.crossings = message["rates"], message["crossings"]
-                simulation.mtbf = message["mtbf"]
-            simulation.error = message.get("error", "")
-            simulation.done = message.get("done", False) or bool(simulation.error)
-    except (EOFError, OSError):
-        simulation.error = simulation.error or "the simulation was ended before it was done"
-        simulation.done = True
-    finally:
-        pipe.close()
-    if simulation.process is not None:
-        simulation.process.join(5)
+class Simulator:
+    """In the child: answers requests, and keeps what it has planned for the newest jobs."""
+
+    def __init__(self) -> None:
+        self._planned: dict[tuple[Job, float], PlannedJob] = {}
+        for _ in run(SimulationRequest(pipelines=2, stages=2, micro_batches=2, hours=24, mtbf=12)):
+            """Once, for what Python reads in at the first one."""
+
+    def __call__(self, question: bytes, wanted: Callable[[], bool]) -> Iterator[bytes]:
+        """One message per policy, one for the sweep, and the end."""
+        try:
+            for message in run(SimulationRequest.model_validate_json(question), self._plan, wanted):
+                yield json.dumps(message).encode()
+            yield b'{"done": true}'
+        except Unwanted:
+            return
+        except PlannerError as error:
+            yield json.dumps({"error": str(error)}).encode()
+        except Exception as error:
+            log.exception("a simulation failed")
+            text = f"the simulation failed ({type(error).__name__}); the console's log says more"
+            yield json.dumps({"error": text}).encode()
+
+    def _plan(self, job: Job, samples: float) -> PlannedJob:
+        planned = self._planned.pop((job, samples), None) or _planned(job, samples)
+        self._planned[job, samples] = planned  # the newest last
+        while len(self._planned) > MAX_PLANNED:
+            del self._planned[next(iter(self._planned))]
+        return planned
 
 
-def serve(pipe: Connection, request: str) -> None:
-    """The child's life: one message per policy, one for the sweep, and the end."""
-    configure_logging()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
-    os.nice(5)
-    try:
-        for message in run(SimulationRequest.model_validate_json(request)):
-            pipe.send_bytes(json.dumps(message).encode())
-        pipe.send_bytes(b'{"done": true}')
-    except (BrokenPipeError, OSError):
-        return
-    except PlannerError as error:
-        pipe.send_bytes(json.dumps({"error": str(error)}).encode())
-    except Exception as error:
-        log.exception("a simulation failed")
-        text = f"the simulation failed ({type(error).__name__}); the console's log says more"
-        pipe.send_bytes(json.dumps({"error": text}).encode())
+class Unwanted(Exception):
+    """Whoever asked does not want the answer any more."""
 
 
-def run(request: SimulationRequest) -> Iterator[dict[str, Any]]:
-    """The messages of one simulation, as they become known. Raises PlannerError."""
+def _planned(job: Job, samples: float) -> PlannedJob:
+    return PlannedJob(job, samples=samples)
+
+
+def run(
+    request: SimulationRequest,
+    plan: Callable[[Job, float], PlannedJob] = _planned,
+    wanted: Callable[[], bool] = lambda: True,
+) -> Iterator[dict[str, Any]]:
+    """The messages of one simulation, as they become known. plan: (job, samples of an iteration) -> its rates.
+
+    Raises PlannerError, and Unwanted once `wanted` says no.
+    """
     unknown = [name for name in request.policies if name not in POLICIES]
     if unknown or not request.policies:
         raise InputError("policies", ", ".join(unknown), "one or more of " + ", ".join(POLICIES))
@@ -208,7 +233,7 @@ def run(request: SimulationRequest) -> Iterator[dict[str, Any]]:
         shape = model_shape(request.model)
         job, label = analytic_job(shape, request.pipelines, request.stages, request.micro_batches), request.model
     samples = request.samples or float(job.pipelines * job.micro_batches)
-    planned = PlannedJob(job, samples=samples)
+    planned = plan(job, samples)
     costs = RecoveryCosts(dollars=request.dollars)
     trace = _trace(request, planned.workers)
     yield {"living": [(at / 3_600_000, n) for at, n in trace.counts] + [(trace.hours, trace.counts[-1][1])]}
@@ -219,6 +244,8 @@ def run(request: SimulationRequest) -> Iterator[dict[str, Any]]:
     if request.trace == DRAWN:
 
         def play(drawn: Trace) -> Sequence[Outcome]:
+            if not wanted():
+                raise Unwanted
             return [simulate(drawn, planned_policy(name, planned, costs)) for name in policies]
 
         hours = [request.mtbf * factor for factor in SWEEP]

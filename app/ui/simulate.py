@@ -40,7 +40,7 @@ def page() -> None:
         console.simulations.cancel(before)
     st.session_state[SHOWN] = request
     simulation = console.simulations.get(request)
-    st.fragment(_results, run_every=None if simulation.done else 0.5)(simulation, colours)
+    st.fragment(_results, run_every=None if simulation.done else 0.2)(simulation, colours)
 
 
 def _ask(console: Console) -> SimulationRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -32,7 +33,7 @@ def test_a_simulation_runs_in_its_own_process_and_is_kept() -> None:
     simulations = Simulations()
     request = parse_request(**SMALL, policies=("ours", "recycle", "drop-replica"))
     made = wait(simulations.get(request))
-    assert made.error == "" and made.process is not None and made.process.pid is not None
+    assert made.error == "" and made.asked is not None and made.asked.process.pid != os.getpid()
     assert [row["policy"] for row in made.rows] == ["ours", "recycle", "drop-replica"]
     assert made.rows[0]["trace_samples_per_second"] >= max(r["trace_samples_per_second"] for r in made.rows) * 0.999
     assert made.mtbf == [30.0 * factor for factor in SWEEP]
@@ -49,9 +50,25 @@ def test_a_cancelled_simulation_ends_its_process() -> None:
     running = simulations.get(request)
     simulations.cancel(request)
     assert wait(running).error == "the simulation was ended before it was done"
-    assert running.process is not None
-    running.process.join(30)
-    assert not running.process.is_alive()
+    assert running.asked is not None
+    running.asked.process.join(30)
+    assert not running.asked.process.is_alive()
+    simulations.close()
+
+
+def test_one_that_is_not_wanted_any_more_leaves_its_process_to_the_next() -> None:
+    simulations = Simulations()
+    simulations.prepare()
+    first, second = (parse_request(**SMALL, repair=hours, policies=("ours", "recycle")) for hours in (4.0, 2.0))
+    begun = simulations.get(first)
+    simulations.cancel(first)
+    made = wait(simulations.get(second))
+    assert wait(begun).error == "the simulation was ended before it was done"
+    assert begun.asked is not None and made.asked is not None and made.asked.process.pid == begun.asked.process.pid
+    # What was planned for the one before changes nothing.
+    assert [m["row"] for m in run(second) if "row" in m] == made.rows
+    again = wait(simulations.get(first))
+    assert [m["row"] for m in run(first) if "row" in m] == again.rows and made.error == again.error == ""
     simulations.close()
 
 

@@ -27,6 +27,15 @@ def test_it_begins_with_the_first_page_that_is_asked_for_or_after_a_while(asked:
     assert worked.wait(PATIENCE)
 
 
+def test_what_one_page_needs_is_prepared_whenever_it_is_asked_for() -> None:
+    prepared = threading.Semaphore(0)
+    warming = Warming(lambda: None, {"simulate": prepared.release})
+    for page in ("simulate", "", "simulate"):
+        warming.page_asked_for(page)
+    assert prepared.acquire(timeout=PATIENCE) and prepared.acquire(timeout=PATIENCE)
+    assert not prepared.acquire(blocking=False)
+
+
 def test_what_goes_wrong_is_logged_and_no_more(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> None:
         raise OSError("no such thing")
