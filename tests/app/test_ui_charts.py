@@ -190,6 +190,7 @@ def test_vega_knows_each_row_again_when_new_ones_come() -> None:
         assert keys and all(key == {"field": "row"} for key in keys.values())
         derived = [step for part in (whole, *whole["layer"]) for step in part.get("transform", ())]
         assert all(step.keys() == {"filter"} for step in derived), "a copy of each row that ever came would be kept"
+        assert whole["data"]["format"]["parse"] == dict.fromkeys([*chart.rows, "row"]), "and so would Vega-Lite's own"
 
 
 def test_words_of_a_late_change_stand_on_its_left_and_dots_only_where_there_is_room() -> None:
