@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from app.api.paging import After, Most, page
 from app.api.parsing import ReadBeside
 from app.api.profiles import ProfileName
-from app.api.runner import in_thread
+from app.api.runner import answer_in_thread, in_thread
 from app.catalogs.export import exported
 from app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
 from app.catalogs.report import CatalogReport, CatalogSummary, CountLine
@@ -129,12 +129,12 @@ def router(console: Console) -> APIRouter:
         await in_thread(console.audit.record, x_actor, "fill catalog", made.fingerprint)
         return _filling(made)
 
-    @api.get("/catalogs/{fingerprint}")
-    async def catalog(fingerprint: Fingerprint, tolerance: Tolerance | None = None) -> CatalogDetail:
+    @api.get("/catalogs/{fingerprint}", response_model=CatalogDetail)
+    async def catalog(fingerprint: Fingerprint, tolerance: Tolerance | None = None) -> Response:
         """tolerance: by default the console's own."""
         stored = await in_thread(catalogs.stored, fingerprint)
         wanted = console.tolerance if tolerance is None else tolerance
-        return _detail(await in_thread(catalogs.report, stored.question, wanted, fingerprint))
+        return await answer_in_thread(lambda: _detail(catalogs.report(stored.question, wanted, fingerprint)))
 
     @api.delete("/catalogs/{fingerprint}", status_code=204, tags=["operator"])
     async def delete(fingerprint: Fingerprint, x_actor: Actor = "API") -> None:
@@ -169,12 +169,12 @@ def router(console: Console) -> APIRouter:
         named = {"Content-Disposition": f'attachment; filename="catalog-{fingerprint[:12]}.{format}.zip"'}
         return Response(data, media_type="application/zip", headers=named)
 
-    @api.get("/jobs/{job_id}/catalog")
-    async def of_job(job_id: str, tolerance: Tolerance | None = None) -> CatalogDetail:
+    @api.get("/jobs/{job_id}/catalog", response_model=CatalogDetail)
+    async def of_job(job_id: str, tolerance: Tolerance | None = None) -> Response:
         """That of the job's question, though nothing may be stored of it yet."""
         job = console.job(job_id)
         wanted = console.tolerance if tolerance is None else tolerance
-        return _detail(await in_thread(catalogs.report, job.question, wanted))
+        return await answer_in_thread(lambda: _detail(catalogs.report(job.question, wanted)))
 
     return api
 

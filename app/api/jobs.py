@@ -25,7 +25,7 @@ from app.api.models import (
     Workers,
 )
 from app.api.paging import After, Most, page
-from app.api.runner import in_thread
+from app.api.runner import answer_in_thread, in_thread
 from app.console import Console
 from app.views import summary
 from db.store import Record
@@ -47,10 +47,9 @@ def router(console: Console) -> APIRouter:
     async def job(job_id: str) -> JobDetail:
         return await in_thread(_detail, console, job_id)
 
-    @api.get("/{job_id}/workers")
-    async def workers(job_id: str) -> Workers:
-        view = await in_thread(console.view, job_id, 1, 1)
-        return Workers(workers=[WorkerInfo(**asdict(worker)) for worker in view.workers])
+    @api.get("/{job_id}/workers", response_model=Workers)
+    async def workers(job_id: str) -> Response:
+        return await answer_in_thread(_workers, console, job_id)
 
     @api.get("/{job_id}/events")
     async def events(
@@ -71,11 +70,10 @@ def router(console: Console) -> APIRouter:
             iterations=[IterationInfo(**row) for row in await in_thread(console.iterations, job_id, after, limit)]
         )
 
-    @api.get("/{job_id}/epochs")
-    async def epochs(job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Most = None) -> Epochs:
+    @api.get("/{job_id}/epochs", response_model=Epochs)
+    async def epochs(job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Most = None) -> Response:
         """Epochs with a number > after, oldest first: read on with `after` = the last one's. Without a limit, all."""
-        rows = await in_thread(console.epochs, job_id, after, limit)
-        return Epochs(epochs=[EpochInfo(**row) for row in rows])
+        return await answer_in_thread(_epochs, console, job_id, after, limit)
 
     @api.get("/{job_id}/plans")
     async def plans(job_id: str, after: After = None, limit: Most = None) -> Plans:
@@ -112,6 +110,14 @@ def router(console: Console) -> APIRouter:
 def _jobs(console: Console, after: str | None, limit: int | None) -> bytes:
     rows, following = page("jobs", console.list_jobs(), lambda job: (-job.created_at, job.job_id), after, limit)
     return orjson.dumps({"jobs": rows, "next": following})
+
+
+def _workers(console: Console, job_id: str) -> Workers:
+    return Workers(workers=[WorkerInfo(**vars(worker)) for worker in console.view(job_id, 1, 1).workers])
+
+
+def _epochs(console: Console, job_id: str, after: int, limit: int | None) -> Epochs:
+    return Epochs(epochs=[EpochInfo(**row) for row in console.epochs(job_id, after, limit)])
 
 
 def _place_of_plan(row: Record) -> tuple[float, str, float, str]:

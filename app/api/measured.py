@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from agent.protocol import ClockReading, MeasuredOps, clock_name
 from app.api.models import Outcome
 from app.api.parsing import ReadBeside
-from app.api.runner import in_thread
+from app.api.runner import answer_in_thread, in_thread
 from app.console import Console
 from app.observing.measured import MeasuredIteration, measured_iteration
 from planner.plan import Plan
@@ -49,10 +49,10 @@ def router(console: Console) -> APIRouter:
         return Outcome(reason=await in_thread(console.measuring.take, console.job(job_id), message))
 
     @api.get("/jobs/{job_id}/measured", response_model=MeasuredInfo, responses={204: {}})
-    async def measured(job_id: str, watch: Watch = False) -> MeasuredInfo | Response:
+    async def measured(job_id: str, watch: Watch = False) -> Response:
         """The newest measured iteration; 204 while there is none."""
         found = await in_thread(_newest, console, job_id, watch)
-        return Response(status_code=204) if found is None else _info(found)
+        return Response(status_code=204) if found is None else await answer_in_thread(_info, found)
 
     return api
 

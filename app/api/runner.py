@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from pydantic import BaseModel
+from starlette.responses import Response
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -17,3 +20,12 @@ _pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="api")
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return await asyncio.get_running_loop().run_in_executor(_pool, partial(function, *args, **kwargs))
+
+
+async def answer_in_thread(function: Callable[P, BaseModel], *args: P.args, **kwargs: P.kwargs) -> Response:
+    """What the function returns, as JSON, for what may speak of thousands: FastAPI would write it in the event loop."""
+
+    def text() -> str:
+        return function(*args, **kwargs).model_dump_json()
+
+    return Response(await in_thread(text), media_type="application/json")
