@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,7 @@ class HeartbeatThread(threading.Thread):
     def run(self) -> None:
         # Never longer than between heartbeats: to a console that is back, silence would look like a death.
         backoff, registered = Backoff(min(0.2, self._interval), min(5.0, self._interval)), False
+        due = 0.0
         while True:
             try:
                 if not registered:
@@ -124,11 +126,15 @@ class HeartbeatThread(threading.Thread):
                     if self._status.phase == "draining":
                         self._beat()  # so that what follows is not taken for a death
                     return
-                self._beat()
-                self._post_measured()
-                self._post_log()
+                # What was delivered woke us early: when an epoch opens, thousands of workers have three things to say
+                # of it within a second or two, and a heartbeat after each would nearly double that.
+                if (now := time.monotonic()) >= due:
+                    self._beat()
+                    due = now + self._interval
+                    self._post_measured()
+                    self._post_log()
                 backoff.reset()
-                wait = self._interval
+                wait = max(0.0, due - time.monotonic())
             except ConsoleUnavailable:
                 if self._stop_asked.is_set():
                     return

@@ -4,6 +4,7 @@ long-poll for the next deployment. What is not as usual goes to FastAPI, which h
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -22,9 +23,16 @@ from app.errors import ConsoleError
 
 _JSON = (b"content-type", b"application/json")
 _QUERY = re.compile(rb"after=(\d{1,15})(?:&wait=(\d{1,2}(?:\.\d{1,6})?))?")
+_GZIP = re.compile(rb"\bgzip\b(?! *; *q *= *0(?:\.0*)?(?:,|$))", re.IGNORECASE)
 LONGEST_WAIT = 60.0
 
 Taken = Callable[[str, Scope, bytes], Awaitable[bytes | None]]
+# Worth compressing once for all who ask: a deployment of 8,192 workers is 100 kB, and they all ask at once.
+LARGE_BYTES = 2048
+
+
+class Gzipped(bytes):
+    """An answer that is compressed."""
 
 
 class Lean:
@@ -68,6 +76,8 @@ class Lean:
             return 0
         status = 200 if answer else 204
         about = [_JSON, (b"content-length", b"%d" % len(answer)), *headers] if answer else [*headers]
+        if isinstance(answer, Gzipped):
+            about += ((b"content-encoding", b"gzip"), (b"vary", b"accept-encoding"))
         await send({"type": "http.response.start", "status": status, "headers": about})
         await send({"type": "http.response.body", "body": answer or b""})
         return status
@@ -82,7 +92,8 @@ class AgentEndpoints:
 
     def __init__(self, console: Console, intake: Intake) -> None:
         self._console, self._intake = console, intake
-        self._rendered: dict[str, tuple[Deployment, bytes]] = {}  # by job: thousands of workers ask for the same
+        # By job: thousands of workers ask for the same.
+        self._rendered: dict[str, tuple[Deployment, bytes, bytes]] = {}
 
     async def heartbeat(self, job_id: str, scope: Scope, body: bytes) -> bytes:
         return self.heartbeat_at_once(job_id, body)
@@ -102,10 +113,12 @@ class AgentEndpoints:
         asked = _QUERY.fullmatch(scope["query_string"])
         if asked is None or float(asked[2] or 0) > LONGEST_WAIT:
             raise _Unusual
-        return await self.next_deployment(job_id, int(asked[1]), float(asked[2] or 0))
+        small = any(name == b"accept-encoding" and _GZIP.search(value) for name, value in scope["headers"])
+        return await self.next_deployment(job_id, int(asked[1]), float(asked[2] or 0), small=small)
 
-    async def next_deployment(self, job_id: str, after: int, wait: float) -> bytes | None:
+    async def next_deployment(self, job_id: str, after: int, wait: float, *, small: bool = False) -> bytes | None:
         """The newest deployment with an epoch above `after`, as soon as there is one; None: none in `wait` seconds.
+        small: compressed, where that is worth it.
 
         Raises ConsoleError.
         """
@@ -115,5 +128,8 @@ class AgentEndpoints:
             return None
         rendered = self._rendered.get(job_id)
         if rendered is None or rendered[0] is not found:
-            rendered = self._rendered[job_id] = found, found.model_dump_json().encode()
-        return rendered[1]
+            plain = found.model_dump_json().encode()
+            packed = plain if len(plain) < LARGE_BYTES else Gzipped(gzip.compress(plain, 6, mtime=0))
+            rendered = self._rendered[job_id] = found, plain, packed
+        _, plain, packed = rendered
+        return packed if small else plain

@@ -4,11 +4,14 @@ the pause between two tries for a death."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from agent.client import ConsoleClient
+from agent.client import ConsoleClient, ConsoleUnavailable
 from agent.heartbeat import HeartbeatThread, Status
+from agent.protocol import Message
 
 TRIES = 12
 
@@ -38,3 +41,49 @@ def test_tries_are_no_further_apart_than_heartbeats(interval: float, monkeypatch
     assert len(waits) == TRIES
     assert max(waits) <= interval
     assert min(waits[4:]) >= min(interval, 2.0) / 2  # and not all the time
+
+
+class Recording(ConsoleClient):
+    """Takes everything; `lost` heartbeats are not answered at first."""
+
+    def __init__(self, lost: int = 0) -> None:
+        super().__init__("http://127.0.0.1:9")
+        self.lost = lost
+        self.posted: list[str] = []
+
+    def post(self, path: str, message: Message, reply: Any = None, *, key: str | None = None) -> Any:
+        self.posted.append(path.rsplit("/", 1)[1])
+        if self.posted[-1] == "heartbeats" and self.lost:
+            self.lost -= 1
+            raise ConsoleUnavailable("away")
+
+
+def reporting(
+    client: Recording, monkeypatch: pytest.MonkeyPatch, turns: list[Callable[[HeartbeatThread], None]]
+) -> None:
+    """Runs the thread's loop here; each of `turns` is what happens in one of its waits, the last of which ends it."""
+    thread = HeartbeatThread(client, "job", "W0_0", "i1", Status(), interval=3600.0, fenced=lambda: None)
+    left = iter(turns)
+
+    def wait(seconds: float) -> None:
+        turn = next(left, None)
+        if turn is None:
+            thread.stop()
+        else:
+            turn(thread)
+
+    monkeypatch.setattr(thread._wake, "wait", wait)
+    thread.run()
+
+
+def test_an_acknowledgement_brings_no_heartbeat_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording()
+    acknowledge = [lambda t, state=state: t.acknowledge(1, state, 0) for state in ("adopted", "formed", "resumed")]
+    reporting(client, monkeypatch, acknowledge)
+    assert client.posted == ["workers", "heartbeats", *3 * ["acknowledgements"]]
+
+
+def test_a_heartbeat_that_was_lost_is_sent_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording(lost=2)
+    reporting(client, monkeypatch, [lambda t: None, lambda t: None])
+    assert client.posted == ["workers", *3 * ["heartbeats"]]

@@ -11,6 +11,7 @@ from lane_served import Served, heartbeat
 from ui_console import ConsoleHere, JobHere
 
 from agent.protocol import API
+from app.api import lean
 from app.notify import AT_ONCE, Topic
 from app.security.access import Access
 
@@ -126,3 +127,18 @@ def test_thousands_that_wait_are_woken_some_at_a_time() -> None:
 
     steps = asyncio.run(run())
     assert max(b - a for a, b in zip([0, *steps], steps, strict=False)) <= AT_ONCE
+
+
+def test_a_large_deployment_is_compressed_for_those_who_can_read_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lean, "LARGE_BYTES", 10)
+    path = f"{API}/jobs/{served.job.job_id}/deployment?after=0"
+    answers = {}
+    for accepted in ("gzip, deflate", "identity", "gzip;q=0", "deflate, gzip;q=0.5"):
+        headers = {**served.headers, "Accept-Encoding": accepted}
+        answer = served.client.get(path, headers=headers)
+        answers[accepted] = answer.headers.get("content-encoding"), answer.json()
+    assert [how for how, _ in answers.values()] == ["gzip", None, None, "gzip"]
+    assert len({json.dumps(said) for _, said in answers.values()}) == 1
+    assert answers["identity"][1]["epoch"] == 1
