@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -47,10 +48,13 @@ class OneChild:
     """A process for each question, one at a time for each OneChild. Thread-safe.
 
     answer: a function of a module, which the child imports. patience: seconds, beyond which it has gone astray.
+    most_bytes: of memory that an answer may take; None: as much as there is.
     """
 
-    def __init__(self, answer: Callable[[bytes], bytes], *, name: str, patience: float) -> None:
-        self._answer, self._name, self._patience = answer, name, patience
+    def __init__(
+        self, answer: Callable[[bytes], bytes], *, name: str, patience: float, most_bytes: int | None = None
+    ) -> None:
+        self._answer, self._name, self._patience, self._most_bytes = answer, name, patience, most_bytes
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._closed = False
@@ -61,7 +65,9 @@ class OneChild:
         with self._turn:
             context = multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._answer), name=self._name, daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, self._answer, self._most_bytes), name=self._name, daemon=True
+            )
             with self._lock:
                 if self._closed:
                     raise EOFError
@@ -86,11 +92,20 @@ class OneChild:
                 self._process.kill()
 
 
-def _serve(pipe: Connection, answer: Callable[[bytes], bytes]) -> None:
+def _serve(pipe: Connection, answer: Callable[[bytes], bytes], most_bytes: int | None) -> None:
     """The child's life."""
     configure_logging()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
     os.nice(5)
     gc.disable()  # a million lists would be looked through again and again, and all goes with the process
+    if most_bytes is not None:
+        _limit_memory(most_bytes)
     with suppress(EOFError, OSError):  # the console has gone
         pipe.send_bytes(answer(pipe.recv_bytes()))
+
+
+def _limit_memory(more: int) -> None:
+    """Beyond what this process has: Python raises MemoryError, and Rust ends the process."""
+    with suppress(OSError, ValueError):  # a system that does not tell, or has a lower limit
+        has = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (has + more, resource.getrlimit(resource.RLIMIT_AS)[1]))

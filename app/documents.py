@@ -24,29 +24,28 @@ MOST_FIELDS_OF_ONE = 16_384
 FEW_FIELDS = 1_000
 
 
-def bounded(body: bytes) -> Any:
-    """The document. Raises ConsoleError (422) for what is none, or holds more than any message does."""
+def bounded(body: bytes, *, containers: int = MOST_CONTAINERS, fields: int = MOST_FIELDS) -> Any:
+    """The document. containers, fields: of all, at most.
+
+    Raises ConsoleError (422) for what is none, or holds more than any message does.
+    """
+    colons = body.count(b":")
     for count, most, what in (
-        (body.count(b"{") + body.count(b"["), MOST_CONTAINERS, "objects and lists"),
-        (fields := body.count(b":"), MOST_FIELDS, "fields"),
+        (body.count(b"{") + body.count(b"["), containers, "objects and lists"),
+        (colons, fields, "fields"),
     ):
         if count > most:  # in its texts, too, which hold far fewer
             raise _wrong(f"the body: got {count:,} {what}, expected at most {most:,}")
-    document = parsed(body)
-    if fields > FEW_FIELDS:
-        check_objects(document)
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise _wrong(f"the body is not JSON: {error}") from None
+    if colons > FEW_FIELDS:
+        _check_objects(document)
     return document
 
 
-def parsed(body: bytes) -> Any:
-    """The document. Raises ConsoleError (422) for what is none."""
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise _wrong(f"the body is not JSON: {error}") from None
-
-
-def check_objects(document: Any) -> None:
+def _check_objects(document: Any) -> None:
     """Raises ConsoleError (422) for one that holds an object with more fields than there are workers."""
     left = [("the body", document)]
     while left:

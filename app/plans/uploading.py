@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.children import OneChild
-from app.documents import check_objects, parsed
+from app.documents import bounded
 from app.errors import ConsoleError
 from app.plans.summary import summary_of
 from app.sentences import sentence
@@ -25,8 +25,11 @@ from planner.plan import Plan
 LARGE = 128 * 1024
 # Uploads that may wait for the one that is read, each with its megabytes.
 MOST_WAITING = 8
-# Beyond this a process has gone astray.
+# Beyond this a process has gone astray; the largest plan takes some 3 s, and a third of that memory.
 PATIENCE = 120.0
+MOST_BYTES = 2 << 30
+# Eight megabytes of ops have no more.
+MOST_CONTAINERS, MOST_FIELDS = 150_000, 800_000
 
 
 class PlanToSave(BaseModel):
@@ -62,7 +65,7 @@ class Uploads:
     """One per console. Thread-safe; blocks its caller, one upload after the other."""
 
     def __init__(self) -> None:
-        self._child = OneChild(answer, name="upload", patience=PATIENCE)
+        self._child = OneChild(answer, name="upload", patience=PATIENCE, most_bytes=MOST_BYTES)
         self._lock = threading.Lock()
         self._waiting = 0
 
@@ -99,7 +102,7 @@ class Uploads:
 def answer(body: bytes) -> bytes:
     """A line of JSON: {"wrong": sentence}, {"name", "solve"}, or all of a ReadPlan but its document, which follows."""
     try:
-        check_objects(parsed(body))  # what is wrong with a million fields would be a million errors
+        bounded(body, containers=MOST_CONTAINERS, fields=MOST_FIELDS)
         message = PlanToSave.model_validate_json(body)
     except ConsoleError as error:
         return json.dumps({"wrong": error.detail}).encode()

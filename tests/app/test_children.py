@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from app.children import begin_without_pages
+from app.children import OneChild, begin_without_pages
 
 PAGES = Path(__file__).resolve().parents[2] / "app" / "ui"
 
@@ -40,3 +40,17 @@ def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypa
         child.join(30)
     assert Path(found).resolve() == PAGES.parents[1] / "planner" / "errors.py"
     assert not in_path and not streamlit
+
+
+def hungry(question: bytes) -> bytes:
+    """The child: takes as much memory as it is asked to."""
+    try:
+        return b"%d" % len(bytearray(int(question)))
+    except MemoryError:
+        return b"no more"
+
+
+def test_a_child_takes_no_more_memory_than_it_may() -> None:
+    child = OneChild(hungry, name="hungry", patience=120, most_bytes=256 << 20)
+    assert child.ask(b"%d" % (64 << 20)) == b"%d" % (64 << 20)
+    assert child.ask(b"%d" % (512 << 20)) == b"no more"

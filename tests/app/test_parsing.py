@@ -170,7 +170,15 @@ def test_what_is_large_and_right_is_taken() -> None:
     assert documents.bounded(json.dumps(speeds).encode()) == speeds
 
 
-def test_a_plan_with_a_million_fields_is_refused_for_their_number() -> None:
-    workers = {str(i): 1 for i in range(20_000)}
-    wrong = json.loads(answer(json.dumps({"name": "x", "plan": {"workers": workers}}).encode()))["wrong"]
-    assert wrong == "workers: got an object with 20,000 fields, expected at most 16,384"
+@pytest.mark.parametrize(
+    ("plan", "wrong"),
+    [
+        (
+            {"workers": {str(i): 1 for i in range(20_000)}},
+            "workers: got an object with 20,000 fields, expected at most",
+        ),
+        ({"job": {"profiles": [{}] * 150_000}}, "the body: got 150,004 objects and lists, expected at most 150,000"),
+    ],
+)
+def test_a_plan_with_a_million_wrong_things_is_refused_for_their_number(plan: Any, wrong: str) -> None:
+    assert json.loads(answer(json.dumps({"name": "x", "plan": plan}).encode()))["wrong"].startswith(wrong)
