@@ -62,7 +62,7 @@ def cards(report: CatalogReport) -> list[Card]:
         Card(
             "Proven optimal",
             f"{proven:,}",
-            "nothing is left to gain" if worst <= 0 else f"the rest within {text.percent(worst)}",
+            "nothing is left to gain" if worst <= 0 else f"the rest within {text.at_most(worst)}",
             of=f"of {report.plans:,}",
         )
     )

@@ -141,7 +141,7 @@ def _plan(view: JobView) -> Card:
     period = text.planned(plan.metrics.period, plan.job.time_unit)
     rolled = roll_out(view)
     against = f"{text.percent(plan.metrics.slowdown_vs_1f1b, sign=True)} vs 1F1B"
-    gap = "proven optimal" if plan.metrics.gap <= 0 else f"gap ≤ {text.percent(plan.metrics.gap)}"
+    gap = "proven optimal" if plan.metrics.gap <= 0 else f"gap ≤ {text.at_most(plan.metrics.gap)}"
     note = rolled or f"{against}, {gap}"
     return Card(f"Plan in force · epoch {view.epoch}", period, note, "warn" if rolled else "", of="period")
 
@@ -160,7 +160,7 @@ def gap_words(plan: Plan) -> str:
     """How far the plan may be from the best possible."""
     if plan.metrics.gap <= 0:
         return "proven optimal"
-    return f"at most {text.percent(plan.metrics.gap)} over optimal"
+    return f"at most {text.at_most(plan.metrics.gap)} over optimal"
 
 
 def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:

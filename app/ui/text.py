@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -42,6 +43,11 @@ def percent(fraction: float, *, sign: bool = False, digits: int = 1) -> str:
         return "±0 %" if sign else f"<{least:g} %" if fraction > 0 else "0 %"
     number = f"{100 * fraction:{'+' if sign else ''}.{digits}f}"
     return number.removesuffix(".0").replace("-", "−") + " %"
+
+
+def at_most(fraction: float) -> str:
+    """What a share is not above, rounded up: `2.8 %` for 0.0273."""
+    return percent(math.ceil(1000 * fraction - 1e-9) / 1000)
 
 
 def rate(samples_per_second: float) -> str:

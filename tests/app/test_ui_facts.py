@@ -152,6 +152,7 @@ def test_other_numbers_read_well() -> None:
     assert text.percent(0.222, digits=0) == "22 %" and text.percent(0.004, digits=0) == "<1 %"
     assert [text.seconds(x) for x in (0.42, 12.3, 59.4, 320)] == ["0.4 s", "12 s", "59 s", "5 min 20 s"]
     assert [text.planned(x, "ms", 5) for x in (960.4, 1083.25)] == ["960.4 ms", "1.0833 s"]
+    assert [text.at_most(x) for x in (0.0001, 0.0273, 0.05)] == ["0.1 %", "2.8 %", "5 %"]
     assert text.age(None) == "never" and text.age(0.42) == "0.4 s ago" and text.age(7200) == "2 h ago"
     assert text.count(1, "worker") == "1 worker" and text.count(2048, "worker") == "2,048 workers"
     assert text.size(412 * 2**20) == "412 MiB" and text.size(1010 * 2**20) == "1,010 MiB"

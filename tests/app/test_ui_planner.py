@@ -15,6 +15,7 @@ from ui_factory import plan
 
 from agent.protocol import Heartbeat
 from app.console import Console, set_console
+from app.plans.measured_profile import measured_profile
 from app.plans.solving import Solves
 from app.plans.whatif import PARAMS, WhatIf, parse
 from app.security.callers import Caller, Role
@@ -378,6 +379,7 @@ def test_what_a_job_measures_is_a_profile(console: Console) -> None:
             worker=name, incarnation=name + "-a", seq=1, epoch=1, iteration=0, phase="training", op_milliseconds=beats
         )
         console.heartbeat(job.job_id, beat)
+    until(lambda: measured_profile(console.job(job.job_id)) is not None, "the heartbeats are taken in")
     choose(run(test), option)
     assert "medians of a stage's peers" in words(test) and selected(test) == "own"
     made, wrong = parse(params(test))
