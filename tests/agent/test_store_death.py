@@ -27,7 +27,9 @@ def test_while_all_train_and_a_worker_dies_afterwards(losses: list[str]) -> None
 
     job = LocalJob(**GRID, iterations=ITERATIONS, kills=("W0_1@5:F1",), on_line=strike).run()
     assert job.losses == losses and job.dead == ["W0_1"]
-    assert [line["epoch"] for line in job.iterations] == [1] * 5 + [2] * 3, "the store's death opened no epoch"
+    epochs = [line["epoch"] for line in job.iterations]
+    # The last one before the death may have been committed by some only when the next epoch opened.
+    assert epochs[:4] == [1] * 4 and epochs[4] in (1, 2) and epochs[5:] == [2] * 3, "the store's death opened no epoch"
 
 
 def test_while_an_epoch_forms(losses: list[str]) -> None:
