@@ -6,10 +6,10 @@ nothing. When nothing more can come the stream ends, and whoever comes back is t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from app.api.models import EventInfo
@@ -19,6 +19,7 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.live import LiveJob
 from app.plans.solving import Solve
+from app.security.callers import STILL
 
 # Seconds after which a comment shows that the connection lives; proxies close silent ones after a minute.
 KEEP_ALIVE = 15.0
@@ -39,31 +40,43 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     # FastAPI reads the status off the signature.
-    def __init__(self, messages: AsyncIterator[str], status_code: int = 200) -> None:
+    def __init__(self, request: Request, messages: AsyncIterator[str], status_code: int = 200) -> None:
         # nginx would keep messages back until it has some kilobytes.
-        super().__init__(messages, status_code, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(_while_valid(request, messages), status_code, headers)
+
+
+async def _while_valid(request: Request, messages: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Until the token is revoked or the session ends of whoever listens; that is seen with the next message."""
+    still: Callable[[], bool] = request.scope.get(STILL, lambda: True)
+    async for text in messages:
+        if not still():
+            return
+        yield text
 
 
 def router(console: Console) -> APIRouter:
     api = APIRouter()
 
     @api.get("/jobs/{job_id}/events/stream", tags=["jobs"], response_class=EventStream, responses=STREAM)
-    async def events(job_id: str, after: After = 0, last_event_id: LastEventId = None) -> Response:
+    async def events(request: Request, job_id: str, after: After = 0, last_event_id: LastEventId = None) -> Response:
         """The event feed from `after` on, each event (as in GET .../events) as soon as it is stored."""
         job = console.job(job_id)
         known = after if last_event_id is None else int(last_event_id)
         if job.state.over and job.last_event <= known:
             return Response(status_code=204)
-        return EventStream(_events(console, job, known))
+        return EventStream(request, _events(console, job, known))
 
     @api.get("/solves/{solve_id}/stream", tags=["plans"], response_class=EventStream, responses=STREAM)
-    async def progress(solve_id: str, after: After = 0, last_event_id: LastEventId = None) -> Response:
+    async def progress(
+        request: Request, solve_id: str, after: After = 0, last_event_id: LastEventId = None
+    ) -> Response:
         """How far it is, as GET .../solves/{solve_id} says it, whenever that changes; ends when it is over."""
         solve = console.solves.get(solve_id)
         known = after if last_event_id is None else int(last_event_id)
         if solve.over and last_event_id is not None and len(solve.points) <= known:
             return Response(status_code=204)
-        return EventStream(_progress(solve, known))
+        return EventStream(request, _progress(solve, known))
 
     return api
 

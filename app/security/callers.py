@@ -15,6 +15,8 @@ from agent.protocol import API
 # Set by the guard on every request that it lets through, and never taken from outside.
 CALLER = "x-openrecycle-caller"
 ACTOR = "x-actor"
+# In the scope, from the guard: may whoever asked still ask? For answers that take long.
+STILL = "openrecycle.still"
 MAX_ACTOR = 80
 
 

@@ -19,7 +19,7 @@ from app.api.problems import problem
 from app.errors import ConsoleError
 from app.security.access import Access
 from app.security.bodies import BodyLimit
-from app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, Caller, Role, agent_route, refusal
+from app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
 from app.security.hosts import is_loopback
 from app.security.limits import AGENTS, PEOPLE, UNKNOWN, Limits
 from app.security.login import COOKIE, SESSION_SECONDS, local, login_page
@@ -84,7 +84,8 @@ class AccessGuard:
         else:
             if PASS in scope:
                 scope[PASS].still.append(lambda: self.access.used(caller) and not self.limits.take(rate, key))
-            await self.app(_as(scope, caller, headers.get(ACTOR)), receive, self._while_valid(scope, caller, send))
+            inner = {**_as(scope, caller, headers.get(ACTOR)), STILL: lambda: self.access.still(caller)}
+            await self.app(inner, receive, self._while_valid(scope, caller, send))
 
     async def _caller(self, headers: Headers, address: str) -> Caller | None:
         """Raises ConsoleError (429, 503)."""

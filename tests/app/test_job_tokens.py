@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import requests
 import uvicorn
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -31,6 +32,18 @@ def app(here: ConsoleHere) -> Iterator[TestClient]:
     guarded = AccessGuard(Starlette(routes=create_routes(console)), console.access)
     yield TestClient(guarded, base_url="http://localhost", client=("127.0.0.1", 50000), raise_server_exceptions=False)
     console.access = Access()
+
+
+@pytest.fixture(scope="module")
+def url(app: TestClient) -> Iterator[str]:
+    """The same, on a server of its own."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app.app, log_config=None, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = server.force_exit = True
+    thread.join(30)
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -66,28 +79,33 @@ def test_the_workers_of_a_job_get_a_token_that_can_do_nothing_else(app: TestClie
 
 
 def test_a_launcher_with_an_agents_token_hears_why_its_job_stands_still(
-    app: TestClient, monkeypatch: pytest.MonkeyPatch
+    app: TestClient, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks whenever there has been no new epoch for some seconds; a refusal would end the job."""
     for patience in ("SAY_WHY_NOT_SECONDS", "LONG_POLL_SECONDS"):
         monkeypatch.setattr(console_link, patience, 0.1)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app.app, log_config=None, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    url, token = f"http://127.0.0.1:{listener.getsockname()[1]}", make(app, role="agent")
+    token = make(app, role="agent")
     said: list[str] = []
-    try:
-        created = create_job(ConsoleClient(url, token=token), JobSpec.model_validate(SPEC))
-        link = ConsoleCoordination(lambda: ConsoleClient(url, token=token), created.job_id, said.append)
-        until(lambda: bool(said), "the launcher says what its job waits for")
-        assert said[0].startswith("Waiting for 4 of 4 workers to register")
-        assert link.poll(0.0) == []
-        app.post(f"/api/v1/jobs/{created.job_id}/finish", json={"state": "stopped"}, headers=bearer(token))
-        link.close(lambda: True)
-    finally:
-        server.should_exit = True
-        thread.join(30)
+    created = create_job(ConsoleClient(url, token=token), JobSpec.model_validate(SPEC))
+    link = ConsoleCoordination(lambda: ConsoleClient(url, token=token), created.job_id, said.append)
+    until(lambda: bool(said), "the launcher says what its job waits for")
+    assert said[0].startswith("Waiting for 4 of 4 workers to register")
+    assert link.poll(0.0) == []
+    app.post(f"/api/v1/jobs/{created.job_id}/finish", json={"state": "stopped"}, headers=bearer(token))
+    link.close(lambda: True)
+
+
+def test_an_open_stream_ends_when_its_token_is_revoked(app: TestClient, url: str) -> None:
+    path = f"/api/v1/jobs/{app.post('/api/v1/jobs', json=SPEC, headers=bearer(TOKEN)).json()['job_id']}"
+    made = app.post("/api/v1/tokens", json={"role": "view"}, headers=bearer(TOKEN)).json()
+    with requests.get(f"{url}{path}/events/stream", headers=bearer(made["token"]), stream=True, timeout=60) as stream:
+        lines = stream.iter_lines(chunk_size=1)
+        app.post(f"{path}/pause", headers=bearer(TOKEN))
+        seen = [next(lines) for _ in range(4)]
+        assert seen[2] == b"id: 1"
+        assert app.delete(f"/api/v1/tokens/{made['id']}", headers=bearer(TOKEN)).status_code == 204
+        app.post(f"{path}/resume", headers=bearer(TOKEN))
+        assert [line for line in lines if line] == []
 
 
 def test_asked_again_who_operates_gets_another_and_an_agent_keeps_its_own(app: TestClient) -> None:
