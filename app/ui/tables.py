@@ -46,7 +46,7 @@ def beside_html(labels: Sequence[str], figures: Sequence[tuple[str, list[str]]],
     """One column per label, one row per figure; on narrow screens it scrolls beside the names of its rows."""
     heads = "".join(f'<th scope="col">{escape(label)}</th>' for label in labels)
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{_whole(cell)}</td>" for cell in cells) + "</tr>"
         for name, cells in figures
     )
     return (
@@ -54,6 +54,11 @@ def beside_html(labels: Sequence[str], figures: Sequence[tuple[str, list[str]]],
         f'<table class="or-table or-beside"><thead><tr><th scope="col">figure</th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
+
+
+def _whole(words: str) -> str:
+    """A number is not parted from its sign of percent at the end of a line."""
+    return escape(words).replace(" %", "&nbsp;%")
 
 
 def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:

@@ -67,7 +67,7 @@ def params(test: AppTest) -> dict[str, str]:
 
 def compared(test: AppTest) -> dict[str, list[str]]:
     """The table of plans beside each other, by the names of its rows; `figure` is its head."""
-    table = next(e.proto.body for e in test.get("html") if "or-beside" in e.proto.body)
+    table = next(e.proto.body for e in test.get("html") if "or-beside" in e.proto.body).replace("&nbsp;", " ")
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:]]
     return {name: cells for name, *cells in rows}
 
