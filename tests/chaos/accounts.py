@@ -20,7 +20,7 @@ def undisturbed(iterations: int) -> LocalJob:
 def pages(job: ChaoticJob, what: str, number: str, after: int) -> list[dict[str, Any]]:
     """Every row, page by page. number: the column that counts them; after: the one before the first."""
     rows: list[dict[str, Any]] = []
-    while page := job.read(f"/{what}?after={after}&limit=500")[what]:
+    while page := job.book(f"/{what}?after={after}&limit=500")[what]:
         rows += page
         after = page[-1][number]
     return rows
@@ -36,7 +36,7 @@ def check(job: ChaoticJob) -> None:
     assert [row["iteration"] for row in iterations] == list(range(job.iterations)), seed
     assert [row["loss_hex"] for row in iterations] == plain.losses, seed
 
-    epochs = job.read("/epochs")["epochs"]
+    epochs = job.book("/epochs")["epochs"]
     assert [row["epoch"] for row in epochs] == list(range(1, len(epochs) + 1)), seed
     for row in epochs:
         assert sorted((*row["living"], *row["failed"])) == sorted(NAMES), (seed, row)

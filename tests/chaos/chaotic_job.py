@@ -121,6 +121,10 @@ class ChaoticJob:
         answer.raise_for_status()
         return answer.json()
 
+    def book(self, tail: str) -> Any:
+        """As `read`, on a machine that may have no port left for a moment."""
+        return self.ask(lambda: self.read(tail), f"the console to show {tail}")
+
     def ask(self, condition: Callable[[], Any], what: str) -> Any:
         def alive() -> Any:
             if self.error is not None:
