@@ -7,12 +7,13 @@ import binascii
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from app.errors import ConsoleError
-from app.plans.profiles import Kept, on_grid
-from planner.errors import InputError
+from app.plans.profiles import NAME, Kept, on_grid
+from planner.errors import InputError, PlannerError
 from planner.job import Job, StageProfile, Worker
 from planner.plan import JobDoc
 
@@ -25,7 +26,7 @@ _HEAD = 1.4
 MAX_PROFILE = 1 << 20
 # Before the name of one that people keep, and between it and the digest of what it was.
 SAVED = "saved"
-_SAVED = re.compile(rf"{SAVED}:([^@]+)(?:@([0-9a-f]+))?")
+_SAVED = re.compile(rf"{SAVED}:({NAME.strip('^$')})(?:@([0-9a-f]+))?")
 
 Keeper = Callable[[str], Kept]
 
@@ -70,9 +71,9 @@ def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> Named
         return Named(saved_word(kept), kept)
     what = "was deleted" if kept is None else f"was saved anew by {kept.saved_by}"
     if before is not None:
-        return Named(
-            before(), None, f"The profile {name} {what} meanwhile. What you had of it is shown on as your own."
-        )
+        with suppress(PlannerError):  # it made no job of that grid: there is nothing to go on with
+            note = f"The profile {name} {what} meanwhile. What you had of it is shown on as your own."
+            return Named(before(), None, note)
     if kept is None:
         return Named(word)
     return Named(

@@ -233,6 +233,9 @@ def test_a_name_that_stands_for_something_else_meanwhile() -> None:
         assert parse({**question.params(), "profile": mine.word})[0].job().profiles == question.job().profiles
     assert follow(word, gone, None).kept is None
     assert follow("even", gone, None).word == "even", "nobody is asked"
+    assert follow("saved:no name\x00", down, None).kept is None, "nor for what can be no name"
+    large = replace(WhatIf().with_kept(LAYERED), stages=500)
+    assert follow(large.profile, gone, large.as_own).kept is None, "it was no job that one could go on with"
     with pytest.raises(ConsoleError, match="does not answer"):
         follow(word, down, question.as_own)
 
