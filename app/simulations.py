@@ -23,7 +23,7 @@ from planner.plan import JobDoc
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.engine import simulate
 from planner.simulation.outcome import HOUR, Outcome
-from planner.simulation.planned import PlannedJob
+from planner.simulation.planned import PlannedJob, Rate
 from planner.simulation.policies.planned_policies import PLANNED, planned_policy
 from planner.simulation.sensitivity import sweep
 from planner.simulation.trace import Trace
@@ -88,6 +88,7 @@ class Simulation:
 
     curves: by policy, (hours, samples per second from then on). living: (hours, workers from then
     on). rates: by policy, samples per second at each MTBF of `mtbf`; crossings: sentences.
+    first: set once there is a row, or will be none.
     """
 
     request: SimulationRequest
@@ -100,6 +101,7 @@ class Simulation:
     error: str = ""
     done: bool = False
     asked: Asked | None = None
+    first: threading.Event = field(default_factory=threading.Event)
 
     def take(self, message: bytes | None) -> None:
         """What the child says. None: it says no more."""
@@ -108,6 +110,7 @@ class Simulation:
         if message is None:
             self.error = "the simulation was ended before it was done"
             self.done = True
+            self.first.set()
             return
         said = json.loads(message)
         if "living" in said:
@@ -120,6 +123,8 @@ class Simulation:
             self.mtbf = said["mtbf"]
         self.error = said.get("error", "")
         self.done = said.get("done", False) or bool(self.error)
+        if self.rows or self.done:
+            self.first.set()
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -174,14 +179,15 @@ class Simulator:
     """In the child: answers requests, and keeps what it has planned for the newest jobs."""
 
     def __init__(self) -> None:
-        self._planned: dict[tuple[Job, float], PlannedJob] = {}
+        self._planned: dict[tuple[Job, float], _WantedJob] = {}
         for _ in run(SimulationRequest(pipelines=2, stages=2, micro_batches=2, hours=24, mtbf=12)):
             """Once, for what Python reads in at the first one."""
 
     def __call__(self, question: bytes, wanted: Callable[[], bool]) -> Iterator[bytes]:
         """One message per policy, one for the sweep, and the end."""
         try:
-            for message in run(SimulationRequest.model_validate_json(question), self._plan, wanted):
+            request = SimulationRequest.model_validate_json(question)
+            for message in run(request, lambda job, samples: self._plan(job, samples, wanted)):
                 yield json.dumps(message).encode()
             yield b'{"done": true}'
         except Unwanted:
@@ -193,8 +199,9 @@ class Simulator:
             text = f"the simulation failed ({type(error).__name__}); the console's log says more"
             yield json.dumps({"error": text}).encode()
 
-    def _plan(self, job: Job, samples: float) -> PlannedJob:
-        planned = self._planned.pop((job, samples), None) or _planned(job, samples)
+    def _plan(self, job: Job, samples: float, wanted: Callable[[], bool]) -> PlannedJob:
+        planned = self._planned.pop((job, samples), None) or _WantedJob(job, samples=samples)
+        planned.wanted = wanted
         self._planned[job, samples] = planned  # the newest last
         while len(self._planned) > MAX_PLANNED:
             del self._planned[next(iter(self._planned))]
@@ -205,6 +212,24 @@ class Unwanted(Exception):
     """Whoever asked does not want the answer any more."""
 
 
+class _WantedJob(PlannedJob):
+    """Raises Unwanted where a rate is asked for that nobody wants any more: a plan for it may take a second."""
+
+    wanted: Callable[[], bool] = staticmethod(lambda: True)
+
+    def rerouted(self, failures: int) -> Rate | None:
+        self._check()
+        return super().rerouted(failures)
+
+    def repartitioned(self, workers: int, *, ours: bool = True) -> Rate | None:
+        self._check()
+        return super().repartitioned(workers, ours=ours)
+
+    def _check(self) -> None:
+        if not self.wanted():
+            raise Unwanted
+
+
 def _planned(job: Job, samples: float) -> PlannedJob:
     return PlannedJob(job, samples=samples)
 
@@ -212,11 +237,10 @@ def _planned(job: Job, samples: float) -> PlannedJob:
 def run(
     request: SimulationRequest,
     plan: Callable[[Job, float], PlannedJob] = _planned,
-    wanted: Callable[[], bool] = lambda: True,
 ) -> Iterator[dict[str, Any]]:
     """The messages of one simulation, as they become known. plan: (job, samples of an iteration) -> its rates.
 
-    Raises PlannerError, and Unwanted once `wanted` says no.
+    Raises PlannerError, and what `plan` raises.
     """
     unknown = [name for name in request.policies if name not in POLICIES]
     if unknown or not request.policies:
@@ -244,8 +268,6 @@ def run(
     if request.trace == DRAWN:
 
         def play(drawn: Trace) -> Sequence[Outcome]:
-            if not wanted():
-                raise Unwanted
             return [simulate(drawn, planned_policy(name, planned, costs)) for name in policies]
 
         hours = [request.mtbf * factor for factor in SWEEP]

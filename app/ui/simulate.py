@@ -20,6 +20,8 @@ from planner.simulation.traces.public import public_traces
 
 SHAPE = "A model's shape"
 SHOWN = "simulation-shown"
+# For the first result, which often comes at once; after that the page is drawn without, and looks again.
+PATIENCE_SECONDS = 0.5
 DEFAULT_POLICIES = ["ours", "recycle", "repartition", "drop-replica", "checkpoint-restart"]
 
 
@@ -40,6 +42,7 @@ def page() -> None:
         console.simulations.cancel(before)
     st.session_state[SHOWN] = request
     simulation = console.simulations.get(request)
+    simulation.first.wait(PATIENCE_SECONDS)
     st.fragment(_results, run_every=None if simulation.done else 0.2)(simulation, colours)
 
 
