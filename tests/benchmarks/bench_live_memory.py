@@ -124,7 +124,8 @@ def tab_pid(browser: Browser) -> int:
 def watch(root: str, server: int, minutes: float, snapshots: Path | None = None, each: float = 10.0) -> list[Sample]:
     """snapshots: the folder for what the heap holds, written every `each` minutes; None: not written."""
     samples: list[Sample] = []
-    job = requests.get(f"{root}/api/v1/jobs", timeout=5).json()["jobs"][0]["job_id"]
+    asking = requests.Session()
+    job = asking.get(f"{root}/api/v1/jobs", timeout=5).json()["jobs"][0]["job_id"]
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
@@ -136,7 +137,7 @@ def watch(root: str, server: int, minutes: float, snapshots: Path | None = None,
         begin, written = time.monotonic(), 0
         while True:
             minute = (time.monotonic() - begin) / 60
-            committed = requests.get(f"{root}/api/v1/jobs/{job}", timeout=10).json()["committed"]
+            committed = _committed(asking, f"{root}/api/v1/jobs/{job}")
             samples.append(Sample(minute, resident(server), resident(tab), *_heap(session), committed))
             print(samples[-1].line(), flush=True)
             if snapshots is not None and minute >= each * written:
@@ -150,6 +151,18 @@ def watch(root: str, server: int, minutes: float, snapshots: Path | None = None,
     if not alive:
         raise SystemExit("the page lost its cards on the way")
     return samples
+
+
+def _committed(asking: requests.Session, url: str) -> int:
+    """Tries for a while: two hours must not end because the machine had no port free in one moment of them."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return int(asking.get(url, timeout=10).json()["committed"])
+        except requests.RequestException:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
 
 
 def _heap(session: CDPSession) -> tuple[float, float, float, int, int]:
