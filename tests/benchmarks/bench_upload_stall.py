@@ -35,12 +35,19 @@ def documents() -> list[tuple[str, str, int, bytes]]:
         "profiles": [{**STAGE, "reductions": [0.001 * n for n in range(20)]}] * stages,
         "transfers": [0] * (stages - 1),
     }
+    spec = {"name": "x", "pipelines": 2, "stages": stages, "micro_batches": 2, "iterations": 9}
+    beat = {"worker": "W0_0", "incarnation": "a", "seq": 1, "epoch": 0, "iteration": 0, "phase": "starting"}
     lists = "[" * 200 + "]" * 200
     return [
         ("a plan", "/plans", 201, f'{{"name":"large","plan":{plan}}}'.encode()),
         ("a plan with line breaks", "/plans", 201, f'{{"name":"indented","plan":{indented}}}'.encode()),
         ("lists in lists", "/plans", 422, ("[" + ",".join([lists] * 20_000) + "]").encode()[: LIMIT - 1] + b"]"),
         ("a plan's ops that are none", "/plans", 422, json.dumps({"name": "x", "plan": ["x" * 40] * 180_000}).encode()),
+        ("wrong times", "/jobs", 422, json.dumps({**spec, "profile": {**job, "transfers": [-1] * 400_000}}).encode()),
+        ("wrong stages", "/jobs", 422, json.dumps({**spec, "profile": {**job, "profiles": [{}] * 400_000}}).encode()),
+        ("wrong fields", "/jobs", 422, json.dumps({**spec, **{str(i): 1 for i in range(130_000)}}).encode()),
+        ("wrong heartbeats", "/jobs/x/heartbeats/batch", 422, json.dumps({"heartbeats": [{}] * 8_192}).encode()),
+        ("heartbeats", "/jobs/x/heartbeats/batch", 404, json.dumps({"heartbeats": [beat] * 8_192}).encode()),
         ("a profile", "/solves", 422, json.dumps({"kind": "plan", "job": {**job, "pipelines": 10**6}}).encode()),
     ]
 
