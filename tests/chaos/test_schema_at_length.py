@@ -9,6 +9,8 @@ import pytest
 from tests.app.api_schema import api_in
 
 EXAMPLES = 100
+# Each of their requests is answered by a process of its own, which takes a second to start.
+PROCESSES = ("GET /jobs/{job_id}/history.zip", "POST /history/import")
 
 
 @pytest.mark.timeout(3_600)
@@ -18,7 +20,7 @@ def test_every_operation_answers_as_documented(tmp_path: Path, negative: bool) -
     with api_in(tmp_path) as api:
         for label in api.operations():
             try:
-                made += api.call(label, EXAMPLES, negative=negative)
+                made += api.call(label, EXAMPLES // 5 if label in PROCESSES else EXAMPLES, negative=negative)
             except (
                 Exception,
                 BaseExceptionGroup,
