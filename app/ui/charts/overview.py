@@ -21,7 +21,7 @@ from planner.schedule import Schedule
 MAX_BARS = 8_000
 MAX_DETAIL = 4_000
 # What the detail opens with: few enough that the numbers in the bars can be read.
-FIRST_DETAIL = 800
+FIRST_DETAIL = 400
 COLUMNS = 1_600
 MAX_ROWS = 600
 CODES = {"F": 1, "I": 2, "W": 3, "B": 4, "O": 5}
