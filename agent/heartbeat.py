@@ -121,16 +121,18 @@ class HeartbeatThread(threading.Thread):
                 if not registered:
                     self._register()
                     registered = True
+                # Before what may take the console long: a report that hangs in its database is no silence. And not
+                # after each report: when an epoch opens, thousands of workers have three within a second or two.
+                beats = (now := time.monotonic()) >= due and not self._stop_asked.is_set()
+                if beats:
+                    self._beat()
+                    due = now + self._interval
                 self._deliver()
                 if self._stop_asked.is_set():
                     if self._status.phase == "draining":
                         self._beat()  # so that what follows is not taken for a death
                     return
-                # What was delivered woke us early: when an epoch opens, thousands of workers have three things to say
-                # of it within a second or two, and a heartbeat after each would nearly double that.
-                if (now := time.monotonic()) >= due:
-                    self._beat()
-                    due = now + self._interval
+                if beats:
                     self._post_measured()
                     self._post_log()
                 backoff.reset()

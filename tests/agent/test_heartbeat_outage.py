@@ -44,25 +44,29 @@ def test_tries_are_no_further_apart_than_heartbeats(interval: float, monkeypatch
 
 
 class Recording(ConsoleClient):
-    """Takes everything; `lost` heartbeats are not answered at first."""
+    """Takes everything but those that are `lost`: so many messages of a kind are not answered at first."""
 
-    def __init__(self, lost: int = 0) -> None:
+    def __init__(self, **lost: int) -> None:
         super().__init__("http://127.0.0.1:9")
         self.lost = lost
         self.posted: list[str] = []
 
     def post(self, path: str, message: Message, reply: Any = None, *, key: str | None = None) -> Any:
-        self.posted.append(path.rsplit("/", 1)[1])
-        if self.posted[-1] == "heartbeats" and self.lost:
-            self.lost -= 1
+        kind = path.rsplit("/", 1)[1]
+        self.posted.append(kind)
+        if self.lost.get(kind):
+            self.lost[kind] -= 1
             raise ConsoleUnavailable("away")
 
 
 def reporting(
-    client: Recording, monkeypatch: pytest.MonkeyPatch, turns: list[Callable[[HeartbeatThread], None]]
+    client: Recording,
+    monkeypatch: pytest.MonkeyPatch,
+    turns: list[Callable[[HeartbeatThread], None]],
+    interval: float = 3600.0,
 ) -> None:
     """Runs the thread's loop here; each of `turns` is what happens in one of its waits, the last of which ends it."""
-    thread = HeartbeatThread(client, "job", "W0_0", "i1", Status(), interval=3600.0, fenced=lambda: None)
+    thread = HeartbeatThread(client, "job", "W0_0", "i1", Status(), interval=interval, fenced=lambda: None)
     left = iter(turns)
 
     def wait(seconds: float) -> None:
@@ -84,6 +88,13 @@ def test_an_acknowledgement_brings_no_heartbeat_of_its_own(monkeypatch: pytest.M
 
 
 def test_a_heartbeat_that_was_lost_is_sent_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Recording(lost=2)
+    client = Recording(heartbeats=2)
     reporting(client, monkeypatch, [lambda t: None, lambda t: None])
     assert client.posted == ["workers", *3 * ["heartbeats"]]
+
+
+def test_a_report_that_hangs_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording(acknowledgements=3)
+    turns: list[Callable[[HeartbeatThread], None]] = [lambda t: t.acknowledge(1, "adopted", 0), *3 * [lambda t: None]]
+    reporting(client, monkeypatch, turns, interval=0.0)
+    assert client.posted == ["workers", "heartbeats", *4 * ["heartbeats", "acknowledgements"], "logs"]
