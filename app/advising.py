@@ -96,14 +96,14 @@ class Advising:
         self._maker.submit(request, done)
 
     def _tell(self, job: LiveJob, failed: tuple[str, ...], verdict: Verdict) -> None:
-        job.verdict = failed, verdict
+        candidates = verdict.candidates
         try:
             if not job.state.choosing and not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
                 job.record(Note("warning" if verdict.calls_for_an_operator else "info", "plan", verdict.reason))
             candidates = self._with_plans(job, verdict)
         except (ConsoleError, SQLAlchemyError) as error:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
-            candidates = verdict.candidates
+        job.verdict = failed, verdict  # who reads it finds its line in the event feed
         offer = Offer(failed, candidates, verdict.better) if candidates else None
         self._offer(job, Offered(failed, offer, "the job has no way on that it could take by itself"))
 

@@ -149,11 +149,13 @@ def test_the_log_is_read_page_by_page(app: TestClient) -> None:
 
 
 def test_every_route_has_the_role_that_its_tag_says(here: ConsoleHere) -> None:
-    """Agents may send what is tagged as theirs and read plans, and nothing else; viewers change nothing."""
+    """Agents may send what is tagged as theirs, read plans and how their job is, and nothing else; viewers change
+    nothing."""
     agent, viewer = (Caller("token:1", "x", role) for role in (Role.AGENT, Role.VIEW))
     for (method, path), tags in operations(here).items():
         address = API + path.format_map(_Any())
-        theirs = "agents" in tags or path in ("/jobs/{job_id}/plans/{fingerprint}", "/caller")
+        read = ("/jobs/{job_id}", "/jobs/{job_id}/plans/{fingerprint}", "/caller")
+        theirs = "agents" in tags or (method == "GET" and path in read)
         assert (refusal(agent, method, address) == "") == theirs, (method, path)
         assert agent_route(method, address)[0] == (theirs and path != "/caller"), (method, path)
         reads = method == "GET" and not path.startswith(("/audit", "/tokens"))
