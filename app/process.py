@@ -8,7 +8,7 @@ import sys
 
 # How long a thread that computes (a page's script, a large view) keeps the others waiting: the event loop
 # waits so long twice or more per request. Python's own 5 ms would be most of a heartbeat's latency.
-SWITCH_SECONDS = 0.001
+SWITCH_SECONDS = 0.0003
 
 
 def prepare() -> None:
