@@ -67,6 +67,8 @@ MAX_WORKERS = 16_384
 
 # What a console that is killed forgets of its workers' newest heartbeats; each sends another within a second.
 FLUSH_SECONDS = 5.0
+# Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
+FLUSH_AT_ONCE = 512
 
 
 class Console(Reports, Readings):
@@ -329,7 +331,7 @@ class Console(Reports, Readings):
                 self._planning.take(job, names)
 
     def _keep_time(self) -> None:
-        last_flush = time.monotonic()
+        last_flush, turns = time.monotonic(), 0
         resting: set[str] = set()  # jobs that are over, and of which nothing is left to be done
         while not self._stop.wait(TICK_SECONDS):
             for job in list(self._jobs.values()):
@@ -352,7 +354,11 @@ class Console(Reports, Readings):
             if time.monotonic() - last_flush >= FLUSH_SECONDS:
                 last_flush = time.monotonic()
                 resting &= self._jobs.keys()
-                self._flush()
+                turns = max((len(job.state.members) for job in list(self._jobs.values())), default=0)
+                turns = max(1, -(-turns // FLUSH_AT_ONCE))
+            if turns:
+                turns -= 1
+                self._flush(FLUSH_AT_ONCE)
 
     def tick(self, job: LiveJob) -> None:
         """Looks for workers that have fallen silent, unless it is this process that can't hear them: then the next
@@ -360,8 +366,9 @@ class Console(Reports, Readings):
         if self.pulse.overdue <= self.ladder.heartbeat:
             job.tick()
 
-    def _flush(self) -> None:
-        beats = {job_id: rows for job_id, job in list(self._jobs.items()) if (rows := job.unsaved_contacts())}
+    def _flush(self, most: int = MAX_WORKERS) -> None:
+        """most: workers of each job."""
+        beats = {job_id: rows for job_id, job in list(self._jobs.items()) if (rows := job.unsaved_contacts(most))}
         if beats:
             try:
                 self._store.heartbeats(beats)

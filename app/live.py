@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -105,7 +106,7 @@ class LiveJob(PlannedJob):
         self._published_epoch = 0
         self._doubtful = False  # may the database hold another state than this object?
         self._fresh: deque[tuple[Heartbeat, float]] = deque()
-        self._unsaved: set[str] = set()
+        self._unsaved: dict[str, None] = {}
 
     def ask_for(self, failed: tuple[str, ...]) -> None:
         """Has the plan made elsewhere."""
@@ -265,13 +266,17 @@ class LiveJob(PlannedJob):
         if beats:
             self.op_times.report(beat for beat, _ in news)
             self.recording.take(news)
-            self._unsaved.update(beat.worker for beat, _ in news)
+            self._unsaved.update(dict.fromkeys(beat.worker for beat, _ in news))
             self.apply(Heard(beats))
 
-    def unsaved_contacts(self) -> list[Record]:
-        """Worker columns out of the heartbeats since the last call."""
-        workers, self._unsaved = self._unsaved, set()
-        return [contact_row(name, self.contacts[name]) for name in workers]
+    def unsaved_contacts(self, most: int) -> list[Record]:
+        """Worker columns out of the heartbeats since the last call, of `most` workers at most: those first that have
+        waited longest."""
+        unsaved = self._unsaved
+        names = list(islice(unsaved, most))
+        for name in names:
+            del unsaved[name]
+        return [contact_row(name, self.contacts[name]) for name in names]
 
     # -- storing ----------------------------------------------------------------------------
 

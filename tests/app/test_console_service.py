@@ -253,6 +253,28 @@ def test_a_view_shows_what_is_known(console: Console) -> None:
     assert console.list_jobs()[0].name == "job"
 
 
+def test_heartbeats_are_stored_some_at_a_time_and_none_is_forgotten(store: Store) -> None:
+    console = Console(store)  # not started: nobody else stores
+    created, _ = console.create_job(SPEC)
+    register_all(console, created.job_id)
+    job = console.job(created.job_id)
+
+    def hear(seq: int, *names: str) -> None:
+        for name in names:
+            beat = Heartbeat(worker=name, incarnation=f"{name}-a", seq=seq, epoch=1, iteration=2, phase="training")
+            console.heartbeat(created.job_id, beat)
+        job.take_heartbeats()
+
+    hear(1, *NAMES)
+    some = [row["name"] for row in job.unsaved_contacts(3)]
+    assert some == NAMES[:3]
+    hear(2, *NAMES)  # those that were stored wait behind the others
+    rest = job.unsaved_contacts(len(NAMES))
+    assert [row["name"] for row in rest] == [*NAMES[3:], *some]
+    assert {row["seq"] for row in rest} == {2}
+    assert job.unsaved_contacts(1) == []
+
+
 def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: Console) -> None:
     times = {"F": 40.0, "I": 40.0, "W": 40.0}
     spec = SPEC.model_copy(update={"paced": True, "durations": times, "samples_per_micro_batch": 4})
