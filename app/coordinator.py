@@ -94,7 +94,7 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
 
 
 def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder) -> Step:
-    member = holder(state.members, event.worker, event.incarnation)
+    member = holder(state, event.worker, event.incarnation)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if fenced := fence(state, member, event.incarnation):

@@ -226,7 +226,7 @@ class LiveJob(PlannedJob):
         """Whose report it is that comes from `incarnation`, as `worker`: one that was given another place may
         not know it yet. Raises ConsoleError for an unknown or fenced one."""
         state = self.state
-        member = fencing.holder(state.members, worker, incarnation)
+        member = fencing.holder(state, worker, incarnation)
         if member is None:
             raise ConsoleError(404, "unknown_worker", fencing.no_such_worker(state, worker))
         if not fencing.counts(member, incarnation):

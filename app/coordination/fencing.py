@@ -9,12 +9,12 @@ from agent.protocol import WorkerState
 from app.coordination.membership import Member, Refuse, State, Step
 
 
-def holder(members: Mapping[str, Member], worker: str, incarnation: str) -> Member | None:
+def holder(state: State, worker: str, incarnation: str) -> Member | None:
     """Whom a report of `worker` comes from: a process that was given another place may not know it yet."""
-    member = members.get(worker)
+    member = state.members.get(worker)
     if member is None or member.incarnation == incarnation or incarnation in member.retired:
         return member
-    return next((m for m in members.values() if m.incarnation == incarnation), member)
+    return state.present_at.get(incarnation, member)
 
 
 def place_of(members: Mapping[str, Member], incarnation: str) -> Member | None:

@@ -34,9 +34,10 @@ FAILED, FINISHED = WorkerState.FAILED, WorkerState.FINISHED
 def heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
     members, notes, passing = dict(state.members), list[Decision](), True
     for said, (incarnation, heard, draining) in event.beats.items():
-        member = holder(members, said, incarnation)
+        member = holder(state, said, incarnation)
         if member is None or member.incarnation != incarnation or member.state is FAILED:
             continue  # fenced: it changes nothing
+        member = members[member.name]  # as it is by now
         name, before = member.name, member.last_heard
         if before is not None and before > heard:
             heard = before
@@ -96,7 +97,7 @@ def stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
 
 
 def exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
-    member = holder(state.members, event.worker, event.incarnation)
+    member = holder(state, event.worker, event.incarnation)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if state.over or event.incarnation in member.retired:
@@ -120,7 +121,7 @@ def exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
 
 
 def transfer_broken(state: State, event: TransferBroken, now: float, ladder: Ladder) -> Step:
-    reporter = holder(state.members, event.reporter, event.incarnation)
+    reporter = holder(state, event.reporter, event.incarnation)
     worker = state.members.get(event.worker)
     if reporter is None or worker is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker if reporter else event.reporter))

@@ -175,6 +175,11 @@ class State:
         members = self.members.values()
         return Tally(sum(_unready(m) for m in members), len(self.unsettled()))
 
+    @cached_property
+    def present_at(self) -> Mapping[str | None, Member]:
+        """By the process that holds the place: thousands of strangers may ask, and each is looked for."""
+        return {member.incarnation: member for member in self.members.values()}
+
     def _waits(self, name: str) -> bool:
         member = self.members[name]
         return member.acknowledged != "resumed" and member.state is not WorkerState.FINISHED
