@@ -160,8 +160,11 @@ def pick(choice: str, row: str) -> Callable[[Page], None]:
         rows = page.locator(".js-plotly-plot").first.locator(".ytick")
         before = rows.count()
         page.get_by_text(choice, exact=True).first.click()
+        # There is none for a moment, while one takes the place of another.
         page.wait_for_function(
-            "n => document.querySelector('.js-plotly-plot').querySelectorAll('.ytick').length < n", arg=before
+            "n => (k => k > 0 && k < n)("
+            "document.querySelector('.js-plotly-plot')?.querySelectorAll('.ytick').length ?? 0)",
+            arg=before,
         )
 
     return act
