@@ -3,86 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from html import escape
 from typing import Any
 
 import pytest
-from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere, until
+from planner_page import click, compared, figure, open_page, page_console, params, planned, run, settled, words
+from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan
 
-from agent.protocol import Heartbeat
-from app.console import Console, set_console
-from app.plans.measured_profile import measured_profile
+from app.console import Console
 from app.plans.solving import Solves
-from app.plans.whatif import PARAMS, WhatIf, parse
-from app.security.callers import Caller, Role
-from app.ui.planning.state import EXAMPLE, SAVED
+from app.plans.whatif import WhatIf, parse
 from planner.job import Job
 from planner.plan import job_doc
 
 
 @pytest.fixture
 def console(here: ConsoleHere) -> Iterator[Console]:
-    set_console(here.console)
-    yield here.console
-    here.console.solves.close()
-    here.console.solves = Solves()
-    set_console(None)
-
-
-def open_page(**params: str) -> AppTest:
-    test = AppTest.from_file(MAIN, default_timeout=30)
-    test.run()
-    test.switch_page("planner.py")
-    for name, word in params.items():
-        test.query_params[name] = word
-    return run(test)
-
-
-def run(test: AppTest) -> AppTest:
-    test.run()
-    assert not test.exception, test.exception[0].message
-    return test
-
-
-def click(test: AppTest, key: str) -> AppTest:
-    test.button(key=key).click()
-    return run(test)
-
-
-def words(test: AppTest) -> str:
-    parts = [element.proto.body for element in test.get("html")]
-    parts += [m.value for kind in ("markdown", "caption", "error", "warning", "success") for m in test.get(kind)]
-    return "\n".join(parts)
-
-
-def params(test: AppTest) -> dict[str, str]:
-    """The page's own words of the link; Live has left others there."""
-    own = {name: v for name, v in test.query_params.items() if name in (*PARAMS, SAVED, EXAMPLE)}
-    return {name: v if isinstance(v, str) else v[0] for name, v in own.items()}
-
-
-def compared(test: AppTest) -> dict[str, list[str]]:
-    """The table of plans beside each other, by the names of its rows; `figure` is its head."""
-    table = next(e.proto.body for e in test.get("html") if "or-beside" in e.proto.body).replace("&nbsp;", " ")
-    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:]]
-    return {name: cells for name, *cells in rows}
-
-
-def settled(test: AppTest, console: Console) -> AppTest:
-    until(lambda: all(s.over for s in console.solves.all()), "all is planned")
-    return run(test)
-
-
-def figure(test: AppTest, index: int = 0) -> dict[str, Any]:
-    return json.loads(test.get("plotly_chart")[index].proto.spec)  # type: ignore[no-any-return]
-
-
-def planned(test: AppTest, console: Console) -> AppTest:
-    return settled(click(test, "planner-plan"), console)
+    yield from page_console(here)
 
 
 # -- asking -------------------------------------------------------------------------------------
@@ -291,118 +230,6 @@ def test_a_planning_process_that_dies_is_an_error_on_the_page(console: Console) 
     assert plan_made or "ended before it was done" in words(test)
     if not plan_made:
         assert not test.button(key="planner-plan").disabled, "one may try again"
-
-
-def test_a_file_brings_its_profile_and_a_wrong_one_is_refused_beside_it(console: Console) -> None:
-    test = open_page(memory="none")
-    job = Job.uniform(2, 3, 5, durations={"F": 2, "I": 2, "W": 1}, time_unit="ms")
-    test.file_uploader[0].set_value(("mine.json", job_doc(job).model_dump_json().encode(), "application/json"))
-    run(test)
-    made, _ = parse(params(test))
-    assert made.job() == job and made.memory == "none"
-    assert "Your own" in test.selectbox(key="planner-profile-1").options
-    assert "Stages: F 2, I 2, W 1 ms" in [e.label for e in test.expander]
-    test.file_uploader[0].set_value(("wrong.json", b"{}", "application/json"))
-    run(test)
-    assert "wrong.json: the file is neither a profile, nor a job, nor a plan" in words(test)
-    assert parse(params(test))[0] == made
-
-
-# -- profiles by name ---------------------------------------------------------------------------
-
-
-def name_field(test: AppTest) -> Any:
-    return next(field for field in test.text_input if str(field.key).startswith("planner-profile-name"))
-
-
-def save_as(test: AppTest, name: str) -> AppTest:
-    """Name and button in one run, as in a browser."""
-    name_field(test).set_value(name)
-    return click(test, "planner-profile-save")
-
-
-def selected(test: AppTest) -> str:
-    box = next(b for b in test.selectbox if b.label == "Profile")
-    return str(box.value)
-
-
-def choose(test: AppTest, value: str) -> AppTest:
-    next(b for b in test.selectbox if b.label == "Profile").set_value(value)
-    return run(test)
-
-
-def test_a_profile_is_saved_chosen_replaced_and_deleted(console: Console) -> None:
-    test = save_as(open_page(profile="uneven"), "not a name")
-    assert escape("name: got 'not a name', expected 1 to 80 letters") in words(test) and not test.success
-    assert "comes with the planner; choose another name" in words(save_as(test, "gpt3-medium"))
-    save_as(test, "stairs")
-    link = params(test)["profile"]
-    assert link.startswith("saved:stairs@") and "Saved as **stairs**" in words(test)
-    assert selected(test) == "saved:stairs"
-    # Elsewhere it is chosen like a preset, and a link brings it.
-    other = choose(open_page(fail="W1_2"), "saved:stairs")
-    assert params(other) == {"fail": "W1_2", "profile": link}
-    assert selected(open_page(profile=link)) == "saved:stairs"
-    # Its name again, for other times: it asks.
-    choose(other, "even")
-    save_as(other, "stairs")
-    assert escape("name: 'stairs' is taken") in words(other), "the page had not asked yet"
-    assert "**stairs** is there already: 4 stages, times in slots; saved by operator in the browser" in words(other)
-    assert other.button(key="planner-profile-save").label == "Replace it"
-    click(other, "planner-profile-save")
-    assert selected(other) == "saved:stairs" and params(other)["profile"] != link
-    # Whoever had the one before keeps it; whoever has but a link to it gets the new one. Both are told.
-    run(test)
-    assert "stairs was saved anew by operator in the browser meanwhile" in words(test)
-    assert selected(test) == "uneven", "it is the preset that it was saved from"
-    late = open_page(profile=link)
-    assert "saved anew by operator in the browser since this link was made" in words(late)
-    assert params(late)["profile"] == params(other)["profile"]
-    # Deleting asks, and leaves what is on the page.
-    click(click(other, "planner-profile-delete"), "planner-profile-stay")
-    assert selected(other) == "saved:stairs"
-    click(click(other, "planner-profile-delete"), "act-kill-profile")
-    assert "**stairs** is deleted" in words(other) and selected(other) == "even"
-    assert "expected the name of a profile that is kept" in words(open_page(profile=link))
-    told = [(row["action"], row["detail"]) for row in console.audit.read()]
-    assert told[-3:] == [("save profile", ""), ("save profile", "replaced"), ("delete profile", "")]
-
-
-def test_what_a_job_measures_is_a_profile(console: Console) -> None:
-    job = JobHere(console, "measures").register()
-    test = open_page()
-    option = f"measured:{job.job_id}"
-    assert not [o for o in test.selectbox(key="planner-profile").options if "measures" in o], "nothing reported yet"
-    beats = {"F": 40.5, "I": 41.25, "W": 39.0}
-    for name in job.names:
-        beat = Heartbeat(
-            worker=name, incarnation=name + "-a", seq=1, epoch=1, iteration=0, phase="training", op_milliseconds=beats
-        )
-        console.heartbeat(job.job_id, beat)
-    until(lambda: measured_profile(console.job(job.job_id)) is not None, "the heartbeats are taken in")
-    choose(run(test), option)
-    assert "medians of a stage's peers" in words(test) and selected(test) == "own"
-    made, wrong = parse(params(test))
-    assert not wrong and {(p.forward, p.input_backward, p.weight_backward) for p in made.job().profiles} == {
-        (40.5, 41.25, 39.0)
-    }
-    assert made.job().time_unit == "ms"
-    save_as(test, "as-measured")
-    assert console.profiles.job("as-measured").profiles == made.job().profiles
-    console.profiles.delete("as-measured")
-
-
-def test_whoever_may_only_look_on_chooses_and_does_not_save(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    console.profiles.put("theirs", job_doc(Job.uniform(1, 2, 1)), "ada")
-    viewer = Caller("oidc:grace", "grace", Role.VIEW)
-    monkeypatch.setattr(console.access, "guarded", True)
-    monkeypatch.setattr(console.access, "caller", lambda header: viewer)
-    test = choose(open_page(), "saved:theirs")
-    assert selected(test) == "saved:theirs" and params(test)["grid"] == "3x2x6"
-    assert test.button(key="planner-profile-save").disabled and test.button(key="planner-profile-delete").disabled
-    assert "Grace may look at everything, and change nothing" in words(test)
-    monkeypatch.undo()
-    console.profiles.delete("theirs")
 
 
 # -- keeping and applying -----------------------------------------------------------------------

@@ -1,0 +1,161 @@
+"""Charts that follow a job: they tell the truth about its view, and stand still while it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pyarrow.ipc
+import pytest
+import ui_factory as factory
+
+from agent.protocol import WorkerState
+from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
+from app.ui.charts.vega import LiveChart
+from app.ui.charts.worker_grid import LOOKS, worker_grid
+from app.ui.theme import DARK, LIGHT, Palette
+from app.view import EventView, JobView
+
+
+@pytest.fixture(scope="module")
+def vega_lite_schema() -> dict[str, Any]:
+    return json.loads((files("altair.vegalite.v6.schema") / "vega-lite-schema.json").read_text())  # type: ignore[no-any-return]
+
+
+def live_charts(view: JobView, colours: Palette) -> list[LiveChart]:
+    rows = progress_rows(view.iterations, epoch_marks(view.iterations, view.recoveries, view.events), 36.7)
+    return [worker_grid(view, colours), throughput(rows, colours), losses(rows, colours)]
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_live_charts_are_valid_vega_lite(vega_lite_schema: dict[str, Any], colours: Palette) -> None:
+    validator = jsonschema.Draft7Validator(vega_lite_schema)
+    for chart in live_charts(factory.failed(), colours):
+        spec = {name: part for name, part in chart.whole().items() if name != "datasets"}
+        assert [e.message[:300] for e in validator.iter_errors(spec)] == []
+        assert len({len(column) for column in chart.rows.values()}) == 1, "columns of one length"
+        fields = set(re.findall(r'"field": "([^"]+)"', json.dumps(spec)))
+        made = set(re.findall(r'"as": "([^"]+)"', json.dumps(spec)))
+        assert fields <= set(chart.rows) | made | {"row"}, "every field drawn is a column"
+
+
+def test_vega_knows_each_row_again_when_new_ones_come() -> None:
+    """Else it keeps what it drew for thousands of earlier ones (app.ui.charts.vega)."""
+    for chart in live_charts(factory.failed(), LIGHT):
+        whole = chart.whole()
+        with pyarrow.ipc.open_stream(whole["datasets"]["rows"]) as stream:
+            numbers = stream.read_all()["row"].to_pylist()
+        assert numbers == list(range(len(next(iter(chart.rows.values())))))
+        keys = {layer["mark"]["type"]: layer["encoding"].get("key") for layer in whole["layer"]}
+        assert keys.pop("line", None) is None, "a key would make a line of each row"
+        assert keys and all(key == {"field": "row"} for key in keys.values())
+        derived = [step for part in (whole, *whole["layer"]) for step in part.get("transform", ())]
+        assert all(step.keys() == {"filter"} for step in derived), "a copy of each row that ever came would be kept"
+        assert whole["data"]["format"]["parse"] == dict.fromkeys([*chart.rows, "row"]), "and so would Vega-Lite's own"
+
+
+def test_words_of_a_late_change_stand_on_its_left_and_dots_only_where_there_is_room() -> None:
+    few, many = progress_rows(factory.iteration_views(60), [], 36.7), progress_rows(factory.iteration_views(200), [], 0)
+    assert few["dotted"].all() and not many["dotted"].any()
+    late = [
+        int(n - many["iteration"][0]) for n, is_late in zip(many["iteration"], many["late"], strict=True) if is_late
+    ]
+    assert late == list(range(170, 200))
+    assert np.isnan(few["reference"][:-1]).all() and few["reference"][-1] == pytest.approx(36.7)
+    assert few["headroom"][-1] == pytest.approx(1.15 * max(36.7, few["samples_per_second"].max()))
+    assert all(len(column) == 0 for column in progress_rows((), [], None).values())
+
+
+def test_live_specs_stand_still_while_the_job_runs() -> None:
+    """A changed spec would have the browser build the chart anew, which flickers and forgets the zoom."""
+    before = factory.running()
+    after = replace(
+        before,
+        iterations=factory.iteration_views(31),
+        workers=factory.worker_views(before.spec, before.plan, {"W0_0": WorkerState.SUSPECT}, 31),
+    )
+    for old, new in zip(live_charts(before, LIGHT), live_charts(after, LIGHT), strict=True):
+        assert old.spec == new.spec
+        assert any(
+            not np.array_equal(old.rows[name], new.rows[name]) for name in ("iteration", "look") if name in old.rows
+        )
+
+
+def test_large_grid_has_every_worker_and_marks_those_that_need_a_look() -> None:
+    view = factory.large()
+    chart = worker_grid(view, LIGHT)
+    rows = chart.rows
+    looks = dict(zip(rows["worker"], rows["look"], strict=True))
+    assert len(looks) == 2048
+    assert {w: state for w, state in looks.items() if state != "running"} == {
+        "W3_5": "failed",
+        "W20_9": "failed",
+        "W40_1": "suspect",
+    }
+    at = rows["worker"].index("W20_9")
+    assert (int(rows["pipeline"][at]), int(rows["stage"][at])) == (20, 9)
+    shapes, marks = chart.spec["layer"]
+    assert marks["transform"] == [{"filter": {"not": {"field": "look", "oneOf": ["running", "re-routed"]}}}]
+    shape = marks["encoding"]["shape"]["scale"]
+    by_look = dict(zip(shape["domain"], shape["range"], strict=True))
+    assert len({by_look[name] for name in ("failed", "suspect", "re-joining", "starting", "finished")}) == 5
+    colour = shapes["encoding"]["color"]["scale"]
+    assert dict(zip(colour["domain"], colour["range"], strict=True))["running"] == LIGHT.healthy
+
+
+def test_each_state_has_a_look_and_no_two_share_shape_and_colour() -> None:
+    assert {s.value for s in WorkerState} <= set(LOOKS)
+    looks = [(symbol, attribute) for _, symbol, attribute in LOOKS.values()]
+    assert len(set(looks)) == len(looks)
+
+
+def test_failures_are_marked_where_the_epoch_changes() -> None:
+    view = factory.failed()
+    marks = epoch_marks(view.iterations, view.recoveries, view.events)
+    assert [(m.iteration, m.text, m.lost) for m in marks] == [(18, "✕ W1_2", True)]
+    rows = progress_rows(view.iterations, marks, 36.7)
+    marked = [
+        (int(at), words, change)
+        for at, words, change in zip(rows["iteration"], rows["mark"], rows["change"], strict=True)
+        if change
+    ]
+    assert marked == [(18, "✕ W1_2", "lost")]
+    assert list(rows["samples_per_second"]) == pytest.approx([i.samples_per_second for i in view.iterations])
+    assert list(rows["loss"]) == pytest.approx([i.loss for i in view.iterations])
+    assert np.nanmax(rows["reference"]) == pytest.approx(36.7)
+
+
+def test_a_rejoin_and_a_reform_are_told_from_a_failure() -> None:
+    base = factory.iteration_views(6)
+    steps = [(1, 12), (1, 12), (2, 11), (3, 12), (4, 12), (4, 12)]
+    iterations = tuple(replace(i, epoch=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
+    marks = epoch_marks(iterations, (), ())
+    assert [(m.iteration, m.lost) for m in marks] == [(2, True), (3, False), (4, False)]
+    assert marks[0].text == "✕ failure" and marks[1].text == "↺ re-join" and marks[2].text == "re-formed"
+
+
+def test_a_change_of_plan_and_a_worker_that_was_asked_to_leave_are_told_from_a_failure() -> None:
+    base = factory.iteration_views(4)
+    steps = [(1, 12), (2, 11), (3, 11), (3, 11)]
+    iterations = tuple(replace(i, epoch=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
+    texts = (
+        "epoch 2 without W1_2: Ann asked W1_2 to leave; plan 0123abcd: from the catalog: x",
+        "epoch 3 without W1_2: Ann put plan 89abcdef in force; plan 89abcdef: made by Ann",
+    )
+    events = tuple(EventView(i, factory.T0, "info", "epoch", None, text) for i, text in enumerate(texts))
+    marks = epoch_marks(iterations, (), events)
+    assert [(m.text, m.lost) for m in marks] == [("↓ drained", False), ("⇄ new plan", False)]
+    assert marks[1].detail == "Ann put plan 89abcdef in force"
+
+
+def test_without_a_fault_free_rate_nothing_is_drawn_dotted() -> None:
+    drawn = []
+    for rate in (None, 36.7):
+        rows = progress_rows(factory.iteration_views(3), [], rate)
+        drawn.append('"field": "reference"' in json.dumps(throughput(rows, LIGHT).spec))
+    assert drawn == [False, True]
