@@ -264,12 +264,13 @@ class RecoveryRow(Base):
 
 
 class MeasuredIterationRow(Base):
-    """The newest iteration of a job that was measured op by op. document: JSON, deflated."""
+    """Iterations of a job that were measured op by op: the newest one, and those that links name. document: JSON,
+    deflated."""
 
     __tablename__ = "measured_iteration"
 
     job_id: Mapped[str] = _job_key()
-    iteration: Mapped[int] = mapped_column(BigInteger)
+    iteration: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     document: Mapped[bytes] = mapped_column(LargeBinary)
     at: Mapped[float] = mapped_column(Double)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import delete, func, insert, select
@@ -33,19 +33,31 @@ class Observations:
 
     # -- measured iterations ------------------------------------------------------------------
 
-    def put_measured(self, job_id: str, iteration: int, document: str, at: float) -> None:
-        """Takes the place of what was measured of the job before. document: JSON."""
+    def put_measured(
+        self, job_id: str, iteration: int, document: str, at: float, *, keep: Collection[int] = ()
+    ) -> None:
+        """Takes the place of what was measured of the job before, but for the iterations `keep`. document: JSON."""
         row = {"job_id": job_id, "iteration": iteration, "document": zlib.compress(document.encode()), "at": at}
+        left = MeasuredIterationRow.iteration.notin_(set(keep) - {iteration})
         with self._database.write() as session:
-            session.execute(delete(MeasuredIterationRow).where(MeasuredIterationRow.job_id == job_id))
+            session.execute(delete(MeasuredIterationRow).where(MeasuredIterationRow.job_id == job_id, left))
             session.execute(insert(MeasuredIterationRow).values(row))
 
-    def measured(self, job_id: str) -> str | None:
-        """The newest one as JSON."""
+    def measured(self, job_id: str, iteration: int | None = None) -> str | None:
+        """One as JSON, else the newest; None: it is not kept."""
         query = select(MeasuredIterationRow.document).where(MeasuredIterationRow.job_id == job_id)
+        if iteration is not None:
+            query = query.where(MeasuredIterationRow.iteration == iteration)
         with self._database.read() as session:
-            data = session.scalar(query)
+            data = session.scalar(query.order_by(MeasuredIterationRow.at.desc()).limit(1))
         return None if data is None else zlib.decompress(data).decode()
+
+    def measured_iterations(self, job_id: str) -> list[int]:
+        """Those that are kept, in the order in which they were measured."""
+        row = MeasuredIterationRow
+        query = select(row.iteration).where(row.job_id == job_id).order_by(row.at, row.iteration)
+        with self._database.read() as session:
+            return list(session.scalars(query))
 
     # -- workers ------------------------------------------------------------------------------
 

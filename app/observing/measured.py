@@ -54,12 +54,17 @@ class MeasuredIteration:
         return self.period_ms / self.planned_ms - 1
 
 
-def measured_iteration(console: Console, job_id: str, *, watch: bool = False) -> MeasuredIteration | None:
-    """The newest one; None when none has been measured yet.
+def measured_iteration(
+    console: Console, job_id: str, iteration: int | None = None, *, watch: bool = False, keep: bool = False
+) -> MeasuredIteration | None:
+    """The newest one, or that of `iteration`; None when none has been measured yet, or that one is not kept.
 
-    watch: somebody looks, so have it measured again soon. Raises ConsoleError.
+    watch: somebody looks, so have it measured again soon. keep: for links to it. Raises ConsoleError.
     """
-    found = console.measuring.newest(console.job(job_id), watch=watch)
+    job, measuring = console.job(job_id), console.measuring
+    found = measuring.newest(job, watch=watch, keep=keep and iteration is None)
+    if iteration is not None:
+        found = measuring.kept(job, iteration)
     if found is None:
         return None
     planned = console.plan(found.plan_fingerprint)

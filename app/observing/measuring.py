@@ -1,4 +1,4 @@
-"""Has jobs measure an iteration now and then, and keeps the newest one of each.
+"""Has jobs measure an iteration now and then, and keeps the newest one of each, and those that links name.
 
 All workers must record the same iteration, so it is named ahead of time, in the replies to their
 heartbeats, and far enough ahead that all have heard of it before it begins.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -32,6 +33,10 @@ LEAST_PAUSE = 2.0
 OPS_PER_SECOND = 20_000
 WATCH_SECONDS = 15.0
 """How long somebody who has asked counts as looking."""
+# Of a job, the newest so many that somebody has looked at are kept for their links, fewer of large ones.
+MOST_KEPT, MOST_KEPT_OPS = 50, 2_000_000
+# Of all jobs, so many older ones stay read.
+READ = 4
 MOST_MISSED = 5
 """A job of trainers that record nothing is not asked again, until somebody looks or its members change."""
 
@@ -93,12 +98,13 @@ class Progress:
 
 @dataclass
 class Measurement:
-    """Of one job. wish: read by heartbeats without the lock."""
+    """Of one job. wish: read by heartbeats without the lock. kept: iterations that links name, oldest first."""
 
     progress: Progress
     wish: Wish | None = None
     parts: dict[str, MeasuredOps] = field(default_factory=dict)
     newest: Measured | None = None
+    kept: list[int] = field(default_factory=list)
     done_at: float = -math.inf
     watched_until: float = -math.inf
     missed: int = 0
@@ -111,6 +117,7 @@ class Measuring:
     def __init__(self, store: Observations, heartbeat: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._heartbeat, self._clock = store, heartbeat, clock
         self._of: dict[str, Measurement] = {}
+        self._read: OrderedDict[tuple[str, int], Measured] = OrderedDict()
         self._lock = threading.Lock()
 
     # -- asked ------------------------------------------------------------------------------
@@ -121,13 +128,38 @@ class Measuring:
         wish = found.wish if found else None
         return wish.iteration if wish else None
 
-    def newest(self, job: LiveJob, *, watch: bool = False) -> Measured | None:
-        """The newest iteration that is measured. watch: somebody looks, so have it measured again soon."""
+    def newest(self, job: LiveJob, *, watch: bool = False, keep: bool = False) -> Measured | None:
+        """The newest iteration that is measured. watch: somebody looks, so have it measured again soon. keep: a link
+        to it is made."""
         with self._lock:
             found = self._measurement(job)
             if watch:
                 found.watched_until = self._clock() + WATCH_SECONDS
+            if keep and found.newest is not None:
+                _keep(found.kept, found.newest.iteration, _most_kept(job))
             return found.newest
+
+    def kept(self, job: LiveJob, iteration: int) -> Measured | None:
+        """One that was measured, as long as it is kept: longest if it is looked at."""
+        with self._lock:
+            found = self._measurement(job)
+            if found.newest is not None and found.newest.iteration == iteration:
+                _keep(found.kept, iteration, _most_kept(job))
+                return found.newest
+            if iteration not in found.kept:
+                return None
+            _keep(found.kept, iteration, _most_kept(job))
+            key = (job.job_id, iteration)
+            if key in self._read:
+                self._read.move_to_end(key)
+                return self._read[key]
+        read = self._stored(job.job_id, iteration)
+        if read is not None:
+            with self._lock:
+                self._read[key] = read
+                while len(self._read) > READ:
+                    self._read.popitem(last=False)
+        return read
 
     # -- told -------------------------------------------------------------------------------
 
@@ -147,8 +179,11 @@ class Measuring:
             measured = assemble(found.parts, wish.plan_fingerprint, time.time())
             found.newest, found.wish, found.parts = measured, None, {}
             found.done_at, found.missed = self._clock(), 0
+            # Gone back to a checkpoint, a job may run it twice: its link is to the later one.
+            self._read.pop((job.job_id, measured.iteration), None)
+            keep = tuple(found.kept)
         try:
-            self._store.put_measured(job.job_id, measured.iteration, measured.model_dump_json(), measured.at)
+            self._store.put_measured(job.job_id, measured.iteration, measured.model_dump_json(), measured.at, keep=keep)
         except SQLAlchemyError as error:
             log.warning("a measured iteration could not be stored", job=job.job_id, reason=type(error).__name__)
         job.topic.publish()
@@ -181,8 +216,7 @@ class Measuring:
     # -- details ----------------------------------------------------------------------------
 
     def _due(self, found: Measurement, job: LiveJob, now: float) -> bool:
-        spec, epoch = job.spec, job.state.epoch
-        ops = 3 * spec.pipelines * spec.stages * spec.micro_batches
+        epoch, ops = job.state.epoch, _ops(job)
         silent = found.missed >= MOST_MISSED and found.missed_in == epoch
         if now < found.watched_until and not silent:
             return now - found.done_at >= max(LEAST_PAUSE, ops / OPS_PER_SECOND)
@@ -196,12 +230,22 @@ class Measuring:
             state = job.state
             found = Measurement(Progress(self._clock(), state.committed, state.epoch))
             found.newest = self._stored(job.job_id)
+            found.kept = self._stored_kept(job)
             self._of[job.job_id] = found
         return found
 
-    def _stored(self, job_id: str) -> Measured | None:
+    def _stored_kept(self, job: LiveJob) -> list[int]:
         try:
-            text = self._store.measured(job_id)
+            return self._store.measured_iterations(job.job_id)[-_most_kept(job) :]
+        except SQLAlchemyError as error:
+            log.warning(
+                "which measured iterations are stored is not known", job=job.job_id, reason=type(error).__name__
+            )
+            return []
+
+    def _stored(self, job_id: str, iteration: int | None = None) -> Measured | None:
+        try:
+            text = self._store.measured(job_id, iteration)
             return None if text is None else Measured.model_validate_json(text)
         except (SQLAlchemyError, ValueError) as error:
             log.warning("a stored measured iteration is not used", job=job_id, reason=type(error).__name__)
@@ -258,6 +302,23 @@ def check_ops(message: MeasuredOps, job: LiveJob) -> None:
     ops = list(zip(message.kinds, message.pipelines, message.micro_batches, strict=True))
     if len(set(ops)) < len(ops) or not message.kinds.endswith("O"):
         raise ConsoleError(422, "invalid", "kinds: each op is expected once, and O at the end")
+
+
+def _ops(job: LiveJob) -> int:
+    spec = job.spec
+    return 3 * spec.pipelines * spec.stages * spec.micro_batches
+
+
+def _keep(kept: list[int], iteration: int, most: int) -> None:
+    """Puts it last, and lets go of the first beyond `most`."""
+    if iteration in kept:
+        kept.remove(iteration)
+    kept.append(iteration)
+    del kept[:-most]
+
+
+def _most_kept(job: LiveJob) -> int:
+    return max(1, min(MOST_KEPT, MOST_KEPT_OPS // _ops(job)))
 
 
 def _foremost(committed: int, beats: list[Heartbeat]) -> int:

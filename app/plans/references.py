@@ -2,7 +2,7 @@
 
 job:<job>:<fingerprint>       a plan of a job; `in-force` for the one it runs now
 saved:<fingerprint>           a plan of the library
-measured:<job>                the job's last measured iteration
+measured:<job>[:<iteration>]  an iteration of the job as it ran; the newest one that was measured
 catalog:<catalog>:<plan>      a plan made ahead, by its catalog's fingerprint and its name there
 made:<technique>:<memory>:<grid>[:<failed>]
                               one made on the spot; grid: a job's id, or 3x4x6 (slots of one tick);
@@ -19,10 +19,11 @@ from planner.job import MAX_OPS, Job, MemoryLimit, Technique, Worker
 
 IN_FORCE = "in-force"
 EXPECTED = (
-    "job:<job>:<fingerprint>, saved:<fingerprint>, measured:<job>, catalog:<catalog>:<plan> or "
+    "job:<job>:<fingerprint>, saved:<fingerprint>, measured:<job>[:<iteration>], catalog:<catalog>:<plan> or "
     "made:<technique>:<memory>:<job or 3x4x6>[:<W1_2>]"
 )
 _WORD = re.compile(r"[0-9A-Za-z_-]{1,64}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
 _GRID = re.compile(r"(\d{1,4})x(\d{1,4})x(\d{1,5})")
 
 
@@ -47,10 +48,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Measured:
+    """iteration: None for the newest one, whichever that is."""
+
     job_id: str
+    iteration: int | None = None
 
     def __str__(self) -> str:
-        return f"measured:{self.job_id}"
+        return f"measured:{self.job_id}" + ("" if self.iteration is None else f":{self.iteration}")
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ def parse_reference(text: str, *, field: str = "plan") -> Reference:
                 return Saved(fingerprint)
             case "measured", [job_id]:
                 return Measured(job_id)
+            case "measured", [job_id, iteration] if _NUMBER.fullmatch(iteration):
+                return Measured(job_id, int(iteration))
             case "catalog", [fingerprint, name]:
                 return OfCatalog(fingerprint, name)
     raise InputError(field, text, EXPECTED)

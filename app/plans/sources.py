@@ -30,6 +30,9 @@ TECHNIQUES = {
 }
 
 
+NOT_KEPT = "not_kept"
+
+
 @dataclass(frozen=True)
 class Source:
     """name: the plan's, for people. job_id: of the job that it belongs to, if it does.
@@ -66,8 +69,8 @@ def find(console: Console, reference: Reference) -> Source | Awaited:
         case OfCatalog(fingerprint, plan_name):
             plan = console.catalogs.plan(fingerprint, plan_name)
             return Source(reference, f"Catalog {fingerprint[:8]}: {without(plan.failed)}", plan)
-        case Measured(job_id):
-            return _measured(console, reference, job_id)
+        case Measured():
+            return _measured(console, reference)
 
 
 def export_of(console: Console, source: Source) -> Export:
@@ -163,17 +166,31 @@ def without(failed: tuple[str, ...] | list[str]) -> str:
 def _of_job(console: Console, job_id: str, fingerprint: str) -> tuple[Plan, str]:
     job = console.job(job_id)
     if fingerprint != IN_FORCE:
-        plan = console.plan(fingerprint)
-        return plan, f"{job.spec.name}: {without(plan.failed)}"
+        plan, now = console.plan(fingerprint), job.state.current
+        in_force = now is not None and now.plan_fingerprint == fingerprint
+        return plan, f"{job.spec.name}{' in force' if in_force else ''}: {without(plan.failed)}"
     epoch = job.state.current
     if epoch is None:
         raise ConsoleError(404, "no_plan", f"job {job.spec.name!r} has no plan in force yet")
     return console.plan(epoch.plan_fingerprint), f"{job.spec.name} in force: {without(epoch.failed)}"
 
 
-def _measured(console: Console, reference: Measured, job_id: str) -> Source | Awaited:
+def pinned(source: Source) -> Reference:
+    """What stays the same: the plan that is in force now, the iteration that is the newest now."""
+    match source.reference:
+        case OfJob(job_id):
+            return OfJob(job_id, source.plan.fingerprint)
+        case Measured(job_id) if source.measured is not None:
+            return Measured(job_id, source.measured.iteration)
+    return source.reference
+
+
+def _measured(console: Console, reference: Measured) -> Source | Awaited:
+    job_id, iteration = reference.job_id, reference.iteration
     job = console.job(job_id)
-    found = measured_iteration(console, job_id, watch=True)
+    found = measured_iteration(console, job_id, iteration, watch=True, keep=True)
+    if found is None and iteration is not None:
+        raise ConsoleError(404, NOT_KEPT, f"iteration {iteration} of job {job.spec.name!r} is not kept as it ran")
     if found is not None:
         name = f"{job.spec.name}, iteration {found.iteration} as it ran"
         return Source(reference, name, found.plan, job_id, found)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import streamlit as st
 
 from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
 from app.plans.references import Reference, parse_reference
-from app.plans.sources import Awaited, Source, find
+from app.plans.sources import NOT_KEPT, Awaited, Source, find, pinned
 from app.ui import components, facts, text
 from app.ui.charts.compare import Strip, comparison, time_factors
 from app.ui.charts.overview import MAX_BARS
 from app.ui.exports import export_source
 from app.ui.facts import Card
-from app.ui.picker import open_job
-from app.ui.plan_source import clock, hold_still, schedule_of, wait_for
+from app.ui.picker import BEGAN_WITH, open_job
+from app.ui.plan_source import clock, newest, say_measured, schedule_of, wait_for
 from app.ui.schedule_filters import choose_rows
 from app.ui.tables import beside_html, differences
 from app.ui.theme import CHART_CONFIG, Palette
@@ -42,7 +44,9 @@ def page() -> None:
         _nothing_yet()
         return
     if len(sources) > 1:
-        _compare(console, [hold_still(source) for source in sources], colours)
+        for source in sources:
+            say_measured(console, source, _replace)
+        _compare(console, sources, colours)
 
 
 def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
@@ -50,13 +54,22 @@ def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
     wanted = _wanted(console, job_id)
     options = candidates(console, job_id, clock)
     found: dict[str, Source | Awaited] = {}
+    named: dict[str, str] = {}  # as asked for -> as shown: the plan of now, not "in force"
     for reference in wanted:
         try:
-            each = found[str(reference)] = find(console, reference)
+            each = find(console, reference)
         except ConsoleError as error:
             st.error(f"{error}. It is left out.")
+            if error.code == NOT_KEPT:
+                args = (reference, newest(reference))
+                st.button("Show the newest that was measured", on_click=_replace, args=args, key=f"newest-{reference}")
             continue
-        options.setdefault(str(reference), each.name)
+        if isinstance(each, Source):
+            each = replace(each, reference=pinned(each))
+        name = named[str(reference)] = str(each.reference)
+        found[name] = each
+        options.setdefault(name, each.name)
+    _into_address(named)
     with st.container(horizontal=True, vertical_alignment="bottom", key="compared"):
         # The widget is told what the URL says only when that came from elsewhere, such as the button below.
         if PICKER not in st.session_state or st.session_state[PICKER] != list(found):
@@ -73,8 +86,8 @@ def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
         )
         if len(found) > 1:
             names = list(found)
-            pinned = st.query_params.get("baseline")
-            st.session_state[BASELINE] = pinned if pinned in names else names[0]
+            wished = st.query_params.get("baseline")
+            st.session_state[BASELINE] = wished if wished in names else names[0]
             st.selectbox(
                 "Baseline",
                 names,
@@ -102,6 +115,27 @@ def _wanted(console: Console, job_id: str | None) -> list[Reference]:
     if len(out) > MOST:
         st.error(f"plans: got {len(out)}, expected at most {MOST}. The first {MOST} are shown.")
     return out[:MOST]
+
+
+def _into_address(names: dict[str, str]) -> None:
+    """Puts what is shown in the place of what was asked for, so that a link shows the same later on."""
+    asked = st.query_params.get_all("plans")
+    shown = list(dict.fromkeys(names.get(each, each) for each in asked or names))
+    if shown != asked:
+        st.query_params["plans"] = shown
+    if not asked:
+        st.session_state[BEGAN_WITH] = shown
+    pinned_one = st.query_params.get("baseline")
+    if pinned_one in names and names[pinned_one] != pinned_one:
+        st.query_params["baseline"] = names[pinned_one]
+
+
+def _replace(old: Reference, new: Reference) -> None:
+    """For callbacks: another one in its place."""
+    for name in ("plans", "baseline"):
+        asked = st.query_params.get_all(name)
+        if str(old) in asked:
+            st.query_params[name] = [str(new) if each == str(old) else each for each in asked]
 
 
 def _remember() -> None:

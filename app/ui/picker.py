@@ -11,6 +11,8 @@ from app.view import JobHead, JobSummary
 
 CHOSEN = "chosen-job"
 PICKER = "job-picker"
+# The plans that Compare began with, which nobody has chosen: those of another job take their place.
+BEGAN_WITH = "compare-began-with"
 
 
 def open_job(console: Console, *, pace: bool = True) -> tuple[JobHead, DeltaGenerator] | None:
@@ -76,6 +78,11 @@ def _remember(known: frozenset[str]) -> None:
     """known: the jobs that were offered. Of one that is gone since, the browser still sends the words."""
     if st.session_state[PICKER] in known:
         st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
+        left = ["plan", "follow"]
+        if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):
+            left += ["plans", "baseline"]
+        for name in left:
+            st.query_params.pop(name, None)
 
 
 def _wait_for_job(console: Console) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import streamlit as st
 
 from app.console import Console
 from app.errors import ConsoleError
 from app.heap import settle
-from app.plans.references import OfJob, Reference, parse_reference
-from app.plans.sources import Awaited, Source, find, measured_name, names, saved_names
+from app.observing.measured import measured_iteration
+from app.plans.references import Measured, OfJob, Reference, parse_reference
+from app.plans.sources import NOT_KEPT, Awaited, Source, find, measured_name, names, pinned, saved_names
 from app.ui import text
 from app.ui.schedule_facts import measured_words
 from planner.columnar import ColumnarSchedule
@@ -20,6 +22,8 @@ from planner.plan import Plan
 from planner.schedule import Schedule
 
 PICKER = "plan-picker"
+# In the URL: the plan beside it is the job's in force, and the page goes on with the job. In the session: which job's.
+FOLLOW, FOLLOWED = "follow", "followed-job"
 WAIT_SECONDS = 0.5
 
 
@@ -39,7 +43,8 @@ def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
 def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Source | None:
     """One plan out of the job's and the library's; the one that `?plan=` names first. Raises ConsoleError.
 
-    None: there is no plan to show yet, or it is being made; the page has then said so.
+    None: there is no plan to show yet, or it is being made; the page has then said so. The address always names what
+    is shown: the plan of now and not "in force", with `?follow=1` where the page goes on to the next one.
     """
     of_job = {**names(console, job_id, clock), **measured_name(console, job_id)} if job_id else {}
     options = {**of_job, **saved_names(console)}
@@ -48,16 +53,33 @@ def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Sour
         options.setdefault(str(wanted.reference), wanted.name)
     if not options:
         return None
+    shown = str(wanted.reference) if wanted else next(iter(options))
+    if st.session_state.get(PICKER, shown) != shown:
+        st.session_state[PICKER] = shown
     chosen = st.selectbox(
         "Plan",
         list(options),
-        index=list(options).index(str(wanted.reference)) if wanted else 0,
+        index=list(options).index(shown),
         format_func=options.__getitem__,
         key=PICKER,
         on_change=_remember,
         width=width,
     )
-    return ready(console, parse_reference(chosen))
+    found = ready(console, parse_reference(chosen))
+    if found is not None and (wanted is not None or found.reference == OfJob(job_id or "")):
+        _into_address(found, job_id)
+    return found
+
+
+def _into_address(source: Source, job_id: str | None) -> None:
+    """Somebody who opens the link later sees the same plan, and where it is still in force goes on with the job."""
+    st.query_params["plan"] = str(pinned(source))
+    follows = source.job_id == job_id and source.reference == OfJob(source.job_id or "")
+    st.session_state[FOLLOWED] = source.job_id if follows else None
+    if follows:
+        st.query_params[FOLLOW] = "1"
+    else:
+        st.query_params.pop(FOLLOW, None)
 
 
 def clock(at: float) -> str:
@@ -66,15 +88,33 @@ def clock(at: float) -> str:
 
 
 def _wanted(console: Console, job_id: str | None) -> Source | Awaited | None:
-    """What the URL asks for; a bare fingerprint is one of the job's. Says what is wrong with it."""
+    """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's. Says what is wrong."""
     said = st.query_params.get("plan")
+    in_force = find(console, OfJob(job_id)) if job_id and console.job(job_id).state.current else None
     if said is None:
-        return None
+        return in_force
     try:
-        return find(console, parse_reference(said if ":" in said or job_id is None else str(OfJob(job_id, said))))
+        reference = parse_reference(said if ":" in said or job_id is None else str(OfJob(job_id, said)))
+        found = find(console, reference)
     except (InputError, ConsoleError) as error:
         st.error(f"{error}. Choose one instead.")
-        return None
+        if isinstance(error, ConsoleError) and error.code == NOT_KEPT:
+            st.button("Show the newest that was measured", on_click=_show, args=(newest(reference),), key="show-newest")
+        return in_force
+    if isinstance(found, Awaited):
+        return found
+    if isinstance(in_force, Source) and FOLLOW in st.query_params:
+        if st.session_state.get(FOLLOWED) == job_id or in_force.plan.fingerprint == found.plan.fingerprint:
+            return in_force
+        st.info("The job runs another plan by now. This is the one that the link was made at.")
+        st.button("Show the plan in force", on_click=_show, args=(in_force.reference,), key="show-in-force")
+    return found if found.measured is None else replace(found, reference=pinned(found))
+
+
+def newest(reference: Reference) -> Measured:
+    """Of a reference to an iteration as it ran, that to the newest one of its job."""
+    assert isinstance(reference, Measured)
+    return Measured(reference.job_id)
 
 
 def ready(console: Console, reference: Reference) -> Source | None:
@@ -86,19 +126,22 @@ def ready(console: Console, reference: Reference) -> Source | None:
     return None
 
 
-def hold_still(source: Source) -> Source:
-    """A measured iteration stays the same while it is looked at, until a newer one is asked for."""
-    if source.measured is None:
-        return source
-    key = f"held-{source.reference}"
-    held: Source = st.session_state.setdefault(key, source)
-    newest, shown = source.measured, held.measured or source.measured
+def say_measured(console: Console, source: Source, show: Callable[[Reference, Reference], None]) -> None:
+    """Of an iteration as it ran: which one it is, and the way to the newest. It stays the same until that is asked
+    for. show: a callback, with the reference that is shown and the one to show in its place."""
+    shown = source.measured
+    if shown is None:
+        return
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(measured_words(shown))
-        if newest.at != shown.at and st.button(f"Show iteration {newest.iteration}", key=f"newest-{source.job_id}"):
-            st.session_state[key] = source
-            st.rerun()
-    return held
+        last = measured_iteration(console, shown.job_id)
+        if last is not None and last.at > shown.at:
+            st.button(
+                f"Show iteration {last.iteration}",
+                key=f"newest-{shown.job_id}",
+                on_click=show,
+                args=(source.reference, newest(source.reference)),
+            )
 
 
 def wait_for(console: Console, references: Sequence[Reference]) -> None:
@@ -120,4 +163,14 @@ def _wait(console: Console, references: Sequence[Reference]) -> None:
 
 
 def _remember() -> None:
-    st.query_params["plan"] = st.session_state[PICKER]
+    show_instead(None, st.session_state[PICKER])
+
+
+def _show(reference: Reference) -> None:
+    show_instead(None, reference)
+
+
+def show_instead(_: Reference | None, reference: Reference | str) -> None:
+    """For callbacks: the page goes on with another plan."""
+    st.query_params["plan"] = str(reference)
+    st.query_params.pop(FOLLOW, None)

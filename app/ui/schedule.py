@@ -16,7 +16,7 @@ from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import MAX_BARS, Detail
 from app.ui.exports import export_source
 from app.ui.picker import open_job
-from app.ui.plan_source import hold_still, pick_plan, schedule_of
+from app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead
 from app.ui.schedule_facts import critical_words
 from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
 from app.ui.schedule_large import large_chart
@@ -53,7 +53,7 @@ def page() -> None:
         )
     if source is None:
         return
-    source = hold_still(source)
+    say_measured(console, source, show_instead)
     plan = source.plan
     schedule = schedule_of(plan)
     with filters:

@@ -8,6 +8,7 @@ from ui_console import ConsoleHere, JobHere, until
 from agent.protocol import MeasuredOps
 from app.errors import ConsoleError
 from app.live import LiveJob
+from app.observing import measuring as measuring_module
 from app.observing.measured import as_plan, as_schedule, measured_iteration
 from app.observing.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
 from db.observations import Observations
@@ -95,6 +96,34 @@ def test_an_iteration_ahead_is_asked_for_and_kept(here: ConsoleHere, asking: Ask
     assert newest is not None and (newest.iteration, newest.epoch, newest.uncertainty_us) == (wanted, 1, 0)
     again = Measuring(Observations(here.database), 1.0)
     assert again.newest(asking.live) == newest, "it is in the database"
+
+
+def test_what_a_link_names_is_kept_and_the_rest_is_not(
+    here: ConsoleHere, asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, seen = plan_of(here, asking.job), []
+    for look in (True, False, True, True):
+        wanted = asking.run(int(UNASKED_SECONDS) + 3)
+        assert wanted is not None
+        asking.post(plan, wanted)
+        asking.measuring.newest(asking.live, keep=look)
+        seen.append(wanted)
+
+    def there(measuring: Measuring) -> list[int]:
+        found = {iteration: measuring.kept(asking.live, iteration) for iteration in seen}
+        assert all(one.iteration == iteration for iteration, one in found.items() if one)
+        return [iteration for iteration, one in found.items() if one]
+
+    kept = [seen[0], seen[2], seen[3]]
+    assert there(asking.measuring) == kept
+    assert there(Measuring(Observations(here.database), 1.0)) == kept, "a console that is started anew has them, too"
+    monkeypatch.setattr(measuring_module, "MOST_KEPT", 2)
+    asking.measuring.kept(asking.live, seen[0])
+    wanted = asking.run(int(UNASKED_SECONDS) + 3)
+    assert wanted is not None
+    asking.post(plan, wanted)
+    assert asking.measuring.kept(asking.live, seen[0]), "what was looked at last stays longest"
+    assert asking.measuring.kept(asking.live, seen[2]) is None
 
 
 def test_more_often_while_somebody_looks(here: ConsoleHere, asking: Asking) -> None:

@@ -104,6 +104,20 @@ def test_the_baseline_can_be_pinned(console: Console, job: JobHere) -> None:
     assert titles(open_page(**link)) == titles(test), "the link says which"
 
 
+def test_a_link_compares_what_its_sender_saw_when_the_job_runs_another_plan(console: Console) -> None:
+    job = JobHere(console, "changed job").register()
+    test = open_page(job=job.job_id, baseline=f"job:{job.job_id}:in-force")
+    link = {name: test.query_params[name] for name in ("job", "plans", "baseline")}
+    assert link["baseline"] in link["plans"], "the baseline is the plan of now, too"
+    before = chart(test)["data"]
+    job.die("W1_2").heal("W1_2", 2)
+    for shown in (settled(test), open_page(**link)):
+        assert chart(shown)["data"] == before
+    other = JobHere(console, "other job").register()
+    test.selectbox(key="job-picker").select(other.job_id)
+    assert "other job in force: fault-free" in titles(settled(test)), "what nobody has chosen changes with the job"
+
+
 def test_plans_of_any_kind_and_unit_stand_on_one_axis(console: Console, job: JobHere) -> None:
     saved = console.library.save(factory.plan(("W0_1",), unit="slot", memory="none"), "in <b>slots</b>")
     test = open_page(job=job.job_id, plans=[f"job:{job.job_id}:in-force", f"saved:{saved}"])

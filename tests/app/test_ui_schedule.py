@@ -225,13 +225,45 @@ def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(cons
     assert bars == sum(map(len, plan.workers.values()))
     assert "memory" in kinds(test)
 
-    found = console.measuring._of[job.job_id]
-    assert found.newest is not None
-    found.newest = found.newest.model_copy(update={"iteration": iteration + 7, "at": found.newest.at + 5})
+    link = str(test.query_params["plan"])
+    assert link == f"measured:{job.job_id}:{iteration}"
+    newer = measure(console, job)
     test.run()
     assert f"**Iteration {iteration}** as it ran" in words(test), "what is looked at does not change by itself"
+    later = open_page(job=job.job_id, plan=link)
+    assert f"**Iteration {iteration}** as it ran" in words(later), "and a link shows what its sender saw"
     test.button(key=f"newest-{job.job_id}").click().run()
-    assert f"**Iteration {iteration + 7}** as it ran" in words(test)
+    assert f"**Iteration {newer}** as it ran" in words(test)
+    assert test.query_params["plan"] == f"measured:{job.job_id}:{newer}"
+
+    unknown = open_page(job=job.job_id, plan=f"measured:{job.job_id}:{newer + 1}")
+    assert f"iteration {newer + 1} of job 'measured job' is not kept as it ran" in unknown.error[0].value
+    unknown.button(key="show-newest").click().run()
+    assert f"**Iteration {newer}** as it ran" in words(unknown) and not unknown.error
+
+
+def test_a_link_shows_the_plan_that_was_in_force_and_the_page_itself_goes_on_with_the_job(console: Console) -> None:
+    job = JobHere(console, "followed job").register()
+    test = open_page(job=job.job_id)
+    before, _ = drawn(test)
+    link = {name: test.query_params[name] for name in ("job", "plan", "follow")}
+    assert drawn(open_page(**link))[0] == before and not open_page(**link).info
+    job.die("W1_2").heal("W1_2", 2)
+    test.run()
+    assert drawn(test)[0] != before and test.query_params["plan"] != link["plan"]
+    assert test.selectbox(key="plan-picker").value == f"job:{job.job_id}:in-force"
+
+    later = open_page(**link)
+    assert drawn(later)[0] == before
+    assert "runs another plan by now" in later.info[0].value
+    later.button(key="show-in-force").click().run()
+    assert drawn(later) == drawn(test) and not later.info
+    assert [later.query_params[name] for name in ("plan", "follow")] == [
+        test.query_params[name] for name in ("plan", "follow")
+    ]
+    picker = later.selectbox(key="plan-picker")
+    picker.select(next(name for name in picker.options if name == "fault-free")).run()
+    assert drawn(later)[0] == before and "follow" not in later.query_params
 
 
 def test_a_job_that_ended_unmeasured_says_so(console: Console) -> None:

@@ -24,6 +24,16 @@ def test_the_newest_measured_iteration_of_each_job_is_kept(seen: Observations) -
     seen.put_measured("b", 9, '{"iteration": 9}', 11.0)
     seen.put_measured("a", 4, '{"iteration": 4}', 12.0)
     assert (seen.measured("a"), seen.measured("b")) == ('{"iteration": 4}', '{"iteration": 9}')
+    assert seen.measured("a", 3) is None
+
+
+def test_measured_iterations_that_links_name_stay(seen: Observations) -> None:
+    for iteration, keep in ((3, ()), (5, (3,)), (8, (3,)), (5, (3, 8)), (9, (3, 5))):
+        seen.put_measured("a", iteration, f'{{"iteration": {iteration}}}', float(iteration), keep=keep)
+    assert seen.measured_iterations("a") == [3, 5, 9]
+    assert seen.measured("a", 3) == '{"iteration": 3}' and seen.measured("a", 8) is None
+    assert seen.measured("a") == '{"iteration": 9}'
+    assert seen.measured_iterations("b") == []
 
 
 def test_states_of_a_worker_in_their_order(seen: Observations, store: Store) -> None:
