@@ -114,7 +114,7 @@ def test_a_link_compares_what_its_sender_saw_when_the_job_runs_another_plan(cons
     for shown in (settled(test), open_page(**link)):
         assert chart(shown)["data"] == before
     other = JobHere(console, "other job").register()
-    test.selectbox(key="job-picker").select(other.job_id)
+    settled(test).selectbox(key="job-picker").select(other.job_id)
     assert "other job in force: fault-free" in titles(settled(test)), "what nobody has chosen changes with the job"
 
 
