@@ -7,15 +7,16 @@ from functools import partial
 import streamlit as st
 
 from app.ui import components
+from app.ui.box_select import box_select, drawn_box
 from app.ui.charts import overview as large
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import Detail
 from app.ui.schedule_filters import Wish, clicked
-from app.ui.theme import BOX_CONFIG, CHART_CONFIG, Palette
+from app.ui.theme import CHART_CONFIG, Palette
 from planner.job import Worker
 from planner.schedule import Schedule
 
-BOX = "box"
+BOX, PAD = "box", "overview-pad"
 ROWS = 16
 
 
@@ -38,15 +39,12 @@ def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wis
     drawn = st.cache_data(_picture, max_entries=32, show_spinner=False)(
         fingerprint, ",".join(names), colours.name, schedule, colours
     )
-    st.plotly_chart(
-        large.overview(schedule, colours, workers=workers, detail=detail, drawn=drawn, revision=revision),
-        theme=None,
-        key="overview",
-        on_select=_remember_box,
-        selection_mode="box",
-        config=BOX_CONFIG,
-        alt=f"Overview of {len(workers):,} workers over one iteration.",
-    )
+    with st.container(key="overview"):
+        alt = f"Overview of {len(workers):,} workers over one iteration."
+        st.html(large.overview(schedule, workers, drawn, alt))
+        width = schedule.problem.job.units(schedule.end)
+        part = large.box_of(schedule, workers, detail)
+        box_select(width, len(workers), part, key=PAD, on_box=_remember_box)
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
     components.legend_of(schedule, detail.workers, ghost=False)
     figure = gantt(
@@ -88,11 +86,8 @@ def _box(rows: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
 
 
 def _remember_box() -> None:
-    state = st.session_state.get("overview")
-    boxes = state["selection"].get("box") if state else None
-    # No box is no news: the browser says so as well whenever the picture is drawn anew.
-    if boxes:
-        st.query_params[BOX] = ",".join(f"{value:.6g}" for axis in "xy" for value in sorted(boxes[0][axis]))
+    if box := drawn_box(PAD):
+        st.query_params[BOX] = ",".join(f"{value:.6g}" for value in box)
 
 
 def _forget_box() -> None:

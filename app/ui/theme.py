@@ -101,11 +101,6 @@ CHART_CONFIG: dict[str, object] = {
     "displaylogo": False,
     "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
 }
-# The overview's only gesture is the box that chooses the detail.
-BOX_CONFIG: dict[str, object] = {
-    "displaylogo": False,
-    "modeBarButtonsToRemove": ["zoom2d", "pan2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "resetScale2d"],
-}
 
 
 def palette(theme_type: str | None) -> Palette:

@@ -27,10 +27,7 @@ def warm_up(pages: frozenset[str]) -> None:
 
 def _draw() -> None:
     from app.ui.charts.gantt import gantt
-    from app.ui.charts.overview import detail_of, overview
     from app.ui.theme import LIGHT
 
     schedule = one_forward_one_backward(Problem(Job.uniform(2, 2, 2)))
-    workers = list(schedule.problem.job.workers())
     gantt(schedule, LIGHT).to_json()
-    overview(schedule, LIGHT, workers=workers, detail=detail_of(schedule, workers, 0, 2, 0.0)).to_json()

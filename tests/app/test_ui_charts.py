@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 import time
 from typing import Any
 
@@ -11,12 +14,13 @@ import pytest
 import ui_factory as factory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from app.ui.charts import overview as large
 from app.ui.charts import rows
 from app.ui.charts.bars import ASIDE_OPACITY, BAR_HEIGHT
 from app.ui.charts.gantt import gantt
-from app.ui.theme import DARK, LIGHT, OP_WORDS
+from app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
 from planner.job import Worker
 from planner.paths import critical_path, micro_batch_path
 from planner.schedule import Op, Schedule
@@ -111,15 +115,10 @@ def test_instant_optimizer_step_is_drawn_as_a_line() -> None:
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 def test_figures_are_json_and_use_their_theme(colours: Any) -> None:
-    figures = [
-        gantt(schedule_of(("W1_2",)), colours),
-        large.overview(schedule_of(), colours, workers=list(schedule_of().problem.job.workers())),
-    ]
+    text = gantt(schedule_of(("W1_2",)), colours).to_json()
     other = DARK if colours is LIGHT else LIGHT
-    for figure in figures:
-        text = figure.to_json()
-        assert colours.text in text
-        assert other.text not in text
+    assert colours.text in text
+    assert other.text not in text
 
 
 def test_filters_choose_their_workers() -> None:
@@ -170,16 +169,57 @@ def test_box_selects_the_workers_and_the_time_it_covers() -> None:
     assert list(figure.layout.xaxis.range) == [4, 9]
 
 
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(colours: Palette) -> None:
+    schedule = schedule_of(("W1_2",), grid=(4, 3, 6), unit="a<b")
+    workers = list(schedule.problem.job.workers())
+    html = large.overview(schedule, workers, large.picture(schedule, workers, colours), 'say "all"')
+    assert 'alt="say &quot;all&quot;"' in html and "(a&lt;b)" in html
+    found = re.search(r'src="data:image/png;base64,([^"]+)"', html)
+    assert found
+    image = Image.open(io.BytesIO(base64.b64decode(found[1]))).convert("RGB")
+    assert image.size == (large.COLUMNS, len(workers))
+
+    def at(x: int, y: int) -> str:
+        pixel: Any = image.getpixel((x, y))
+        return "#{:02X}{:02X}{:02X}".format(*pixel)
+
+    for row, worker in enumerate(workers):
+        for op in schedule.ops.get(worker, ()):
+            middle = round((op.start + op.end) / 2 / schedule.end * large.COLUMNS)
+            if op.duration:
+                assert at(middle, row) == colours.ops[op.kind]
+    dead = workers.index(Worker(1, 2))
+    assert at(5, dead) == colours.failed
+    rows = dict(re.findall(r'<span style="top:([\d.]+)%">(\w+)</span>', html))
+    assert set(rows.values()) <= set(map(str, workers)) and {"W0_0", "W3_2"} <= set(rows.values())
+    for top, name in rows.items():
+        assert float(top) == pytest.approx(100 * (workers.index(Worker.parse(name)) + 0.5) / len(workers), abs=0.01)
+    times = re.findall(r'<span style="left:([\d.]+)%">([\d.,]+)</span>', html)
+    assert 4 <= len(times) <= 11
+    end = schedule.problem.job.units(schedule.end)
+    for left, words in times:
+        assert float(left) == pytest.approx(100 * float(words.replace(",", "")) / end, abs=0.01)
+
+
+def test_a_detail_is_where_the_box_was() -> None:
+    schedule = schedule_of(("W1_2",), grid=(4, 3, 6))
+    workers = list(schedule.problem.job.workers())
+    detail = large.detail_of_box(schedule, workers, (4.0, 9.0), (1.2, 3.4))
+    assert large.box_of(schedule, workers, detail) == (4.0, 9.0, 0.5, 3.5)
+    assert large.detail_of_box(schedule, workers, (4.0, 9.0), (0.5, 3.5)).window == detail.window
+
+
 def test_large_schedule_is_drawn_quickly_and_small_enough() -> None:
     schedule = schedule_of(("W1_2", "W5_7"), grid=(16, 16, 64))
     workers = list(schedule.problem.job.workers())
     assert sum(map(len, schedule.ops.values())) > large.MAX_BARS
     begin = time.process_time()
     detail = large.detail_of(schedule, workers, 100, 24, 0.0)
-    figure = large.overview(schedule, LIGHT, workers=workers, detail=detail)
+    html = large.overview(schedule, workers, large.picture(schedule, workers, LIGHT), "all of it")
     seconds = time.process_time() - begin
     assert detail.ops <= large.MAX_DETAIL
-    assert len(figure.to_json()) < 400_000
+    assert len(html) < 200_000
     assert seconds < 2, f"the overview took {seconds:.1f} s of CPU"
 
 

@@ -15,7 +15,7 @@ from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from agent.protocol import MeasuredOps
 from app.console import Console, set_console
-from app.ui import schedule_filters, schedule_large
+from app.ui import box_select, schedule_filters, schedule_large
 from app.ui.charts import overview
 from app.ui.schedule_facts import critical_words
 from app.ui.theme import OP_WORDS
@@ -157,23 +157,23 @@ def test_every_format_is_offered_and_what_is_refused_says_why(console: Console, 
 def test_a_box_in_the_link_chooses_the_detail(console: Console, job: JobHere, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview, "MAX_BARS", 100)
     test = open_page(job=job.job_id, box="400,800,8,11")
-    _, layout = drawn(test, 1)
+    _, layout = drawn(test)
     assert layout["xaxis"]["range"] == [400, 800]
     assert layout["yaxis"]["ticktext"] == [f"W2_{s}" for s in range(4)]
     test.button(key="forget-box").click().run()
-    assert drawn(test, 1)[1]["yaxis"]["ticktext"][0] == "W0_0"
+    assert drawn(test)[1]["yaxis"]["ticktext"][0] == "W0_0"
     for nonsense in ("1,2,3", "800,400,0,3", "a,b,c,d", "0,1,5,9999"):
-        assert drawn(open_page(job=job.job_id, box=nonsense), 1)[1]["yaxis"]["ticktext"][0] == "W0_0"
+        assert drawn(open_page(job=job.job_id, box=nonsense))[1]["yaxis"]["ticktext"][0] == "W0_0"
 
 
-def test_no_box_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The browser reports an empty selection whenever the picture is drawn anew."""
+def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     query: dict[str, str] = {}
-    state = {"overview": {"selection": {"box": [{"x": [30.5, 10], "y": [7, 3]}]}}}
-    monkeypatch.setattr(schedule_large, "st", SimpleNamespace(session_state=state, query_params=query))
+    state = {schedule_large.PAD: {"box": [10, 30.5, 3, 7]}}
+    for module in (schedule_large, box_select):
+        monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     schedule_large._remember_box()
     assert query == {"box": "10,30.5,3,7"}
-    state["overview"] = {"selection": {"box": []}}
+    state[schedule_large.PAD] = {}
     schedule_large._remember_box()
     assert query == {"box": "10,30.5,3,7"}
 

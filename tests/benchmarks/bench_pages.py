@@ -40,6 +40,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 WAIT_MS = 240_000
 BOXES = ((0.3, 0.36), (0.6, 0.65), (0.2, 0.24))
 PLOT = ".js-plotly-plot .main-svg"
+# The picture is drawn, and in the page's place for it.
+PICTURE = """() => (image => image?.complete && image.naturalWidth > 0 && image.getBoundingClientRect().width > 0)(
+    document.querySelector('.or-overview img'))"""
 DETAIL = """said => [...document.querySelectorAll('.or-heading')].some(
     e => e.innerText.startsWith('Detail') && e.innerText !== said)"""
 
@@ -116,15 +119,20 @@ def large(browser: Browser, server: ConsoleServer, address: str) -> None:
     print("2,048 workers, or as asked for; the console has just been started")
     for opening in ("first", "second"):
         with opened(browser) as (page, tab):
-            with timed(f"Schedule: {opening} opening, overview", server, tab):
-                page.goto(address)
-                page.locator(".js-plotly-plot").first.locator("image").wait_for()
+            started = start(server, tab)
+            page.goto(address, wait_until="commit")
+            page.wait_for_function(PICTURE)
+            say(f"Schedule: {opening} opening, overview", started, server, tab)
+            page.locator(".or-pad[data-ready]").wait_for()
+            say(f"Schedule: {opening} opening, takes a box", started, server, tab)
+            page.locator(PLOT).first.wait_for()
+            say(f"Schedule: {opening} opening, detail", started, server, tab)
             settled(page)
-            plot = page.locator(".js-plotly-plot").first
+            pad = page.locator(".or-pad")
             heading = page.locator(".or-heading", has_text="Detail")
             for left, right in BOXES:
-                plot.scroll_into_view_if_needed()
-                place, said = plot.bounding_box(), heading.inner_text()
+                pad.scroll_into_view_if_needed()
+                place, said = pad.bounding_box(), heading.inner_text()
                 assert place is not None
                 page.mouse.move(place["x"] + left * place["width"], place["y"] + 80)
                 page.mouse.down()
@@ -211,11 +219,24 @@ def opened(browser: Browser) -> Iterator[tuple[Page, CDPSession]]:
 
 @contextmanager
 def timed(what: str, server: ConsoleServer, tab: CDPSession) -> Iterator[None]:
-    used, busy, begin = processor_seconds(server.process.pid), tab_seconds(tab), time.monotonic()
+    started = start(server, tab)
     yield
-    shown = time.monotonic() - begin
-    used, busy = processor_seconds(server.process.pid) - used, tab_seconds(tab) - busy
-    print(f"  {what:42} {shown:6.2f} s; processor seconds: console {used:.2f}, page {busy:.2f}", flush=True)
+    say(what, started, server, tab)
+
+
+def start(server: ConsoleServer, tab: CDPSession) -> tuple[float, float, float]:
+    """Processor seconds of console and page so far, and the time."""
+    return processor_seconds(server.process.pid), tab_seconds(tab), time.monotonic()
+
+
+def say(what: str, started: tuple[float, float, float], server: ConsoleServer, tab: CDPSession) -> None:
+    shown = time.monotonic()
+    used, busy = processor_seconds(server.process.pid), tab_seconds(tab)
+    print(
+        f"  {what:42} {shown - started[2]:6.2f} s; processor seconds: console {used - started[0]:.2f}, "
+        f"page {busy - started[1]:.2f}",
+        flush=True,
+    )
 
 
 def tab_seconds(tab: CDPSession) -> float:

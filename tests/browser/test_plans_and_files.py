@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from app.plans.comparing import WORKED_EXAMPLE
 from planner.catalog import Catalog
@@ -139,21 +139,47 @@ def test_techniques_of_the_papers_example_stand_on_one_axis(site: Site, page: Pa
 
 def test_a_box_on_a_large_plan_opens_its_ops(site: Site, page: Page) -> None:
     page.goto(f"{site.root}/schedule?job={site.large}")
-    plots = page.locator(".js-plotly-plot")
-    plots.first.locator("image").wait_for()
-    expect(plots).to_have_count(2)
+    pad = page.locator(".or-pad[data-ready]")
+    pad.wait_for()
     heading = page.locator(".or-heading", has_text="Detail")
     before = heading.inner_text()
-    drag(page, plots.first, 0.4, 0.5)
+    drag(page, pad, 0.4, 0.401, 0)
+    expect(pad.locator(".or-drawn")).to_be_hidden()
+    assert parameter(page, "box") is None, "a click is no box"
+    drag(page, pad, 0.4, 0.5)
     page.wait_for_url("**box=**")
     expect(heading).not_to_have_text(before)
     chosen = heading.inner_text()
     assert "of a part" not in chosen
+    place, part = pad.bounding_box(), pad.locator(".or-part").bounding_box()
+    assert place and part
+    assert part["x"] == pytest.approx(place["x"] + 0.4 * place["width"], abs=2)
+    assert part["width"] == pytest.approx(0.1 * place["width"], abs=3)
+    assert part["y"] <= place["y"] + 80 and part["y"] + part["height"] >= place["y"] + 100
     page.reload()
-    plots.first.locator("image").wait_for()
     expect(heading).to_have_text(chosen)
     page.get_by_role("button", name="Forget the box").click()
     expect(heading).to_have_text(before)
+
+
+def test_a_large_plan_is_seen_and_takes_a_box_before_the_code_of_charts_is_there(site: Site, page: Page) -> None:
+    held: list[Route] = []
+    page.route("**/PlotlyChart.*.js", lambda route: held.append(route))
+    page.goto(f"{site.root}/schedule?job={site.large}")
+    picture, pad = page.locator(".or-overview img"), page.locator(".or-pad[data-ready]")
+    picture.wait_for()
+    before = picture.bounding_box()
+    assert picture.get_attribute("alt") == "Overview of 64 workers over one iteration."
+    assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1600
+    pad.wait_for()
+    assert pad.bounding_box() == picture.bounding_box() == before
+    drag(page, pad, 0.4, 0.5)
+    page.wait_for_url("**box=**")
+    assert held and not page.locator(".js-plotly-plot").count()
+    for route in held:
+        route.continue_()
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    assert picture.bounding_box() == before, "nothing on the page has moved it"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import NDArray
 from PIL import Image
 
-from app.ui.theme import Palette, style
+from app.ui.theme import Palette
 from planner.columnar import worker_arrays
 from planner.job import Worker
 from planner.schedule import Schedule
@@ -65,59 +66,36 @@ def picture(schedule: Schedule, workers: Sequence[Worker], colours: Palette) -> 
     return _png(raster(schedule, workers), colours)
 
 
-def overview(
-    schedule: Schedule,
-    colours: Palette,
-    *,
-    workers: Sequence[Worker],
-    detail: Detail | None = None,
-    drawn: str | None = None,
-    revision: str = "overview",
-) -> go.Figure:
-    """The whole iteration as a picture, a few pixels per worker; a box selects the detail.
+def overview(schedule: Schedule, workers: Sequence[Worker], drawn: str, alt: str) -> str:
+    """The whole iteration as HTML: the `picture` between its axes, a few pixels per worker (console.css).
 
-    drawn: the `picture`, where it is at hand.
+    It needs no script, so it paints as soon as it is on the page. drawn: the `picture`.
     """
     job = schedule.problem.job
     width, height = job.units(schedule.end), len(workers)
-    figure = go.Figure(
-        # Streamlit reports a drawn box only where the figure has points.
-        go.Scatter(x=[0, width], y=[0, height - 1], mode="markers", marker={"opacity": 0}, hoverinfo="skip")
+    rows = sorted({round(i) for i in np.linspace(0, height - 1, min(height, 9))})
+    names = "".join(f'<span style="top:{100 * (i + 0.5) / height:.2f}%">{workers[i]}</span>' for i in rows)
+    times = "".join(f'<span style="left:{100 * t / width:.2f}%">{t:,g}</span>' for t in _round_times(width))
+    return (
+        f'<figure class="or-overview"><div class="or-rows" aria-hidden="true">{names}</div>'
+        f'<img src="{drawn}" alt="{escape(alt)}"><div class="or-times" aria-hidden="true">{times}</div>'
+        f"<figcaption>time in the iteration ({escape(job.time_unit)})</figcaption></figure>"
     )
-    figure.add_layout_image(
-        source=drawn or picture(schedule, workers, colours),
-        xref="x",
-        yref="y",
-        x=0,
-        y=-0.5,
-        sizex=width,
-        sizey=height,
-        sizing="stretch",
-        layer="below",
-    )
-    if detail is not None and detail.workers:
-        index = {w: i for i, w in enumerate(workers)}
-        figure.add_shape(
-            type="rect",
-            x0=job.units(detail.window[0]),
-            x1=job.units(detail.window[1]),
-            y0=index[detail.workers[0]] - 0.5,
-            y1=index[detail.workers[-1]] + 0.5,
-            line={"color": colours.text, "width": 2},
-        )
-    style(figure, colours, height=380, revision=revision)
-    figure.update_layout(margin={"l": 72, "r": 14, "t": 12, "b": 44}, dragmode="select", showlegend=False)
-    title = f"time in the iteration ({job.time_unit})"
-    figure.update_xaxes(title_text=title, range=[0, width], showgrid=False, fixedrange=True)
-    ticks = sorted({round(i) for i in np.linspace(0, height - 1, min(height, 9))})
-    figure.update_yaxes(
-        range=[height - 0.5, -0.5],
-        showgrid=False,
-        fixedrange=True,
-        tickvals=ticks,
-        ticktext=[str(workers[i]) for i in ticks],
-    )
-    return figure
+
+
+def box_of(schedule: Schedule, workers: Sequence[Worker], detail: Detail) -> tuple[float, float, float, float]:
+    """Where in the overview the detail is: x in the job's unit, y in row numbers."""
+    job = schedule.problem.job
+    first, last = workers.index(detail.workers[0]), workers.index(detail.workers[-1])
+    return job.units(detail.window[0]), job.units(detail.window[1]), first - 0.5, last + 0.5
+
+
+def _round_times(end: float) -> list[float]:
+    """4 to 10 times from 0 to `end`, at steps of 1, 2 or 5 times a power of ten."""
+    rough = end / 10
+    power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
+    step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough)
+    return [round(i * step, 12) for i in range(int(end / step + 1e-9) + 1)]
 
 
 def detail_of(

@@ -119,13 +119,8 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
 def _picture(schedule: Schedule, colours: Palette) -> None:
     workers = list(schedule.problem.job.workers())
     components.quiet("One row per worker. Save the plan to look at it op by op on Schedule.")
-    st.plotly_chart(
-        large.overview(schedule, colours, workers=workers, revision="planner"),
-        theme=None,
-        key="planner-overview",
-        config=CHART_CONFIG,
-        alt=f"Overview of {len(workers):,} workers over one iteration.",
-    )
+    alt = f"Overview of {len(workers):,} workers over one iteration."
+    st.html(large.overview(schedule, workers, large.picture(schedule, workers, colours), alt))
 
 
 def _comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
