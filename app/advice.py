@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from app.coordination.choices import Candidate
 from app.coordination.membership import names
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
+from planner.packed import make_packed, to_bytes
 from planner.plan import JobDoc, Plan
 from planner.policy import (
     DROP,
@@ -31,7 +33,6 @@ from planner.policy import (
 )
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, Rate
-from planner.solvers.portfolio import make_plan
 from planner.words import percent
 
 REPARTITION, RESTART, SPARES = "re-partition", "restart from the checkpoint", "take spares"
@@ -52,7 +53,7 @@ class Verdict:
     the load? reason: why, in a few sentences.
 
     candidates: the ways that the job can take by itself, best first. better: the name of one that is
-    clearly better than re-routing, "" where none is. plans: of the candidates, as JSON.
+    clearly better than re-routing, "" where none is. plans: of the candidates, as planner.packed has them, in base64.
     """
 
     way: str
@@ -132,7 +133,7 @@ def verdict_document(request: Mapping[str, Any]) -> str:
         automatic=request["automatic"],
         migrate=request["migrate"],
     )
-    plans = [plan.to_json() for _, plan in made if plan is not None]
+    plans = [b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None]
     return json.dumps(asdict(verdict) | {"plans": plans})
 
 
@@ -169,7 +170,7 @@ def candidates(
 
 def _plan(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
     try:
-        return make_plan(Problem(planned.job, failed, planned.technique, planned.memory), solver="list")
+        return make_packed(Problem(planned.job, failed, planned.technique, planned.memory), solver="list")
     except PlannerError:
         return None
 

@@ -7,6 +7,7 @@ manual mode it is done first, for the operator to choose by.
 from __future__ import annotations
 
 import time
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -24,7 +25,8 @@ from app.live import LiveJob
 from app.observing.job_history import changes, repair_times
 from db.store import Record, Store
 from planner.job import Worker
-from planner.plan import Plan, job_doc
+from planner.packed import from_bytes, storable
+from planner.plan import job_doc
 from planner.simulation.costs import RecoveryCosts
 
 log = structlog.get_logger()
@@ -109,14 +111,14 @@ class Advising:
 
     def _with_plans(self, job: LiveJob, verdict: Verdict) -> tuple[Candidate, ...]:
         """The candidates, each with the plan that would be in force: the best that the job has by now."""
-        for document in verdict.plans if not job.job.speeds else ():
-            job.file_plan(Plan.from_json(document, source="the advising process"))
+        for data in verdict.plans if not job.job.speeds else ():
+            job.file_plan(from_bytes(b64decode(data), source="the advising process"))
         named = []
         for candidate in verdict.candidates:
             with job.lock:
                 plan = job.catalog.find(Worker.parse(name) for name in candidate.failed)
             if plan is not None:
-                self._store.put_plan(job.job_id, plan.fingerprint, plan.to_json(), plan.failed, True)
+                self._store.put_plan(job.job_id, plan.fingerprint, storable(plan), plan.failed, True)
                 candidate = replace(candidate, plan=plan.fingerprint)
             named.append(candidate)
         return tuple(named)

@@ -1,7 +1,7 @@
 """Long work in a child process: plans and advice are made there, one at a time, the most urgent first.
 
 A solver in a thread of the console's process would hold up its heartbeats; in a child it can also
-be ended. Only JSON crosses the pipe.
+be ended. JSON crosses the pipe, and large plans in columns (planner.packed).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from app.heap import OP_BYTES, building
 from app.logs import configure_logging
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
+from planner.packed import from_bytes, make_packed, to_bytes
 from planner.plan import JobDoc, Plan
-from planner.solvers.portfolio import make_plan
 
 log = structlog.get_logger()
 
@@ -70,7 +70,7 @@ class PlanRequest:
         return json.dumps(body).encode()
 
     def read(self, document: bytes) -> Plan:
-        return Plan.from_json(document, source="the planning process")
+        return from_bytes(document, source="the planning process")
 
 
 Done = Callable[[Made | None, str], None]
@@ -198,7 +198,7 @@ def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
     os._exit(0)
 
 
-# Before what was made, as JSON, and before why nothing was: a large document is not wrapped into another one.
+# Before what was made, and before why nothing was: a large document is not wrapped into another one.
 _MADE, _WHY = b"+", b"-"
 
 
@@ -213,7 +213,7 @@ def answer(request: bytes) -> bytes:
     try:
         if "advise" in body:
             return _MADE + verdict_document(body["advise"]).encode()
-        plan = make_plan(
+        plan = make_packed(
             problem(JobDoc.model_validate(body["job"]), body["failed"], body["technique"], body["memory"]),
             solver=body["solver"],
             time_limit=body["time_limit"],
@@ -223,7 +223,7 @@ def answer(request: bytes) -> bytes:
     except Exception as error:
         log.exception("the planner failed", failed=body.get("advise", body)["failed"])
         return _WHY + f"the planner failed ({type(error).__name__}); the console's log says more".encode()
-    return _MADE + plan.to_json().encode()
+    return _MADE + to_bytes(plan)
 
 
 def problem(job: JobDoc, failed: Sequence[str], technique: str, memory: str) -> Problem:

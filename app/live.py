@@ -42,6 +42,7 @@ from app.observing.folding import LOOK_BACK, Folding
 from app.observing.op_times import OpTimes
 from app.observing.recording import Recording
 from app.planned import LookUp, PlannedJob
+from app.plans.stored import stored_plan
 from app.rows import (
     Contact,
     contact_row,
@@ -56,6 +57,7 @@ from app.rows import (
 )
 from db.store import Change, Record, Store
 from planner.errors import PlannerError
+from planner.packed import storable
 from planner.plan import Plan
 
 log = structlog.get_logger()
@@ -323,7 +325,7 @@ class LiveJob(PlannedJob):
         return Change(
             job=job_columns(old, new),
             workers=workers,
-            plan=(plan.fingerprint, plan.to_json(), plan.failed, False) if opened and plan else None,
+            plan=(plan.fingerprint, storable(plan), plan.failed, False) if opened and plan else None,
             epoch=epoch_row(opened) if opened else None,
             events=self.note(fresh),
             acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement],
@@ -367,8 +369,8 @@ class LiveJob(PlannedJob):
         if not self.state.over:
             for row in self._store.job_plans(self.job_id):
                 try:
-                    document = self._store.plan(row["fingerprint"]) or ""
-                    self.catalog.add(Plan.from_json(document, source=row["fingerprint"]))
+                    if (plan := stored_plan(self._store, row["fingerprint"])) is not None:
+                        self.catalog.add(plan)
                 except PlannerError as error:
                     log.warning("a stored plan is not used", job=self.job_id, reason=str(error))
             self.apply(ConsoleRestarted())

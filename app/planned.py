@@ -15,6 +15,7 @@ from db.store import Store
 from planner.catalog import Catalog
 from planner.errors import PlannerError
 from planner.job import Job, MemoryLimit, Technique, Worker
+from planner.packed import storable
 from planner.plan import Plan
 from planner.plan_codec import Question
 
@@ -96,7 +97,7 @@ class PlannedJob(ABC):
             if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
                 return
             self.catalog.add(plan)
-        self._store.put_plan(self.job_id, plan.fingerprint, plan.to_json(), plan.failed, True)
+        self._store.put_plan(self.job_id, plan.fingerprint, storable(plan), plan.failed, True)
         self.version += 1
 
     def plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:

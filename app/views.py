@@ -8,21 +8,17 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import structlog
-
 from app.coordination.membership import Member
-from app.heap import OP_BYTES, building
 from app.live import LiveJob
 from app.observing.goodput import Figures, planned_rate
 from app.plans.packing import Packing
+from app.plans.stored import stored_plan
 from app.view import EventView, IterationView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
 from db.observations import Observations
 from db.plan_columns import PlanColumns
 from db.store import Store
-from planner.columnar import ColumnarPlan, unpack
-from planner.plan import Plan, PlanError
-
-log = structlog.get_logger()
+from planner.columnar import ColumnarPlan
+from planner.plan import Plan
 
 # Parsed plans kept in memory; a plan of 393,216 ops takes about 300 MB.
 _KEEP_PLANS = 64
@@ -40,8 +36,7 @@ class PlanCache:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._columns = PlanColumns(store.database)
-        self._packing = Packing(self._columns, self._packed)
+        self._packing = Packing(PlanColumns(store.database), self._packed)
         self._lock = threading.Lock()
         self._plans: OrderedDict[str, tuple[Plan, dict[str, int]]] = OrderedDict()
 
@@ -59,13 +54,10 @@ class PlanCache:
             if found := self._plans.get(fingerprint):
                 self._plans.move_to_end(fingerprint)
                 return found
-        plan = self._in_columns(fingerprint)
+        plan = stored_plan(self._store, fingerprint)
         if plan is None:
-            document = self._store.plan(fingerprint)
-            if document is None:
-                return None
-            with building(len(document) // OP_BYTES):
-                plan = Plan.from_json(document)
+            return None
+        if not isinstance(plan, ColumnarPlan):
             self._packing.want(fingerprint, plan.op_count)
         found = (plan, rerouted_load(plan))
         with self._lock:
@@ -77,7 +69,8 @@ class PlanCache:
 
     def stored(self, plan: Plan) -> None:
         """A plan has been stored, and will be asked for: it need not be read as a document first."""
-        self.will_be_asked_for(plan.fingerprint, plan.op_count)
+        if not isinstance(plan, ColumnarPlan):
+            self.will_be_asked_for(plan.fingerprint, plan.op_count)
 
     def will_be_asked_for(self, fingerprint: str, ops: int) -> None:
         """As `stored`, of a plan that nobody has here."""
@@ -86,16 +79,6 @@ class PlanCache:
     def close(self) -> None:
         """Ends what is done in the background."""
         self._packing.close()
-
-    def _in_columns(self, fingerprint: str) -> Plan | None:
-        data = self._columns.get(fingerprint)
-        if data is None:
-            return None
-        try:
-            return unpack(data, source=f"plan {fingerprint}")
-        except PlanError as error:
-            log.warning("the columns of a plan can't be read; its document is", reason=str(error))
-            return None
 
     def _packed(self, fingerprint: str) -> None:
         """Whoever asks next gets the columns, which take a hundredth of the memory."""

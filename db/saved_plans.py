@@ -11,6 +11,7 @@ from sqlalchemy import delete, exists, select, update
 from db.models import EpochRow, JobPlanRow, PlanRow, SavedPlanRow
 from db.plan_rows import keep_plan, plan_document
 from db.session import Database
+from planner.packed import Packed
 
 
 class SavedPlans:
@@ -19,7 +20,7 @@ class SavedPlans:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def save(self, fingerprint: str, document: str, name: str, summary: dict[str, Any]) -> None:
+    def save(self, fingerprint: str, document: str | Packed, name: str, summary: dict[str, Any]) -> None:
         """Under a new name if it is kept already; the time it was first saved stays.
 
         summary: plain data for lists of plans, given back by `saved`.

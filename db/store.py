@@ -36,6 +36,7 @@ from db.models import (
 from db.plan_rows import keep_plan, plan_document
 from db.session import Database
 from db.worker_rows import update_workers
+from planner.packed import Packed
 
 Record = dict[str, Any]
 
@@ -47,14 +48,14 @@ class Change:
     """What one step of the coordinator adds to a job's history: stored in one transaction.
 
     job: columns of the job row that changed. workers, epoch, events, acknowledgements, states, audit: rows
-    without their job_id; `plan` is (fingerprint, JSON document, failed workers, made ahead). states:
+    without their job_id; `plan` is (fingerprint, document as for `keep_plan`, failed workers, made ahead). states:
     which workers came into another state. audit: what an operator did. repeats: columns of events that are
     stored already, by their seq.
     """
 
     job: Record = field(default_factory=dict)
     workers: Sequence[Record] = ()
-    plan: tuple[str, str, Sequence[str], bool] | None = None
+    plan: tuple[str, str | Packed, Sequence[str], bool] | None = None
     epoch: Record | None = None
     events: Sequence[Record] = ()
     acknowledgements: Sequence[Record] = ()
@@ -202,7 +203,9 @@ class Store:
 
     # -- plans ------------------------------------------------------------------------------
 
-    def put_plan(self, job_id: str, fingerprint: str, document: str, failed: Sequence[str], ahead: bool) -> None:
+    def put_plan(
+        self, job_id: str, fingerprint: str, document: str | Packed, failed: Sequence[str], ahead: bool
+    ) -> None:
         """A plan that is stored already, by this or another job, is not stored twice."""
         with self.database.write() as session:
             self._put_plan(session, job_id, fingerprint, document, failed, ahead)
@@ -353,7 +356,13 @@ class Store:
     # -- details ----------------------------------------------------------------------------
 
     def _put_plan(
-        self, session: Session, job_id: str, fingerprint: str, document: str, failed: Sequence[str], ahead: bool
+        self,
+        session: Session,
+        job_id: str,
+        fingerprint: str,
+        document: str | Packed,
+        failed: Sequence[str],
+        ahead: bool,
     ) -> None:
         keep_plan(self.database, session, fingerprint, document)
         link = {

@@ -21,6 +21,7 @@ from planner.words import percent
 
 # More patterns than this per failure count are not planned ahead; the list scheduler takes over.
 MAX_PATTERNS = 10_000
+_NO_PLANS = '"plans":[]'
 
 
 class CatalogDoc(BaseModel):
@@ -128,9 +129,9 @@ class Catalog:
     # -- JSON --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        return CatalogDoc(
-            job=job_doc(self.job), technique=self.technique, memory=self.memory.text, plans=self.plans
-        ).model_dump_json()
+        head = CatalogDoc(job=job_doc(self.job), technique=self.technique, memory=self.memory.text, plans=())
+        before, _, after = head.model_dump_json().partition(_NO_PLANS)
+        return f"{before}{_NO_PLANS[:-1]}{','.join(plan.to_json() for plan in self.plans)}]{after}"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "catalog") -> Catalog:
@@ -148,32 +149,7 @@ class Catalog:
 def rename_pipelines(plan: Plan, names: Iterable[int]) -> Plan:
     """`plan` with each pipeline p called names[p]; the fingerprint is computed anew."""
     new = list(names)
-    if new == sorted(new):
-        return plan
-
-    def worker(name: str) -> str:
-        old = Worker.parse(name)
-        return str(Worker(new[old.pipeline], old.stage))
-
-    workers = {
-        worker(name): tuple(op.model_copy(update={"pipeline": new[op.pipeline]}) for op in ops)
-        for name, ops in plan.workers.items()
-    }
-    peaks = {worker(name): n for name, n in plan.metrics.peak_activations.items()}
-    renamed = plan.model_copy(
-        update={
-            "failed": _sorted(map(worker, plan.failed)),
-            "workers": {name: workers[name] for name in _sorted(workers)},
-            "metrics": plan.metrics.model_copy(
-                update={"peak_activations": {name: peaks[name] for name in _sorted(peaks)}}
-            ),
-        }
-    )
-    return renamed.model_copy(update={"fingerprint": renamed.compute_fingerprint()})
-
-
-def _sorted(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(names, key=Worker.parse))
+    return plan if new == sorted(new) else plan.renamed(new)
 
 
 def _merit(plan: Plan) -> tuple[float, float]:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from planner import plan_text
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Technique, Worker
 from planner.op_rows import Ints, OpRows
 from planner.plan import JobDoc, MetricsDoc, OpDoc, Plan, PlanError, SolverDoc, first_problem
-from planner.plan_codec import Effort, Question, decode_columns, decode_header, encode_plan
+from planner.plan_codec import Effort, Question, decode_columns, decode_header, encode_columns, encode_plan
 from planner.plan_columns import KINDS, Columns, O
 from planner.schedule import Op, Schedule
 
@@ -111,13 +112,24 @@ class ColumnarPlan(Plan):
     """A Plan in columns. `workers` is made when it is asked for, and kept."""
 
     _columns: Columns = PrivateAttr()
+    _stored: tuple[bytes, bytes] = PrivateAttr(default=(b"", b""))
 
     @classmethod
     def made(cls, columns: Columns, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str) -> ColumnarPlan:
         """metrics: `peak_activations` is filled in from the columns. fingerprint: that of the same plan's document."""
         plan = cls.model_construct(**columns.head(metrics, solver), fingerprint=fingerprint)
         plan._columns = columns
+        plan._stored = b"", b""
         return plan
+
+    def came_with(self, columns: bytes, document: bytes) -> None:
+        """Keeps what planner.packed is to hand on as it is."""
+        self._stored = columns, document
+
+    @property
+    def stored(self) -> tuple[bytes, bytes]:
+        """Its columns as `pack` makes them and its deflated document; empty where it came without."""
+        return self._stored
 
     def __getattr__(self, name: str) -> Any:
         if name != "workers":
@@ -127,9 +139,24 @@ class ColumnarPlan(Plan):
         self.__pydantic_fields_set__.add("workers")
         return made
 
+    @classmethod
+    def of_columns(cls, columns: Columns, metrics: MetricsDoc, solver: SolverDoc) -> ColumnarPlan:
+        """As `made`; the fingerprint is computed."""
+        return cls.made(columns, metrics, solver, plan_text.fingerprint(columns))
+
     @property
     def columns(self) -> Columns:
         return self._columns
+
+    def renamed(self, names: Sequence[int]) -> ColumnarPlan:
+        workers = [range(self.job.pipelines)] * self.job.stages
+        return ColumnarPlan.of_columns(self._columns.renamed(names, workers), self.metrics, self.solver)
+
+    def to_json(self) -> str:
+        return plan_text.document(self._columns, self)
+
+    def compute_fingerprint(self) -> str:
+        return plan_text.fingerprint(self._columns)
 
     @property
     def op_count(self) -> int:
@@ -177,9 +204,13 @@ class _Head(BaseModel):
 
 def pack(plan: Plan) -> bytes | None:
     """A plan by itself, in columns; None for one that columns can't hold."""
-    blob = encode_plan(plan, Effort(solver="list"))
-    if decode_header(blob).form != "columns":
-        return None
+    effort = Effort(solver="list")
+    if isinstance(plan, ColumnarPlan):
+        blob = encode_columns(plan.columns, plan.metrics, plan.solver, effort)
+    else:
+        blob = encode_plan(plan, effort)
+        if decode_header(blob).form != "columns":
+            return None
     head = _Head(job=plan.job, technique=plan.technique, memory=plan.memory, fingerprint=plan.fingerprint)
     text = zlib.compress(head.model_dump_json().encode())
     return struct.pack("<I", len(text)) + text + blob

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -207,10 +207,13 @@ class Plan(_Model):
     # -- JSON --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        head = self.model_copy(update={"workers": {}}).model_dump_json()
+        return self.json_with(f'"{name}":{_OPS.dump_json(ops).decode()}' for name, ops in self.workers.items())
+
+    def json_with(self, workers: Iterable[str]) -> str:
+        """The document with these members of `workers`, as JSON, in the place of its own."""
+        head = Plan.model_construct(**{**self.__dict__, "workers": {}}).model_dump_json()
         before, empty, after = head.partition(_NO_WORKERS)
-        ops = (f'"{name}":{_OPS.dump_json(ops).decode()}' for name, ops in self.workers.items())
-        return f"{before}{empty[:-1]}{','.join(ops)}}}{after}"
+        return f"{before}{empty[:-1]}{','.join(workers)}}}{after}"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "plan") -> Plan:
@@ -236,6 +239,31 @@ class Plan(_Model):
         if plan.workers:  # `workers` is there twice
             return None
         return plan.model_copy(update={"workers": workers})
+
+    def renamed(self, names: Sequence[int]) -> Plan:
+        """With each pipeline p called names[p]; the fingerprint is computed anew."""
+
+        def worker(name: str) -> str:
+            old = Worker.parse(name)
+            return str(Worker(names[old.pipeline], old.stage))
+
+        def in_order(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(sorted(names, key=Worker.parse))
+
+        workers = {
+            worker(name): tuple(op.model_copy(update={"pipeline": names[op.pipeline]}) for op in ops)
+            for name, ops in self.workers.items()
+        }
+        peaks = {worker(name): n for name, n in self.metrics.peak_activations.items()}
+        counted = {name: peaks[name] for name in in_order(peaks)}
+        renamed = self.model_copy(
+            update={
+                "failed": in_order(map(worker, self.failed)),
+                "workers": {name: workers[name] for name in in_order(workers)},
+                "metrics": self.metrics.model_copy(update={"peak_activations": counted}),
+            }
+        )
+        return renamed.model_copy(update={"fingerprint": renamed.compute_fingerprint()})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

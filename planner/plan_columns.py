@@ -7,8 +7,6 @@ micro-batch. Times are ticks. Needs numpy, which the console has and an agent ne
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from planner import plan_text
 from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.op_rows import Ints, OpRows
@@ -232,16 +231,15 @@ class Columns:
 
     def plan(self, metrics: MetricsDoc, solver: SolverDoc, *, fingerprint: str | None = None) -> Plan:
         """The document. `peak_activations` of `metrics` is filled in from the columns."""
-        with _without_collector():
-            workers, text = self._documents()
         head = self.head(metrics, solver)
-        fingerprint = fingerprint or _fingerprint(self.problem, head["failed"], text)
-        return Plan.model_construct(**head, workers=workers, fingerprint=fingerprint)
+        return Plan.model_construct(
+            **head, workers=self.documents(), fingerprint=fingerprint or plan_text.fingerprint(self)
+        )
 
     def head(self, metrics: MetricsDoc, solver: SolverDoc) -> dict[str, Any]:
         """The fields of the document but for `workers` and `fingerprint`."""
-        problem, peaks = self.problem, self.peaks()
-        counts = {str(w): int(peaks[w.stage, w.pipeline]) for w in problem.living_workers()}
+        problem, peaks = self.problem, self.peaks().tolist()
+        counts = {str(w): peaks[w.stage][w.pipeline] for w in problem.living_workers()}
         return {
             "schema_version": SCHEMA_VERSION,
             "job": job_doc(problem.job),
@@ -255,25 +253,10 @@ class Columns:
     def documents(self) -> dict[str, tuple[OpDoc, ...]]:
         """The ops of each living worker."""
         with _without_collector():
-            return self._documents()[0]
-
-    def _documents(self) -> tuple[dict[str, tuple[OpDoc, ...]], dict[str, str]]:
-        """The ops of each living worker, and the canonical JSON of each such list."""
-        job, rows = self.problem.job, self.rows()
-        starts, durations = _units(job, rows.start), _units(job, rows.duration)
-        kinds, homes, numbers = rows.kind.tolist(), rows.home.tolist(), rows.micro_batch.tolist()
-        documents: dict[str, tuple[OpDoc, ...]] = {}
-        texts: dict[str, str] = {}
-        for w in self.problem.living_workers():
-            part = rows.of(w)
-            step = _units(job, self.step[w.stage : w.stage + 1])[0]
-            last = _units(job, self.durations[O, w.stage, w.pipeline : w.pipeline + 1])[0]
-            named = [KINDS[k] for k in kinds[part]]
-            own = zip(named, homes[part], numbers[part], starts[part], durations[part], strict=True)
-            ops = [*own, ("O", w.pipeline, None, step, last)]
-            documents[str(w)] = tuple(_op(kind, p, m, w.stage, a, d) for kind, p, m, a, d in ops)
-            texts[str(w)] = _canonical(ops, w.stage)
-        return documents, texts
+            return {
+                str(ops.worker): tuple(_op(ops.worker.stage, *op) for op in zip(*ops[1:], strict=True))
+                for ops in plan_text.worker_ops(self)
+            }
 
     def rows(self) -> OpRows:
         """All compute ops, worker by worker, each worker's by their start."""
@@ -318,14 +301,6 @@ def _filled(problem: Problem, durations: Ints) -> Ints:
     return np.where(durations < 0, own, durations)
 
 
-def _units(job: Job, ticks: Ints) -> list[int | float]:
-    """Job.units of each."""
-    if job.ticks_per_unit == 1:
-        whole: list[int | float] = ticks.tolist()
-        return whole
-    return [int(v) if v.is_integer() else v for v in (ticks / job.ticks_per_unit).tolist()]
-
-
 @contextmanager
 def _without_collector() -> Iterator[None]:
     """10^6 new objects and no garbage among them: looking for cycles would double the time."""
@@ -342,7 +317,7 @@ _FIELDS = set(OpDoc.model_fields)  # shared by all: OpDoc is frozen, and a copy 
 
 
 def _op(
-    kind: str, pipeline: int, micro_batch: int | None, stage: int, start: int | float, duration: int | float
+    stage: int, kind: str, pipeline: int, micro_batch: int | None, start: int | float, duration: int | float
 ) -> OpDoc:
     """OpDoc.model_construct, eight times as fast: a plan has up to 10^6 of them."""
     op = OpDoc.__new__(OpDoc)
@@ -359,27 +334,3 @@ def _op(
     object.__setattr__(op, "__pydantic_extra__", None)
     object.__setattr__(op, "__pydantic_private__", None)
     return op
-
-
-def _canonical(ops: Sequence[tuple[Any, ...]], stage: int) -> str:
-    """The ops in the JSON that Plan.compute_fingerprint hashes."""
-    parts = [
-        f'{{"duration":{d!r},"kind":"{kind}","micro_batch":{"null" if m is None else m},'
-        f'"pipeline":{p},"stage":{stage},"start":{a!r}}}'
-        for kind, p, m, a, d in ops
-    ]
-    return "[" + ",".join(parts) + "]"
-
-
-def _fingerprint(problem: Problem, failed: Sequence[str], workers: dict[str, str]) -> str:
-    """Plan.compute_fingerprint, without the detour over a dict per op."""
-    body = {
-        "failed": list(failed),
-        "job": job_doc(problem.job).model_dump(mode="json"),
-        "memory": problem.memory.text,
-        "schema_version": SCHEMA_VERSION,
-        "technique": problem.technique.value,
-    }
-    head = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    parts = ",".join(f'"{name}":{workers[name]}' for name in sorted(workers))
-    return hashlib.sha256(f'{head[:-1]},"workers":{{{parts}}}}}'.encode()).hexdigest()[:32]

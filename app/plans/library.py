@@ -11,6 +11,7 @@ from app.plans.uploading import ReadPlan
 from app.views import PlanCache
 from db.saved_plans import SavedPlans
 from db.store import Store
+from planner.packed import Packed, storable
 from planner.plan import Plan
 
 MAX_NAME = 80
@@ -25,7 +26,7 @@ class Library:
 
     def save(self, plan: Plan, name: str) -> str:
         """Keeps `plan` and returns its fingerprint. A plan that is kept already takes the new name."""
-        fingerprint = self._save(plan.fingerprint, plan.to_json, name, summary_of(plan))
+        fingerprint = self._save(plan.fingerprint, lambda: storable(plan), name, summary_of(plan))
         self._plans.stored(plan)
         return fingerprint
 
@@ -35,7 +36,7 @@ class Library:
         self._plans.will_be_asked_for(plan.fingerprint, plan.ops)
         return fingerprint
 
-    def _save(self, fingerprint: str, document: Callable[[], str], name: str, summary: dict[str, Any]) -> str:
+    def _save(self, fingerprint: str, document: Callable[[], str | Packed], name: str, summary: dict[str, Any]) -> str:
         name = " ".join(name.split())
         if not name or len(name) > MAX_NAME or not name.isprintable():
             raise ConsoleError(422, "invalid", f"name: got {name!r}, expected 1 to {MAX_NAME} printable characters")

@@ -24,6 +24,7 @@ from app.errors import ConsoleError
 from app.heap import OP_BYTES, building
 from app.notify import Topic
 from app.plans.solving_child import PLAN, Migrations, Request, serve
+from planner.packed import from_bytes
 from planner.plan import Plan
 
 log = structlog.get_logger()
@@ -247,7 +248,7 @@ class Solves:
 
     def _take_plan(self, solve: Solve, document: bytes) -> None:
         with building(len(document) // OP_BYTES):
-            solve.plan = Plan.from_json(document, source="the planning process")
+            solve.plan = from_bytes(document, source="the planning process")
         self._on_made(solve.plan)
         self._over(solve)
 

@@ -20,9 +20,10 @@ from planner.distribution import CopyCost
 from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.normalization import normalize
+from planner.packed import make_packed, to_bytes
 from planner.plan import JobDoc, WorkerName
 from planner.solvers.base import Progress
-from planner.solvers.portfolio import SOLVERS, make_plan
+from planner.solvers.portfolio import SOLVERS
 
 log = structlog.get_logger()
 
@@ -187,7 +188,7 @@ def answer(request: Request, report: Any, stop: threading.Event) -> dict[str, An
         incumbent = None if progress.incumbent is None else job.units(progress.incumbent)
         report((round(now, 4), incumbent, job.units(progress.bound), progress.solver))
 
-    plan = make_plan(
+    plan = make_packed(
         problem,
         solver=request.solver,
         time_limit=request.time_limit,
@@ -196,7 +197,7 @@ def answer(request: Request, report: Any, stop: threading.Event) -> dict[str, An
     )
     metrics = plan.metrics
     report((round(time.monotonic() - begin, 4), metrics.period, metrics.lower_bound, plan.solver.name))
-    return PLAN + plan.to_json().encode()
+    return PLAN + to_bytes(plan)
 
 
 def _migrations(request: MigrationsAsked) -> Migrations:

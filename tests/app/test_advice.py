@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from app.jobs import PlanMaker
 from app.observing.job_history import changes, repair_times
 from planner.check import check
 from planner.job import Job
-from planner.plan import Plan, job_doc
+from planner.packed import from_bytes
+from planner.plan import job_doc
 from planner.policy import DROP, MIGRATE, REROUTE, Advice, Option, best_option
 from planner.simulation.costs import RecoveryCosts
 
@@ -221,7 +223,7 @@ def test_the_process_makes_the_plans_of_all_ways_that_the_job_can_take() -> None
     assert to in ("W0_2", "W1_2") and source.endswith(("_0", "_1", "_3")) and best.failed != stay.failed
     assert stay.failed == ("W0_2", "W1_2")
     assert drop.failed == tuple(f"W{p}_{s}" for p in (0, 1) for s in range(4))
-    plans = {plan.fingerprint: plan for plan in map(Plan.from_json, verdict.plans)}
+    plans = {plan.fingerprint: plan for plan in (from_bytes(b64decode(data)) for data in verdict.plans)}
     for way in verdict.candidates:
         assert plans[way.plan].failed == way.failed and check(plans[way.plan]) == []
         assert way.rate == pytest.approx(18 / (plans[way.plan].metrics.period / 1000))

@@ -1,0 +1,28 @@
+"""Stored plans, read in the quickest way there is."""
+
+from __future__ import annotations
+
+import structlog
+
+from app.heap import OP_BYTES, building
+from db.plan_columns import PlanColumns
+from db.store import Store
+from planner.columnar import unpack
+from planner.plan import Plan, PlanError
+
+log = structlog.get_logger()
+
+
+def stored_plan(store: Store, fingerprint: str) -> Plan | None:
+    """In columns where it has any. Raises PlanError for a document that can't be read, SQLAlchemyError."""
+    data = PlanColumns(store.database).get(fingerprint)
+    if data is not None:
+        try:
+            return unpack(data, source=f"plan {fingerprint}")
+        except PlanError as error:
+            log.warning("the columns of a plan can't be read; its document is", reason=str(error))
+    document = store.plan(fingerprint)
+    if document is None:
+        return None
+    with building(len(document) // OP_BYTES):
+        return Plan.from_json(document, source=fingerprint)

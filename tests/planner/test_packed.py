@@ -1,0 +1,86 @@
+"""Plans on their way between processes: in columns from some size on, and the same in all they say."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+
+from planner.catalog import Catalog, rename_pipelines
+from planner.check import check
+from planner.columnar import ColumnarPlan, unpack
+from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.packed import SMALL_OPS, columnar_plan_of, from_bytes, make_packed, packed, storable, to_bytes
+from planner.plan import Plan, PlanError
+from planner.solvers.portfolio import best_solution, plan_of
+
+LARGE = Job.uniform(8, 8, 16, durations={"F": 40, "I": 41.5, "W": 39, "O": 3, "transfer": 0.5}, time_unit="ms")
+FAILED = frozenset({Worker(3, 5), Worker(6, 2)})
+
+
+def problem(technique: Technique = Technique.STAGGERED, failed: frozenset[Worker] = FAILED) -> Problem:
+    return Problem(LARGE, failed, technique, MemoryLimit("uniform"))
+
+
+@pytest.mark.parametrize(
+    ("technique", "failed"),
+    [(technique, FAILED) for technique in Technique if technique.reroutes] + [(Technique.FAULT_FREE, frozenset())],
+)
+def test_a_large_plan_is_the_same_as_its_document(technique: Technique, failed: frozenset[Worker]) -> None:
+    solution = best_solution(problem(technique, failed), solver="list")
+    document, columnar = plan_of(solution, seconds=0.25), columnar_plan_of(solution, seconds=0.25)
+    assert isinstance(columnar, ColumnarPlan)
+    assert columnar.fingerprint == document.fingerprint == columnar.compute_fingerprint()
+    assert columnar.to_json() == document.to_json()
+    assert columnar == document
+    assert check(columnar) == []
+
+
+def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
+    made = make_packed(problem(), solver="list")
+    data = to_bytes(made)
+    there = from_bytes(data)
+    assert isinstance(made, ColumnarPlan)
+    assert isinstance(there, ColumnarPlan)
+    stored = packed(there)
+    assert data.endswith(stored.columns + stored.document)
+    assert to_bytes(there) == data
+    assert unpack(stored.columns) == made
+    assert zlib.decompress(stored.document).decode() == made.to_json()
+    assert storable(there) == stored
+
+
+def test_a_small_plan_stays_a_document() -> None:
+    small = Problem(Job.uniform(2, 2, 3), frozenset(), Technique.STAGGERED, MemoryLimit("uniform"))
+    made = make_packed(small, solver="list")
+    assert made.op_count < SMALL_OPS
+    assert not isinstance(made, ColumnarPlan)
+    assert from_bytes(to_bytes(made)) == made
+    assert storable(made) == made.to_json()
+
+
+@pytest.mark.parametrize("data", [b"", b"C", b"C\x01\x00\x00\x00x", b"X{}", b"D{}"])
+def test_what_is_no_plan_is_refused(data: bytes) -> None:
+    with pytest.raises(PlanError, match="the planning process"):
+        from_bytes(data, source="the planning process")
+
+
+def test_pipelines_are_renamed_in_columns_as_in_documents() -> None:
+    made = make_packed(problem(), solver="list")
+    names = [(p + 3) % 8 for p in range(8)]
+    renamed, expected = rename_pipelines(made, names), Plan.from_json(made.to_json()).renamed(names)
+    assert isinstance(renamed, ColumnarPlan)
+    assert renamed.fingerprint == expected.fingerprint
+    assert renamed == expected
+    assert rename_pipelines(made, range(8)) is made
+
+
+def test_a_catalog_of_plans_in_columns_is_written_with_their_ops() -> None:
+    made = make_packed(problem(), solver="list")
+    catalog = Catalog(LARGE, Technique.STAGGERED, MemoryLimit("uniform"))
+    catalog.add(made)
+    again = Catalog.from_json(catalog.to_json())
+    assert again.plans == catalog.plans
+    found = catalog.find({Worker(0, 5), Worker(1, 2)})
+    assert found is not None
+    assert check(found) == []
