@@ -17,6 +17,7 @@ from app.ui import catalog_chart, components
 from app.ui import catalog_words as words
 from app.ui.access import acting
 from app.ui.picker import CHOSEN
+from app.ui.tables import rows_html
 from app.ui.theme import Palette
 from planner.catalog_store import CatalogInfo
 from planner.errors import InputError, PlannerError
@@ -28,6 +29,10 @@ from planner.version import PLANNER_VERSION
 OWN = "own"
 JOB = "catalog-job"
 SEEN = "catalog-filling-seen"
+# In the URL: which plans are looked at, by their number of failures, and which one of them.
+COUNT, PLAN = "cat_count", "cat_plan"
+# Rows that are shown at once; of more, a table that can be scrolled and sorted.
+MOST_ROWS = 100
 # Seconds between two looks at a filling; of so many plans, which take longer to draw, fewer.
 REFRESH, MANY = 0.5, 100
 SOLVER_WORDS = {
@@ -232,7 +237,7 @@ def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> Non
             "migrations, or get the list scheduler's plan at once."
         )
     components.heading("The same in figures")
-    st.dataframe(words.counts_table(report), hide_index=True, key="catalog-counts", alt="Figures by failures")
+    st.html(rows_html(words.counts_table(report), "Figures by failures"))
     _plans(report)
 
 
@@ -280,21 +285,42 @@ def _fill(console: Console, request: CatalogRequest, report: CatalogReport) -> N
 def _plans(report: CatalogReport) -> None:
     """One count's plans, and the way to the Gantt chart of each."""
     counts = [line.failures for line in report.lines if line.plans]
+    wanted = st.query_params.get(COUNT, "")
+    number = int(wanted) if wanted.isdecimal() and int(wanted) in counts else counts[min(1, len(counts) - 1)]
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-plans"):
+        # Bound widgets lose what the address says when they are drawn in a fragment.
         count = st.selectbox(
-            "Plans for failures", counts, index=min(1, len(counts) - 1), key="catalog-count", width=150
+            "Plans for failures", counts, index=counts.index(number), key=COUNT, on_change=_choose_count, width=150
         )
         line = report.lines[count]
         names = {plan.name: plan.words(8) or "fault-free" for plan in line.plans}
-        chosen = st.selectbox("Without", list(names), format_func=names.__getitem__, key="catalog-plan", width=320)
+        named = st.query_params.get(PLAN)
+        chosen = st.selectbox(
+            "Without",
+            list(names),
+            index=list(names).index(named) if named in names else 0,
+            format_func=names.__getitem__,
+            key=f"{PLAN}-{count}",
+            on_change=_choose_plan,
+            args=(count,),
+            width=320,
+        )
         if st.button("Open on Schedule", key="open-plan"):
             catalog_chart.open_plan(report, chosen)
-    st.dataframe(
-        words.plans_table(line, report.question.job.time_unit),
-        hide_index=True,
-        key="catalog-plans-table",
-        alt="Plans of one number of failures",
-    )
+    table, caption = words.plans_table(line, report.question.job.time_unit), "Plans of one number of failures"
+    if len(line.plans) <= MOST_ROWS:
+        st.html(rows_html(table, caption))
+    else:
+        st.dataframe(table, hide_index=True, key="catalog-plans-table", alt=caption)
+
+
+def _choose_count() -> None:
+    st.query_params[COUNT] = str(st.session_state[COUNT])
+    st.query_params.pop(PLAN, None)
+
+
+def _choose_plan(count: int) -> None:
+    st.query_params[COUNT], st.query_params[PLAN] = str(count), st.session_state[f"{PLAN}-{count}"]
 
 
 def _exports(console: Console, report: CatalogReport) -> None:
@@ -332,9 +358,7 @@ def _others(console: Console, report: CatalogReport) -> None:
         "this one" if c.fingerprint == report.fingerprint else old.get(c.fingerprint) or _state(c) for c in catalogs
     ]
     components.heading("Stored catalogs", "stale ones are kept until they are deleted")
-    st.dataframe(
-        words.stored_table(catalogs, states, time.time()), hide_index=True, key="catalogs-table", alt="Stored catalogs"
-    )
+    st.html(rows_html(words.stored_table(catalogs, states, time.time()), "Stored catalogs"))
     names = {
         c.fingerprint: f"{c.info.job.pipelines} × {c.info.job.stages} × {c.info.job.micro_batches} · "
         f"{c.info.technique.value} · {c.info.memory} · {state} · {c.fingerprint[:8]}"

@@ -13,6 +13,7 @@ from app.ui import components, text
 from app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time
 from app.ui.facts import Card
 from app.ui.simulate_words import sensitivity_table, sensitivity_words, time_words
+from app.ui.tables import rows_html
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.errors import InputError
 from planner.plan import job_doc
@@ -139,7 +140,7 @@ def _results(simulation: Simulation, colours: Palette) -> None:
         alt=time_words(simulation),
     )
     components.heading("The same in figures")
-    st.dataframe(_table(simulation), hide_index=True, key="simulation-table", alt="Figures by policy")
+    st.html(rows_html(_table(simulation), "Figures by policy"))
     if simulation.mtbf:
         components.heading("If failures were rarer or more frequent", "dotted: as asked for")
         st.plotly_chart(
@@ -150,9 +151,7 @@ def _results(simulation: Simulation, colours: Palette) -> None:
             alt=sensitivity_words(simulation),
         )
         with st.expander("The same in figures", key="simulation-mtbf-figures"):
-            st.dataframe(
-                sensitivity_table(simulation), hide_index=True, key="simulation-mtbf-table", alt="Figures by MTBF"
-            )
+            st.html(rows_html(sensitivity_table(simulation), "Figures by MTBF"))
         if simulation.crossings:
             st.markdown("\n".join(f"- {_cross(line)}" for line in simulation.crossings))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from app.ui import text
@@ -54,6 +54,43 @@ def beside_html(labels: Sequence[str], figures: Sequence[tuple[str, list[str]]],
         f'<table class="or-table or-beside"><thead><tr><th scope="col">figure</th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
+
+
+def rows_html(table: Mapping[str, Sequence[object]], caption: str) -> str:
+    """One column per entry of `table`, the first one naming the rows; on narrow screens a block per row, so that
+    nothing is beyond the edge. The roles are said, since a browser forgets a table's when it is laid out as blocks."""
+    names = list(table)
+    heads = "".join(f'<th role="columnheader" scope="col"{_number(table[name])}>{escape(name)}</th>' for name in names)
+    rows = "".join(
+        '<tr role="row">'
+        + "".join(
+            f'<td role="cell" data-of="{escape(name)}"{_number(table[name])}>{_whole(_figure(value))}</td>'
+            if i
+            else f'<th role="rowheader" scope="row"><span class="or-of-row">{escape(name)} </span>'
+            f"{_whole(_figure(value))}</th>"
+            for i, (name, value) in enumerate(zip(names, row, strict=True))
+        )
+        + "</tr>"
+        for row in zip(*table.values(), strict=True)
+    )
+    return (
+        f'<div class="or-rows" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<table class="or-table" role="table"><thead role="rowgroup"><tr role="row">{heads}</tr></thead>'
+        f'<tbody role="rowgroup">{rows}</tbody></table></div>'
+    )
+
+
+def _number(values: Sequence[object]) -> str:
+    """For the class of a column of numbers, which stand below each other."""
+    return ' class="or-number"' if any(isinstance(v, int | float) for v in values) else ""
+
+
+def _figure(value: object) -> str:
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.10g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _whole(words: str) -> str:

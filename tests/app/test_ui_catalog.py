@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from html import unescape
 
 import pytest
 from streamlit.testing.v1 import AppTest
@@ -59,6 +61,15 @@ def filled(console: Console, **changes: object) -> str:
     return filling.fingerprint
 
 
+def shown_table(test: AppTest, caption: str) -> dict[str, list[str]]:
+    """What a reader sees of the table of that name, by its columns."""
+    made = next(e.proto.body for e in test.get("html") if f'aria-label="{caption}"' in e.proto.body)
+    names = [unescape(name) for name in re.findall(r"<th role=\"columnheader\"[^>]*>(.*?)</th>", made)]
+    rows = re.findall(r"<tr role=\"row\">(<th role=\"rowheader\".*?)</tr>", made)
+    cells = [re.findall(r"<t[hd] [^>]*>(?:<span.*?</span>)?(.*?)</t[hd]>", row) for row in rows]
+    return {name: [unescape(row[i]) for row in cells] for i, name in enumerate(names)}
+
+
 def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleHere) -> None:
     test = open_page(**own(2))
     assert "Nothing is planned ahead for this question yet: 3 plans are to be made" in words(test)
@@ -71,8 +82,8 @@ def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleH
     assert "all there" in words(test)
     figure = json.loads(test.get("plotly_chart")[0].proto.spec)
     assert "Linear: fault-free × workers / living" in {trace.get("name") for trace in figure["data"]}
-    counts = next(frame.value for frame in test.dataframe if "missing" in frame.value)
-    assert list(counts["failures"]) == [0, 1] and list(counts["missing"]) == [0, 0]
+    counts = shown_table(test, "Figures by failures")
+    assert counts["failures"] == ["0", "1"] and counts["missing"] == ["0", "0"]
 
 
 def test_a_job_shows_its_own_catalog(here: ConsoleHere) -> None:
@@ -141,7 +152,7 @@ def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> No
     blob = encode_plan(make_plan(question.problem(frozenset())), Effort(solver="list"))
     store.save_catalog(old.fingerprint, old.model_dump_json(), [(plan_name(frozenset()), 0, blob)])
     test = open_page(**own(5))
-    states = next(frame.value for frame in test.dataframe if "state" in frame.value)
+    states = shown_table(test, "Stored catalogs")
     stale_words = f"stale: made by version 0 of the planner, now {PLANNER_VERSION}"
     assert sorted(set(states["state"]) - {"another question"}) == [stale_words, "this one"]
     stale = open_page(catalog=old.fingerprint)
@@ -180,7 +191,14 @@ def test_a_link_shows_its_job_when_there_is_a_newer_one(here: ConsoleHere) -> No
 def test_a_plan_opens_on_schedule(here: ConsoleHere) -> None:
     fingerprint = filled(here.console, micro_batches=3)
     test = open_page(**own(3))
-    test.selectbox(key="catalog-count").set_value(1).run()
+    test.selectbox(key="cat_count").set_value(0).run()
+    assert shown_table(test, "Plans of one number of failures")["failed"] == ["none"]
+    test.selectbox(key="cat_count").set_value(1).run()
+    other = test.selectbox(key="cat_plan-1").options[1]
+    test.selectbox(key="cat_plan-1").select(other).run()
+    link = {name: test.query_params[name] for name in ("cat_count", "cat_plan")}
+    assert open_page(**own(3), **link).selectbox(key="cat_plan-1").value == test.selectbox(key="cat_plan-1").value
+    test = open_page(**own(3), cat_count="99", cat_plan="nonsense")
     test.button(key="open-plan").click().run()
     assert not test.exception, test.exception[0].message
     name = here.console.catalogs.report(parse_request(**QUESTION, micro_batches=3).question, 1).lines[1].plans[0].name
