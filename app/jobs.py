@@ -13,6 +13,7 @@ import os
 import queue
 import signal
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,10 +24,11 @@ import structlog
 from app.advice import verdict_document
 from app.heap import OP_BYTES, building
 from app.logs import configure_logging
+from planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
 from planner.packed import from_bytes, make_packed, to_bytes
-from planner.plan import JobDoc, Plan
+from planner.plan import JobDoc, Plan, PlanError
 
 log = structlog.get_logger()
 
@@ -73,13 +75,32 @@ class PlanRequest:
         return from_bytes(document, source="the planning process")
 
 
+@dataclass(frozen=True)
+class LookUpRequest:
+    """Asks for one plan of a catalog, fitted to the failures. info: of the catalog, as JSON. stored: the plan as it
+    lies there, under that name."""
+
+    owner: str
+    info: str
+    failed: tuple[str, ...]
+    name: str
+    stored: bytes
+    patience: None = None
+
+    def to_json(self) -> bytes:
+        return json.dumps({"look_up": {**self.__dict__, "stored": b64encode(self.stored).decode()}}).encode()
+
+    def read(self, document: bytes) -> Plan:
+        return from_bytes(document, source="the planning process")
+
+
 Done = Callable[[Made | None, str], None]
 """Called with (what was made, "") or (None, why there is nothing), in the maker's own thread."""
 
 
 class PlanMaker:
     """Owns the child process. Thread-safe. `done` callbacks run one after the other. on_made: called with
-    everything that was made, before them."""
+    everything that was made, and not just looked up, before them."""
 
     def __init__(self, name: str = "planning", *, on_made: Callable[[Any], None] = lambda made: None) -> None:
         self._name = name
@@ -130,7 +151,7 @@ class PlanMaker:
                 return
             if request.owner not in self._cancelled:
                 try:
-                    if made is not None:
+                    if made is not None and not isinstance(request, LookUpRequest):
                         self._on_made(made)
                     done(made, why)
                 except Exception:
@@ -213,6 +234,8 @@ def answer(request: bytes) -> bytes:
     try:
         if "advise" in body:
             return _MADE + verdict_document(body["advise"]).encode()
+        if "look_up" in body:
+            return _MADE + to_bytes(_looked_up(**body["look_up"]))
         plan = make_packed(
             problem(JobDoc.model_validate(body["job"]), body["failed"], body["technique"], body["memory"]),
             solver=body["solver"],
@@ -221,9 +244,18 @@ def answer(request: bytes) -> bytes:
     except PlannerError as error:
         return _WHY + str(error).encode()
     except Exception as error:
-        log.exception("the planner failed", failed=body.get("advise", body)["failed"])
+        log.exception("the planner failed", failed=(body.get("advise") or body.get("look_up") or body)["failed"])
         return _WHY + f"the planner failed ({type(error).__name__}); the console's log says more".encode()
     return _MADE + to_bytes(plan)
+
+
+def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: object) -> Plan:
+    """Raises PlannerError when the stored plan is damaged, or not for such failures."""
+    catalog = StoredCatalog(CatalogInfo.from_json(info), MappedBlobs({name: b64decode(stored)}))
+    found = catalog.find(Worker.parse(worker, field="failed") for worker in failed)
+    if found is None:
+        raise PlanError(f"plan {name} is not for these failures")
+    return found.plan
 
 
 def problem(job: JobDoc, failed: Sequence[str], technique: str, memory: str) -> Problem:

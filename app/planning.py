@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -12,8 +13,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.catalogs.fill import CatalogRequest
 from app.catalogs.service import KEPT_OPS, Catalogs
 from app.errors import ConsoleError
-from app.heap import building
-from app.jobs import AHEAD, URGENT, Done, PlanMaker, PlanRequest
+from app.heap import LARGE_OPS, building
+from app.jobs import AHEAD, URGENT, Done, LookUpRequest, PlanMaker, PlanRequest
 from app.live import LiveJob
 from planner.catalog_build import listed_patterns
 from planner.catalog_store import CatalogInfo, plan_name
@@ -88,13 +89,26 @@ class Planning:
             else:
                 job.asked_for = None  # its workers' speeds have changed since; it is asked for again
 
+        def take_fitted(origin: str, plan: Plan | None, why: str) -> None:
+            if plan is not None:
+                done(plan, origin)
+                return
+            log.warning("a stored plan is not used", job=job.job_id, reason=why)
+            self._maker.submit(_request(job, failed), done, priority=URGENT)
+
         def look_up() -> None:
             workers = [Worker.parse(name) for name in failed]
+            found: tuple[Plan, str] | None = None
             with building(job.ops):
                 if job.catalog.has(workers):
-                    found: tuple[Plan, str] | None = job.catalog.plan_for(workers)
-                else:
+                    found = job.catalog.plan_for(workers)
+                elif job.ops <= LARGE_OPS:
                     found = self._catalogs.find(job.question, workers)
+                elif located := self._catalogs.located(job.question, failed):
+                    fitted = partial(take_fitted, located.origin)
+                    request = LookUpRequest(job.job_id, located.info, failed, located.name, located.stored)
+                    self._maker.submit(request, fitted, priority=URGENT)
+                    return
             if found is None:
                 self._maker.submit(_request(job, failed), done, priority=URGENT)
                 return

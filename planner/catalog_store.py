@@ -21,17 +21,22 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from planner.catalog import Catalog, rename_pipelines
+from planner.columnar import ColumnarPlan
 from planner.distribution import Counts
 from planner.errors import InputError
 from planner.failures import canonical_pattern, failures_per_stage
 from planner.job import Job, MemoryLimit, Technique, Worker
 from planner.normalization import Migration, migrations_to
+from planner.packed import SMALL_OPS
 from planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc
 from planner.plan_codec import Header, Question, decode_columns, decode_header, decode_plan
+from planner.plan_columns import Columns
 from planner.version import PLANNER_VERSION
 
 INFO = "catalog.json"
 SUFFIX = ".plan"
+_FOR_THESE = "planned ahead for these failures"
+_FOR_AS_MANY = "planned ahead for as many failures on each stage"
 
 
 class CatalogInfo(BaseModel):
@@ -152,7 +157,19 @@ class StoredCatalog:
         blob = self.blobs.get(name)
         if blob is None:
             raise PlanError(f"the catalog has no plan {name}")
-        return decode_plan(blob, self.question, source=name)
+        found = decode_columns(blob, self.question, source=name)
+        return decode_plan(blob, self.question, source=name) if found is None else _plan(*found)
+
+    def fitting(self, failed: Iterable[Worker]) -> tuple[str, str] | None:
+        """The name of the plan that `find` would take without migrations, and why it fits; none is read for it."""
+        job = self.question.job
+        dead = frozenset(job.check_worker(w, field="failed") for w in failed)
+        pattern, permutation = canonical_pattern(dead, job)
+        own = plan_name(pattern)
+        if own in self.blobs.names() and self._is_of(own, dead, _inverse(permutation)):
+            return own, _FOR_THESE
+        same = [] if job.speeds else self._with_same_counts(dead)
+        return (same[0], _FOR_AS_MANY) if same else None
 
     def find(self, failed: Iterable[Worker], *, migrate: bool = False) -> Found | None:
         """A stored plan, renamed to fit exactly `failed`; None when no stored plan can.
@@ -169,16 +186,12 @@ class StoredCatalog:
         if blob is not None:
             made = self._fitted(own, blob, dead, permutation)
             if made is not None:
-                return Found(made, (), "planned ahead for these failures")
+                return Found(made, (), _FOR_THESE)
         if job.speeds:  # no worker takes the part of another
             return None
-        counts = failures_per_stage(dead, job)
-        prefix = _prefix(len(dead))
-        same = [n for n in self.blobs.names() if n.startswith(prefix) and self.header(n).form == "columns"]
-        fitting = [n for n in same if self.header(n).counts == counts]
-        if fitting:
-            name = min(fitting, key=lambda n: (self.header(n).metrics.period, n))
-            return Found(self._with_counts(name, dead), (), "planned ahead for as many failures on each stage")
+        if fitting := self._with_same_counts(dead):
+            return Found(self._with_counts(fitting[0], dead), (), _FOR_AS_MANY)
+        counts, same = failures_per_stage(dead, job), self._in_columns(len(dead))
         if not migrate or not same:
             return None
         name = min(same, key=lambda n: (_moves(counts, self.header(n).counts), self.header(n).metrics.period, n))
@@ -196,9 +209,8 @@ class StoredCatalog:
 
     def _fitted(self, name: str, blob: bytes, dead: frozenset[Worker], permutation: Sequence[int]) -> Plan | None:
         """The plan of the pattern with its pipelines renamed; None when the name is another's hash."""
-        stored = self.header(name).workers
         inverse = _inverse(permutation)
-        if frozenset(Worker(inverse[w.pipeline], w.stage) for w in stored) != dead:
+        if not self._is_of(name, dead, inverse):
             return None
         found = decode_columns(blob, self.question, source=name)
         if found is None:
@@ -206,7 +218,22 @@ class StoredCatalog:
         columns, header = found
         if list(inverse) != sorted(inverse):
             columns = columns.renamed(inverse, [range(len(inverse))] * self.question.job.stages)
-        return columns.plan(header.metrics, header.solver)
+        return _plan(columns, header)
+
+    def _is_of(self, name: str, dead: frozenset[Worker], inverse: Sequence[int]) -> bool:
+        """Is it a plan for the pattern of `dead`?"""
+        return frozenset(Worker(inverse[w.pipeline], w.stage) for w in self.header(name).workers) == dead
+
+    def _in_columns(self, failures: int) -> list[str]:
+        """The plans for so many failures whose workers can be renamed."""
+        prefix = _prefix(failures)
+        return [n for n in self.blobs.names() if n.startswith(prefix) and self.header(n).form == "columns"]
+
+    def _with_same_counts(self, dead: frozenset[Worker]) -> list[str]:
+        """Those of them with as many failures on each stage as `dead`, the shortest first."""
+        counts = failures_per_stage(dead, self.question.job)
+        fitting = [n for n in self._in_columns(len(dead)) if self.header(n).counts == counts]
+        return sorted(fitting, key=lambda n: (self.header(n).metrics.period, n))
 
     def _with_counts(self, name: str, dead: frozenset[Worker]) -> Plan:
         """The plan with its workers renamed on each stage, so that exactly `dead` are left out."""
@@ -222,7 +249,14 @@ class StoredCatalog:
         names = [from_pattern[p] for p in to_pattern]
         planned = {Worker(names[w.pipeline], w.stage) for w in columns.problem.failed}
         swaps = [_swap(job, stage, planned, dead) for stage in range(job.stages)]
-        return columns.renamed(names, swaps).plan(header.metrics, header.solver)
+        return _plan(columns.renamed(names, swaps), header)
+
+
+def _plan(columns: Columns, header: Header) -> Plan:
+    """Small ones as documents, which whoever takes them apart reads sooner."""
+    if columns.op_count() <= SMALL_OPS:
+        return columns.plan(header.metrics, header.solver)
+    return ColumnarPlan.of_columns(columns, header.metrics, header.solver)
 
 
 def create_folder(root: Path, question: Question) -> tuple[StoredCatalog, FolderBlobs]:

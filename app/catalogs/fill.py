@@ -31,9 +31,10 @@ from planner.solvers.portfolio import SOLVERS
 
 log = structlog.get_logger()
 
-# Larger ones take hours: the command line plans those, and `python -m planner catalog` may use a cluster.
-MAX_WORKERS = 4096
-MAX_OPS = 1_500_000
+# As many workers as a job may have. Plans of more ops take seconds each: the command line makes those, and
+# `python -m planner catalog` may use a cluster.
+MAX_WORKERS = 16_384
+MAX_OPS = 3_200_000
 MAX_TOLERANCE = 1024
 
 Duration = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]

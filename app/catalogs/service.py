@@ -24,7 +24,7 @@ from planner.catalog_store import CatalogInfo, StoredCatalog, plan_name
 from planner.errors import PlannerError
 from planner.failures import canonical_pattern
 from planner.job import Worker
-from planner.plan import Plan, PlanError
+from planner.plan import MetricsDoc, Plan, PlanError, SolverDoc
 from planner.plan_codec import Effort, Header, Question, decode_header, encode_plan
 from planner.words import percent
 
@@ -68,6 +68,16 @@ class Filling:
         return time.time() - self.began if self.running else self.seconds
 
 
+@dataclass(frozen=True)
+class Located:
+    """A stored plan that fits. info: of its catalog, as JSON. origin: in words where it is from."""
+
+    info: str
+    name: str
+    stored: bytes
+    origin: str
+
+
 class Catalogs:
     """Thread-safe. on_plans: called with (question, names) when plans came in, in a filling's thread."""
 
@@ -106,9 +116,22 @@ class Catalogs:
             return None
         if found is None:
             return None
-        gap = found.plan.metrics.gap
-        proof = "proven optimal" if gap <= 0 else f"at most {percent(gap, 1)} above the best"
-        return found.plan, f"from the catalog: {found.reason} ({found.plan.solver.name}, {proof})"
+        return found.plan, _origin(found.reason, found.plan.metrics, found.plan.solver)
+
+    def located(self, question: Question, failed: tuple[str, ...]) -> Located | None:
+        """What `find` would give, not read yet: that of a large plan is for another process."""
+        info = CatalogInfo.of(question)
+        try:
+            catalog = self._opened(info)
+            found = catalog.fitting(map(Worker.parse, failed))
+            stored = catalog.blobs.get(found[0]) if found else None
+        except (PlannerError, ConsoleError, SQLAlchemyError) as error:
+            log.warning("a catalog is not used", catalog=info.fingerprint, reason=str(error))
+            return None
+        if found is None or stored is None:
+            return None
+        header = catalog.header(found[0])
+        return Located(info.model_dump_json(), found[0], stored, _origin(found[1], header.metrics, header.solver))
 
     def names(self, question: Question) -> frozenset[str]:
         """The stored plans of a question. Raises ConsoleError."""
@@ -306,6 +329,11 @@ class Catalogs:
             with self._lock:
                 if info.fingerprint in self._headers:
                     self._headers[info.fingerprint].update(headers)
+
+
+def _origin(reason: str, metrics: MetricsDoc, solver: SolverDoc) -> str:
+    proof = "proven optimal" if metrics.gap <= 0 else f"at most {percent(metrics.gap, 1)} above the best"
+    return f"from the catalog: {reason} ({solver.name}, {proof})"
 
 
 def decoded(blobs: Mapping[str, bytes]) -> dict[str, Header]:

@@ -7,6 +7,7 @@ import json
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from db.store import Store
 from planner.bounds import period_bound
 from planner.catalog_store import CatalogInfo, open_folder, plan_name
 from planner.check import check
+from planner.columnar import ColumnarPlan
 from planner.errors import InputError
 from planner.failures import canonical_pattern
 from planner.job import Worker
@@ -305,6 +307,36 @@ def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     assert "from the catalog: planned ahead for these failures" in opened
     again = here.console.job(JobHere(here.console, "the same again").job_id)
     assert (again.planned_ahead, again.plans_to_make) == (5, 5), "it is there at once"
+    here.close()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_large_plan_is_fitted_beside_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    for limit in ("app.planned.INLINE_OPS", "app.planned.LARGE_OPS", "app.planning.LARGE_OPS", "app.planning.HELD_OPS"):
+        monkeypatch.setattr(limit, 1)
+    here = ConsoleHere(tmp_path)
+    job = JobHere(here.console, "large", micro_batches=90).register()
+    live = here.console.job(job.job_id)
+    wait(lambda: live.planned_ahead == 5 and here.console.view(job.job_id).epoch == 1)
+    located = here.console.catalogs.located(live.question, ("W1_2",))
+    assert located is not None
+    if damaged:
+        broken = replace(located, stored=located.stored[:-1] + b"x")
+        monkeypatch.setattr(here.console.catalogs, "located", lambda question, failed: broken)
+    job.die("W1_2")
+    wait(lambda: here.console.view(job.job_id).epoch == 2)
+    view = here.console.view(job.job_id)
+    opened = next(event.text for event in view.events if event.kind == "epoch")
+    assert ("made now (list)" if damaged else located.origin) in opened
+    expected = here.console.catalogs.find(live.question, [Worker(1, 2)])
+    assert expected is not None and view.plan is not None
+    assert isinstance(view.plan, ColumnarPlan)
+    assert damaged or view.plan.fingerprint == expected[0].fingerprint, "made for W1_2 itself, it has other ties"
+    assert check(view.plan) == []
+    document = here.console.plan_document(job.job_id, view.plan.fingerprint)
+    assert Plan.from_json(document) == view.plan, "agents get the same"
     here.close()
 
 

@@ -20,7 +20,15 @@ from typer.testing import CliRunner
 from planner import catalog_build, catalog_store, catalog_task
 from planner.catalog_build import Report, build_catalog, targets
 from planner.catalog_engines import InlineEngine, make_engine
-from planner.catalog_store import CatalogInfo, FolderBlobs, StoredCatalog, create_folder, open_folder, plan_name
+from planner.catalog_store import (
+    CatalogInfo,
+    FolderBlobs,
+    MappedBlobs,
+    StoredCatalog,
+    create_folder,
+    open_folder,
+    plan_name,
+)
 from planner.check import check
 from planner.cli import app
 from planner.errors import InfeasibleError, InputError, PlannerError
@@ -54,12 +62,16 @@ def test_small_grids_have_every_pattern(tmp_path: Path) -> None:
             assert found is not None
             assert found.migrations == ()
             assert found.plan.failed == tuple(map(str, sorted(workers)))
+            fitting = report.catalog.fitting(workers)
+            assert fitting is not None
+            assert fitting[1] == found.reason
             assert found.plan.fingerprint == found.plan.compute_fingerprint()
             assert check(found.plan) == []
             in_memory = catalog.find(workers)
             assert in_memory is not None
             assert found.plan == in_memory
     assert report.catalog.find([Worker(0, 0), Worker(1, 0), Worker(2, 1)]) is None
+    assert report.catalog.fitting([Worker(0, 0), Worker(1, 0), Worker(2, 1)]) is None
 
 
 def test_a_plan_is_stored_as_it_was_made(tmp_path: Path) -> None:
@@ -156,6 +168,13 @@ def test_every_survivable_failure_finds_its_plan_by_migrations(by_count: StoredC
     same = failures_per_stage(failed, job) == header.counts
     assert bool(found.migrations) != same
     assert (by_count.find(failed) is not None) == same
+    fitting = by_count.fitting(failed)
+    assert (fitting is not None) == same
+    if fitting is not None:
+        alone = StoredCatalog(by_count.info, MappedBlobs({fitting[0]: by_count.blobs.get(fitting[0]) or b""}))
+        again = alone.find(failed)
+        assert again is not None
+        assert (again.plan, again.reason) == (found.plan, fitting[1])
 
 
 def test_a_large_grid_gets_one_plan_per_count() -> None:
