@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from app.console import Console
 from app.errors import ConsoleError
@@ -24,6 +25,7 @@ from planner.schedule import Schedule
 PICKER = "plan-picker"
 # In the URL: the plan beside it is the job's in force, and the page goes on with the job. In the session: which job's.
 FOLLOW, FOLLOWED = "follow", "followed-job"
+TOGGLE = "follow-job"
 WAIT_SECONDS = 0.5
 
 
@@ -40,15 +42,17 @@ def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
     return schedule
 
 
-def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Source | None:
+def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator, *, width: int = 420) -> Source | None:
     """One plan out of the job's and the library's; the one that `?plan=` names first. Raises ConsoleError.
 
-    None: there is no plan to show yet, or it is being made; the page has then said so. The address always names what
-    is shown: the plan of now and not "in force", with `?follow=1` where the page goes on to the next one.
+    notes: where what is wrong with a link is said. None: there is no plan to show yet, or it is being made; the page
+    has then said so. The address always names what is shown: the plan of now and not "in force", with `?follow=1`
+    where the page goes on to the next one.
     """
     of_job = {**names(console, job_id, clock), **measured_name(console, job_id)} if job_id else {}
     options = {**of_job, **saved_names(console)}
-    wanted = _wanted(console, job_id)
+    place = st.container(width=width)
+    wanted = _wanted(console, job_id, notes)
     if wanted is not None:
         options.setdefault(str(wanted.reference), wanted.name)
     if not options:
@@ -56,14 +60,13 @@ def pick_plan(console: Console, job_id: str | None, *, width: int = 420) -> Sour
     shown = str(wanted.reference) if wanted else next(iter(options))
     if st.session_state.get(PICKER, shown) != shown:
         st.session_state[PICKER] = shown
-    chosen = st.selectbox(
+    chosen = place.selectbox(
         "Plan",
         list(options),
         index=list(options).index(shown),
         format_func=options.__getitem__,
         key=PICKER,
         on_change=_remember,
-        width=width,
     )
     found = ready(console, parse_reference(chosen))
     if found is not None and (wanted is not None or found.reference == OfJob(job_id or "")):
@@ -87,28 +90,58 @@ def clock(at: float) -> str:
     return text.moment(at, st.context.timezone, time.time())
 
 
-def _wanted(console: Console, job_id: str | None) -> Source | Awaited | None:
-    """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's. Says what is wrong."""
+def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> Source | Awaited | None:
+    """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's."""
     said = st.query_params.get("plan")
     in_force = find(console, OfJob(job_id)) if job_id and console.job(job_id).state.current else None
-    if said is None:
+    found: Source | Awaited | None = in_force
+    if said is not None:
+        reference: Reference | None = None
+        try:
+            reference = parse_reference(said if ":" in said or job_id is None else str(OfJob(job_id, said)))
+            found = find(console, reference)
+        except (InputError, ConsoleError) as error:
+            notes.error(f"{error}. Choose one instead.")
+            if isinstance(reference, Measured) and isinstance(error, ConsoleError) and error.code == NOT_KEPT:
+                notes.button(
+                    "Show the newest that was measured", on_click=_show, args=(newest(reference),), key="show-newest"
+                )
+    if isinstance(in_force, Source) and job_id is not None and _follows(found, in_force, job_id, notes):
         return in_force
-    try:
-        reference = parse_reference(said if ":" in said or job_id is None else str(OfJob(job_id, said)))
-        found = find(console, reference)
-    except (InputError, ConsoleError) as error:
-        st.error(f"{error}. Choose one instead.")
-        if isinstance(error, ConsoleError) and error.code == NOT_KEPT:
-            st.button("Show the newest that was measured", on_click=_show, args=(newest(reference),), key="show-newest")
-        return in_force
-    if isinstance(found, Awaited):
-        return found
-    if isinstance(in_force, Source) and FOLLOW in st.query_params:
-        if st.session_state.get(FOLLOWED) == job_id or in_force.plan.fingerprint == found.plan.fingerprint:
-            return in_force
-        st.info("The job runs another plan by now. This is the one that the link was made at.")
-        st.button("Show the plan in force", on_click=_show, args=(in_force.reference,), key="show-in-force")
-    return found if found.measured is None else replace(found, reference=pinned(found))
+    if isinstance(found, Source) and found.measured is not None:
+        return replace(found, reference=pinned(found))
+    return found
+
+
+def _follows(found: Source | Awaited | None, in_force: Source, job_id: str, notes: DeltaGenerator) -> bool:
+    """Does the page show the plan in force, whichever that is? A link says so of the plan that was in force when it
+    was made, and shows that one as long as it is; the page that the link was copied from goes on with the job."""
+    same = isinstance(found, Source) and found.plan.fingerprint == in_force.plan.fingerprint
+    linked = FOLLOW in st.query_params
+    known = FOLLOWED in st.session_state
+    asked = isinstance(found, Source) and found.reference == in_force.reference
+    wanted = asked or (linked and (same or st.session_state.get(FOLLOWED) == job_id))
+    if known:
+        st.session_state[TOGGLE] = wanted
+    # At first the browser knows better: of a page that was open when the console was started anew, it holds the switch.
+    follows = st.toggle(
+        "Follow the job",
+        **({} if known else {"value": wanted}),
+        key=TOGGLE,
+        on_change=_turn,
+        args=(str(in_force.reference), str(pinned(found)) if isinstance(found, Source) else None),
+        help="Show the plan in force, and the next one as soon as it comes into force.",
+    )
+    if not known and follows and linked:
+        return True
+    if linked and not wanted:
+        notes.info("The job runs another plan by now. This is the one that the link was made at.")
+        notes.button("Show the plan in force", on_click=_show, args=(in_force.reference,), key="show-in-force")
+    return wanted
+
+
+def _turn(in_force: str, shown: str | None) -> None:
+    show_instead(None, in_force if st.session_state[TOGGLE] or shown is None else shown)
 
 
 def newest(reference: Reference) -> Measured:

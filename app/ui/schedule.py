@@ -43,9 +43,10 @@ def page() -> None:
         st.html('<h1 class="or-title">Schedule</h1>')
     else:
         st.fragment(_follow, run_every=2)(console, head.job_id, head.plan)
+    notes = st.container()
     filters = st.container(horizontal=True, vertical_alignment="bottom", key="filters")
     with filters:
-        source = pick_plan(console, head.job_id if head else None)
+        source = pick_plan(console, head.job_id if head else None, notes)
     if head is not None and head.plan is None:
         components.quiet(
             "No plan is in force yet: the first one is rolled out when all workers have registered. "

@@ -45,11 +45,18 @@ def test_an_open_page_comes_back_with_a_killed_console(browser: Browser, server:
     expect(done).to_have_text("1 of 100")
     expect(page.get_by_role("button", name="W2_3")).to_be_visible()
     settle(page)
+    follows = browser.new_page(viewport={"width": 1440, "height": 900})
+    follows.set_default_timeout(WAIT_MS)
+    follows.goto(f"{server.root}/schedule")
+    expect(follows.locator(".js-plotly-plot .main-svg").first).to_be_visible()
+    settle(follows)
+    link = follows.url
 
     server.stop(signal.SIGKILL)
     page.wait_for_function(f"{SAID}.includes('The console does not answer. Training goes on without it')")
     expect(done).to_be_visible()
     expect(page.get_by_role("dialog")).to_be_hidden()
+    follows.context.set_offline(True)
     server.start(server.port)
     commit(agents, 1)
 
@@ -62,5 +69,17 @@ def test_an_open_page_comes_back_with_a_killed_console(browser: Browser, server:
     expect(page.locator(".or-events")).to_contain_text("the console was restarted and took the job up again")
     commit(agents, 2)
     expect(done).to_have_text("3 of 100")
+
+    # A page that followed the job goes on doing so, though it missed the change; its link shows what was seen.
+    assert agents.exit("W1_2").ok
+    agents.deployment(after=1)
+    follows.context.set_offline(False)
+    gone = "failed – its micro-batches run on"
+    expect(follows.get_by_text(gone).first).to_be_visible()
+    assert follows.url != link and "follow=1" in follows.url
+    follows.goto(link)
+    expect(follows.get_by_text("This is the one that the link was made at")).to_be_visible()
+    expect(follows.get_by_text(gone)).to_have_count(0)
+    follows.close()
     assert broken == []
     page.close()
