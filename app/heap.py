@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 # Fewer ops than this are looked through in a few milliseconds.
@@ -25,8 +26,12 @@ OP_BYTES = 80
 # Between two rounds over everything; and over what is new since the last of either, which is kept out afterwards:
 # what of it is in a cycle is found by the next whole one.
 WHOLE_SECONDS, NEW_SECONDS = 900.0, 60.0
-# Sooner, where there are so many objects more than before, or so much more is held.
-NEW_OBJECTS, NEW_BYTES = 200_000, 64 * 2**20
+# No more of the time than this goes into either: looking through what a console of 8,192 workers holds takes a second.
+SHARE = 0.001
+# Sooner, where there are so many objects more than before, or so much more is held. A whole one may take more of the
+# time then, but is not made within so many seconds of another: as long as a large job's workers register, all grows.
+NEW_OBJECTS, NEW_BYTES, GROWTH = 200_000, 64 * 2**20, 1.25
+GROWN_SECONDS = 300.0
 LOOK_SECONDS = 1.0
 
 _lock = threading.Lock()
@@ -58,26 +63,44 @@ class HouseKeeping:
             gc.enable()
 
     def _keep_house(self) -> None:
-        begin = make_round(whole=True)
-        held, last = begin, time.monotonic()
+        whole = new = timed(whole=True)
         while not self._stop.wait(LOOK_SECONDS):
-            now, more = time.monotonic(), gc.get_count()[0]
-            which = due(now - last, now - _last_whole, more, resident_bytes(), held, begin)
+            count, kept_out = gc.get_count()[0], gc.get_freeze_count()
+            which = due(time.monotonic(), new, whole, count, kept_out, resident_bytes())
             if which is not None:
-                held, last = make_round(whole=which), time.monotonic()
-                begin = held if which else begin
+                new = timed(whole=which)
+                whole = new if which else whole
 
 
-def due(since_any: float, since_whole: float, more: int, resident: int, held: int, held_then: int) -> bool | None:
+@dataclass(frozen=True)
+class Round:
+    """at: when it ended, of the monotonic clock, in seconds. took: seconds. held: bytes that the process held then."""
+
+    at: float
+    took: float
+    held: int
+
+
+def timed(*, whole: bool) -> Round:
+    """Makes a round."""
+    began = time.monotonic()
+    held = make_round(whole=whole)
+    now = time.monotonic()
+    return Round(now, now - began, held)
+
+
+def due(now: float, last: Round, last_whole: Round, more: int, kept_out: int, resident: int) -> bool | None:
     """Is a round to be made now, and a whole one? None: no.
 
-    Seconds since the last round and the last whole one; more: objects than at the last; bytes that the process holds
-    now, held after the last one, and after the last whole one: what is in cycles and kept out shows as growth.
+    last: of either kind. more: objects than at the last; kept_out: objects that it left to the next whole one;
+    resident: bytes that the process holds now.
     """
-    if since_any < NEW_SECONDS and more < NEW_OBJECTS and resident < held + NEW_BYTES:
-        return None
-    grown = since_any >= NEW_SECONDS and resident > 1.25 * held_then + NEW_BYTES
-    return grown or since_whole >= WHOLE_SECONDS
+    since = now - last_whole.at
+    grown = resident > GROWTH * last_whole.held + NEW_BYTES
+    if since >= (GROWN_SECONDS if grown else max(WHOLE_SECONDS, last_whole.took / SHARE)):
+        return True
+    much = more >= max(NEW_OBJECTS, kept_out / 4) or resident > GROWTH * last.held + NEW_BYTES
+    return False if much or now - last.at >= max(NEW_SECONDS, last.took / SHARE) else None
 
 
 def make_round(*, whole: bool) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from app import heap
+from app.heap import Round
 
 
 class Thing:
@@ -71,17 +72,36 @@ def test_nothing_is_collected_while_a_large_plan_is_built() -> None:
     assert gc.isenabled()
 
 
-def test_when_a_round_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "WHOLE_SECONDS", 900.0)
-    gib, soon, late = 2**30, heap.NEW_SECONDS - 1, heap.NEW_SECONDS
-    assert heap.due(soon, 100.0, 10, gib, gib, gib) is None
-    assert heap.due(late, 100.0, 10, gib, gib, gib) is False, "over what is new"
-    assert heap.due(soon, 100.0, heap.NEW_OBJECTS, gib, gib, gib) is False, "much is new"
-    assert heap.due(soon, 100.0, 10, gib + heap.NEW_BYTES, gib, gib) is False, "and large"
-    assert heap.due(soon, 900.0, 10, gib, gib, gib) is None
-    assert heap.due(late, 900.0, 10, gib, gib, gib) is True, "over everything"
-    assert heap.due(late, 100.0, 10, 2 * gib, 2 * gib, gib) is True, "something is kept out that is in cycles"
-    assert heap.due(soon, 100.0, heap.NEW_OBJECTS, 2 * gib, 2 * gib, gib) is False, "not twice in a minute"
+def test_when_a_round_is_due() -> None:
+    gib, begin, objects = 2**30, Round(0.0, 0.01, 2**30), heap.NEW_OBJECTS
+    soon, late = heap.NEW_SECONDS - 1, heap.NEW_SECONDS
+
+    def due(now: float, last: Round = begin, more: int = 10, kept_out: int = 0, resident: int = gib) -> bool | None:
+        return heap.due(now, last, begin, more, kept_out, resident)
+
+    assert due(soon) is None
+    assert due(late) is False, "over what is new"
+    assert due(soon, more=objects) is False, "much is new"
+    assert due(soon, more=objects, kept_out=5 * objects) is None, "not so much for so many"
+    assert due(soon, resident=2 * gib) is False, "and large"
+    assert due(soon, resident=gib + heap.NEW_BYTES) is None
+    recent = Round(heap.WHOLE_SECONDS - 2, 0.1, 2 * gib)
+    assert due(heap.WHOLE_SECONDS - 1, last=recent) is None
+    assert due(heap.WHOLE_SECONDS, last=recent) is True, "over everything"
+    recent = Round(heap.GROWN_SECONDS - 2, 0.1, 2 * gib)
+    assert due(heap.GROWN_SECONDS - 1, last=recent, resident=2 * gib) is None
+    assert due(heap.GROWN_SECONDS, last=recent, resident=2 * gib) is True, "something is kept out that is in cycles"
+
+
+def test_rounds_take_a_thousandth_of_the_time() -> None:
+    gib, took = 2**30, 2.0
+    long = Round(0.0, took, gib)
+    assert heap.due(1000 * took - 1, long, long, 10, 0, gib) is None
+    assert heap.due(1000 * took, long, long, 10, 0, gib) is True
+    short = Round(0.0, 0.1, gib)
+    assert heap.due(1000 * short.took - 1, short, long, 10, 0, gib) is None
+    assert heap.due(1000 * short.took, short, long, 10, 0, gib) is False
+    assert heap.due(heap.GROWN_SECONDS, long, long, 10, 0, 2 * gib) is True, "but for growth"
 
 
 def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest() -> None:
