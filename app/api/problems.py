@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from agent.protocol import Problem
 from app.errors import ConsoleError
@@ -22,6 +23,7 @@ log = structlog.get_logger()
 
 MEDIA_TYPE = "application/problem+json"
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _CODES = {400: "invalid", 401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 413: "too_large"}
 
 
@@ -65,5 +67,19 @@ def http_problem(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         detail = f"path: got {request.url.path!r}, expected one of the API's; see /api/v1/openapi.json"
     elif error.status_code == 405:
-        detail = f"method: got {request.method}, expected one that {request.url.path} takes"
+        allowed = _methods(request, error)
+        detail = f"method: got {request.method}, expected one that {request.url.path} takes: {allowed}"
+        return problem(405, _CODES[405], detail, {**(error.headers or {}), "Allow": allowed})
     return problem(error.status_code, _CODES.get(error.status_code, "refused"), detail, error.headers)
+
+
+def _methods(request: Request, error: HTTPException) -> str:
+    """All that the path takes. Each route knows its own alone, and Starlette names those of the first."""
+    found = {method.strip() for method in (error.headers or {}).get("Allow", "").split(",")} - {""}
+    app = request.scope.get("app")
+    routes = app.routes if isinstance(app, FastAPI) else ()
+    for method in _METHODS:
+        asked = {**request.scope, "method": method}
+        if any(route.matches(asked)[0] is Match.FULL for route in routes):
+            found.add(method)
+    return ", ".join(sorted(found))

@@ -113,10 +113,10 @@ def create_routes(console: Console) -> list[BaseRoute]:
         return Response(text, headers={"Content-Type": media_type})
 
     return [
-        Route("/healthz", healthz),
-        Route("/readyz", readyz),
-        Route("/metrics", metrics),
-        Route(f"{API}/docs", docs),
+        _Whole("/healthz", healthz),
+        _Whole("/readyz", readyz),
+        _Whole("/metrics", metrics),
+        _Whole(f"{API}/docs", docs),
         *(
             Route(f"{API}/jobs/{{job_id}}/{name}", Lean(take, through_fastapi, at_once), methods=[method])
             for method, name, take, at_once in (
@@ -128,6 +128,22 @@ def create_routes(console: Console) -> list[BaseRoute]:
         usual,
         _Nothing(),
     ]
+
+
+class _Whole(Route):
+    """A path with all its methods: what it does not take is refused as anywhere else in the API."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, below = super().matches(scope)
+        return (Match.FULL if match is Match.PARTIAL else match), below
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        methods = self.methods or set()
+        if scope["method"] in methods:
+            await super().handle(scope, receive, send)
+            return
+        refused = HTTPException(405, headers={"Allow": ", ".join(methods)})
+        await problems.http_problem(Request(scope), refused)(scope, receive, send)
 
 
 class _Nothing(BaseRoute):

@@ -141,7 +141,9 @@ class AccessGuard:
                 return login_page(back, words, 403, providers, of_account=True)
             return login_page(back, "", 200, providers)
         if request.method != "POST":
-            return problem(405, "method_not_allowed", f"method: got {request.method}, expected GET or POST")
+            return problem(
+                405, "method_not_allowed", f"method: got {request.method}, expected GET or POST", {"Allow": "GET, POST"}
+            )
         form = parse_qs((await request.body()).decode("utf-8", "replace"))
         given = form.get("token", [""])[0].strip()
         try:

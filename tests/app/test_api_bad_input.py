@@ -119,6 +119,18 @@ def test_an_address_that_is_none(server: ConsoleServer, method: str, path: str, 
     assert_problem(requests.request(method, server.root + path, timeout=30), status, code, "")
 
 
+def test_a_refused_method_names_all_that_the_path_takes(server: ConsoleServer) -> None:
+    paths: dict[str, dict[str, Any]] = server.get("/openapi.json").json()["paths"]
+    expected = {f"/api/v1{path}": {method.upper() for method in taken} for path, taken in paths.items()}
+    expected |= {path: {"GET", "HEAD"} for path in ("/healthz", "/readyz", "/metrics", "/api/v1/docs")}
+    assert expected["/api/v1/jobs"] == {"GET", "POST"}
+    with requests.Session() as session:
+        for path, methods in expected.items():
+            answer = session.request("PATCH", server.root + path, timeout=60)
+            assert_problem(answer, 405, "method_not_allowed", "method: got PATCH, expected one that")
+            assert answer.headers["Allow"] == ", ".join(sorted(methods)), path
+
+
 @pytest.mark.parametrize("path", ["/workers", "/acknowledgements", "/failures"])
 def test_a_worker_outside_the_grid(agents: Agents, path: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
