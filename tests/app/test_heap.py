@@ -72,6 +72,12 @@ def test_nothing_is_collected_while_a_large_plan_is_built() -> None:
     assert gc.isenabled()
 
 
+@pytest.fixture
+def usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "WHOLE_SECONDS", 900.0)
+
+
+@pytest.mark.usefixtures("usual")
 def test_when_a_round_is_due() -> None:
     gib, begin, objects = 2**30, Round(0.0, 0.01, 2**30), heap.NEW_OBJECTS
     soon, late = heap.NEW_SECONDS - 1, heap.NEW_SECONDS
@@ -93,6 +99,7 @@ def test_when_a_round_is_due() -> None:
     assert due(heap.GROWN_SECONDS, last=recent, resident=2 * gib) is True, "something is kept out that is in cycles"
 
 
+@pytest.mark.usefixtures("usual")
 def test_rounds_take_a_thousandth_of_the_time() -> None:
     gib, took = 2**30, 2.0
     long = Round(0.0, took, gib)
