@@ -8,6 +8,7 @@ takes time has limits here (objects and lists, fields), and the messages give up
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -18,8 +19,8 @@ from app.errors import ConsoleError
 # 4,096 stages or 16,384 workers, have less.
 MOST_CONTAINERS = 65_536
 MOST_FIELDS = 131_072
-# Of one object: plans and jobs have one for each worker.
-MOST_FIELDS_OF_ONE = 16_384
+# Of one object: plans and jobs have one for each worker; no other object has nearly as many as are not looked at.
+MOST_FIELDS_OF_ONE, FEW_OF_ONE = 16_384, 256
 # With fewer fields in all, none of the objects needs to be looked at.
 FEW_FIELDS = 1_000
 
@@ -46,7 +47,8 @@ def bounded(body: bytes, *, containers: int = MOST_CONTAINERS, fields: int = MOS
 
 
 def _check_objects(document: Any) -> None:
-    """Raises ConsoleError (422) for one that holds an object with more fields than there are workers."""
+    """Raises ConsoleError (422) for one that holds an object with more fields than there are workers, or with many
+    that are not named after workers: each would be put into words."""
     left = [("the body", document)]
     while left:
         where, value = left.pop()
@@ -55,9 +57,18 @@ def _check_objects(document: Any) -> None:
                 raise _wrong(
                     f"{where}: got an object with {len(value):,} fields, expected at most {MOST_FIELDS_OF_ONE:,}"
                 )
+            other = next((k for k in value if not _WORKER.fullmatch(k)), None) if len(value) > FEW_OF_ONE else None
+            if other is not None:
+                raise _wrong(
+                    f"{where}: got {other[:80]!r} among {len(value):,} fields, expected workers such as W1_2, "
+                    f"or at most {FEW_OF_ONE} fields"
+                )
             left += [(name[:80], inner) for name, inner in value.items() if type(inner) in (dict, list)]
         elif type(value) is list:
             left += [(where, inner) for inner in value if type(inner) in (dict, list)]
+
+
+_WORKER = re.compile(r"W\d{1,6}_\d{1,6}")
 
 
 def _wrong(detail: str) -> ConsoleError:

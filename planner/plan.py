@@ -10,10 +10,20 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
@@ -31,6 +41,7 @@ Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _WHERE_GIVEN = Field(exclude_if=lambda value: not value)
 
 
+_AT_A_TIME = 256
 # Plans come from files of others and are printed on terminals: no control characters.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 
@@ -41,6 +52,16 @@ class PlanError(PlannerError):
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _some_at_a_time(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Thousands of wrong entries would each be put into words while no other thread runs: the first ones are said."""
+    if not isinstance(value, dict) or len(value) <= _AT_A_TIME:
+        return validate(value)
+    entries, found = iter(value.items()), dict[Any, Any]()
+    while some := dict(islice(entries, _AT_A_TIME)):
+        found |= validate(some)
+    return found
 
 
 class StageDoc(_Model):
@@ -68,7 +89,9 @@ class JobDoc(_Model):
     time_unit: Annotated[str, Field(max_length=20, pattern=PRINTABLE)] = "slot"
     backward_transfers: Annotated[tuple[Time, ...], _WHERE_GIVEN, Field(fail_fast=True)] = ()
     capacity_bytes: Annotated[Bytes | Annotated[tuple[Bytes, ...], Field(fail_fast=True)], _WHERE_GIVEN] = ()
-    speeds: Annotated[dict[WorkerName, Speed], _WHERE_GIVEN] = Field(default_factory=dict)
+    speeds: Annotated[dict[WorkerName, Speed], _WHERE_GIVEN, WrapValidator(_some_at_a_time)] = Field(
+        default_factory=dict
+    )
 
     def job(self) -> Job:
         """Raises InputError when the document describes no job."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere
@@ -21,7 +22,7 @@ from app.documents import MOST_CONTAINERS, MOST_FIELDS, MOST_FIELDS_OF_ONE
 from app.errors import ConsoleError
 from app.plans.uploading import answer
 from planner.job import Job
-from planner.plan import job_doc
+from planner.plan import JobDoc, job_doc
 
 API = "/api/v1"
 SPEC = {"name": "n", "pipelines": 1, "stages": 200, "micro_batches": 2, "iterations": 5}
@@ -155,6 +156,10 @@ def test_of_many_wrong_entries_the_first_is_said(routes: list[APIRoute], path: s
             json.dumps({"x": [1, {"deep": {str(i): i for i in range(MOST_FIELDS_OF_ONE + 1)}}]}).encode(),
             "deep: got an object with 16,385 fields, expected at most 16,384",
         ),
+        (
+            json.dumps({"speeds": {f"W{i}_0": 1 for i in range(1_000)} | {"X" * 200: 1}}).encode(),
+            f"speeds: got {'X' * 80!r} among 1,001 fields, expected workers such as W1_2, or at most 256 fields",
+        ),
     ],
 )
 def test_what_no_message_has_is_refused_before_it_is_looked_at(body: bytes, detail: str) -> None:
@@ -168,6 +173,16 @@ def test_what_is_large_and_right_is_taken() -> None:
         assert documents.bounded(json.dumps(right).encode()) == right
     speeds = {"speeds": {f"W{i}_0": 0.5 for i in range(MOST_FIELDS_OF_ONE)}}
     assert documents.bounded(json.dumps(speeds).encode()) == speeds
+
+
+@pytest.mark.parametrize("value", [-1, "fast"])
+def test_of_thousands_of_wrong_speeds_the_first_are_said(value: object) -> None:
+    job = job_doc(Job.uniform(128, 128, 1)).model_dump(mode="json")
+    names = [f"W{p}_{s}" for p in range(128) for s in range(128)]
+    assert len(JobDoc.model_validate({**job, "speeds": dict.fromkeys(names, 0.5)}).speeds) == MOST_FIELDS_OF_ONE
+    with pytest.raises(ValidationError) as refused:
+        JobDoc.model_validate({**job, "speeds": dict.fromkeys(names, value)})
+    assert refused.value.error_count() == 256
 
 
 @pytest.mark.parametrize(
