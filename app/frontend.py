@@ -3,8 +3,11 @@
 Opened at /schedule, it asks for /schedule/_stcore/health before /_stcore/health, and each miss is an
 error in the browser's console. It takes `window.__streamlit.BACKEND_BASE_URL` instead where that is set.
 
-It asks for the code that draws a chart, of which Plotly has 5 MB, when the first one has come. Named in the head,
-that code is read and compiled beside the rest, and is there by then.
+It asks for the code of each kind of element when the first one has come, and then for what that code needs. Named in
+the head, all of it is read and compiled beside the rest, Plotly's 5 MB as well, and is there by then.
+
+It shows grey boxes meanwhile, which fade in and out: each frame of it is drawn anew, by the processor where there is
+no graphics card, and the page comes that much later. They stand still.
 
 And it notes for the browser's developer tools when each run of a page began and ended, which the browser keeps as
 long as the page is open: 170 MB in a week of one run a second. Once a minute they are dropped.
@@ -12,7 +15,9 @@ long as the page is open: 170 MB in a week of one run a second. Once a minute th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,21 +26,34 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 # The address of each page but the first (app/ui/main.py).
 PAGES = ("schedule", "planner", "compare", "catalog", "simulate", "help")
 
-# What the first charts of a page are drawn with: the beginnings of the names of Streamlit's files.
-VEGA, PLOTLY = ("ArrowVegaLiteChart.", "embed.", "vega-interpreter."), ("PlotlyChart.",)
-CHARTS = {"": VEGA, "schedule": PLOTLY, "compare": PLOTLY, "catalog": PLOTLY, "simulate": PLOTLY}
+# What a page's elements are drawn with, in the order in which they come: the beginnings of the names of Streamlit's
+# files. What those import is found in them.
+VEGA, PLOTLY, TABLE = ("ArrowVegaLiteChart.", "embed.", "vega-interpreter."), "PlotlyChart.", "DataFrame."
+ELEMENTS = {
+    "": ("Html.", "Button.", "ButtonGroup.", "Checkbox.", "TextInput.", *VEGA),
+    "schedule": ("Html.", "Selectbox.", "ButtonGroup.", "Slider.", "BidiComponent.", PLOTLY, "PageLink.", TABLE),
+    "planner": ("Html.", "Button.", "Selectbox.", "NumberInput.", "Checkbox.", TABLE),
+    "compare": ("Html.", "Multiselect.", "Selectbox.", "ButtonGroup.", PLOTLY, TABLE),
+    "catalog": ("Html.", "Selectbox.", "NumberInput.", "Button.", PLOTLY, TABLE),
+    "simulate": ("Html.", "Selectbox.", "NumberInput.", "Multiselect.", "Progress.", PLOTLY, TABLE),
+    "help": ("Html.", "ButtonGroup."),
+}
 
-_SCRIPT = (
+_HEAD = (
     "<head><script>window.__streamlit={BACKEND_BASE_URL:location.origin+"
     f'location.pathname.replace(/\\/({"|".join(PAGES)})\\/?$/,"/")}};'
     "setInterval(()=>{performance.clearMarks();performance.clearMeasures()},6e4)</script>"
+    "<style>[data-testid=stSkeleton]{animation:none!important}</style>"
 ).encode()
 _MAX_PAGE = 1 << 20
+# The imports are at the beginning of a file.
+_IMPORTS = 8192
+_IMPORT = re.compile(r'(?:from|import)\s*"\./([\w.-]+\.js)"')
 _CONDITIONS = (b"accept-encoding", b"if-none-match", b"if-modified-since", b"range")
 
 
 class PageBase:
-    """Around Streamlit's application: puts script and links into its HTML page, and nothing else.
+    """Around Streamlit's application: puts script, style and links into its HTML page, and nothing else.
 
     static: the folder that Streamlit's page is in; None: nothing is asked for ahead. on_page: called when a page is
     asked for, from the event loop, with its name in the address.
@@ -46,7 +64,7 @@ class PageBase:
     ) -> None:
         self.app = app
         self._on_page = on_page
-        self._ahead = {page: _links(static, wanted) for page, wanted in CHARTS.items()} if static else {}
+        self._ahead = _links(static) if static else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "GET" or not _asks_for_page(scope):
@@ -54,12 +72,12 @@ class PageBase:
             return
         name = scope["path"].rstrip("/").rpartition("/")[2]
         self._on_page(name)
-        # Whole, plain, and not from the browser's cache, which may hold it without the script.
+        # Whole, plain, and not from the browser's cache, which may hold it without that.
         plain = [(name, value) for name, value in scope["headers"] if name not in _CONDITIONS]
         held: Message | None = None
         body = bytearray()
 
-        async def with_script(message: Message) -> None:
+        async def with_head(message: Message) -> None:
             nonlocal held
             if message["type"] == "http.response.start" and _is_page(message):
                 held = message
@@ -69,7 +87,7 @@ class PageBase:
                 body.extend(message.get("body", b""))
                 if message.get("more_body"):
                     return
-                page = bytes(body).replace(b"<head>", _SCRIPT, 1)
+                page = bytes(body).replace(b"<head>", _HEAD, 1)
                 if ahead := self._ahead.get(name):
                     page = page.replace(b"</head>", ahead + b"</head>", 1)
                 headers = MutableHeaders(scope=held)
@@ -78,13 +96,34 @@ class PageBase:
                 await send(held)
                 await send({"type": "http.response.body", "body": page})
 
-        await self.app({**scope, "headers": plain}, receive, with_script)
+        await self.app({**scope, "headers": plain}, receive, with_head)
 
 
-def _links(static: Path, wanted: tuple[str, ...]) -> bytes:
-    found = (path.name for begin in wanted for path in (static / "static" / "js").glob(f"{begin}*.js"))
+def _links(static: Path) -> dict[str, bytes]:
+    """For each page the links to what it needs beyond what Streamlit's own page names."""
+    folder = static / "static" / "js"
+    names = sorted(path.name for path in folder.glob("*.js"))
+    try:
+        own = set(re.findall(r"static/js/([\w.-]+\.js)", (static / "index.html").read_text()))
+    except OSError:
+        own = set()
+
+    @cache
+    def imports(name: str) -> tuple[str, ...]:
+        with (folder / name).open(encoding="utf-8", errors="replace") as file:
+            return tuple(found for found in _IMPORT.findall(file.read(_IMPORTS)) if (folder / found).is_file())
+
+    def needed(wanted: tuple[str, ...]) -> Iterator[str]:
+        seen, queue = set(own), [name for begin in wanted for name in names if name.startswith(begin)]
+        while queue:
+            name = queue.pop(0)
+            if name not in seen:
+                seen.add(name)
+                yield name
+                queue = [*imports(name), *queue]
+
     link = '<link rel="modulepreload" crossorigin fetchpriority="low" href="./static/js/{}">'
-    return "".join(map(link.format, found)).encode()
+    return {page: "".join(map(link.format, needed(wanted))).encode() for page, wanted in ELEMENTS.items()}
 
 
 def _asks_for_page(scope: Scope) -> bool:

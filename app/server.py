@@ -49,7 +49,8 @@ from app.security.hosts import HostGuard
 from app.security.oidc import Login
 from app.security.tokens import Tokens
 from app.settings import Settings
-from app.warming import Warming
+from app.static_files import StaticFiles
+from app.warming import BUSY_SECONDS, CALM_SECONDS, Warming
 from db.session import Database
 from db.store import Store
 
@@ -67,8 +68,11 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Lane:
     pages: ASGIApp | None = None
     if not settings.api_only:
         streamlit = _streamlit(settings)
-        warming = Warming(_warm_up, {"simulate": lambda: _prepare_simulations(host.console)})
-        lifespan, pages = streamlit.lifespan(), PageBase(streamlit, _static(), warming.page_asked_for)
+        quiet = BUSY_SECONDS if _trains(host.console) else CALM_SECONDS
+        warming = Warming(_warm_up, {"simulate": lambda: _prepare_simulations(host.console)}, quiet=quiet)
+        static = _static()
+        files = StaticFiles(streamlit, static)
+        lifespan, pages = streamlit.lifespan(), PageBase(files, static, warming.page_asked_for)
         warming.start()
 
     def leading(console: Console) -> ASGIApp:
@@ -246,6 +250,10 @@ def _streamlit(settings: Settings) -> Any:
 def _prepare_simulations(console: Console | None) -> None:
     if console is not None:
         console.simulations.prepare()
+
+
+def _trains(console: Console | None) -> bool:
+    return console is not None and any(not job.state.over for job in console.live_jobs())
 
 
 def _warm_up() -> None:

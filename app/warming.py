@@ -1,7 +1,7 @@
 """Has the console read in what its pages need, so that whoever opens the first one does not wait for it.
 
-That takes a second of processor time. It begins when a page is first asked for, while the browser is still busy with
-Streamlit's own code, or when the console has been up for a while; its address is told before.
+That takes half a second of processor time. It begins when the console has told its address, or, where workers are
+heard meanwhile, when a page is first asked for or the console has been up for a while.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import structlog
 
 log = structlog.get_logger()
 
-# By then a job that was started along with the console trains.
-QUIET_SECONDS = 20.0
+# By then the workers of a job that goes on have found their way back to the console.
+BUSY_SECONDS = 20.0
+# With no job to look after it can wait as long as it takes to say that the console is there.
+CALM_SECONDS = 0.2
 
 
 class Warming:
     """One per process. work: what is to be done once. each: what is to be done whenever a page of that name is asked
-    for; it does nothing where it is done already."""
+    for; it does nothing where it is done already. quiet: seconds without a page after which it is done anyway."""
 
     def __init__(
         self,
         work: Callable[[], object],
         each: Mapping[str, Callable[[], object]] | None = None,
         *,
-        quiet: float = QUIET_SECONDS,
+        quiet: float = BUSY_SECONDS,
     ) -> None:
         self._work, self._each, self._quiet = work, each or {}, quiet
         self._asked = threading.Event()

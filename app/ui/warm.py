@@ -15,7 +15,7 @@ _OTHERS = ("pandas", "pyarrow", "PIL.PngImagePlugin")
 
 
 def warm_up(pages: frozenset[str]) -> None:
-    """Takes about a second of processor time. pages: the names of the files that are pages, which are run and not
+    """Takes about half a second of processor time. pages: the names of the files that are pages, which are run and not
     imported."""
     for name in _OTHERS:
         import_module(name)
