@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 from pydantic import ValidationError
 
@@ -173,6 +174,10 @@ class WhatIf:
         usual = WhatIf().words()
         return {name: word for name, word in self.words().items() if word != usual[name]}
 
+    def in_a_word(self) -> str:
+        """The whole question as one word of a URL, whatever becomes of names in it. Raises PlannerError."""
+        return urlencode((self.with_own() if self.named is not None else self).params())
+
     def words(self) -> dict[str, str]:
         """Every word that a URL may have."""
         return {
@@ -236,6 +241,14 @@ def parse(params: Mapping[str, str], kept: Kept | None = None) -> tuple[WhatIf, 
     except InputError as error:
         wrong.append(error)
     return made, wrong
+
+
+def parse_word(word: str) -> WhatIf:
+    """The question of `WhatIf.in_a_word`. Raises InputError for what can't be understood."""
+    made, wrong = parse(dict(parse_qsl(word)))
+    if wrong:
+        raise wrong[0]
+    return made
 
 
 def _grid(text: str) -> dict[str, Any]:

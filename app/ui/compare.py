@@ -221,7 +221,8 @@ def _cards(labels: list[str], sources: list[Source]) -> list[Card]:
 
 def _tables(console: Console, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:
     components.heading("What differs", "changes are against the baseline, the first column")
-    plans, stages, files = st.tabs(["Plans", "Stages", "Files"])
+    tabs = ["Plans", "Stages", "Files"]
+    plans, stages, files = st.tabs(tabs, key="figures", on_change="rerun", bind="query-params")
     with plans:
         st.html(beside_html(labels, differences([s.plan for s in sources]), "Figures by plan"))
     with stages:

@@ -138,7 +138,8 @@ def _tables(console: Console, source: Source, schedule: Schedule, workers: list[
                 query_params=_comparison(source),
             )
             export_source(console, source)
-    by_worker, by_op = st.tabs(["Workers", "Ops of the detail" if detail else "Ops"])
+    tabs = ["Workers", "Ops of the detail" if detail else "Ops"]
+    by_worker, by_op = st.tabs(tabs, key="figures", on_change="rerun", bind="query-params")
     with by_worker:
         table = st.cache_data(_workers_table, max_entries=32, show_spinner=False)(
             plan.fingerprint, ",".join(map(str, workers)), schedule

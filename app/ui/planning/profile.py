@@ -123,7 +123,9 @@ def _sum_up(job: Job) -> str:
 
 
 def _editor(question: WhatIf, job: Job) -> None:
-    memory = st.toggle("Memory too", key="planner-bytes", help="Bytes of activations, weights and workers, in MB.")
+    memory = st.toggle(
+        "Memory too", key="planner-bytes", bind="query-params", help="Bytes of activations, weights and workers, in MB."
+    )
     document = job_doc(job)
     # After each edit the table begins anew from what was made of it.
     key = f"planner-table-{abs(hash((question.profile, question.stages, memory)))}"

@@ -11,44 +11,48 @@ import streamlit as st
 from app.console import Console
 from app.errors import ConsoleError
 from app.plans.solving import Solve
-from app.plans.whatif import WhatIf
+from app.plans.whatif import WhatIf, parse_word
 from app.ui import components, facts, text
 from app.ui.access import acting
 from app.ui.charts import overview as large
 from app.ui.charts.gantt import KIND_ORDER, gantt
 from app.ui.exports import export_button
-from app.ui.planning import applying
+from app.ui.planning import applying, state
 from app.ui.planning.controls import question_words
 from app.ui.planning.search import drawn
-from app.ui.planning.state import SAVED, change, now, said, say
+from app.ui.planning.state import BEFORE, SAVED, SHOW, change, now, said, say
 from app.ui.tables import beside_html, workers_table
 from app.ui.theme import CHART_CONFIG, Palette
+from planner.errors import PlannerError
 from planner.plan import Plan
 from planner.reference import reference_plan
 from planner.schedule import Schedule
 
 RESULTS = "planner-results"
-SHOW = "planner-show"
+SHOWN = "planner-show"
 NAME = "planner-save-name"
 # Plans that the page keeps beside the present one; beyond so many ops none.
 MAX_BEFORE = 4
 MAX_BEFORE_OPS = 10_000
 SCHEDULE, COMPARE = (Path(__file__).parents[1] / name for name in ("schedule.py", "compare.py"))
-THIS, REFERENCE, BEFORE = "this", "1f1b", "before"
+THIS, REFERENCE = "this", "1f1b"
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A plan and what the page calls it."""
+    """A plan and what the page calls it. link: what a link names it by, `saved:` and its fingerprint, or its question
+    in a word."""
 
     name: str
     plan: Plan
+    link: str = ""
 
 
 def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, colours: Palette) -> None:
     """solve: the search that made it; None for a saved plan."""
     schedule = _schedule(plan)
-    before = _before(Shown(question_words(question), plan))
+    link = question.in_a_word() if solve is not None else f"{SAVED}:{plan.fingerprint}"
+    before = _before(console, Shown(question_words(question), plan, link))
     large_one = plan.op_count > large.MAX_BARS
     compared = {THIS: Shown("This plan", plan)}
     if not large_one:
@@ -75,7 +79,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
     components.heading("Compared")
     shown = list(compared.values())
     st.html(beside_html([s.name for s in shown], _comparison([s.plan for s in shown]), "Plans compared"))
-    how, workers = st.tabs(["How it was found", "Workers"])
+    how, workers = st.tabs(["How it was found", "Workers"], key="details", on_change="rerun", bind="query-params")
     with how:
         if solve is None:
             made = plan.solver
@@ -89,13 +93,16 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
 
 
 def _chart(compared: dict[str, Shown], colours: Palette) -> None:
+    wanted = st.query_params.get(SHOW, THIS)
+    wanted = wanted if wanted in compared else THIS
     shown = st.segmented_control(
         "Show",
         list(compared),
-        default=THIS,
+        default=wanted,
         required=True,
         format_func=lambda name: compared[name].name,
-        key=SHOW,
+        key=state.shown(SHOWN, wanted),
+        on_change=_choose,
         label_visibility="collapsed",
         wrap=True,
     )
@@ -114,6 +121,14 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
             figure, theme=None, key="planner-gantt", config=CHART_CONFIG, alt=facts.schedule_words(plan, schedule)
         )
     st.caption(facts.reading_help(plan))
+
+
+def _choose() -> None:
+    chosen = state.entered(SHOWN) or THIS
+    if chosen == THIS:
+        st.query_params.pop(SHOW, None)
+    else:
+        st.query_params[SHOW] = chosen
 
 
 def _picture(schedule: Schedule, colours: Palette) -> None:
@@ -192,13 +207,36 @@ def _forget(console: Console, plan: Plan) -> None:
 # -- details ------------------------------------------------------------------------------------
 
 
-def _before(shown: Shown) -> Shown | None:
-    """Notes what is shown; returns the newest plan that was shown before it and is another one."""
+def _before(console: Console, shown: Shown) -> Shown | None:
+    """Notes what is shown; returns the newest plan that was shown before it and is another one, here or to whoever
+    sent the link."""
     known: list[Shown] = st.session_state.setdefault(RESULTS, [])
+    if not known and (sent := st.query_params.get(BEFORE)) and (found := _sent(console, sent)):
+        known.append(found)
     if shown.plan.op_count <= MAX_BEFORE_OPS and (not known or known[-1].plan.fingerprint != shown.plan.fingerprint):
         others = [s for s in known if s.plan.fingerprint != shown.plan.fingerprint]
         known[:] = [*others[-MAX_BEFORE:], shown]
-    return next((s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint), None)
+    before = next((s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint), None)
+    if before is not None:
+        st.query_params[BEFORE] = before.link
+    return before
+
+
+def _sent(console: Console, link: str) -> Shown | None:
+    """The plan that a link was compared with; where it is not there, that is said."""
+    try:
+        if link.startswith(f"{SAVED}:"):
+            plan = console.library.saved_plan(link.partition(":")[2])
+            return Shown(question_words(WhatIf.of_plan(plan)), plan, link)
+        asked = parse_word(link)
+        solve = console.solves.find(asked.asked())
+        if solve is not None and solve.plan is not None:
+            return Shown(question_words(asked), solve.plan, link)
+        words = f"plan {question_words(asked)} to see it"
+    except (ConsoleError, PlannerError):
+        words = "the link does not say which it was"
+    components.quiet(f"The plan that the link was compared with is not kept: {words}.")
+    return None
 
 
 def _schedule(plan: Plan) -> Schedule:
