@@ -8,12 +8,14 @@ it. Whatever is not exactly one such request, or not as usual, goes the ordinary
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 
 from pydantic import ValidationError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from app.api.crowd import PATIENCE, Crowd
 from app.api.lane import RAW, Lane, Raw
 from app.errors import ConsoleError
 
@@ -25,13 +27,30 @@ _OTHER = re.compile(rb"\r\n(?:connection *:(?! *keep-alive\r)|expect|upgrade|tra
 
 
 class ExpressProtocol(HttpToolsProtocol):
-    """One connection. lane: set by `express`."""
+    """One connection. lane, crowd: set by `express`."""
 
     lane: Lane
+    crowd: Crowd
+    _refused = False
     _in_message = False  # has the parser had a part of a request?
     _raw: Raw | None = None
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.crowd.admits(len(self.connections)):
+            return
+        self._refused = True
+        if self.crowd.hopeless(len(self.connections)):
+            transport.close()
+        else:
+            self.loop.call_later(PATIENCE, transport.close)
+
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            if not self.transport.is_closing():
+                self.transport.write(self.crowd.answer)
+                self.transport.close()
+            return
         if not self._in_message and data.startswith(b"POST /api/") and (parts := _whole(data)):
             head, rest, body = parts
             raw = (head, rest, self.scheme, self.client and self.client[0])
@@ -75,8 +94,8 @@ class ExpressProtocol(HttpToolsProtocol):
 
 
 def express(lane: Lane) -> type[ExpressProtocol]:
-    """The protocol of an application with this lane, for uvicorn's `http`."""
-    return type("Express", (ExpressProtocol,), {"lane": lane})
+    """The protocol of an application with this lane, for uvicorn's `http`; after app.process.prepare."""
+    return type("Express", (ExpressProtocol,), {"lane": lane, "crowd": Crowd.of_process()})
 
 
 def _whole(data: bytes) -> tuple[bytes, bytes, bytes] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,19 +15,25 @@ from ui_console import ConsoleHere, JobHere
 from uvicorn.server import ServerState
 
 from agent.protocol import API
+from app.api.crowd import Crowd
 from app.api.express import express
 from app.security.access import Access
 
 
 class Connection(asyncio.Transport):
-    """The console's end of a connection from 127.0.0.1, without a network: what comes in when is the test's."""
+    """The console's end of a connection from 127.0.0.1, without a network: what comes in when is the test's.
 
-    def __init__(self, served: Served) -> None:
+    beside: another one to the same server.
+    """
+
+    def __init__(self, served: Served, beside: Connection | None = None) -> None:
         super().__init__({"peername": ("127.0.0.1", 50000), "sockname": ("127.0.0.1", 8501)})
         self.out, self.closing = b"", False
         config = uvicorn.Config(served.lane, log_config=None, lifespan="off", proxy_headers=False)
         config.load()
-        self.protocol = express(served.lane)(config, ServerState(), {})
+        self.state = beside.state if beside else ServerState()
+        self.kind = beside.kind if beside else express(served.lane)
+        self.protocol = self.kind(config, self.state, {})
         self.protocol.connection_made(self)
 
     def write(self, data: Any) -> None:
@@ -105,6 +112,53 @@ async def straight(connection: Connection, data: bytes) -> tuple[int, dict[str, 
     connection.out = b""
     connection.protocol.data_received(data)
     return parsed(connection.out)[0] if connection.out else None
+
+
+def test_beyond_the_open_files_it_is_said_and_those_before_are_served(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.express.PATIENCE", 0)
+
+    async def case(first: Connection) -> None:
+        first.kind.crowd = Crowd(1)
+        second = Connection(served, first)
+        ((status, headers, body),) = await second.ask(request(served, 2))
+        assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+        assert (body["status"], body["code"]) == (503, "crowded")
+        assert second.closing
+        second.protocol.data_received(request(served, 2))
+        assert len(parsed(second.out)) == 1
+        idle = Connection(served, first)
+        async with asyncio.timeout(60):
+            while not idle.closing:
+                await asyncio.sleep(0.001)
+        assert idle.out == b""
+        ((status, _, _),) = await first.ask(request(served, 3))
+        assert (status, first.closing) == (200, False)
+        for gone in (second, idle, first):
+            gone.protocol.connection_lost(None)
+        ((status, _, _),) = await Connection(served, first).ask(request(served, 4))
+        assert status == 200
+
+    run(served, case)
+
+
+def test_connections_that_are_refused_are_said_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    crowd = Crowd(10, clock=lambda: now)
+    assert crowd.admits(10)
+    assert not any(crowd.admits(11) for _ in range(5))
+    assert capsys.readouterr().out.count("connections are refused") == 1
+    now = 60.0
+    assert not crowd.admits(11)
+    assert "refused=5" in capsys.readouterr().out
+    assert crowd.hopeless(10 + 33) and not crowd.hopeless(10 + 32)
+
+
+def test_some_files_are_kept_for_the_console_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, most in ((1_024, 896), (100, 50), (1, 1), (resource.RLIM_INFINITY, 1 << 31)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))
+        assert Crowd.of_process().most == most
 
 
 def test_the_second_is_answered_at_once(served: Served) -> None:
