@@ -7,10 +7,11 @@ import streamlit as st
 from agent.protocol import JobState
 from app.console import Console, get_console
 from app.errors import ConsoleError
-from app.observing.measured import measured_iteration
+from app.observing.measured import MeasuredIteration
 from app.ui import choice, components, event_feed, facts, job_menu, plan_control, standby, tables, text
 from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
+from app.ui.live_now import read_now
 from app.ui.picker import open_job
 from app.ui.theme import Palette
 from app.ui.worker_dialog import open_worker, page_wanted, show_opened
@@ -24,6 +25,10 @@ EVENTS = 100
 # Read when the feed is filtered: what is looked for may be a while ago.
 FILTERED_EVENTS = 2000
 OVER = (JobState.FINISHED, JobState.STOPPED)
+
+
+# In the session: what was shown last, for as long as the database does not answer.
+SEEN = "live-seen"
 
 
 def page() -> None:
@@ -53,15 +58,26 @@ def page() -> None:
 
 def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
     page_wanted()
-    standby.on_open_page()
+    in_doubt = standby.on_open_page()
     filtered = event_feed.filtering(*event_feed.asked_for())
+    events = FILTERED_EVENTS if filtered else EVENTS
     try:
-        view = console.view(job_id, ITERATIONS, FILTERED_EVENTS if filtered else EVENTS)
+        now = read_now(console, job_id, ITERATIONS, events)
+        st.session_state[SEEN] = now
     except ConsoleError as error:
         if error.status == 404:
             st.rerun()  # it was deleted; the page's head says so, and offers others
-        st.error(f"{error}. The page tries again by itself.")
-        return
+        seen = st.session_state.get(SEEN)
+        if seen is None or seen.view.job_id != job_id:
+            st.error(f"{error}. The page tries again by itself.")
+            return
+        now = seen
+        if not in_doubt:
+            st.warning(
+                f"{str(error)[:1].upper()}{str(error)[1:]}. What is shown here is that of "
+                f"{text.clock(now.at, st.context.timezone)}; training goes on, and the page tries again by itself."
+            )
+    view = now.view
     if (view.state in OVER) != over:
         st.rerun()  # the head's controls are those of a job that runs
     event_feed.say_now()
@@ -85,10 +101,10 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
     with right, st.container(gap="xsmall"):
         components.heading("Progress", f"newest {text.count(len(view.iterations), 'iteration')}")
         _progress(view, colours)
-        _measured(console, job_id)
+        _measured(job_id, now.measured)
         components.heading("Latest recovery", "from the death of a worker to training again")
         components.recovery(max(view.recoveries, key=lambda r: r.at, default=None), zone)
-        if rolled := plan_control.roll_out_html(console.roll_outs.of(console.job(job_id))):
+        if rolled := plan_control.roll_out_html(now.roll_out):
             components.heading("Roll-out of the plan", "who has taken it up, and when")
             st.html(rolled)
 
@@ -171,9 +187,8 @@ def _progress(view: JobView, colours: Palette) -> None:
         )
 
 
-def _measured(console: Console, job_id: str) -> None:
+def _measured(job_id: str, found: MeasuredIteration | None) -> None:
     """The real period beside the planned one, and where the iteration can be seen op by op."""
-    found = measured_iteration(console, job_id)
     if found is None:
         return
     words = f"Iteration {found.iteration:,} was measured"

@@ -28,12 +28,12 @@ def show(standing: Standing) -> None:
     )
 
 
-def on_open_page() -> None:
+def on_open_page() -> bool:
     """On a page that was open when the console stopped being sure that it leads: what is shown stays, and this says
-    so. Once another leads, the page of a standby comes in its place."""
+    so. Once another leads, the page of a standby comes in its place. False: there is nothing to say."""
     standing = standing_by()
     if standing is None:
-        return
+        return False
     if not standing.doubt:
         st.rerun()
     words = standing.sentence
@@ -41,6 +41,7 @@ def on_open_page() -> None:
         f"{words[:1].upper()}{words[1:]}. It changes nothing before it is sure again, and what is shown here may be "
         "out of date. Training goes on."
     )
+    return True
 
 
 def _state(*, doubt: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from agent.protocol import LogLine, LogLines, Registration
 from app.console import Console, set_console
 from app.coordination.choices import Mode
 from app.coordination.ladder import Ladder
+from app.ui import live_now
+from app.ui.patience import Patience
 from db.store import Store
 
 
@@ -141,6 +144,36 @@ def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page
         set_console(None)
         console.close()
         database.close()
+
+
+def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobHere(console, "hung database").register().commit(0, 9, 1)
+    test = open_live(job.job_id)
+    goes_on = threading.Event()
+    view = console.view
+    monkeypatch.setattr(console, "view", lambda *args: goes_on.wait(60) and view(*args))
+    monkeypatch.setattr(live_now, "_patience", Patience(0.01))
+    test.run()
+    assert "The database has not answered for 0 s. What is shown here is that of" in test.warning[0].value
+    assert "10 <span" in html(test), "iterations done"
+    begun = [thread for thread in threading.enumerate() if thread.name == "page read"]
+    test.run()
+    assert test.warning and [t for t in threading.enumerate() if t.name == "page read"] == begun, "one waits for all"
+    goes_on.set()
+    begun[0].join()
+    monkeypatch.setattr(live_now, "_patience", Patience(60))
+    test.run()
+    assert not test.warning and not test.exception
+
+
+def test_patience_hands_on_results_and_errors() -> None:
+    patience = Patience(60)
+    assert patience.read("sum", lambda: 1 + 1) == 2
+    with pytest.raises(ZeroDivisionError):
+        patience.read("sum", lambda: 1 // 0)
+    assert patience.read("sum", lambda: 3) == 3, "each is read anew"
 
 
 def test_who_decides_can_be_changed(console: Console) -> None:

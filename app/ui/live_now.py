@@ -1,0 +1,35 @@
+"""What a refresh of Live reads of the database, all at once. No Streamlit here."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from app.console import Console
+from app.observing.measured import MeasuredIteration, measured_iteration
+from app.observing.rollout import RollOut
+from app.ui.patience import Patience
+from app.view import JobView
+
+_patience = Patience()
+
+
+@dataclass(frozen=True)
+class Now:
+    """at: POSIX seconds."""
+
+    view: JobView
+    measured: MeasuredIteration | None
+    roll_out: RollOut | None
+    at: float
+
+
+def read_now(console: Console, job_id: str, iterations: int, events: int) -> Now:
+    """The newest so many iterations and events. Raises ConsoleError: 404; 503, also when it takes seconds."""
+
+    def read() -> Now:
+        at = time.time()
+        view = console.view(job_id, iterations, events)
+        return Now(view, measured_iteration(console, job_id), console.roll_outs.of(console.job(job_id)), at)
+
+    return _patience.read((id(console), job_id, events), read)

@@ -1,0 +1,59 @@
+"""Reads that a page waits for no longer than some seconds. A database that hangs refuses nothing: it does not answer
+at all, and a page that waited for it would stand still without a word."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from app.errors import ConsoleError
+
+SECONDS = 3.0
+Result = TypeVar("Result")
+
+
+@dataclass
+class _Read:
+    """One read under way. began: monotonic seconds."""
+
+    began: float = field(default_factory=time.monotonic)
+    over: threading.Event = field(default_factory=threading.Event)
+    made: Any = None
+    error: BaseException | None = None
+
+
+class Patience:
+    """Thread-safe. Who asks for what is being read already waits for that; so a database that hangs holds one thread
+    for each thing that is looked at, however many look and however often. seconds: how long each waits."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._seconds = seconds
+        self._reads: dict[Hashable, _Read] = {}
+        self._lock = threading.Lock()
+
+    def read(self, what: Hashable, read: Callable[[], Result]) -> Result:
+        """Its result, or what it raises; ConsoleError (503) when it takes too long. what: equal for equal reads."""
+        with self._lock:
+            found = self._reads.get(what)
+            if found is None:
+                found = self._reads[what] = _Read()
+                threading.Thread(target=self._run, args=(what, found, read), name="page read", daemon=True).start()
+        if not found.over.wait(self._seconds):
+            seconds = time.monotonic() - found.began
+            raise ConsoleError(503, "unavailable", f"the database has not answered for {seconds:.0f} s")
+        if found.error is not None:
+            raise found.error
+        return found.made  # type: ignore[no-any-return]
+
+    def _run(self, what: Hashable, found: _Read, read: Callable[[], object]) -> None:
+        try:
+            found.made = read()
+        except BaseException as error:  # whoever waits raises it
+            found.error = error
+        finally:
+            with self._lock:
+                del self._reads[what]
+            found.over.set()
