@@ -27,7 +27,7 @@ from app.logs import configure_logging
 from planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
-from planner.packed import from_bytes, make_packed, to_bytes
+from planner.packed import checked, from_bytes, make_packed, to_bytes
 from planner.plan import JobDoc, Plan, PlanError
 
 log = structlog.get_logger()
@@ -255,7 +255,7 @@ def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: ob
     found = catalog.find(Worker.parse(worker, field="failed") for worker in failed)
     if found is None:
         raise PlanError(f"plan {name} is not for these failures")
-    return found.plan
+    return checked(found.plan)
 
 
 def problem(job: JobDoc, failed: Sequence[str], technique: str, memory: str) -> Problem:

@@ -13,7 +13,10 @@ import zlib
 from dataclasses import replace
 from typing import NamedTuple
 
+from planner.check import check
+from planner.check_columns import check_columns
 from planner.columnar import ColumnarPlan, pack, unpack
+from planner.errors import PlannerError
 from planner.job import Problem
 from planner.plan import Plan, PlanError
 from planner.plan_columns import Columns, NotColumnar
@@ -40,12 +43,23 @@ def make_packed(
     on_progress: ProgressCallback | None = None,
     cancelled: Cancelled | None = None,
 ) -> Plan:
-    """The plan that planner.solvers.portfolio.make_plan makes, in columns where it is large and they can hold it."""
+    """The plan that planner.solvers.portfolio.make_plan makes, in columns where it is large and they can hold it.
+
+    Raises PlannerError, for one that breaks a rule too.
+    """
     begin = time.perf_counter()
     solution = best_solution(
         problem, solver=solver, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled
     )
-    return columnar_plan_of(solution, seconds=time.perf_counter() - begin)
+    return checked(columnar_plan_of(solution, seconds=time.perf_counter() - begin))
+
+
+def checked(plan: Plan) -> Plan:
+    """The plan, which breaks no rule. Raises PlannerError: whoever made it is at fault."""
+    wrong = check_columns(plan) if isinstance(plan, ColumnarPlan) else [str(found) for found in check(plan)]
+    if wrong:
+        raise PlannerError(f"the plan of {plan.solver.name} is not valid, and is not used: {wrong[0]}")
+    return plan
 
 
 def columnar_plan_of(solution: Solution, *, seconds: float) -> Plan:
