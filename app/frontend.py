@@ -4,7 +4,8 @@ Opened at /schedule, it asks for /schedule/_stcore/health before /_stcore/health
 error in the browser's console. It takes `window.__streamlit.BACKEND_BASE_URL` instead where that is set.
 
 It asks for the code of each kind of element when the first one has come, and then for what that code needs. Named in
-the head, all of it is read and compiled beside the rest, Plotly's 5 MB as well, and is there by then.
+the head, all of it is read and compiled beside the rest, Plotly's 5 MB as well, and is there by then. Where the first
+chart is to wait for something else, that code is also run while the page waits, for half a second.
 
 It shows grey boxes meanwhile, which fade in and out: each frame of it is drawn anew, by the processor where there is
 no graphics card, and the page comes that much later. They stand still.
@@ -32,12 +33,14 @@ VEGA, PLOTLY, TABLE = ("ArrowVegaLiteChart.", "embed.", "vega-interpreter."), "P
 ELEMENTS = {
     "": ("Html.", "Button.", "ButtonGroup.", "Checkbox.", "TextInput.", *VEGA),
     "schedule": ("Html.", "Selectbox.", "ButtonGroup.", "Slider.", "BidiComponent.", PLOTLY, "PageLink.", TABLE),
-    "planner": ("Html.", "Button.", "Selectbox.", "NumberInput.", "Checkbox.", TABLE),
+    "planner": ("Html.", "Button.", "Selectbox.", "NumberInput.", "Checkbox.", TABLE, PLOTLY),
     "compare": ("Html.", "Multiselect.", "Selectbox.", "ButtonGroup.", PLOTLY, TABLE),
     "catalog": ("Html.", "Selectbox.", "NumberInput.", "Button.", PLOTLY, TABLE),
     "simulate": ("Html.", "Selectbox.", "NumberInput.", "Multiselect.", "Progress.", PLOTLY, TABLE),
     "help": ("Html.", "ButtonGroup."),
 }
+# Their charts come after their words: once something has been simulated, or planned.
+LATER = {"simulate": PLOTLY, "planner": PLOTLY}
 
 _HEAD = (
     "<head><script>window.__streamlit={BACKEND_BASE_URL:location.origin+"
@@ -45,6 +48,10 @@ _HEAD = (
     "setInterval(()=>{performance.clearMarks();performance.clearMeasures()},6e4)</script>"
     "<style>[data-testid=stSkeleton]{animation:none!important}</style>"
 ).encode()
+_RUN = (
+    '<script type="module">const ahead=()=>setTimeout(document.querySelector("h1")?'
+    '()=>import("./static/js/{}").catch(()=>{{}}):ahead,50);ahead()</script>'
+)
 _MAX_PAGE = 1 << 20
 # The imports are at the beginning of a file.
 _IMPORTS = 8192
@@ -123,7 +130,11 @@ def _links(static: Path) -> dict[str, bytes]:
                 queue = [*imports(name), *queue]
 
     link = '<link rel="modulepreload" crossorigin fetchpriority="low" href="./static/js/{}">'
-    return {page: "".join(map(link.format, needed(wanted))).encode() for page, wanted in ELEMENTS.items()}
+    run = {page: _RUN.format(name) for page, begin in LATER.items() for name in names if name.startswith(begin)}
+    return {
+        page: ("".join(map(link.format, needed(wanted))) + run.get(page, "")).encode()
+        for page, wanted in ELEMENTS.items()
+    }
 
 
 def _asks_for_page(scope: Scope) -> bool:

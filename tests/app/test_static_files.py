@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from streamlit.file_util import get_static_dir
 from streamlit.web.server.starlette.starlette_static_routes import create_streamlit_static_handler
 
-from app.frontend import ELEMENTS, PageBase
+from app.frontend import ELEMENTS, LATER, PageBase
 from app.static_files import AT_ONCE, StaticFiles
 
 STATIC = Path(get_static_dir())
@@ -80,6 +80,8 @@ def test_all_that_a_page_is_told_to_ask_for_ahead_is_there_and_is_whole(page: st
     assert len(named) == len(set(named)) and ahead
     for kind in ELEMENTS[page]:
         assert any(name.startswith(kind) for name in ahead), f"Streamlit has no {kind} any more"
+    run = re.findall(r'import\("\./static/js/([^"]+)"\)', html)
+    assert [name in ahead for name in run] == [True] * (page in LATER)
     for name in ahead:
         imported = re.findall(r'(?:from|import)\s*"\./([^"]+\.js)"', (JS / name).read_text())
         assert set(imported) <= set(named), f"{name} imports more"
