@@ -169,13 +169,16 @@ class Planning:
         def done(plan: Plan | None, why: str) -> None:
             if job.job is not asked:
                 return  # its workers' speeds have changed since
-            job.planned_ahead += 1
-            if plan is None:
-                log.warning("no plan ahead", job=job.job_id, reason=why)
-            else:
-                job.file_plan(plan)
-                if job.job is job.nominal:  # speeds that were found pass
-                    self._catalogs.keep(job.question, plan)
+            try:
+                if plan is None:
+                    log.warning("no plan ahead", job=job.job_id, reason=why)
+                else:
+                    job.file_plan(plan)
+                    if job.job is job.nominal:  # speeds that were found pass
+                        self._catalogs.keep(job.question, plan)
+            finally:
+                if job.job is asked:
+                    job.planned_ahead += 1  # whoever sees that finds the plan
 
         missing = [pattern for pattern in patterns if job.catalog.find(pattern) is None]
         job.patterns_asked.update(patterns)
@@ -207,11 +210,11 @@ class Planning:
             if found is None:  # damaged
                 self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
                 continue
-            job.planned_ahead += 1
             try:
                 job.file_plan(found[0])
             except SQLAlchemyError as error:
                 log.warning("a plan ahead could not be filed", job=job.job_id, reason=type(error).__name__)
+            job.planned_ahead += 1
 
 
 def _request(job: LiveJob, failed: Iterable[str]) -> PlanRequest:
