@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from abc import ABC, abstractmethod
 
 from app.coordination.ladder import Ladder
@@ -15,6 +16,7 @@ from app.reports import plain
 from app.view import JobHead, JobSummary, JobView
 from app.views import PlanCache, head, job_view, summary
 from db.observations import Observations
+from db.plan_columns import PlanColumns
 from db.store import Record, Store
 from planner.plan import Plan
 
@@ -75,9 +77,13 @@ class Readings(ABC):
 
     def plan_document(self, job_id: str, fingerprint: str) -> str:
         """The stored JSON, as it is. Raises ConsoleError (404)."""
+        return zlib.decompress(self.deflated_plan(job_id, fingerprint)).decode()
+
+    def deflated_plan(self, job_id: str, fingerprint: str) -> bytes:
+        """The same as it is stored: a tenth, or less. Raises ConsoleError (404)."""
         self.job(job_id)
         with storing():
-            document = self._store.plan(plain(fingerprint))
+            document = PlanColumns(self._store.database).deflated_document(plain(fingerprint))
         if document is None:
             raise unknown_plan(fingerprint)
         return document

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from app.api.agents import Wait
 from app.api.models import (
@@ -30,6 +31,7 @@ from app.console import Console
 from app.views import summary
 from db.store import Record
 
+_DEFLATE = re.compile(r"\bdeflate\b(?! *; *q *= *0(?:\.0*)?(?:,|$))", re.IGNORECASE)
 Limit = Annotated[int, Query(ge=1, le=5000)]
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 
@@ -83,13 +85,23 @@ def router(console: Console) -> APIRouter:
         return Plans(plans=[PlanInfo(**row) for row in rows], next=following)
 
     @api.get("/{job_id}/plans/{fingerprint}", response_model=dict[str, Any], responses={304: {}})
-    async def plan(job_id: str, fingerprint: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
-        """The Plan document. It never changes: its ETag is the fingerprint."""
-        tag = f'"{fingerprint}"'
-        headers = {"ETag": tag, "Cache-Control": "private, max-age=31536000, immutable"}
-        document = await in_thread(console.plan_document, job_id, fingerprint)
+    async def plan(
+        job_id: str,
+        fingerprint: str,
+        request: Request,
+        if_none_match: Annotated[str | None, Header()] = None,
+    ) -> Response:
+        """The Plan document. It never changes: its ETag is the fingerprint. It comes deflated, as it is stored, where
+        Accept-Encoding has that."""
+        small = _DEFLATE.search(request.headers.get("Accept-Encoding", "")) is not None
+        tag = f'"{fingerprint}-deflate"' if small else f'"{fingerprint}"'
+        headers = {"ETag": tag, "Cache-Control": "private, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
+        read = console.deflated_plan if small else console.plan_document
+        document = await in_thread(read, job_id, fingerprint)
         if if_none_match and (if_none_match.strip() == "*" or tag in if_none_match):
             return Response(status_code=304, headers=headers)
+        if small:
+            headers["Content-Encoding"] = "deflate"
         return Response(document, media_type="application/json", headers=headers)
 
     @api.post("/{job_id}/workers/{worker}/kill", status_code=202, tags=["operator"])

@@ -144,10 +144,21 @@ def test_plans_are_made_ahead_for_every_failure(agents: Agents) -> None:
 
 def test_a_plan_is_not_sent_twice(agents: Agents) -> None:
     fingerprint = agents.register_all()["plan_fingerprint"]
-    first = agents.server.get(agents.path(f"/plans/{fingerprint}"))
-    assert first.headers["ETag"] == f'"{fingerprint}"'
-    again = agents.server.get(agents.path(f"/plans/{fingerprint}"), headers={"If-None-Match": first.headers["ETag"]})
-    assert (again.status_code, again.content) == (304, b"")
+    path, documents = agents.path(f"/plans/{fingerprint}"), []
+    for accepted, coding, tag in (
+        ("gzip, deflate", "deflate", f'"{fingerprint}-deflate"'),
+        ("gzip, deflate;q=0", None, f'"{fingerprint}"'),
+        ("identity", None, f'"{fingerprint}"'),
+    ):
+        first = agents.server.get(path, headers={"Accept-Encoding": accepted})
+        assert (first.headers.get("Content-Encoding"), first.headers["ETag"]) == (coding, tag)
+        assert first.headers["Vary"] == "Accept-Encoding"
+        documents.append(first.json())
+        both = {"If-None-Match": tag, "Accept-Encoding": accepted}
+        again = agents.server.get(path, headers=both)
+        assert (again.status_code, again.content) == (304, b"")
+    assert documents[0]["fingerprint"] == fingerprint
+    assert documents[0] == documents[1] == documents[2]
     missing = agents.server.get(agents.path("/plans/nothing"))
     assert (missing.status_code, missing.json()["code"]) == (404, "unknown_plan")
 
