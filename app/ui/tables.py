@@ -74,7 +74,7 @@ def rows_html(table: Mapping[str, Sequence[object]], caption: str) -> str:
         for row in zip(*table.values(), strict=True)
     )
     return (
-        f'<div class="or-rows" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<div class="or-figures" tabindex="0" role="region" aria-label="{escape(caption)}">'
         f'<table class="or-table" role="table"><thead role="rowgroup"><tr role="row">{heads}</tr></thead>'
         f'<tbody role="rowgroup">{rows}</tbody></table></div>'
     )
