@@ -7,8 +7,8 @@ It asks for the code of each kind of element when the first one has come, and th
 the head, all of it is read and compiled beside the rest, Plotly's 5 MB as well, and is there by then. Where the first
 chart is to wait for something else, that code is also run while the page waits, for half a second.
 
-It shows grey boxes meanwhile, which fade in and out: each frame of it is drawn anew, by the processor where there is
-no graphics card, and the page comes that much later. They stand still.
+Sent with a page's first run, the console's style sheet would come after some of what it is for, which would be moved
+by it. It is at the end of the page instead, behind Streamlit's own, which it overrides.
 
 And it notes for the browser's developer tools when each run of a page began and ended, which the browser keeps as
 long as the page is open: 170 MB in a week of one run a second. Once a minute they are dropped.
@@ -30,11 +30,12 @@ PAGES = ("schedule", "planner", "compare", "catalog", "simulate", "help")
 # What a page's elements are drawn with, in the order in which they come: the beginnings of the names of Streamlit's
 # files. What those import is found in them.
 VEGA, PLOTLY, TABLE = ("ArrowVegaLiteChart.", "embed.", "vega-interpreter."), "PlotlyChart.", "DataFrame."
+WAIT = "Spinner."
 ELEMENTS = {
     "": ("Html.", "Button.", "ButtonGroup.", "Checkbox.", "TextInput.", *VEGA),
-    "schedule": ("Html.", "Selectbox.", "ButtonGroup.", "Slider.", "BidiComponent.", PLOTLY, "PageLink.", TABLE),
+    "schedule": ("Html.", "Selectbox.", "ButtonGroup.", "Slider.", "BidiComponent.", PLOTLY, "PageLink.", TABLE, WAIT),
     "planner": ("Html.", "Button.", "Selectbox.", "NumberInput.", "Checkbox.", TABLE, PLOTLY),
-    "compare": ("Html.", "Multiselect.", "Selectbox.", "ButtonGroup.", PLOTLY, TABLE),
+    "compare": ("Html.", "Multiselect.", "Selectbox.", "ButtonGroup.", PLOTLY, TABLE, WAIT),
     "catalog": ("Html.", "Selectbox.", "NumberInput.", "Button.", PLOTLY, TABLE),
     "simulate": ("Html.", "Selectbox.", "NumberInput.", "Multiselect.", "Progress.", PLOTLY, TABLE),
     "help": ("Html.", "ButtonGroup."),
@@ -46,8 +47,10 @@ _HEAD = (
     "<head><script>window.__streamlit={BACKEND_BASE_URL:location.origin+"
     f'location.pathname.replace(/\\/({"|".join(PAGES)})\\/?$/,"/")}};'
     "setInterval(()=>{performance.clearMarks();performance.clearMeasures()},6e4)</script>"
-    "<style>[data-testid=stSkeleton]{animation:none!important}</style>"
 ).encode()
+_STYLE = (
+    f"<style>{(Path(__file__).parent / 'ui' / 'assets' / 'console.css').read_text(encoding='utf-8')}</style>".encode()
+)
 _RUN = (
     '<script type="module">const ahead=()=>setTimeout(document.querySelector("h1")?'
     '()=>import("./static/js/{}").catch(()=>{{}}):ahead,50);ahead()</script>'
@@ -94,7 +97,7 @@ class PageBase:
                 body.extend(message.get("body", b""))
                 if message.get("more_body"):
                     return
-                page = bytes(body).replace(b"<head>", _HEAD, 1)
+                page = bytes(body).replace(b"<head>", _HEAD, 1).replace(b"</body>", _STYLE + b"</body>", 1)
                 if ahead := self._ahead.get(name):
                     page = page.replace(b"</head>", ahead + b"</head>", 1)
                 headers = MutableHeaders(scope=held)

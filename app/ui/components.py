@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from html import escape
-from pathlib import Path
 
 import streamlit as st
 
@@ -25,8 +24,6 @@ from app.view import JobHead, JobView, RecoveryView
 from planner.job import Worker
 from planner.schedule import Schedule
 
-_CSS = Path(__file__).parent / "assets" / "console.css"
-
 JOB_TONE = {
     JobState.STARTING: "wait",
     JobState.RUNNING: "good",
@@ -38,12 +35,12 @@ JOB_TONE = {
 
 
 def use_style() -> Palette:
-    """Puts the style sheet and the theme's colours on the page; returns the palette."""
+    """Puts the theme's colours on the page, for its style sheet; returns the palette."""
     colours = palette(st.context.theme.type)
     names = [f.name for f in fields(Palette) if f.type == "str" and f.name != "name"]
     variables = "".join(f"--or-{n.replace('_', '-')}:{getattr(colours, n)};" for n in names)
     variables += "".join(f"--or-op-{k}:{v};" for k, v in colours.ops.items())
-    st.html(f"<style>:root{{{variables}}}\n{_CSS.read_text()}</style>")
+    st.html(f"<style>:root{{{variables}}}</style>")
     return colours
 
 

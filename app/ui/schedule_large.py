@@ -24,7 +24,7 @@ def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wis
     """Draws both; a box on the picture, or the fields, choose the part, which is returned."""
     revision = f"{fingerprint}-{len(workers)}"
     names = [str(w) for w in workers]
-    with st.container(horizontal=True, vertical_alignment="bottom"):
+    with st.container(horizontal=True, vertical_alignment="bottom", key="overview-part"):
         first = st.selectbox("First row", names, key="first-row", bind="query-params", on_change=_forget_box, width=160)
         box = _box(len(workers))
         if box:

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from app.frontend import PAGES, PageBase
 
 MAIN = Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py"
-HTML = "<!DOCTYPE html><html><head><title>x</title></head></html>"
+HTML = "<!DOCTYPE html><html><head><title>x</title></head><body><p>y</p></body></html>"
 BROWSER = {"Accept": "text/html,application/xhtml+xml"}
 
 
@@ -61,7 +61,10 @@ def test_a_page_has_the_script_and_its_length(client: TestClient, path: str) -> 
     assert answer.status_code == 200 and "etag" not in answer.headers
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert answer.text.count("window.__streamlit={BACKEND_BASE_URL:") == 1
-    assert re.sub(r"<(script|style)>.*?</\1>", "", answer.text) == HTML
+    css = (MAIN.parent / "assets" / "console.css").read_bytes()
+    end = b"<p>y</p><style>" + css + b"</style></body></html>"
+    assert answer.content.endswith(end), "behind the rules that it overrides"
+    assert re.sub(r"<(script|style)>.*?</\1>", "", answer.text, flags=re.DOTALL) == HTML
 
 
 def test_everything_else_is_left_alone(client: TestClient) -> None:

@@ -165,21 +165,33 @@ def test_a_box_on_a_large_plan_opens_its_ops(site: Site, page: Page) -> None:
 def test_a_large_plan_is_seen_and_takes_a_box_before_the_code_of_charts_is_there(site: Site, page: Page) -> None:
     held: list[Route] = []
     page.route("**/PlotlyChart.*.js", lambda route: held.append(route))
-    page.goto(f"{site.root}/schedule?job={site.large}")
+    scripts: list[str] = []
+    page.on("request", lambda request: scripts.append(request.url.rpartition("/static/js/")[2]))
+    page.goto(f"{site.root}/schedule?job={site.large}", wait_until="commit")
     picture, pad = page.locator(".or-overview img"), page.locator(".or-pad[data-ready]")
     picture.wait_for()
-    before = picture.bounding_box()
+    first = picture.bounding_box()
     assert picture.get_attribute("alt") == "Overview of 64 workers over one iteration."
     assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1600
     pad.wait_for()
-    assert pad.bounding_box() == picture.bounding_box() == before
+    page.evaluate("document.fonts.ready")
+    before = picture.bounding_box()
+    assert pad.bounding_box() == before and first and before
+    assert (first["x"], first["width"], first["height"]) == (before["x"], before["width"], before["height"])
+    assert abs(first["y"] - before["y"]) < 20, "the rows above have had their places"
     drag(page, pad, 0.4, 0.5)
     page.wait_for_url("**box=**")
     assert held and not page.locator(".js-plotly-plot").count()
+    moves = "box => box.getAnimations({subtree: true}).length"
+    assert page.locator("[data-testid=stSkeleton]").first.evaluate(moves) == 0, "what waits stands still"
     for route in held:
         route.continue_()
     page.locator(".js-plotly-plot .main-svg").first.wait_for()
     assert picture.bounding_box() == before, "nothing on the page has moved it"
+    page.locator("[data-testid=stDataFrame]").first.wait_for()
+    ahead = page.locator("link[rel=modulepreload], script[type=module]")
+    named = {link.rpartition("/")[2] for link in ahead.evaluate_all("all => all.map(one => one.href || one.src)")}
+    assert {name for name in scripts if name.endswith(".js")} <= named, "nothing that it draws with is asked for late"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
