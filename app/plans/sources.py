@@ -190,7 +190,7 @@ def _measured(console: Console, reference: Measured) -> Source | Awaited:
     job = console.job(job_id)
     found = measured_iteration(console, job_id, iteration, watch=True, keep=True)
     if found is None and iteration is not None:
-        raise ConsoleError(404, NOT_KEPT, f"iteration {iteration} of job {job.spec.name!r} is not kept as it ran")
+        raise ConsoleError(404, NOT_KEPT, f"plan: iteration {iteration} of job {job.spec.name!r} is not kept as it ran")
     if found is not None:
         name = f"{job.spec.name}, iteration {found.iteration} as it ran"
         return Source(reference, name, found.plan, job_id, found)

@@ -52,7 +52,7 @@ def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator, *, wi
     of_job = {**names(console, job_id, clock), **measured_name(console, job_id)} if job_id else {}
     options = {**of_job, **saved_names(console)}
     place = st.container(width=width)
-    wanted = _wanted(console, job_id, notes)
+    wanted, understood = _wanted(console, job_id, notes)
     if wanted is not None:
         options.setdefault(str(wanted.reference), wanted.name)
     if not options:
@@ -69,7 +69,7 @@ def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator, *, wi
         on_change=_remember,
     )
     found = ready(console, parse_reference(chosen))
-    if found is not None and (wanted is not None or found.reference == OfJob(job_id or "")):
+    if found is not None and understood and (wanted is not None or found.reference == OfJob(job_id or "")):
         _into_address(found, job_id)
     return found
 
@@ -90,27 +90,30 @@ def clock(at: float) -> str:
     return text.moment(at, st.context.timezone, time.time())
 
 
-def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> Source | Awaited | None:
-    """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's."""
+def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tuple[Source | Awaited | None, bool]:
+    """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's. False: what the URL
+    asks for can't be shown; it stays as it is."""
     said = st.query_params.get("plan")
     in_force = find(console, OfJob(job_id)) if job_id and console.job(job_id).state.current else None
     found: Source | Awaited | None = in_force
+    understood = True
     if said is not None:
         reference: Reference | None = None
         try:
             reference = parse_reference(said if ":" in said or job_id is None else str(OfJob(job_id, said)))
             found = find(console, reference)
         except (InputError, ConsoleError) as error:
+            understood = False
             notes.error(f"{error}. Choose one instead.")
             if isinstance(reference, Measured) and isinstance(error, ConsoleError) and error.code == NOT_KEPT:
                 notes.button(
                     "Show the newest that was measured", on_click=_show, args=(newest(reference),), key="show-newest"
                 )
     if isinstance(in_force, Source) and job_id is not None and _follows(found, in_force, job_id, notes):
-        return in_force
+        return in_force, understood
     if isinstance(found, Source) and found.measured is not None:
-        return replace(found, reference=pinned(found))
-    return found
+        return replace(found, reference=pinned(found)), understood
+    return found, understood
 
 
 def _follows(found: Source | Awaited | None, in_force: Source, job_id: str, notes: DeltaGenerator) -> bool:

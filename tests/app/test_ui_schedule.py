@@ -238,6 +238,8 @@ def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(cons
 
     unknown = open_page(job=job.job_id, plan=f"measured:{job.job_id}:{newer + 1}")
     assert f"iteration {newer + 1} of job 'measured job' is not kept as it ran" in unknown.error[0].value
+    unknown.run()
+    assert unknown.error, "it is said for as long as the address asks for it"
     unknown.button(key="show-newest").click().run()
     assert f"**Iteration {newer}** as it ran" in words(unknown) and not unknown.error
 
