@@ -139,7 +139,7 @@ class Advising:
         unit = unit_seconds(job, epochs, store.iterations(job.job_id, limit=ITERATIONS, newest=True))
         if unit is None and job.job.time_unit == "slot":
             return None
-        copies = copy_times(epochs, store.acknowledgements(job.job_id))
+        copies = copy_times(epochs, store.last_acknowledgements(job.job_id))
         known = grounds(store.recoveries(job.job_id), repair_times(changes(epochs)), copies)
         work = None
         if spec.checkpoints:

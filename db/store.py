@@ -201,6 +201,13 @@ class Store:
         with self.database.read() as session:
             return _rows(session, select(AcknowledgementRow.__table__).where(*where).order_by(AcknowledgementRow.at))
 
+    def last_acknowledgements(self, job_id: str) -> list[Record]:
+        """Of each epoch and state (epoch, state, at) that of the last worker: of thousands, one row is enough."""
+        key = (AcknowledgementRow.epoch, AcknowledgementRow.state)
+        query = select(*key, func.max(AcknowledgementRow.at).label("at")).where(AcknowledgementRow.job_id == job_id)
+        with self.database.read() as session:
+            return _rows(session, query.group_by(*key).order_by(*key))
+
     # -- plans ------------------------------------------------------------------------------
 
     def put_plan(

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sqlalchemy.exc import IntegrityError
 
+from db.plan_columns import PlanColumns
 from db.store import Change, Store
+from planner.packed import Packed
 
 WORKERS = [{"name": f"W{p}_{s}", "state": "starting"} for p in range(2) for s in range(2)]
 
@@ -88,11 +91,30 @@ def test_epochs_come_page_by_page_with_their_acknowledgements(store: Store) -> N
     make_job(store)
     for number in (1, 2, 3, 4):
         ack = {"worker": "W0_0", "incarnation": "a", "epoch": number, "state": "adopted", "iteration": 0, "at": 1.0}
+        later = [{**ack, "worker": "W1_0", "at": 1.5}, {**ack, "state": "formed", "at": 2.0}] if number == 4 else []
         plan = ("f", "{}", [], False) if number == 1 else None
-        store.apply("job", Change(plan=plan, epoch=epoch(number), acknowledgements=[ack]))
+        store.apply("job", Change(plan=plan, epoch=epoch(number), acknowledgements=[ack, *later]))
+    assert [(row["epoch"], row["state"], row["at"]) for row in store.last_acknowledgements("job")] == [
+        (1, "adopted", 1.0),
+        (2, "adopted", 1.0),
+        (3, "adopted", 1.0),
+        (4, "adopted", 1.5),
+        (4, "formed", 2.0),
+    ]
     assert [row["epoch"] for row in store.epochs("job", after=1, limit=2)] == [2, 3]
     assert [row["epoch"] for row in store.acknowledgements("job", after=1, last=3)] == [2, 3]
     assert [row["epoch"] for row in store.epochs("job")] == [1, 2, 3, 4]
+
+
+def test_what_another_process_has_packed_is_stored_as_it_is(store: Store) -> None:
+    make_job(store)
+    packed = Packed(b"columns", zlib.compress(b"{}"))
+    for _ in range(2):
+        store.put_plan("job", "p", packed, [], True)
+    assert store.plan("p") == "{}"
+    columns = PlanColumns(store.database)
+    assert columns.get("p") == b"columns"
+    assert columns.deflated_document("p") == packed.document
 
 
 def test_a_change_that_fails_leaves_nothing(store: Store) -> None:
