@@ -26,10 +26,12 @@ def box_select(width: float, rows: int, part: Box, *, key: str, on_box: Callable
 
 
 def drawn_box(key: str) -> Box | None:
-    """The box that has just been drawn."""
+    """The box that has just been drawn. What else a browser may send is none."""
     state = st.session_state.get(key)
     box = state.get("box") if state else None
-    return (box[0], box[1], box[2], box[3]) if box else None
+    if not isinstance(box, list) or len(box) != 4 or not all(isinstance(edge, int | float) for edge in box):
+        return None
+    return box[0], box[1], box[2], box[3]
 
 
 @cache

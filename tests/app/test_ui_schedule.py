@@ -173,9 +173,10 @@ def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     schedule_large._remember_box()
     assert query == {"box": "10,30.5,3,7"}
-    state[schedule_large.PAD] = {}
-    schedule_large._remember_box()
-    assert query == {"box": "10,30.5,3,7"}
+    for nothing in ({}, {"box": None}, {"box": [1, 2]}, {"box": ["1", 2, 3, 4]}, {"box": "1,2,3,4"}):
+        state[schedule_large.PAD] = nothing  # type: ignore[assignment]
+        schedule_large._remember_box()
+        assert query == {"box": "10,30.5,3,7"}
 
 
 def measure(console: Console, job: JobHere) -> int:

@@ -75,7 +75,7 @@ def overview(schedule: Schedule, workers: Sequence[Worker], drawn: str, alt: str
     width, height = job.units(schedule.end), len(workers)
     rows = sorted({round(i) for i in np.linspace(0, height - 1, min(height, 9))})
     names = "".join(f'<span style="top:{100 * (i + 0.5) / height:.2f}%">{workers[i]}</span>' for i in rows)
-    times = "".join(f'<span style="left:{100 * t / width:.2f}%">{t:,g}</span>' for t in _round_times(width))
+    times = "".join(f'<span style="left:{100 * t / width:.2f}%">{t:,.10g}</span>' for t in _round_times(width))
     return (
         f'<figure class="or-overview"><div class="or-rows" aria-hidden="true">{names}</div>'
         f'<img src="{drawn}" alt="{escape(alt)}"><div class="or-times" aria-hidden="true">{times}</div>'
