@@ -13,6 +13,9 @@ from app.api.runner import in_thread
 from app.coordination.together import Report
 from app.live import LiveJob
 
+# Of one transaction: whoever else waits for the job, such as the clock that looks for silent workers, comes in between.
+MOST = 1024
+
 
 class Intake:
     """Of all jobs, in the API's event loop: what comes while a job stores, it takes together next."""
@@ -34,7 +37,10 @@ class Intake:
         return await answer
 
     async def _drain(self, job: LiveJob) -> None:
-        while queue := self._queues.pop(job, None):
+        while waiting := self._queues.pop(job, None):
+            queue, later = waiting[:MOST], waiting[MOST:]
+            if later:
+                self._queues[job] = later
             results: Sequence[str | Exception]
             try:
                 results = await in_thread(job.apply_all, [report for report, _ in queue])

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from agent.protocol import Acknowledgement, FailureReport, JobSpec, Registration
+from app.api import intake as intake_module
 from app.api.intake import Intake
 from app.console import Console
 from app.coordination.together import Report
@@ -92,7 +93,11 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
     assert together.state.job_state == "running"
 
 
-def test_what_comes_together_is_stored_in_one_transaction(console: Console) -> None:
+@pytest.mark.parametrize(("most", "expected"), [(1024, [1, 11]), (4, [1, 4, 4, 3])])
+def test_what_comes_together_is_stored_in_few_transactions(
+    console: Console, monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
+) -> None:
+    monkeypatch.setattr(intake_module, "MOST", most)
     job_id = console.create_job(SPEC)[0].job_id
     job, store = console.job(job_id), store_of(console)
     job.apply_all(registrations(console, job_id))
@@ -112,7 +117,7 @@ def test_what_comes_together_is_stored_in_one_transaction(console: Console) -> N
         return await asyncio.gather(first, *others)
 
     assert len(asyncio.run(all_at_once())) == len(reports)
-    assert [len(change.acknowledgements) for change in store.changes if change.acknowledgements] == [1, 11]
+    assert [len(change.acknowledgements) for change in store.changes if change.acknowledgements] == expected
 
 
 def test_a_refused_report_does_not_keep_out_the_others(console: Console) -> None:
