@@ -65,41 +65,43 @@ class HouseKeeping:
     def _keep_house(self) -> None:
         whole = new = timed(whole=True)
         while not self._stop.wait(LOOK_SECONDS):
-            count, kept_out = gc.get_count()[0], gc.get_freeze_count()
-            which = due(time.monotonic(), new, whole, count, kept_out, resident_bytes())
+            more = gc.get_count()[0]
+            which = due(time.monotonic(), new, whole, more, resident_bytes())
             if which is not None:
-                new = timed(whole=which)
+                new = timed(new.kept_out + more, whole=which)
                 whole = new if which else whole
 
 
 @dataclass(frozen=True)
 class Round:
-    """at: when it ended, of the monotonic clock, in seconds. took: seconds. held: bytes that the process held then."""
+    """at: when it ended, of the monotonic clock, in seconds. took: seconds. held: bytes that the process held then.
+    kept_out: about so many objects are left to the next whole one."""
 
     at: float
     took: float
     held: int
+    kept_out: int = 0
 
 
-def timed(*, whole: bool) -> Round:
-    """Makes a round."""
+def timed(kept_out: int = 0, *, whole: bool) -> Round:
+    """Makes a round. kept_out: as Round has it, of one that is not whole."""
     began = time.monotonic()
     held = make_round(whole=whole)
     now = time.monotonic()
-    return Round(now, now - began, held)
+    # To count them takes as long as a part of the round.
+    return Round(now, now - began, held, gc.get_freeze_count() if whole else kept_out)
 
 
-def due(now: float, last: Round, last_whole: Round, more: int, kept_out: int, resident: int) -> bool | None:
+def due(now: float, last: Round, last_whole: Round, more: int, resident: int) -> bool | None:
     """Is a round to be made now, and a whole one? None: no.
 
-    last: of either kind. more: objects than at the last; kept_out: objects that it left to the next whole one;
-    resident: bytes that the process holds now.
+    last: of either kind. more: objects than at the last; resident: bytes that the process holds now.
     """
     since = now - last_whole.at
     grown = resident > GROWTH * last_whole.held + NEW_BYTES
     if since >= (GROWN_SECONDS if grown else max(WHOLE_SECONDS, last_whole.took / SHARE)):
         return True
-    much = more >= max(NEW_OBJECTS, kept_out / 4) or resident > GROWTH * last.held + NEW_BYTES
+    much = more >= max(NEW_OBJECTS, last.kept_out / 4) or resident > GROWTH * last.held + NEW_BYTES
     return False if much or now - last.at >= max(NEW_SECONDS, last.took / SHARE) else None
 
 

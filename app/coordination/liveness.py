@@ -47,7 +47,7 @@ def heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
         if draining != member.draining:
             passing = False
         members[name] = member.heard_at(heard, draining)
-    return Step(replace(state, members=members), tuple(notes), "heartbeats", passing)
+    return Step(state.with_heard(members), tuple(notes), "heartbeats", passing)
 
 
 def tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:

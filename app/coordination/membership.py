@@ -194,6 +194,12 @@ class State:
             new.__dict__["tally"] = Tally(unready, unsettled)
         return new
 
+    def with_heard(self, members: Mapping[str, Member]) -> State:
+        """With these, of whom some have been heard: that changes nobody's part in an epoch, so the tally holds."""
+        new = replace(self, members=members)
+        new.__dict__["tally"] = self.tally
+        return new
+
     @property
     def job_state(self) -> JobState:
         if self.over:

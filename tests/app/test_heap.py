@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -82,13 +83,13 @@ def test_when_a_round_is_due() -> None:
     gib, begin, objects = 2**30, Round(0.0, 0.01, 2**30), heap.NEW_OBJECTS
     soon, late = heap.NEW_SECONDS - 1, heap.NEW_SECONDS
 
-    def due(now: float, last: Round = begin, more: int = 10, kept_out: int = 0, resident: int = gib) -> bool | None:
-        return heap.due(now, last, begin, more, kept_out, resident)
+    def due(now: float, last: Round = begin, more: int = 10, resident: int = gib) -> bool | None:
+        return heap.due(now, last, begin, more, resident)
 
     assert due(soon) is None
     assert due(late) is False, "over what is new"
     assert due(soon, more=objects) is False, "much is new"
-    assert due(soon, more=objects, kept_out=5 * objects) is None, "not so much for so many"
+    assert due(soon, replace(begin, kept_out=5 * objects), objects) is None, "not so much for so many"
     assert due(soon, resident=2 * gib) is False, "and large"
     assert due(soon, resident=gib + heap.NEW_BYTES) is None
     recent = Round(heap.WHOLE_SECONDS - 2, 0.1, 2 * gib)
@@ -103,12 +104,12 @@ def test_when_a_round_is_due() -> None:
 def test_rounds_take_a_thousandth_of_the_time() -> None:
     gib, took = 2**30, 2.0
     long = Round(0.0, took, gib)
-    assert heap.due(1000 * took - 1, long, long, 10, 0, gib) is None
-    assert heap.due(1000 * took, long, long, 10, 0, gib) is True
+    assert heap.due(1000 * took - 1, long, long, 10, gib) is None
+    assert heap.due(1000 * took, long, long, 10, gib) is True
     short = Round(0.0, 0.1, gib)
-    assert heap.due(1000 * short.took - 1, short, long, 10, 0, gib) is None
-    assert heap.due(1000 * short.took, short, long, 10, 0, gib) is False
-    assert heap.due(heap.GROWN_SECONDS, long, long, 10, 0, 2 * gib) is True, "but for growth"
+    assert heap.due(1000 * short.took - 1, short, long, 10, gib) is None
+    assert heap.due(1000 * short.took, short, long, 10, gib) is False
+    assert heap.due(heap.GROWN_SECONDS, long, long, 10, 2 * gib) is True, "but for growth"
 
 
 def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest() -> None:
