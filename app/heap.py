@@ -28,10 +28,11 @@ OP_BYTES = 80
 WHOLE_SECONDS, NEW_SECONDS = 900.0, 60.0
 # No more of the time than this goes into either: looking through what a console of 8,192 workers holds takes a second.
 SHARE = 0.001
-# Sooner, where there are so many objects more than before, or so much more is held. A whole one may take more of the
-# time then, but is not made within so many seconds of another: as long as a large job's workers register, all grows.
-NEW_OBJECTS, NEW_BYTES, GROWTH = 200_000, 64 * 2**20, 1.25
-GROWN_SECONDS = 300.0
+# Sooner, where there are so many objects more than before, or so much more is held.
+NEW_OBJECTS, NEW_BYTES = 200_000, 256 * 2**20
+# A whole one as well, where memory has grown so much since the last one, but not within so many seconds of it: as long
+# as a large job's workers register, all grows.
+GROWTH, GROWN_BYTES, GROWN_SECONDS = 1.25, 64 * 2**20, 300.0
 LOOK_SECONDS = 1.0
 
 _lock = threading.Lock()
@@ -98,7 +99,7 @@ def due(now: float, last: Round, last_whole: Round, more: int, resident: int) ->
     last: of either kind. more: objects than at the last; resident: bytes that the process holds now.
     """
     since = now - last_whole.at
-    grown = resident > GROWTH * last_whole.held + NEW_BYTES
+    grown = resident > GROWTH * last_whole.held + GROWN_BYTES
     if since >= (GROWN_SECONDS if grown else max(WHOLE_SECONDS, last_whole.took / SHARE)):
         return True
     much = more >= max(NEW_OBJECTS, last.kept_out / 4) or resident > GROWTH * last.held + NEW_BYTES

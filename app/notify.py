@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,6 +11,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 AT_ONCE = 8
+# Those who come while so many wait are sent home at different moments, after half of their time at the earliest: else
+# thousands who were woken by the same epoch would all ask again at the same time, too, and again each time.
+CROWD = 64
 
 
 class Topic:
@@ -40,8 +44,11 @@ class Topic:
         return self._closed
 
     async def wait_for(self, look: Callable[[], T | None], timeout: float) -> T | None:
-        """The first `look()` that is not None; None after `timeout` seconds. `look` must not block."""
+        """The first `look()` that is not None; None after `timeout` seconds, or sooner in a crowd. `look` must not
+        block."""
         loop = asyncio.get_running_loop()
+        if len(self._waiters) >= CROWD:
+            timeout *= random.uniform(0.5, 1.0)
         until = loop.time() + timeout
         while True:
             news: asyncio.Future[None] = loop.create_future()

@@ -33,7 +33,7 @@ from app.security.callers import Role
 from planner.plan import job_doc
 
 After = Annotated[int, Query(ge=0, le=2**53)]
-Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new")]
+Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
@@ -103,7 +103,7 @@ def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRo
 
     @api.get("/{job_id}/commands")
     async def commands(job_id: str, after: After = 0, wait: Wait = 0) -> Commands:
-        """Commands with seq > after, as soon as there are any; an empty list after `wait` seconds."""
+        """Commands with seq > after, as soon as there are any; an empty list after `wait` seconds at most."""
         topic = console.job(job_id).topic
         found = await topic.wait_for(lambda: console.commands(job_id, after) or None, wait)
         return Commands(commands=tuple(found or ()))

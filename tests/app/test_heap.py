@@ -91,7 +91,7 @@ def test_when_a_round_is_due() -> None:
     assert due(soon, more=objects) is False, "much is new"
     assert due(soon, replace(begin, kept_out=5 * objects), objects) is None, "not so much for so many"
     assert due(soon, resident=2 * gib) is False, "and large"
-    assert due(soon, resident=gib + heap.NEW_BYTES) is None
+    assert due(soon, resident=gib + heap.NEW_BYTES) is None, "there is so much already"
     recent = Round(heap.WHOLE_SECONDS - 2, 0.1, 2 * gib)
     assert due(heap.WHOLE_SECONDS - 1, last=recent) is None
     assert due(heap.WHOLE_SECONDS, last=recent) is True, "over everything"

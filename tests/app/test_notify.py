@@ -4,6 +4,9 @@ import asyncio
 import threading
 import time
 
+import pytest
+
+from app import notify
 from app.notify import Topic
 
 
@@ -42,6 +45,25 @@ def test_nothing_in_time_is_none() -> None:
     begin = time.monotonic()
     assert asyncio.run(Topic().wait_for(lambda: None, 0.05)) is None
     assert time.monotonic() - begin >= 0.05
+
+
+def test_a_crowd_does_not_come_back_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "CROWD", 2)
+    monkeypatch.setattr(notify.random, "uniform", lambda least, most: 0.0)
+
+    def nothing() -> int | None:
+        return None
+
+    async def main() -> None:
+        topic = Topic()
+        first = [asyncio.create_task(topic.wait_for(nothing, 60)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(topic.wait_for(nothing, 60), 10) is None, "sooner than asked for"
+        assert not any(task.done() for task in first)
+        topic.close()
+        await asyncio.gather(*first)
+
+    asyncio.run(main())
 
 
 def test_a_closed_topic_sends_everyone_home() -> None:
