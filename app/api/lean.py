@@ -117,8 +117,8 @@ class AgentEndpoints:
         return await self.next_deployment(job_id, int(asked[1]), float(asked[2] or 0), small=small)
 
     async def next_deployment(self, job_id: str, after: int, wait: float, *, small: bool = False) -> bytes | None:
-        """The newest deployment with an epoch above `after`, as soon as there is one; None: none in `wait` seconds, or in
-        less where many wait.
+        """The newest deployment with an epoch above `after`, as soon as there is one; None: none in `wait` seconds,
+        or in less where many wait.
         small: compressed, where that is worth it.
 
         Raises ConsoleError.
