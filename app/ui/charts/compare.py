@@ -74,7 +74,9 @@ def comparison(strips: Sequence[Strip], colours: Palette, *, revision: str = "co
         uniformtext={"mode": "hide", "minsize": 7} if _dense(strips) else None,
     )
     unit = plural(strips[0].plan.job.time_unit) if factors == [1.0] * len(strips) else RELATIVE
-    figure.update_xaxes(title_text=f"time ({unit})", range=[0, end], anchor=sheets[-1].axis, layer="below traces")
+    figure.update_xaxes(
+        title_text=f"time ({unit})", tickformat=",", range=[0, end], anchor=sheets[-1].axis, layer="below traces"
+    )
     figure.update_xaxes(showgrid=not as_pictures)  # lines over a picture look like part of it
     return figure
 

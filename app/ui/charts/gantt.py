@@ -88,6 +88,7 @@ def _lay_out(figure: go.Figure, sheet: Sheet, start: float, end: float, *, dense
     )
     figure.update_xaxes(
         title_text=f"time in the iteration ({plural(sheet.job.time_unit)})",
+        tickformat=",",
         range=[sheet.x(start), sheet.x(end)],
         showgrid=True,
         layer="below traces",
