@@ -67,7 +67,7 @@ def test_data_age_warns_when_it_is_old() -> None:
 def test_roll_out_is_counted_while_it_lasts() -> None:
     base = factory.failed()
     steps = {"W0_0": "adopted", "W0_1": "formed", "W0_2": "resumed"}
-    workers = tuple(replace(w, acknowledged=steps.get(w.name, ""), epoch=2) for w in base.workers)
+    workers = tuple(w._replace(acknowledged=steps.get(w.name, ""), epoch=2) for w in base.workers)
     rolling = replace(base, state=JobState.RECOVERING, workers=workers)
     assert facts.roll_out(rolling) == "of 11 workers 3 adopted, 2 formed, 1 resumed"
     assert card(rolling, "Plan in force").tone == "warn"
@@ -77,9 +77,9 @@ def test_roll_out_is_counted_while_it_lasts() -> None:
 
 
 def test_a_slow_worker_is_shown_as_slow() -> None:
-    slow = replace(factory.running().workers[0], slow=1.62)
+    slow = factory.running().workers[0]._replace(slow=1.62)
     assert facts.look(slow) == "slow" and facts.tile_words(slow) == "slow, 1.6 ×"
-    assert facts.look(replace(slow, state=WorkerState.FAILED)) == "failed"
+    assert facts.look(slow._replace(state=WorkerState.FAILED)) == "failed"
 
 
 def test_workers_card_names_the_failed() -> None:
@@ -105,7 +105,7 @@ def test_kill_tells_who_takes_over_and_when_nobody_can() -> None:
     sentence, survives = facts.consequence_of_kill(view, by_name["W0_2"])
     assert survives and "9 micro-batches" in sentence and "W2_2" in sentence and "W1_2" not in sentence
     halted = factory.halted()
-    last = replace(next(w for w in halted.workers if w.name == "W1_2"), state="running")
+    last = next(w for w in halted.workers if w.name == "W1_2")._replace(state="running")
     sentence, survives = facts.consequence_of_kill(halted, last)  # type: ignore[arg-type]
     assert not survives and "halts" in sentence
 

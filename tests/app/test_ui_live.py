@@ -135,7 +135,7 @@ def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page
         if page != "live":
             test.switch_page(f"{page}.py").run()
         assert "the database can't take this now" in test.error[0].value
-        assert "comes back by itself" in html(test)
+        assert "by itself" in test.error[0].value + html(test), "whoever waits need not do anything"
         database.heal()
         test.run()
         assert not test.exception and not test.error
