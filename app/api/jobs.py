@@ -125,7 +125,7 @@ def _jobs(console: Console, after: str | None, limit: int | None) -> bytes:
 
 
 def _workers(console: Console, job_id: str) -> Workers:
-    return Workers(workers=[WorkerInfo(**vars(worker)) for worker in console.view(job_id, 1, 1).workers])
+    return Workers(workers=[WorkerInfo(**worker._asdict()) for worker in console.view(job_id, 1, 1).workers])
 
 
 def _epochs(console: Console, job_id: str, after: int, limit: int | None) -> Epochs:
