@@ -26,6 +26,9 @@ _KEEP_OPS = 400_000
 
 # Of jobs of so many workers, what is seen of each is made once a second, however many look.
 SHARED, SHARED_SECONDS = 256, 1.0
+# And some at a time: while another thread is at work, the event loop gets its turn once for each heartbeat, which is
+# not often enough for thousands a second.
+AT_ONCE, PAUSE_SECONDS = 256, 0.001
 
 
 class PlanCache:
@@ -153,9 +156,13 @@ def _workers(job: LiveJob, fingerprint: str | None, rerouted: Mapping[str, int])
     known = job.view_cache.get("workers")
     if isinstance(known, _Workers) and known.key == key and now - known.at < SHARED_SECONDS:
         return known.workers
-    made = tuple(worker_view(job, member, rerouted.get(member.name, 0)) for member in members.values())
-    job.view_cache["workers"] = _Workers(key, now, made)
-    return made
+    made: list[WorkerView] = []
+    for count, member in enumerate(members.values(), start=1):
+        made.append(worker_view(job, member, rerouted.get(member.name, 0)))
+        if count % AT_ONCE == 0:
+            time.sleep(PAUSE_SECONDS)
+    job.view_cache["workers"] = _Workers(key, now, tuple(made))
+    return tuple(made)
 
 
 def worker_view(job: LiveJob, member: Member, takes_rerouted: int = 0) -> WorkerView:
