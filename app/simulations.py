@@ -75,6 +75,9 @@ class SimulationRequest(BaseModel):
     history: tuple[tuple[float, str, str], ...] = ()
     history_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # pydantic's own can't: a job has its workers' speeds in a dict
+
     @property
     def ops(self) -> int:
         """Of one iteration."""

@@ -47,8 +47,9 @@ def repair_times(rows: Iterable[Row]) -> list[float]:
     return times
 
 
-def history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
-    """((seconds since the first epoch, worker, `failed` or `joined`), ...), seconds covered.
+def history(console: Console, job_id: str, seconds: float | None = None) -> tuple[tuple[Row, ...], float]:
+    """((seconds since the first epoch, worker, `failed` or `joined`), ...), seconds covered: to now, or the first so
+    many.
 
     An epoch tells both: who is out that was in before, and who is in that was out. Raises ConsoleError.
     """
@@ -61,4 +62,7 @@ def history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
     iterations = console.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
     last = iterations[-1]["committed_at"] if iterations else time.time()
     # Whole ten seconds: a page that is opened again soon asks the same question.
-    return tuple(rows), 10.0 * ((max(last, epochs[-1]["opened_at"]) - begin) // 10 + 1)
+    covered = 10.0 * ((max(last, epochs[-1]["opened_at"]) - begin) // 10 + 1)
+    if seconds is not None:
+        covered = min(covered, seconds)
+    return tuple(row for row in rows if row[0] <= covered), covered

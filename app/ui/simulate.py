@@ -7,7 +7,7 @@ from typing import Any
 import streamlit as st
 
 from app.console import Console, get_console
-from app.observing.job_history import history
+from app.observing.job_history import Row, history
 from app.simulations import DRAWN, HISTORY, POLICIES, Simulation, SimulationRequest, parse_request, shapes
 from app.ui import components, text
 from app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time
@@ -21,6 +21,8 @@ from planner.simulation.traces.public import public_traces
 
 SHAPE = "A model's shape"
 SHOWN = "simulation-shown"
+# In the URL, so that a link shows what its sender saw.
+COVERS = "covers"
 # For the first result, which often comes at once; after that the page is drawn without, and looks again.
 PATIENCE_SECONDS = 0.5
 DEFAULT_POLICIES = ["ours", "recycle", "repartition", "drop-replica", "checkpoint-restart"]
@@ -98,9 +100,11 @@ def _ask(console: Console) -> SimulationRequest:
             "$ per worker-hour", 0.0, 1e4, 2.0, key="sim_dollars", bind="query-params", width=130, format="%g"
         )
     if values["trace"] == HISTORY:
-        values["history"], values["history_seconds"] = history(console, source)
+        values["history"], values["history_seconds"] = _history(console, source)
         if not values["history"]:
             components.quiet("No worker of this job has failed so far, so its history has nothing to tell yet.")
+    else:
+        st.query_params.pop(COVERS, None)
     values["policies"] = tuple(
         st.multiselect(
             "Policies",
@@ -114,6 +118,20 @@ def _ask(console: Console) -> SimulationRequest:
     if not values["policies"]:
         raise InputError("Policies", "none", "at least one to simulate")
     return parse_request(**values)
+
+
+def _history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
+    """The job's own up to when the page was opened, or its sender's was: `?covers=<job>:<seconds>`."""
+    job, _, seconds = st.query_params.get(COVERS, "").partition(":")
+    pinned = float(seconds) if job == job_id and seconds.isdecimal() and len(seconds) < 10 else None
+    rows, covered = history(console, job_id, pinned)
+    if pinned is None:
+        st.query_params[COVERS] = f"{job_id}:{covered:.0f}"
+    elif history(console, job_id)[1] > covered:
+        with st.container(horizontal=True, vertical_alignment="center", key="simulate-covers"):
+            components.quiet(f"The job's first {text.milliseconds(1000 * covered)}; it has gone on since.")
+            st.button("Up to now", key="simulate-to-now", on_click=lambda: st.query_params.pop(COVERS, None))
+    return rows, covered
 
 
 def _results(simulation: Simulation, colours: Palette) -> None:
