@@ -161,8 +161,9 @@ def _workers(job: LiveJob, fingerprint: str | None, rerouted: Mapping[str, int])
         made.append(worker_view(job, member, rerouted.get(member.name, 0)))
         if count % AT_ONCE == 0:
             time.sleep(PAUSE_SECONDS)
-    job.view_cache["workers"] = _Workers(key, now, tuple(made))
-    return tuple(made)
+    workers = tuple(made)
+    job.view_cache["workers"] = _Workers(key, now, workers)
+    return workers
 
 
 def worker_view(job: LiveJob, member: Member, takes_rerouted: int = 0) -> WorkerView:
