@@ -55,8 +55,7 @@ def recording_seconds() -> float:
 
     def take() -> None:
         for second in range(60):
-            for beat in beats:
-                recording.take(beat, second)
+            recording.take((beat, float(second)) for beat in beats)
 
     return processor(take) / (60 * WORKERS)
 
