@@ -16,7 +16,7 @@ from app.coordination.choices import Candidate
 from app.coordination.membership import names
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
-from planner.packed import make_packed, to_bytes
+from planner.packed import packed_plan_of, to_bytes
 from planner.plan import JobDoc, Plan
 from planner.policy import (
     DROP,
@@ -33,6 +33,7 @@ from planner.policy import (
 )
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, Rate
+from planner.solvers.portfolio import make_plan
 from planner.words import percent
 
 REPARTITION, RESTART, SPARES = "re-partition", "restart from the checkpoint", "take spares"
@@ -170,7 +171,9 @@ def candidates(
 
 def _plan(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
     try:
-        return make_packed(Problem(planned.job, failed, planned.technique, planned.memory), solver="list")
+        return make_plan(
+            Problem(planned.job, failed, planned.technique, planned.memory), solver="list", form=packed_plan_of
+        )
     except PlannerError:
         return None
 

@@ -18,7 +18,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.advice import AdviceRequest, Verdict
 from app.coordination.choices import Candidate, Mode, Offer, Offered
 from app.coordination.choosing import out
-from app.coordination.membership import Note, State
+from app.coordination.events import Note
+from app.coordination.membership import State
 from app.errors import ConsoleError
 from app.jobs import PlanMaker
 from app.live import LiveJob

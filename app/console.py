@@ -20,7 +20,7 @@ from app.advising import Advising
 from app.audit import AuditLog
 from app.catalogs.service import Catalogs
 from app.children import begin_without_pages
-from app.coordination import membership as m
+from app.coordination.events import Note
 from app.coordination.ladder import Ladder
 from app.errors import ConsoleError, storing, unknown_job
 from app.history.service import Histories
@@ -317,7 +317,7 @@ class Console(Reports, Readings):
         try:
             self.ladder.check_above(job.spec.transfer_timeout, job.spec.group_timeout)
         except PlannerError as error:
-            job.record(m.Note("warning", "console", f"this console's time-outs do not suit the job's agents: {error}"))
+            job.record(Note("warning", "console", f"this console's time-outs do not suit the job's agents: {error}"))
 
     def _keep_plan(self, job: LiveJob, plan: Plan) -> None:
         """Keeps a plan in the catalog of the job's question, unless it is for speeds that were found, which pass."""

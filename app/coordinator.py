@@ -17,11 +17,7 @@ from agent.protocol import WorkerState
 from app.coordination import choosing, epochs, fencing, freezing, liveness
 from app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
 from app.coordination.epochs import reconsider
-from app.coordination.fencing import fence, fenced_text, holder, no_such_worker, refuse
-from app.coordination.ladder import Ladder
-from app.coordination.membership import (
-    ACK_ORDER,
-    PRESENT,
+from app.coordination.events import (
     Acknowledged,
     ConsoleRestarted,
     Decision,
@@ -35,12 +31,13 @@ from app.coordination.membership import (
     PlanRefused,
     Registered,
     Stalled,
-    State,
     Step,
     Tick,
     TransferBroken,
-    names,
 )
+from app.coordination.fencing import fence, fenced_text, holder, no_such_worker, refuse
+from app.coordination.ladder import Ladder
+from app.coordination.membership import ACK_ORDER, PRESENT, State, names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED

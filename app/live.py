@@ -19,22 +19,21 @@ from agent.protocol import Command, Deployment, Heartbeat, JobSpec
 from app import coordinator
 from app.advice import Verdict
 from app.coordination import fencing
-from app.coordination.ladder import Ladder
-from app.coordination.membership import (
+from app.coordination.events import (
     Beat,
     ConsoleRestarted,
     Decision,
     Event,
     Heard,
-    Member,
     NeedPlan,
     Note,
     OpenEpoch,
     Refuse,
     Stalled,
-    State,
     Tick,
 )
+from app.coordination.ladder import Ladder
+from app.coordination.membership import Member, State
 from app.coordination.together import Report, processes_of, run_together
 from app.errors import ConsoleError, refused, unavailable, unknown_job
 from app.notify import Topic
@@ -328,7 +327,8 @@ class LiveJob(PlannedJob):
             plan=(plan.fingerprint, storable(plan), plan.failed, False) if opened and plan else None,
             epoch=epoch_row(opened) if opened else None,
             events=self.note(fresh),
-            acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement],
+            # Of a job that is over none counts any more.
+            acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement and not old.over],
             audit=audit,
             states=state_rows(old, new),
             repeats=repeats,

@@ -9,9 +9,10 @@ from dataclasses import asdict
 import structlog
 
 from agent.protocol import Command, WorkerState
-from app.coordination import membership as m
 from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, PlanFrozen
 from app.coordination.choosing import out
+from app.coordination.events import Note
+from app.coordination.membership import Member
 from app.errors import ConsoleError
 from app.live import LiveJob
 from app.reports import plain
@@ -44,7 +45,7 @@ class Operators:
             raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
         self._command(job, "restart", worker, actor)
 
-    def _member(self, job_id: str, worker: str) -> tuple[LiveJob, m.Member]:
+    def _member(self, job_id: str, worker: str) -> tuple[LiveJob, Member]:
         job = self._find(job_id)
         member = job.state.members.get(worker)
         if member is None:
@@ -74,7 +75,7 @@ class Operators:
     def _command(self, job: LiveJob, kind: str, worker: str | None, actor: str) -> None:
         actor = named(actor)
         with job.writing():
-            events = job.note([m.Note("warning", "operator", f"{actor} asked to {kind} {worker or 'the job'}", worker)])
+            events = job.note([Note("warning", "operator", f"{actor} asked to {kind} {worker or 'the job'}", worker)])
             seq = self._store.add_command(job.job_id, kind=kind, worker=worker or "", actor=actor, events=events)
             job.stored(len(events))
             job.commands.append(Command(seq=seq, kind=kind, worker=worker))  # type: ignore[arg-type]

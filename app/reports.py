@@ -23,7 +23,8 @@ from agent.protocol import (
     Registered,
     Registration,
 )
-from app.coordination import membership as m
+from app.coordination import events as happening
+from app.coordination.membership import Epoch
 from app.coordination.together import Report
 from app.errors import ConsoleError, storing
 from app.live import LiveJob
@@ -53,7 +54,7 @@ class Reports(ABC):
     def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, Report]:
         """For whoever takes many together."""
         process = plain(message.host), message.pid
-        return self.job(job_id), Report(m.Registered(message.worker, message.incarnation), process)
+        return self.job(job_id), Report(happening.Registered(message.worker, message.incarnation), process)
 
     def heartbeat(self, job_id: str, message: Heartbeat) -> int:
         """Touches no database and waits for nothing: may be called from the event loop."""
@@ -66,10 +67,10 @@ class Reports(ABC):
             late = message.age_milliseconds / 1000
             seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
             return job.apply(
-                m.Exited(message.worker, message.incarnation, message.reporter, plain(message.detail) + seen)
+                happening.Exited(message.worker, message.incarnation, message.reporter, plain(message.detail) + seen)
             )
         return job.apply(
-            m.TransferBroken(
+            happening.TransferBroken(
                 message.reporter, message.incarnation, message.worker, message.epoch, plain(message.detail)
             )
         )
@@ -80,7 +81,7 @@ class Reports(ABC):
 
     def acknowledgement(self, job_id: str, message: Acknowledgement) -> tuple[LiveJob, Report]:
         """For whoever takes many together."""
-        event = m.Acknowledged(message.worker, message.incarnation, message.epoch, message.state)
+        event = happening.Acknowledged(message.worker, message.incarnation, message.epoch, message.state)
         return self.job(job_id), Report(event, acknowledgement={**message.model_dump(), "at": time.time()})
 
     def committed(self, job_id: str, iterations: Sequence[Iteration]) -> None:
@@ -98,7 +99,7 @@ class Reports(ABC):
             self._store.add_iterations(job_id, [{**i.model_dump(), "committed_at": now} for i in iterations])
             count = self._store.committed_iterations(job_id)
         job.stored()
-        job.apply(m.IterationsCommitted(count))
+        job.apply(happening.IterationsCommitted(count))
 
     def recovered(self, job_id: str, message: Recovery) -> None:
         job = self.job(job_id)
@@ -107,14 +108,14 @@ class Reports(ABC):
         took = milliseconds(message.resumed_ms)
         text = f"epoch {message.epoch}: training resumed {took} after {message.worker} died"
         with job.writing():
-            events = job.note([m.Note("info", "recovery", text, message.worker)])
+            events = job.note([happening.Note("info", "recovery", text, message.worker)])
             if self._store.add_recovery(job_id, {**message.model_dump(), "at": time.time()}, events):
                 job.stored(len(events))
         job.topic.publish()
 
     def finish(self, job_id: str, message: JobFinished) -> None:
         job = self.job(job_id)
-        job.apply(m.Finished(JobState(message.state), plain(message.reason)))
+        job.apply(happening.Finished(JobState(message.state), plain(message.reason)))
         self.job_ended(job)
 
     def deployment(self, job_id: str, after: int) -> Deployment | None:
@@ -140,7 +141,7 @@ def plain(text: str) -> str:
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
-def _deployment(epoch: m.Epoch, leaving: tuple[str, ...]) -> Deployment:
+def _deployment(epoch: Epoch, leaving: tuple[str, ...]) -> Deployment:
     # What it is made of has been checked, and there may be thousands of names.
     return Deployment.model_construct(
         epoch=epoch.number,

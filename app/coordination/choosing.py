@@ -13,9 +13,10 @@ from agent.protocol import WorkerState
 from app.coordination import restaffing
 from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
 from app.coordination.epochs import ask, pend, plan_ready, reconsider
+from app.coordination.events import Decision, Note, PlanReady, Step
 from app.coordination.fencing import no_such_worker, refuse
 from app.coordination.ladder import Ladder
-from app.coordination.membership import PRESENT, Decision, Member, Note, PlanReady, State, Step, names
+from app.coordination.membership import PRESENT, Member, State, names
 from planner.policy import REROUTE
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED

@@ -12,22 +12,9 @@ from dataclasses import replace
 from agent.protocol import WorkerState
 from app.coordination import restaffing
 from app.coordination.choices import Mode
+from app.coordination.events import Decision, NeedPlan, Note, OpenEpoch, PlanReady, PlanRefused, Step
 from app.coordination.ladder import Ladder
-from app.coordination.membership import (
-    PRESENT,
-    Decision,
-    Epoch,
-    Member,
-    NeedPlan,
-    Note,
-    OpenEpoch,
-    Pending,
-    PlanReady,
-    PlanRefused,
-    State,
-    Step,
-    names,
-)
+from app.coordination.membership import PRESENT, Epoch, Member, Pending, State, names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.protocol import WorkerState
-from app.coordination.membership import Member, Refuse, State, Step
+from app.coordination.events import Refuse, Step
+from app.coordination.membership import Member, State
 
 
 def holder(state: State, worker: str, incarnation: str) -> Member | None:

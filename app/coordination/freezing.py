@@ -14,9 +14,10 @@ from agent.protocol import WorkerState
 from app.coordination.choices import Mode, PlanFrozen
 from app.coordination.choosing import out, take_better
 from app.coordination.epochs import reconsider
+from app.coordination.events import Decision, Note, Step
 from app.coordination.fencing import refuse
 from app.coordination.ladder import Ladder
-from app.coordination.membership import Decision, Note, State, Step, names
+from app.coordination.membership import State, names
 
 
 def plan_frozen(state: State, event: PlanFrozen, now: float, ladder: Ladder) -> Step:

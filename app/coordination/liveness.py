@@ -10,22 +10,10 @@ from dataclasses import replace
 from agent.protocol import WorkerState
 from app.coordination.choosing import overdue
 from app.coordination.epochs import lose, reconsider
+from app.coordination.events import Decision, Exited, Heard, Note, Stalled, Step, Tick, TransferBroken
 from app.coordination.fencing import fence, holder, no_such_worker, refuse
 from app.coordination.ladder import Ladder
-from app.coordination.membership import (
-    Broken,
-    Decision,
-    Exited,
-    Heard,
-    Member,
-    Note,
-    Stalled,
-    State,
-    Step,
-    Tick,
-    TransferBroken,
-    peer_of,
-)
+from app.coordination.membership import Broken, Member, State, peer_of
 
 RUNNING, SUSPECT = WorkerState.RUNNING, WorkerState.SUSPECT
 FAILED, FINISHED = WorkerState.FAILED, WorkerState.FINISHED

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from app.coordination.events import Acknowledged, Note, Refuse, Registered
 from app.coordination.ladder import Ladder
-from app.coordination.membership import Acknowledged, Note, Refuse, Registered, State
+from app.coordination.membership import State
 from app.coordinator import step
 
 

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from agent.protocol import OpKind
 from app.coordination.choices import UsePlan
 from app.coordination.choosing import out
-from app.coordination.membership import Note
+from app.coordination.events import Note
 from app.errors import ConsoleError
 from app.live import LiveJob
 from app.planning import Planning

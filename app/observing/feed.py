@@ -8,7 +8,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import VerdictReport
-from app.coordination.membership import Note
+from app.coordination.events import Note
 from app.errors import unavailable
 from app.live import LiveJob
 from db.observations import Observations

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from app.coordination.membership import Note
+from app.coordination.events import Note
 from db.store import Record
 
 KINDS = frozenset({"console", "worker"})

@@ -15,7 +15,8 @@ import structlog
 
 from app.coordination.choices import UsePlan
 from app.coordination.choosing import out
-from app.coordination.membership import Note, names
+from app.coordination.events import Note
+from app.coordination.membership import names
 from app.errors import ConsoleError, storing
 from app.live import LiveJob
 from app.plans.solving import Point, Solve, Solves

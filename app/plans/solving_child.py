@@ -20,10 +20,10 @@ from planner.distribution import CopyCost
 from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.normalization import normalize
-from planner.packed import make_packed, to_bytes
+from planner.packed import packed_plan_of, to_bytes
 from planner.plan import JobDoc, WorkerName
 from planner.solvers.base import Progress
-from planner.solvers.portfolio import SOLVERS
+from planner.solvers.portfolio import SOLVERS, make_plan
 
 log = structlog.get_logger()
 
@@ -188,12 +188,13 @@ def answer(request: Request, report: Any, stop: threading.Event) -> dict[str, An
         incumbent = None if progress.incumbent is None else job.units(progress.incumbent)
         report((round(now, 4), incumbent, job.units(progress.bound), progress.solver))
 
-    plan = make_packed(
+    plan = make_plan(
         problem,
         solver=request.solver,
         time_limit=request.time_limit,
         on_progress=on_progress,
         cancelled=stop.is_set,
+        form=packed_plan_of,
     )
     metrics = plan.metrics
     report((round(time.monotonic() - begin, 4), metrics.period, metrics.lower_bound, plan.solver.name))

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from app import coordinator
-from app.coordination.ladder import Ladder
-from app.coordination.membership import (
+from app.coordination.events import (
     Acknowledged,
     Beat,
     Decision,
-    Epoch,
     Event,
     Exited,
     Heard,
-    Member,
     NeedPlan,
     Note,
     OpenEpoch,
     PlanReady,
     Registered,
-    State,
     Step,
     Tick,
 )
+from app.coordination.ladder import Ladder
+from app.coordination.membership import Epoch, Member, State
 from app.coordination.sentence import sentence
 
 LADDER = Ladder(heartbeat=1, suspect=5, dead=20, transfer_grace=2)

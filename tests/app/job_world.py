@@ -61,9 +61,9 @@ class Report:
 
 @dataclass
 class World:
-    """wanted: plans that are to be made elsewhere. taken: reports that the console accepted; unsent: those that it has
-    to be sent again. told: the newest epoch that the launcher knows. in_doubt: the database has failed since the
-    console last read or wrote it."""
+    """wanted: plans that are to be made elsewhere. taken: reports that the console accepted, and that count; unsent:
+    those that it has to be sent again. told: the newest epoch that the launcher knows. in_doubt: the database has
+    failed since the console last read or wrote it."""
 
     database: FlakyDatabase
     spec: JobSpec
@@ -152,7 +152,9 @@ class World:
         def call() -> None:
             message = report.message
             route(self.job_id, message.iterations if isinstance(message, IterationReport) else message)
-            self.taken.append(report)
+            # An acknowledgement that comes after the job's end is answered, and counts no more.
+            if report.route != "acknowledge" or not self.job.state.over:
+                self.taken.append(report)
 
         return self.attempt(call)
 

@@ -14,7 +14,7 @@ from ui_factory import plan
 from app.api.routes import create_routes
 from app.console import Console
 from app.coordination.choices import UsePlan
-from app.coordination.membership import Exited, PlanReady
+from app.coordination.events import Exited, PlanReady
 from app.errors import ConsoleError
 from app.plans.applying import misfit, use_plan
 

@@ -7,7 +7,7 @@ from coordinator_run import Run, fingerprint
 
 from agent.protocol import JobState, WorkerState
 from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
-from app.coordination.membership import Acknowledged, ConsoleRestarted, Exited, PlanReady, Stalled, Tick, TransferBroken
+from app.coordination.events import Acknowledged, ConsoleRestarted, Exited, PlanReady, Stalled, Tick, TransferBroken
 from planner.policy import DROP, MIGRATE, REROUTE
 
 OUT = ("W0_0", "W1_0")

@@ -6,8 +6,7 @@ import pytest
 from coordinator_run import LADDER, Run, fingerprint
 
 from agent.protocol import JobState, WorkerState
-from app.coordination.ladder import Ladder
-from app.coordination.membership import (
+from app.coordination.events import (
     Acknowledged,
     Beat,
     ConsoleRestarted,
@@ -23,6 +22,7 @@ from app.coordination.membership import (
     Tick,
     TransferBroken,
 )
+from app.coordination.ladder import Ladder
 from app.live import TICK_SECONDS
 from planner.errors import InputError
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from agent.protocol import JobState, WorkerState
 from app import coordinator
 from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, PlanFrozen, UsePlan
-from app.coordination.membership import (
+from app.coordination.events import (
     Acknowledged,
     ConsoleRestarted,
     Exited,
@@ -22,9 +22,9 @@ from app.coordination.membership import (
     PlanRefused,
     Registered,
     Stalled,
-    State,
     TransferBroken,
 )
+from app.coordination.membership import State
 from app.coordination.sentence import sentence
 from planner.policy import DROP, MIGRATE, REROUTE
 
@@ -264,4 +264,4 @@ class Membership(RuleBasedStateMachine):
 
 
 TestMembership = Membership.TestCase
-TestMembership.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+TestMembership.settings = settings(max_examples=80, stateful_step_count=40, derandomize=True)

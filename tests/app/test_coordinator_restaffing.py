@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.protocol import JobState, WorkerState
-from app.coordination.membership import PRESENT, Acknowledged, Exited, PlanReady
+from app.coordination.events import Acknowledged, Exited, PlanReady
+from app.coordination.membership import PRESENT
 from tests.app.coordinator_run import Run, fingerprint
 
 
@@ -76,7 +77,7 @@ def test_a_newcomer_of_the_lost_stage_needs_nobody_to_move() -> None:
     assert epoch.restore and not epoch.moves and epoch.living == ("W0_0", "W0_1", "W1_0")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_whatever_dies_and_returns_each_process_has_one_place(data: st.DataObject) -> None:
     """No incarnation at two places, no epoch with an empty stage, no move from a place that still lives on."""

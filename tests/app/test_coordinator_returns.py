@@ -6,11 +6,7 @@ import pytest
 from coordinator_run import Run
 
 from agent.protocol import JobState, WorkerState
-from app.coordination.membership import (
-    Acknowledged,
-    Registered,
-    TransferBroken,
-)
+from app.coordination.events import Acknowledged, Registered, TransferBroken
 
 
 def test_a_returned_worker_joins_when_the_others_have_recovered() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from app.coordination.membership import Note, Stalled
+from app.coordination.events import Note, Stalled
 from app.observing import folding
 from app.observing.folding import Folding
 from app.ui.event_feed import feed_html

@@ -6,7 +6,7 @@ from coordinator_run import Run, fingerprint
 
 from agent.protocol import JobState, WorkerState
 from app.coordination.choices import Candidate, Chosen, Mode, ModeSet, Offer, Offered, PlanFrozen, UsePlan
-from app.coordination.membership import ConsoleRestarted, Finished
+from app.coordination.events import ConsoleRestarted, Finished
 from planner.policy import MIGRATE, REROUTE
 
 OUT = ("W0_0", "W1_0")

@@ -23,7 +23,7 @@ from ui_console import JobHere, until
 from agent.protocol import JobSpec, WorkerState
 from app.api.routes import create_routes
 from app.console import Console
-from app.coordination import membership as m
+from app.coordination.events import TransferBroken
 from app.live import TICK_SECONDS, LiveJob
 from app.pulse import Pulse
 from db.session import Database
@@ -90,7 +90,7 @@ def test_silence_while_the_console_runs_still_counts(world: World) -> None:
 
 def test_a_broken_transfer_waits_for_its_explanation_beyond_a_pause(world: World) -> None:
     reporter, worker = world.living[0], world.living[2]
-    world.job.apply(m.TransferBroken(reporter.name, reporter.incarnation, worker.name, 1, ""))
+    world.job.apply(TransferBroken(reporter.name, reporter.incarnation, worker.name, 1, ""))
     world.now += STOOD_STILL
     world.job.tick()
     assert world.job.state.epoch == 1

@@ -11,9 +11,10 @@ from agent.protocol import FailureReport, JobSpec, Registration
 from app import planned
 from app.coordination.choices import Candidate, Offer, Offered
 from app.errors import ConsoleError
+from app.rows import read_state
 from planner.policy import MIGRATE
 from tests.app.flaky_database import FlakyDatabase
-from tests.app.history_machine import History
+from tests.app.history_machine import History, durable
 from tests.app.job_world import World
 
 
@@ -30,7 +31,6 @@ TestHistory = History.TestCase
 TestHistory.settings = settings(
     max_examples=12,
     stateful_step_count=40,
-    deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),  # `make chaos` looks for a smaller example
 )
@@ -112,3 +112,12 @@ def test_what_died_at_an_empty_place_before_it_registered_stays_out(world: World
     with pytest.raises(ConsoleError) as refused:
         world.reports.register(world.job_id, Registration(worker="W2_1", incarnation="new", host="node1", pid=9))
     assert refused.value.code == "fenced"
+
+
+def test_an_acknowledgement_after_the_end_is_not_stored(world: World) -> None:
+    for name in world.job.state.members:
+        world.start(name)
+    world.finish()
+    world.take_up()
+    assert world.job.state.over
+    assert durable(read_state(world.store, world.row, world.spec)) == durable(world.job.state)

@@ -1,0 +1,185 @@
+"""What can happen to a job, and what the coordinator may decide.
+
+Plain immutable data. Every time in here is seconds of the clock of app.coordination.membership.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from agent.protocol import JobState
+from app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
+from app.coordination.membership import AckState, Epoch, State
+
+# -- what can happen ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Registered:
+    worker: str
+    incarnation: str
+
+
+class Beat(NamedTuple):
+    incarnation: str
+    heard: float
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Heartbeats since the last time, the newest of each worker."""
+
+    beats: Mapping[str, Beat]
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A launcher saw the process of `worker` end."""
+
+    worker: str
+    incarnation: str
+    reporter: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class TransferBroken:
+    """`reporter`, with this incarnation, could not exchange data with `worker` (its best guess).
+
+    epoch: the one in which it saw that; 0 when it did not say.
+    """
+
+    reporter: str
+    incarnation: str
+    worker: str
+    epoch: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time went by."""
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """The console itself did not run for so long: silence in that time says nothing about workers."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanReady:
+    failed: tuple[str, ...]
+    fingerprint: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class PlanRefused:
+    """No plan exists for these failures, and why."""
+
+    failed: tuple[str, ...]
+    detail: str
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    worker: str
+    incarnation: str
+    epoch: int
+    state: AckState
+
+
+@dataclass(frozen=True)
+class IterationsCommitted:
+    """count: iterations committed so far."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    state: JobState
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ConsoleRestarted:
+    """The state was read back from the database; nobody was heard in between. reason: why it was."""
+
+    reason: str = "the console was restarted and took the job up again"
+
+
+Event = (
+    Registered
+    | Heard
+    | Exited
+    | TransferBroken
+    | Tick
+    | Stalled
+    | PlanReady
+    | PlanRefused
+    | Acknowledged
+    | IterationsCommitted
+    | Finished
+    | ConsoleRestarted
+    | Offered
+    | Chosen
+    | ModeSet
+    | PlanFrozen
+    | DrainAsked
+    | UsePlan
+)
+
+
+# -- what may be decided ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NeedPlan:
+    failed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OpenEpoch:
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line for the event feed."""
+
+    severity: Literal["info", "warning", "error"]
+    kind: Literal["worker", "failure", "epoch", "recovery", "plan", "job", "console", "operator", "step"]
+    text: str
+    worker: str | None = None
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The event does not count, and nothing changed. code: as in agent.protocol.Problem."""
+
+    code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid", "no_choice", "not_running", "frozen"]
+    detail: str
+
+
+Decision = NeedPlan | OpenEpoch | Note | Refuse
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one event led to. reason: a sentence for people. passing: nothing of it is to be stored, as when
+    workers were last heard."""
+
+    state: State
+    decisions: tuple[Decision, ...] = ()
+    reason: str = ""
+    passing: bool = False
+
+    @property
+    def refusal(self) -> Refuse | None:
+        return next((d for d in self.decisions if isinstance(d, Refuse)), None)
