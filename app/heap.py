@@ -75,8 +75,9 @@ class HouseKeeping:
 
 @dataclass(frozen=True)
 class Round:
-    """at: when it ended, of the monotonic clock, in seconds. took: seconds. held: bytes that the process held then.
-    kept_out: about so many objects are left to the next whole one."""
+    """at: when it ended, of the monotonic clock, in seconds. took: seconds of a processor; on a busy machine a round
+    lasts many times as long, which must not make the next one rare. held: bytes that the process held then. kept_out:
+    about so many objects are left to the next whole one."""
 
     at: float
     took: float
@@ -86,11 +87,11 @@ class Round:
 
 def timed(kept_out: int = 0, *, whole: bool) -> Round:
     """Makes a round. kept_out: as Round has it, of one that is not whole."""
-    began = time.monotonic()
+    began = time.thread_time()
     held = make_round(whole=whole)
-    now = time.monotonic()
+    took = time.thread_time() - began
     # To count them takes as long as a part of the round.
-    return Round(now, now - began, held, gc.get_freeze_count() if whole else kept_out)
+    return Round(time.monotonic(), took, held, gc.get_freeze_count() if whole else kept_out)
 
 
 def due(now: float, last: Round, last_whole: Round, more: int, resident: int) -> bool | None:
