@@ -13,10 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from sqlalchemy import create_engine, text
 
 # Consoles and jobs that tests start are many: they need not compile this program anew each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# The same examples in each run, however long a busy machine takes for one. tests/chaos looks for new ones.
+settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+settings.load_profile("tests")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -119,7 +119,7 @@ def test_the_range_is_4096_over_the_number_of_terms(terms: int) -> None:
     assert total.rejected == 1
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31))
 def test_the_norm_is_the_same_however_the_terms_came(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -68,7 +68,7 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, list[Round]]:
     return schedule, rounds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(run=runs(), width=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_every_receive_gets_its_message_and_nobody_waits_for_ever(
     run: tuple[Schedule, list[Round]], width: int, seed: int

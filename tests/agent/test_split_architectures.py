@@ -17,6 +17,7 @@ from agent.examples.gpt import Block
 from agent.gradients import GradientSum, MicroBatch
 from agent.recipe import Autocast
 from agent.stage import Stage
+from tests.agent.recurrent import run_lstm
 
 KEYS: list[MicroBatch] = [(0, 0), (0, 1), (1, 0), (2, 5)]
 Inputs = tuple[Tensor, ...]
@@ -30,7 +31,7 @@ class Lstm(nn.Module):
         self.lstm, self.out = nn.LSTM(8, 12, num_layers=2, dropout=0.2, batch_first=True), nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(self.lstm(x)[0])
+        y: Tensor = self.out(run_lstm(self.lstm, x))
         return y
 
 
@@ -40,8 +41,7 @@ class LstmAlone(nn.Module):
         self.lstm = nn.LSTM(8, 8, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lstm(x)[0]
-        return y
+        return run_lstm(self.lstm, x)
 
 
 class Recurrent(nn.Module):

@@ -22,5 +22,9 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 TestManyHistories = pytest.mark.timeout(1200)(History.TestCase)
 TestManyHistories.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
+    max_examples=300,
+    stateful_step_count=60,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
 )

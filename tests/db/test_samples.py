@@ -44,14 +44,14 @@ def equal(a: Samples, b: Samples) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(beats)
 def test_a_block_gives_back_what_was_packed(rows: list[tuple[float, ...]]) -> None:
     samples = rolled_up(from_beats(rows_of(*rows)), 1)
     assert equal(unpack(pack(samples)), samples)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(beats, st.integers(1, 39))
 def test_hours_out_of_minutes_are_hours_out_of_beats(rows: list[tuple[float, ...]], cut: int) -> None:
     """However the beats were cut into parts; their own order decides what came last."""
@@ -105,7 +105,7 @@ def test_bytes_that_are_no_block(data: bytes, words: str) -> None:
         unpack(data)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.binary(max_size=400), st.integers(0, 300))
 def test_damage_is_noticed_or_harmless(noise: bytes, place: int) -> None:
     good = pack(rolled_up(from_beats(rows_of(*(beat(i % 3, T + i, i) for i in range(20)))), 1))

@@ -61,7 +61,7 @@ def test_zero_bubble_schedules_reach_their_closed_forms(stages: int, extra: int)
     assert h2.period == 3 * micro_batches
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(jobs())
 def test_zero_bubble_schedules_are_valid_for_any_times(job: Job) -> None:
     problem = Problem(job, technique=Technique.DECOUPLED, memory=MemoryLimit(str(2 * job.stages - 1)))

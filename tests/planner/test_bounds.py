@@ -43,13 +43,13 @@ def test_the_reason_names_the_stage() -> None:
     assert "stage 2" in best_bound(worked("staggered", "none", Worker(1, 2))).reason
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_no_schedule_of_the_list_scheduler_beats_the_bound(problem: Problem) -> None:
     assert ListScheduler().solve(problem).schedule.period >= period_bound(problem)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(techniques=[Technique.FAULT_FREE], memories=["none"]))
 def test_no_reference_schedule_beats_the_bound(problem: Problem) -> None:
     bound = period_bound(problem)

@@ -54,7 +54,7 @@ def test_a_renamed_plan_keeps_its_numbers_and_gets_its_own_fingerprint(full: Cat
     assert one.fingerprint != other.fingerprint
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.permutations(range(3)))
 def test_renaming_there_and_back(full: Catalog, names: list[int]) -> None:
     plan = full.find([Worker(0, 1)])

@@ -147,7 +147,7 @@ def test_quick_tries_on_large_grids_are_no_worse_than_one_distribution(
     assert max(quick / slow for quick, slow in zip(periods, careful, strict=True)) < 1.1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_survivable_failure_finds_its_plan_by_migrations(by_count: StoredCatalog, data: st.DataObject) -> None:
     job = GRID.job

@@ -32,7 +32,7 @@ def planned(*names: str, technique: Technique = Technique.STAGGERED, memory: str
     return make_plan(Problem(JOB, failed, technique, MemoryLimit(memory)), solver="list")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problems())
 def test_every_plan_comes_back_exactly(problem: Problem) -> None:
     plan = make_plan(problem, solver="list")
@@ -46,7 +46,7 @@ def test_every_plan_comes_back_exactly(problem: Problem) -> None:
     assert again.compute_fingerprint() == plan.fingerprint
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problems())
 def test_arrays_are_read_like_ops(problem: Problem) -> None:
     solution = best_solution(problem, solver="list")
@@ -60,7 +60,7 @@ def test_arrays_are_read_like_ops(problem: Problem) -> None:
     assert (by_op.step == columns.step).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problems())
 def test_metrics_of_columns_are_those_of_the_schedule(problem: Problem) -> None:
     schedule = Schedule(problem, dict(best_solution(problem, solver="list").schedule.ops))
@@ -103,7 +103,7 @@ def test_alike_pipelines_share_a_row() -> None:
     assert len(set(decode_header(encode_plan(planned("W1_2"), EFFORT)).rows)) > 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(speeds=False), st.randoms(use_true_random=False))
 def test_a_renamed_plan_is_valid_and_keeps_its_numbers(problem: Problem, noise: random.Random) -> None:
     plan = make_plan(problem, solver="list")

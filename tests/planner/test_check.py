@@ -53,20 +53,20 @@ def sentences(subject: Schedule | Plan) -> str:
     return "\n".join(map(str, check(subject)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_every_schedule_of_the_list_scheduler_is_valid(problem: Problem) -> None:
     assert check(ListScheduler().solve(problem).schedule) == []
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems(techniques=[Technique.FAULT_FREE], memories=["none"]))
 def test_reference_schedules_are_valid(problem: Problem) -> None:
     assert check(one_forward_one_backward(problem)) == []
     assert check(gpipe(problem)) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from(["list"]))
 def test_every_plan_tells_the_truth(problem: Problem, solver: str) -> None:
     plan = make_plan(problem, solver=solver)
@@ -74,7 +74,7 @@ def test_every_plan_tells_the_truth(problem: Problem, solver: str) -> None:
     assert check(Plan.from_json(plan.to_json())) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(memories=["1", "2", "uniform"]), st.data())
 def test_moving_any_op_into_what_must_precede_it_is_caught(problem: Problem, data: st.DataObject) -> None:
     """A tick before the end of the op before it on its worker, or of the op it depends on."""

@@ -16,9 +16,9 @@ from planner.check_columns import check_columns
 from planner.columnar import ColumnarPlan
 from planner.errors import PlannerError
 from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from planner.packed import make_packed
+from planner.packed import packed_plan_of
 from planner.plan_columns import Columns
-from planner.solvers.portfolio import best_solution, metrics_of, solver_of
+from planner.solvers.portfolio import best_solution, make_plan, metrics_of, solver_of
 
 TIMES = {"F": 4, "I": 3.5, "W": 3, "O": 2, "transfer": 1}
 ALIKE = Job.uniform(3, 4, 6, durations=TIMES)
@@ -60,7 +60,7 @@ def test_what_solvers_make_is_valid(problem: Problem) -> None:
     assert check_columns(solved(problem)) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(PROBLEMS), st.data())
 def test_it_finds_what_the_other_check_finds(problem: Problem, data: st.DataObject) -> None:
     """One number of a valid plan is another one."""
@@ -114,4 +114,4 @@ def test_a_plan_that_breaks_a_rule_is_never_handed_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(packed.Columns, "of", late)
     monkeypatch.setattr(packed, "SMALL_OPS", 10)
     with pytest.raises(PlannerError, match="the plan of list is not valid, and is not used"):
-        make_packed(PROBLEMS[0], solver="list")
+        make_plan(PROBLEMS[0], solver="list", form=packed_plan_of)

@@ -28,7 +28,7 @@ def example() -> Plan:
     return make_plan(Problem(JOB, frozenset({Worker(1, 2)})), solver="list")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_a_schedule_in_columns_is_that_of_the_document(problem: Problem) -> None:
     plan = make_plan(problem, solver="list")
@@ -93,7 +93,7 @@ def test_what_is_damaged_is_refused(spoil: object) -> None:
         unpack(spoil(data), source="a plan of W")  # type: ignore[operator]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
 def test_bytes_are_counted_alike_by_ops_by_columns_and_by_the_check(
     problem: Problem, activation: int, for_weights: int, fixed: int

@@ -71,7 +71,7 @@ def test_other_grids_and_units_are_not_matched() -> None:
     assert found["time_unit"].values == ("slot", "slot", "ms")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problem=problems())
 def test_a_plan_against_itself_and_its_mirror(problem: Problem) -> None:
     plan = listed(problem)

@@ -19,7 +19,7 @@ from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems(micro_batches=4))
 def test_json_and_yaml_give_an_equal_plan_back(problem: Problem) -> None:
     plan = listed(problem)
@@ -71,7 +71,7 @@ def test_yaml_refuses_plans_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -
         EXPORTERS["yaml"].render(worked_example())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems())
 def test_csv_has_every_op_once(problem: Problem) -> None:
     plan = listed(problem)

@@ -54,7 +54,7 @@ def test_the_colours_are_those_of_the_console() -> None:
     assert LIGHT.ops_text == colours.OPS_TEXT
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems())
 def test_svg_has_a_bar_per_op_and_a_row_per_worker(problem: Problem) -> None:
     plan = listed(problem)
@@ -145,7 +145,7 @@ def test_a_large_plan_is_drawn_by_stage() -> None:
     assert {rgb(colours.OPS[kind]) for kind in "FIW"} <= {colour for _, colour in image.getcolors(1 << 20) or []}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problem=problems())
 def test_areas_of_the_overview_are_the_busy_shares(problem: Problem) -> None:
     plan = listed(problem)

@@ -95,7 +95,7 @@ def test_rerouting_without_a_failure_is_refused_too() -> None:
         to_torch_csv(as_plan(Schedule.build(problem, both_on_one)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems(techniques=list(Technique), speeds=False))
 def test_every_stage_in_the_order_of_the_lines_never_waits_for_ever(problem: Problem) -> None:
     """Ranks that run their lines in order, as torch does, all come to the end."""

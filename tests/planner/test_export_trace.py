@@ -106,7 +106,7 @@ def test_arrows_of_the_worked_example() -> None:
     assert not phases(trace(worked_example()))["s"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems())
 def test_the_trace_shows_the_schedule(problem: Problem) -> None:
     plan = listed(problem)

@@ -142,7 +142,7 @@ def test_a_first_stage_without_input_gradient() -> None:
         assert schedule.period >= period_bound(schedule.problem)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(pipelines=3, stages=3, micro_batches=4))
 def test_documents_come_back_exactly(problem: Problem) -> None:
     plan = make_plan(problem, solver="list")

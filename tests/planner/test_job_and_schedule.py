@@ -104,7 +104,7 @@ def test_every_number_by_hand() -> None:
     assert str(staggered.ops[Worker(0, 1)][0]) == "F0.0@W0_1"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems())
 def test_relations_between_the_numbers(problem: Problem) -> None:
     schedule = ListScheduler().solve(problem).schedule

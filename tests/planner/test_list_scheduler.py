@@ -56,7 +56,7 @@ def test_a_limit_of_one_activation_is_survived(technique: str) -> None:
     assert set(schedule.peak_activations.values()) == {1}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems())
 def test_equal_problems_get_equal_schedules(problem: Problem) -> None:
     """Agents plan on their own and must agree; so neither clock nor chance may decide."""
@@ -64,7 +64,7 @@ def test_equal_problems_get_equal_schedules(problem: Problem) -> None:
     assert ListScheduler().solve(problem).schedule.ops == ListScheduler().solve(again).schedule.ops
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(memories=["uniform", "none"]))
 def test_without_failures_never_worse_than_1f1b(problem: Problem) -> None:
     healthy = Problem(problem.job, technique=problem.technique, memory=problem.memory)
@@ -98,7 +98,7 @@ def test_a_large_grid() -> None:
     assert solution.schedule.period <= 1.05 * solution.bound
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems())
 def test_the_period_known_ahead_is_that_of_the_ops(problem: Problem) -> None:
     schedule = ListScheduler().solve(problem).schedule
@@ -108,7 +108,7 @@ def test_the_period_known_ahead_is_that_of_the_ops(problem: Problem) -> None:
     assert schedule.ops == Schedule.build(problem, schedule.compute_ops()).ops
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problems())
 def test_compiled_and_plain_give_the_same_schedule(problem: Problem) -> None:
     pytest.importorskip("numba")
@@ -123,7 +123,7 @@ def test_times_too_long_for_machine_words_are_still_exact() -> None:
     assert check(ListScheduler(compiled=True).solve(problem).schedule) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.sampled_from(EVERY), st.sampled_from(("all", "peers", "none")), st.sampled_from((*ORDERS, 7)))
 def test_every_rule_gives_a_valid_schedule(problem: Problem, rule: Rule, split: str, order: str | int) -> None:
     rule = replace(rule, split=split if problem.technique.splits else "none", order=order)

@@ -44,7 +44,7 @@ def every_distribution(job: Job, total: int) -> list[tuple[int, ...]]:
     return [c for c in itertools.product(range(job.pipelines), repeat=job.stages) if sum(c) == total]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(models())
 def test_the_model_never_falls_with_the_count(model: PeriodModel) -> None:
     for stage in range(model.job.stages):
@@ -54,7 +54,7 @@ def test_the_model_never_falls_with_the_count(model: PeriodModel) -> None:
         assert model.period(stage, model.job.pipelines) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(models())
 def test_each_count_gets_the_shortest_period_of_all_distributions(model: PeriodModel) -> None:
     job = model.job
@@ -81,7 +81,7 @@ def moves(draw: st.DrawFn) -> tuple[PeriodModel, tuple[int, ...], CopyCost, floa
     return model, counts, cost, draw(st.sampled_from((None, 0.0, 5.0, 40.0, 1000.0)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(moves())
 def test_no_distribution_beats_the_candidates(
     case: tuple[PeriodModel, tuple[int, ...], CopyCost, float | None],
@@ -130,7 +130,7 @@ def check_possible(job: Job, failed: frozenset[Worker], result: Normalization) -
     assert result.present == failures_per_stage(failed, job)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     job=jobs(pipelines=3, stages=3, micro_batches=3),
     data=st.data(),

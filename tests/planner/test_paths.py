@@ -35,7 +35,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return schedule_of(job, failed, draw(st.sampled_from(TECHNIQUES)), draw(st.sampled_from(["none", "uniform"])))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedule=schedules())
 def test_a_critical_path_is_unbroken_and_ends_where_the_period_does(schedule: Schedule) -> None:
     path = critical_path(schedule)
@@ -57,7 +57,7 @@ def test_a_critical_path_is_unbroken_and_ends_where_the_period_does(schedule: Sc
         assert ops[0].kind == "F" and ops[0].stage == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedule=schedules(), data=st.data())
 def test_a_micro_batch_goes_down_and_comes_back(schedule: Schedule, data: st.DataObject) -> None:
     job = schedule.problem.job

@@ -21,7 +21,7 @@ def plan() -> Plan:
     return make_plan(problem, solver="list")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_json_round_trip_is_exact(problem: Problem) -> None:
     plan = make_plan(problem, solver="list")
@@ -32,7 +32,7 @@ def test_json_round_trip_is_exact(problem: Problem) -> None:
     assert again.compute_fingerprint() == plan.fingerprint
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problems())
 def test_what_is_done_worker_by_worker_is_as_if_it_were_done_at_once(problem: Problem) -> None:
     plan = make_plan(problem, solver="list")

@@ -162,7 +162,7 @@ def test_the_best_is_the_best(options: list[Option], horizon: float, before: flo
     assert ranked[0].samples(horizon, before) == max(o.samples(horizon, before) for o in options)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sets(st.sampled_from(list(JOB.workers())), min_size=1, max_size=6), st.floats(10, 1e5))
 def test_any_failures_get_advice(failed: set[Worker], heals_in: float) -> None:
     """While enough live; every option's rate is that of no more than a healthy job."""

@@ -19,7 +19,7 @@ def made(problem: Problem) -> Schedule:
     return make_plan(problem, solver="list").schedule()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_an_order_is_no_slower_than_its_plan(problem: Problem) -> None:
     """The plan's times are one way to run its order, again and again; workers that wait for nothing but
@@ -31,7 +31,7 @@ def test_an_order_is_no_slower_than_its_plan(problem: Problem) -> None:
     assert period >= busiest - 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems())
 def test_ops_twice_as_long_make_twice_the_period(problem: Problem) -> None:
     job = problem.job

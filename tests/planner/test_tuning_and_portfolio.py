@@ -23,7 +23,7 @@ UNEVEN = Problem(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problems())
 def test_tuned_schedules_are_valid_and_never_worse_than_the_rules(problem: Problem) -> None:
     first = ListScheduler().solve(problem).schedule

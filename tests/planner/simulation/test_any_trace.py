@@ -55,7 +55,7 @@ def check(outcome: Outcome, trace: Trace) -> None:
     assert outcome.worker_time >= 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces(12), st.integers(0, 3))
 def test_planned_policies(trace: Trace, spares: int) -> None:
     full = simulate(trace, planned_policy("fault-free", SMALL, RecoveryCosts()))
@@ -71,7 +71,7 @@ def test_measured_policies(name: str) -> None:
     folder, model = (OOBLECK, "gpt-2") if name != "recycle" else (OOBLECK.parent / "recycle", "gpt-3-350m")
     throughput = folder / ("throughput-by-node-count.csv" if name != "recycle" else "throughput-by-gpu-count.csv")
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(traces(32))
     def holds(trace: Trace) -> None:
         policy = published(name, throughput, folder / "cost-constants.csv", model)

@@ -153,7 +153,7 @@ def traces(draw: st.DrawFn) -> Trace:
     return Trace.of("drawn", events, end=time + draw(st.integers(1, 500)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     traces(),
     st.builds(

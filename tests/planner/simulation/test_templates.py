@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise, product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.simulation.templates import distribute, instantiations, partition, template_depths
@@ -58,7 +58,6 @@ def test_many_workers_are_spread_evenly() -> None:
     assert list(instantiations(95, range(10, 13), 8)) == [(12,) * 7 + (11,)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(2, 5), min_size=1, max_size=3), st.integers(1, 14), st.integers(0, 30))
 def test_distribution_is_the_best_of_all(depths: list[int], total: int, ramp: int) -> None:
     chosen = tuple(sorted(depths, reverse=True))
