@@ -8,7 +8,6 @@ others hand that on as it is, deflated.
 from __future__ import annotations
 
 import struct
-import time
 import zlib
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,11 +16,10 @@ from planner.check import check
 from planner.check_columns import check_columns
 from planner.columnar import ColumnarPlan, pack, unpack
 from planner.errors import PlannerError
-from planner.job import Problem
 from planner.plan import Plan, PlanError
 from planner.plan_columns import Columns, NotColumnar
-from planner.solvers.base import Cancelled, ProgressCallback, Solution
-from planner.solvers.portfolio import best_solution, metrics_of, plan_of, solver_of
+from planner.solvers.base import Solution
+from planner.solvers.portfolio import metrics_of, plan_of, solver_of
 
 # Documents of fewer ops are read in ten milliseconds.
 SMALL_OPS = 3_000
@@ -37,25 +35,6 @@ class Packed(NamedTuple):
     document: bytes
 
 
-def make_packed(
-    problem: Problem,
-    *,
-    solver: str = "auto",
-    time_limit: float = 60.0,
-    on_progress: ProgressCallback | None = None,
-    cancelled: Cancelled | None = None,
-) -> Plan:
-    """The plan that planner.solvers.portfolio.make_plan makes, in columns where it is large and they can hold it.
-
-    Raises PlannerError, for one that breaks a rule too.
-    """
-    begin = time.perf_counter()
-    solution = best_solution(
-        problem, solver=solver, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled
-    )
-    return checked(columnar_plan_of(solution, seconds=time.perf_counter() - begin))
-
-
 def checked(plan: Plan) -> Plan:
     """The plan, which breaks no rule. Raises PlannerError: whoever made it is at fault."""
     wrong = check_columns(plan) if isinstance(plan, ColumnarPlan) else [str(found) for found in check(plan)]
@@ -64,8 +43,13 @@ def checked(plan: Plan) -> Plan:
     return plan
 
 
-def columnar_plan_of(solution: Solution, *, seconds: float) -> Plan:
-    """As planner.solvers.portfolio.plan_of."""
+def packed_plan_of(solution: Solution, *, seconds: float) -> Plan:
+    """As planner.solvers.portfolio.plan_of, for the `form` of `make_plan`: in columns where the plan is large and they
+    can hold it, and checked. Raises PlannerError for one that breaks a rule."""
+    return checked(_plan_of(solution, seconds))
+
+
+def _plan_of(solution: Solution, seconds: float) -> Plan:
     job = solution.schedule.problem.job
     if 3 * job.pipelines * job.stages * job.micro_batches <= SMALL_OPS:
         return plan_of(solution, seconds=seconds)

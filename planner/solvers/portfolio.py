@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Protocol
 
 from planner.baseline import reference_period
 from planner.errors import InputError
@@ -24,6 +25,10 @@ SMALL, LARGE = 800, 4_000
 HUGE = 100_000
 
 
+class PlanForm(Protocol):
+    def __call__(self, solution: Solution, *, seconds: float) -> Plan: ...
+
+
 def make_plan(
     problem: Problem,
     *,
@@ -31,13 +36,17 @@ def make_plan(
     time_limit: float = 60.0,
     on_progress: ProgressCallback | None = None,
     cancelled: Cancelled | None = None,
+    form: PlanForm | None = None,
 ) -> Plan:
-    """Solves `problem` and puts the result, its bound and its references in a Plan; see `best_solution`."""
+    """Solves `problem` and puts the result, its bound and its references in a Plan; see `best_solution`.
+
+    form: what makes a Plan of a solution that took `seconds`; None: `plan_of`.
+    """
     begin = time.perf_counter()
     solution = best_solution(
         problem, solver=solver, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled
     )
-    return plan_of(solution, seconds=time.perf_counter() - begin)
+    return (form or plan_of)(solution, seconds=time.perf_counter() - begin)
 
 
 def best_solution(
