@@ -27,8 +27,9 @@ from app.logs import configure_logging
 from planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from planner.errors import PlannerError
 from planner.job import MemoryLimit, Problem, Technique, Worker
-from planner.packed import checked, from_bytes, make_packed, to_bytes
+from planner.packed import checked, from_bytes, packed_plan_of, to_bytes
 from planner.plan import JobDoc, Plan, PlanError
+from planner.solvers.portfolio import make_plan
 
 log = structlog.get_logger()
 
@@ -236,10 +237,11 @@ def answer(request: bytes) -> bytes:
             return _MADE + verdict_document(body["advise"]).encode()
         if "look_up" in body:
             return _MADE + to_bytes(_looked_up(**body["look_up"]))
-        plan = make_packed(
+        plan = make_plan(
             problem(JobDoc.model_validate(body["job"]), body["failed"], body["technique"], body["memory"]),
             solver=body["solver"],
             time_limit=body["time_limit"],
+            form=packed_plan_of,
         )
     except PlannerError as error:
         return _WHY + str(error).encode()

@@ -109,6 +109,8 @@ class Planning:
                     request = LookUpRequest(job.job_id, located.info, failed, located.name, located.stored)
                     self._maker.submit(request, fitted, priority=URGENT)
                     return
+                if found is not None and not job.is_valid(found[0], failed):
+                    found = None
             if found is None:
                 self._maker.submit(_request(job, failed), done, priority=URGENT)
                 return

@@ -55,7 +55,8 @@ class PlanLine:
 
 @dataclass(frozen=True)
 class CountLine:
-    """All that is planned for one number of failures. wanted: plans that the tolerance asks for.
+    """All that is planned for one number of failures. wanted: plans that the tolerance asks for,
+    0 beyond it: what is there then was made for a job that lost workers.
 
     plans: the longest period first, which is the one that a tolerance has to reckon with.
     linear: the period that a job would have whose throughput falls as its workers do.
@@ -126,7 +127,7 @@ class CatalogReport:
         """Up to how many failures nothing is missing; None: not even the fault-free plan is there."""
         whole = None
         for line in self.lines:
-            if line.there < line.wanted or not line.plans:
+            if not line.wanted or line.there < line.wanted:
                 break
             whole = line.failures
         return whole
@@ -192,13 +193,16 @@ def report(question: Question, tolerance: int, fingerprint: str, headers: Mappin
 
 
 def whole_counts(found: CatalogReport, steps: int = 8) -> CatalogReport:
-    """Only numbers of failures whose plans are all there, and of many such numbers an eighth at a time.
+    """Only numbers of failures that are asked for and whose plans are all there, and of many such numbers an eighth at
+    a time.
 
-    What is drawn of a catalog that is being filled would else change with each plan.
+    What is drawn of a catalog that is being filled would else change with each plan; and of a number of which a
+    running job has planned what is next, the longest plan says nothing.
     """
-    whole = [line.failures for line in found.lines if line.plans and line.there >= line.wanted]
-    step = max(1, len(found.lines) // steps)
-    drawn = set(whole if len(whole) == len(found.lines) else whole[: len(whole) // step * step])
+    asked = [line for line in found.lines if line.wanted]
+    whole = [line.failures for line in asked if line.there >= line.wanted]
+    step = max(1, len(asked) // steps)
+    drawn = set(whole if len(whole) == len(asked) else whole[: len(whole) // step * step])
     lines = (line if line.failures in drawn else replace(line, plans=()) for line in found.lines)
     return replace(found, lines=tuple(lines))
 

@@ -1,4 +1,4 @@
-"""Catalogs of the console: filled by real processes, looked up at a failure, exported."""
+"""Catalogs of the console: filled by real processes, kept, exported and drawn."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ui_console import ConsoleHere, JobHere, until
+from ui_console import until
 
 from app.catalogs.export import documents, json_refusal, stored_zip
 from app.catalogs.fill import CatalogRequest, parse_request
@@ -26,11 +25,10 @@ from db.store import Store
 from planner.bounds import period_bound
 from planner.catalog_store import CatalogInfo, open_folder, plan_name
 from planner.check import check
-from planner.columnar import ColumnarPlan
 from planner.errors import InputError
 from planner.failures import canonical_pattern
 from planner.job import Worker
-from planner.plan import Plan, job_doc
+from planner.plan import Plan
 from planner.plan_codec import Effort, encode_plan
 from planner.solvers.portfolio import make_plan
 from planner.version import PLANNER_VERSION
@@ -248,112 +246,6 @@ def test_exports_hold_every_plan(catalogs: Catalogs, store: Store, tmp_path: Pat
     assert "2,000,000" in json_refusal(info, 10**6)
 
 
-# -- in a console ------------------------------------------------------------------------------
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    until(condition, "it is so")
-
-
-def test_a_second_job_begins_with_the_first_ones_plans(tmp_path: Path) -> None:
-    here = ConsoleHere(tmp_path)
-    first = here.console.job(JobHere(here.console, "first").job_id)
-    wait(lambda: first.planned_ahead == first.plans_to_make)
-    wait(lambda: len(here.console.catalogs.names(first.question)) == 5)
-    calls = []
-    here.console._planning._maker.submit = lambda *args, **more: calls.append(args)  # type: ignore[method-assign]
-    second = here.console.job(JobHere(here.console, "second").job_id)
-    wait(lambda: len(here.console.plans(second.job_id)) == 5)
-    assert calls == [], "nothing was planned again"
-    here.close()
-
-
-def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = ConsoleHere(tmp_path)
-    monkeypatch.setattr(here.console._planning, "make_ahead", lambda job: None)
-    job = JobHere(here.console, "waits for its plans").register()
-    question = here.console.job(job.job_id).question
-    request = parse_request(
-        job=job_doc(question.job), technique="staggered", memory="uniform", tolerance=1, solver="cp-sat", time_limit=5
-    )
-    assert ended(here.console.catalogs.fill(request)).state == "done"
-    job.die("W1_2")
-    view = here.console.view(job.job_id)
-    opened = next(event.text for event in view.events if event.kind == "epoch")
-    assert "from the catalog: planned ahead for 1 failed worker (" in opened
-    stored = here.console.catalogs.find(question, [Worker(1, 2)])
-    assert stored is not None and view.plan is not None
-    assert view.plan.metrics.period == stored[0].metrics.period
-    here.close()
-
-
-def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.planned.INLINE_OPS", 1)
-    monkeypatch.setattr("app.planning.HELD_OPS", 1)
-    here = ConsoleHere(tmp_path)
-    job = JobHere(here.console, "large")
-    live = here.console.job(job.job_id)
-    assert live.plans_to_make == 5, "the full grid, and one failure on each of four stages"
-    wait(lambda: live.planned_ahead == 5)
-    job.register()
-    assert [plan.failed for plan in live.catalog.plans] == [()], "only what it needed"
-    job.die("W1_2")
-    wait(lambda: here.console.view(job.job_id).epoch == 2)
-    opened = next(event.text for event in here.console.view(job.job_id).events if event.kind == "epoch")
-    assert "from the catalog: planned ahead for these failures" in opened
-    again = here.console.job(JobHere(here.console, "the same again").job_id)
-    assert (again.planned_ahead, again.plans_to_make) == (5, 5), "it is there at once"
-    here.close()
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_large_plan_is_fitted_beside_the_console(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
-) -> None:
-    for limit in ("app.planned.INLINE_OPS", "app.planned.LARGE_OPS", "app.planning.LARGE_OPS", "app.planning.HELD_OPS"):
-        monkeypatch.setattr(limit, 1)
-    here = ConsoleHere(tmp_path)
-    job = JobHere(here.console, "large", micro_batches=90).register()
-    live = here.console.job(job.job_id)
-    wait(lambda: live.planned_ahead == 5 and here.console.view(job.job_id).epoch == 1)
-    located = here.console.catalogs.located(live.question, ("W1_2",))
-    assert located is not None
-    if damaged:
-        broken = replace(located, stored=located.stored[:-1] + b"x")
-        monkeypatch.setattr(here.console.catalogs, "located", lambda question, failed: broken)
-    job.die("W1_2")
-    wait(lambda: here.console.view(job.job_id).epoch == 2)
-    view = here.console.view(job.job_id)
-    opened = next(event.text for event in view.events if event.kind == "epoch")
-    assert ("made now (list)" if damaged else located.origin) in opened
-    expected = here.console.catalogs.find(live.question, [Worker(1, 2)])
-    assert expected is not None and view.plan is not None
-    assert isinstance(view.plan, ColumnarPlan)
-    assert damaged or view.plan.fingerprint == expected[0].fingerprint, "made for W1_2 itself, it has other ties"
-    assert check(view.plan) == []
-    document = here.console.plan_document(job.job_id, view.plan.fingerprint)
-    assert Plan.from_json(document) == view.plan, "agents get the same"
-    here.close()
-
-
-def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = ConsoleHere(tmp_path)
-    monkeypatch.setattr("app.planning.HELD_OPS", 1)
-    here.console._planning._tolerance = 3
-    jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
-    (filling,) = here.console.catalogs._fillings.values()
-    jobs[0].finish()
-    assert filling.running, "another job of the same question waits for it"
-    jobs[1].finish()
-    assert filling.state == "cancelled"
-    wait(lambda: not here.console.catalogs._processes_of)
-    here.close()
-
-
 class _Ends:
     """What a process sent before it was gone."""
 
@@ -397,10 +289,10 @@ def test_curves_and_tables_say_the_same(catalogs: Catalogs, colours: object, val
     figure = catalog_curves(report, colours, revision="x")  # type: ignore[arg-type]
     drawn = {trace.name: list(trace.y) for trace in figure.data if trace.name}
     table = catalog_words.counts_table(report)
-    assert drawn["Longest plan" if report.by_pattern else "Plan"] == table["longest period (slot)"]
-    assert drawn["Proven lower bound"] == table["its lower bound (slot)"]
+    assert drawn["Longest plan" if report.by_pattern else "Plan"] == table["longest period (slots)"]
+    assert drawn["Proven lower bound"] == table["its lower bound (slots)"]
     assert ("Shortest plan" in drawn) == report.by_pattern
-    assert drawn["Linear: fault-free × workers / living"][0] == table["longest period (slot)"][0]
+    assert drawn["Linear: fault-free × workers / living"][0] == table["longest period (slots)"][0]
     words = catalog_words.chart_words(report)
     assert words.startswith("Period by number of failures. 0 failures: ")
     assert {card.label for card in catalog_words.cards(report)} >= {"Plans", "Covered", "Proven optimal"}

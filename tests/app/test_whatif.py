@@ -51,7 +51,7 @@ def questions(draw: st.DrawFn) -> WhatIf:
     ).with_failed(draw(st.sets(st.sampled_from(cells))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(questions())
 def test_a_link_says_the_whole_question(question: WhatIf) -> None:
     assert parse(question.params()) == (question, [])

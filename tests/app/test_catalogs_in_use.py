@@ -1,0 +1,160 @@
+"""Catalogs in use: a console's jobs fill them, share them, and look plans up at a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ui_console import ConsoleHere, JobHere, until
+
+from app.catalogs.fill import parse_request
+from app.catalogs.service import Filling
+from planner.catalog import rename_pipelines
+from planner.check import check
+from planner.columnar import ColumnarPlan
+from planner.job import Worker
+from planner.plan import Plan, job_doc
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    until(condition, "it is so")
+
+
+def ended(filling: Filling) -> str:
+    wait(lambda: not filling.running)
+    return filling.state
+
+
+def test_a_second_job_begins_with_the_first_ones_plans(tmp_path: Path) -> None:
+    here = ConsoleHere(tmp_path)
+    first = here.console.job(JobHere(here.console, "first").job_id)
+    wait(lambda: first.planned_ahead == first.plans_to_make)
+    wait(lambda: len(here.console.catalogs.names(first.question)) == 5)
+    calls = []
+    here.console._planning._maker.submit = lambda *args, **more: calls.append(args)  # type: ignore[method-assign]
+    second = here.console.job(JobHere(here.console, "second").job_id)
+    wait(lambda: len(here.console.plans(second.job_id)) == 5)
+    assert calls == [], "nothing was planned again"
+    here.close()
+
+
+def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ConsoleHere(tmp_path)
+    monkeypatch.setattr(here.console._planning, "make_ahead", lambda job: None)
+    job = JobHere(here.console, "waits for its plans").register()
+    question = here.console.job(job.job_id).question
+    request = parse_request(
+        job=job_doc(question.job), technique="staggered", memory="uniform", tolerance=1, solver="cp-sat", time_limit=5
+    )
+    assert ended(here.console.catalogs.fill(request)) == "done"
+    job.die("W1_2")
+    view = here.console.view(job.job_id)
+    opened = next(event.text for event in view.events if event.kind == "epoch")
+    assert "from the catalog: planned ahead for 1 failed worker (" in opened
+    stored = here.console.catalogs.find(question, [Worker(1, 2)])
+    assert stored is not None and view.plan is not None
+    assert view.plan.metrics.period == stored[0].metrics.period
+    here.close()
+
+
+def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.planned.INLINE_OPS", 1)
+    monkeypatch.setattr("app.planning.HELD_OPS", 1)
+    here = ConsoleHere(tmp_path)
+    job = JobHere(here.console, "large")
+    live = here.console.job(job.job_id)
+    assert live.plans_to_make == 5, "the full grid, and one failure on each of four stages"
+    wait(lambda: live.planned_ahead == 5)
+    job.register()
+    assert [plan.failed for plan in live.catalog.plans] == [()], "only what it needed"
+    job.die("W1_2")
+    wait(lambda: here.console.view(job.job_id).epoch == 2)
+    opened = next(event.text for event in here.console.view(job.job_id).events if event.kind == "epoch")
+    assert "from the catalog: planned ahead for these failures" in opened
+    again = here.console.job(JobHere(here.console, "the same again").job_id)
+    assert (again.planned_ahead, again.plans_to_make) == (5, 5), "it is there at once"
+    here.close()
+
+
+def _of_others(plan: Plan, names: Iterable[int]) -> Plan:
+    """Not renamed at all: a sound plan, for other failures."""
+    return plan
+
+
+def _too_early(plan: Plan, names: Iterable[int]) -> Plan:
+    renamed = rename_pipelines(plan, names)
+    ops = list(renamed.workers["W0_3"])
+    ops[0] = ops[0].model_copy(update={"start": 0})  # before the stages above it have sent anything
+    changed = renamed.model_copy(update={"workers": renamed.workers | {"W0_3": tuple(ops)}})
+    return changed.model_copy(update={"fingerprint": changed.compute_fingerprint()})
+
+
+@pytest.mark.parametrize("wrong", [_of_others, _too_early])
+def test_a_plan_at_hand_that_breaks_a_rule_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Plan, Iterable[int]], Plan]
+) -> None:
+    here = ConsoleHere(tmp_path)
+    job = JobHere(here.console, "small").register()
+    live = here.console.job(job.job_id)
+    wait(lambda: live.planned_ahead == 5)
+    (made_for,) = next(plan.failed for plan in live.catalog.plans if [name[3] for name in plan.failed] == ["2"])
+    other = "W1_2" if made_for != "W1_2" else "W0_2"
+    monkeypatch.setattr("planner.catalog.rename_pipelines", wrong)
+    job.die(other)
+    wait(lambda: here.console.view(job.job_id).epoch == 2)
+    view = here.console.view(job.job_id)
+    opened = next(event.text for event in view.events if event.kind == "epoch")
+    assert "made now (list)" in opened
+    assert view.plan is not None and view.plan.failed == (other,)
+    assert check(view.plan) == []
+    here.close()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_large_plan_is_fitted_beside_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    for limit in ("app.planned.INLINE_OPS", "app.planned.LARGE_OPS", "app.planning.LARGE_OPS", "app.planning.HELD_OPS"):
+        monkeypatch.setattr(limit, 1)
+    here = ConsoleHere(tmp_path)
+    job = JobHere(here.console, "large", micro_batches=90).register()
+    live = here.console.job(job.job_id)
+    wait(lambda: live.planned_ahead == 5 and here.console.view(job.job_id).epoch == 1)
+    located = here.console.catalogs.located(live.question, ("W1_2",))
+    assert located is not None
+    if damaged:
+        broken = replace(located, stored=located.stored[:-1] + b"x")
+        monkeypatch.setattr(here.console.catalogs, "located", lambda question, failed: broken)
+    job.die("W1_2")
+    wait(lambda: here.console.view(job.job_id).epoch == 2)
+    view = here.console.view(job.job_id)
+    opened = next(event.text for event in view.events if event.kind == "epoch")
+    assert ("made now (list)" if damaged else located.origin) in opened
+    expected = here.console.catalogs.find(live.question, [Worker(1, 2)])
+    assert expected is not None and view.plan is not None
+    assert isinstance(view.plan, ColumnarPlan)
+    assert damaged or view.plan.fingerprint == expected[0].fingerprint, "made for W1_2 itself, it has other ties"
+    assert check(view.plan) == []
+    document = here.console.plan_document(job.job_id, view.plan.fingerprint)
+    assert Plan.from_json(document) == view.plan, "agents get the same"
+    here.close()
+
+
+def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ConsoleHere(tmp_path)
+    monkeypatch.setattr("app.planning.HELD_OPS", 1)
+    here.console._planning._tolerance = 3
+    jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
+    (filling,) = here.console.catalogs._fillings.values()
+    jobs[0].finish()
+    assert filling.running, "another job of the same question waits for it"
+    jobs[1].finish()
+    assert filling.state == "cancelled"
+    wait(lambda: not here.console.catalogs._processes_of)
+    here.close()
