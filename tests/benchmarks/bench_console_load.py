@@ -69,6 +69,7 @@ def database(postgres: bool) -> Iterator[str]:
 
 
 def measure(server: ConsoleServer, load: Load, *, look: bool) -> Told:
+    told: Told
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     generator = context.Process(target=simulate, args=(load, theirs))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Callable
 
 from planner.bounds import period_bound
 from planner.check import check
@@ -135,10 +136,13 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds per problem")
     options = parser.parse_args()
     print(describe())
+    kinds: dict[str, Callable[[], object]] = {
+        "proofs": proofs,
+        "blame": lambda: blame(options.time_limit),
+        "slices": lambda: slices(options.time_limit),
+    }
     for what in options.what:
-        {"proofs": proofs, "blame": lambda: blame(options.time_limit), "slices": lambda: slices(options.time_limit)}[
-            what
-        ]()
+        kinds[what]()
     print(describe())
 
 

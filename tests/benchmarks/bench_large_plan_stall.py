@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import requests
@@ -96,18 +97,21 @@ def _measure(server: ConsoleServer) -> None:
     names = [f"W{p}_{s}" for p in range(GRID["pipelines"]) for s in range(GRID["stages"])]
 
     def register(name: str) -> None:
-        body = {"worker": name, "incarnation": "a", "host": "h", "pid": 1}
+        body: dict[str, str | int] = {"worker": name, "incarnation": "a", "host": "h", "pid": 1}
         requests.post(f"{server.base}{job}/workers", json=body, timeout=60).raise_for_status()
+
+    def in_epoch(number: int) -> bool:
+        return bool(server.get(job).json()["epoch"] == number)
 
     # Together: what comes at the same time is stored in one transaction.
     with ThreadPoolExecutor(64) as pool:
         list(pool.map(register, names))
-    until(lambda: server.get(job).json()["epoch"] == 1)
+    until(partial(in_epoch, 1))
     for turn, dead in enumerate(("W5_3", "W9_7"), start=2):
         with watched(server, f"replan without {dead}, to its epoch"):
             body = {"worker": dead, "incarnation": "a", "cause": "exit", "reporter": "launcher"}
             server.post(f"{job}/failures", body).raise_for_status()
-            until(lambda epoch=turn: server.get(job).json()["epoch"] == epoch)
+            until(partial(in_epoch, turn))
     fingerprint = server.get(job).json()["plan_fingerprint"]
     with watched(server, "the plan's document"):
         size = len(server.get(f"{job}/plans/{fingerprint}").content)

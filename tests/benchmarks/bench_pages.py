@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,12 +28,9 @@ from db.plan_columns import PlanColumns
 from planner.job import Job, Problem, Worker
 from planner.plan import job_doc
 from planner.solvers.portfolio import make_plan
+from tests.app.console_server import ConsoleServer
+from tests.app.ui_console import ConsoleHere, JobHere
 from tests.benchmarks.machine import describe, processor_seconds
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "app"))
-
-from console_server import ConsoleServer
-from ui_console import ConsoleHere, JobHere
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WAIT_MS = 240_000

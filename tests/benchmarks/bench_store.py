@@ -13,7 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from sqlalchemy import text
@@ -70,14 +72,24 @@ def measure(name: str, url: str, folder: Path) -> None:
     before = size(database)
 
     minutes = [minute_of(BEGIN + 60 * i) for i in range(MINUTES)]
-    writing = processor(lambda: [history.add("job", part) for m in minutes for part in batches(m)]) / (60 * MINUTES)
+
+    def write() -> None:
+        for part in (part for minute in minutes for part in batches(minute)):
+            history.add("job", part)
+
+    writing = processor(write) / (60 * MINUTES)
     sizes = history.bytes_by_level("job")
     print(f"{name}: an hour of {WORKERS:,} workers written with {100 * writing:.2f} % of a core")
     second = sizes[Level.SECOND] / (WORKERS * 60 * MINUTES)
     loose = sizes[Level.MINUTE] / (WORKERS * MINUTES)
     hour_in_parts = (size(database) - before) / WORKERS
     spans = history.spans_to_pack(BEGIN + 3600 + 120, 10**6)
-    packing = processor(lambda: [history.pack(span) for span in spans]) / 3600
+
+    def pack_all() -> None:
+        for span in spans:
+            history.pack(span)
+
+    packing = processor(pack_all) / 3600
     sizes = history.bytes_by_level("job")
     minute = sizes[Level.MINUTE] / (WORKERS * MINUTES)
     print(f"  its minutes made one block each: {100 * packing:.2f} % of a core")
@@ -100,7 +112,8 @@ def measure(name: str, url: str, folder: Path) -> None:
         f"  all levels: at most {bound / 1e3:.0f} kB a worker, {bound * WORKERS / 1e6:.0f} MB for {WORKERS:,} workers"
     )
 
-    reads = [timed(lambda w=w: history.read("job", Level.SECOND, w, BEGIN, BEGIN + 900)) for w in range(0, WORKERS, 97)]
+    ask = partial(history.read, "job", Level.SECOND, since=BEGIN, until=BEGIN + 900)
+    reads = [timed(partial(ask, worker=worker)) for worker in range(0, WORKERS, 97)]
     print(f"  15 min of one worker's seconds read in {1000 * float(np.median(reads)):.0f} ms")
     rows_of_job(name, store, database, folder)
     database.close()
@@ -110,7 +123,7 @@ def rows_of_job(name: str, store: Store, database: Database, folder: Path) -> No
     before = size(database)
     for first in range(0, ITERATIONS, 1000):
         numbers = range(first, first + 1000)
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"iteration": i, "loss": 1 / (i + 1), "loss_hex": (1 / (i + 1)).hex(), "seconds": 1 + 1e-7 * i, "epoch": 1}
             for i in numbers
         ]

@@ -7,6 +7,7 @@ import time
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
 PATIENCE_SECONDS = 60.0
 
@@ -17,7 +18,7 @@ class PageSession:
     def __init__(self, port: int, query: str = "") -> None:
         self._query = query
         self._socket = connect(
-            f"ws://127.0.0.1:{port}/_stcore/stream", subprotocols=["streamlit"], max_size=2**28, proxy=None
+            f"ws://127.0.0.1:{port}/_stcore/stream", subprotocols=[Subprotocol("streamlit")], max_size=2**28, proxy=None
         )
         self._kept: set[str] = set()  # hashes of what a browser would not be sent again
         self._page, self._fragment = "", ""

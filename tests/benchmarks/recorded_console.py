@@ -20,7 +20,7 @@ def main() -> None:
             file.write(f"{beat.worker} {beat.incarnation} {time.monotonic():.6f}\n")
             return heard(job, beat)
 
-        LiveJob.heard = noted  # type: ignore[method-assign]
+        LiveJob.heard = noted  # type: ignore[method-assign, assignment]
         cli()
 
 
