@@ -8,7 +8,8 @@ the head, all of it is read and compiled beside the rest, Plotly's 5 MB as well,
 chart is to wait for something else, that code is also run while the page waits, for half a second.
 
 Sent with a page's first run, the console's style sheet would come after some of what it is for, which would be moved
-by it. It is at the end of the page instead, behind Streamlit's own, which it overrides.
+by it. It is at the end of the page instead, behind Streamlit's own, which it overrides; so is the script that shows a
+page from the top down.
 
 And it notes for the browser's developer tools when each run of a page began and ended, which the browser keeps as
 long as the page is open: 170 MB in a week of one run a second. Once a minute they are dropped.
@@ -48,9 +49,11 @@ _HEAD = (
     f'location.pathname.replace(/\\/({"|".join(PAGES)})\\/?$/,"/")}};'
     "setInterval(()=>{performance.clearMarks();performance.clearMeasures()},6e4)</script>"
 ).encode()
+_ASSETS = Path(__file__).parent / "ui" / "assets"
 _STYLE = (
-    f"<style>{(Path(__file__).parent / 'ui' / 'assets' / 'console.css').read_text(encoding='utf-8')}</style>".encode()
-)
+    f"<style>{(_ASSETS / 'console.css').read_text(encoding='utf-8')}</style>"
+    f"<script>{(_ASSETS / 'order.js').read_text(encoding='utf-8')}</script>"
+).encode()
 _RUN = (
     '<script type="module">const ahead=()=>setTimeout(document.querySelector("h1")?'
     '()=>import("./static/js/{}").catch(()=>{{}}):ahead,50);ahead()</script>'

@@ -36,7 +36,7 @@ def login_page(
     page = _LOGIN.replace("{{action}}", action).replace("{{described}}", described)
     page = page.replace("{{accounts}}", (note if of_account else "") + accounts)
     page = page.replace("{{note}}", "" if of_account else note)
-    policy = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'"
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'"
     return HTMLResponse(page, status, {"Content-Security-Policy": policy, "Cache-Control": "no-store"})
 
 

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
 
 import streamlit as st
 
 from app.catalogs.export import exported, json_refusal
-from app.catalogs.fill import CatalogRequest, parse_request
-from app.catalogs.report import CatalogReport, CatalogSummary, most_failures, stale
+from app.catalogs.fill import CatalogRequest
+from app.catalogs.report import CatalogReport, CatalogSummary, stale
 from app.console import Console, get_console
 from app.errors import ConsoleError
-from app.ui import catalog_chart, components
+from app.ui import bound, catalog_chart, components
 from app.ui import catalog_words as words
 from app.ui.access import acting
-from app.ui.picker import CHOSEN
+from app.ui.catalog_question import ask, stored
 from app.ui.tables import rows_html
 from app.ui.theme import Palette
 from planner.catalog_store import CatalogInfo
 from planner.errors import InputError, PlannerError
-from planner.job import Technique
-from planner.plan import job_doc
-from planner.solvers.portfolio import SOLVERS
-from planner.version import PLANNER_VERSION
 
-OWN = "own"
-JOB = "catalog-job"
 SEEN = "catalog-filling-seen"
 # In the URL: which plans are looked at, by their number of failures, and which one of them.
 COUNT, PLAN = "cat_count", "cat_plan"
@@ -35,12 +28,6 @@ COUNT, PLAN = "cat_count", "cat_plan"
 MOST_ROWS = 100
 # Seconds between two looks at a filling; of so many plans, which take longer to draw, fewer.
 REFRESH, MANY = 0.5, 100
-SOLVER_WORDS = {
-    "list": "List scheduler (fast)",
-    "auto": "Best within the time",
-    "cp-sat": "CP-SAT (optimal)",
-    "milp": "MILP (the cross-check)",
-}
 
 
 def page() -> None:
@@ -51,7 +38,7 @@ def page() -> None:
         "what each number of failures will cost, and what is not planned for yet.</div>"
     )
     try:
-        request = _stored(console) if "catalog" in st.query_params else _ask(console)
+        request = stored(console) if "catalog" in st.query_params else ask(console)
     except InputError as error:
         st.error(str(error))
         return
@@ -65,152 +52,6 @@ def page() -> None:
     every = REFRESH if report.wanted <= MANY else 4 * REFRESH
     st.fragment(_catalog, run_every=every if filling and filling.running else None)(console, request, colours)
     _others(console, report)
-
-
-# -- what is asked ---------------------------------------------------------------------------
-
-
-def _stored(console: Console) -> CatalogRequest | None:
-    """A stored catalog by the URL's `catalog`."""
-    fingerprint = st.query_params["catalog"]
-    try:
-        stored = console.catalogs.stored(fingerprint)
-    except ConsoleError as error:
-        st.error(f"{error}. Ask a question of your own instead.")
-        _leave_button("Ask a question")
-        return None
-    own = stored.info
-    most = max((stored.header(name).failures for name in stored.blobs.names()), default=0)
-    if own.planner_version != PLANNER_VERSION:
-        st.warning(
-            f"This catalog is stale: version {own.planner_version} of the planner made it. "
-            "It is shown as it is, and no job uses it."
-        )
-    _leave_button("Ask another question")
-    return parse_request(job=own.job, technique=own.technique.value, memory=own.memory, tolerance=most, **_effort())
-
-
-def _leave_button(label: str) -> None:
-    if st.button(label, key="leave-catalog"):
-        del st.query_params["catalog"]
-        st.rerun()
-
-
-def _ask(console: Console) -> CatalogRequest:
-    """The controls; their state is in the URL. Raises InputError."""
-    jobs = {job.job_id: job.name for job in console.list_jobs()}
-    wanted = st.query_params.get("job") or st.session_state.get(CHOSEN) or next(iter(jobs), OWN)
-    if wanted not in (OWN, *jobs):
-        st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead.")
-        wanted = OWN
-    values: dict[str, Any] = {}
-    with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-question"):
-        source = st.selectbox(
-            "Plans for",
-            [OWN, *jobs],
-            index=[OWN, *jobs].index(wanted),
-            format_func=lambda j: "A question of your own" if j == OWN else f"{jobs[j]} · {j}",
-            key=JOB,
-            on_change=_remember,
-            width=230,
-        )
-        if st.query_params.get("job") != source:
-            st.query_params["job"] = source  # a newer job must not change what a link shows
-        if source == OWN:
-            values |= _own_question()
-            most = values["stages"] * (values["pipelines"] - 1)
-            default = min(2, most)
-        else:
-            question = console.job(source).question
-            values = {
-                "job": job_doc(question.job),
-                "technique": question.technique.value,
-                "memory": question.memory.text,
-            }
-            most = most_failures(question)
-            default = min(console.tolerance, most)
-        values["tolerance"] = st.number_input(
-            "Failures at once",
-            0,
-            1024,
-            default,
-            key="cat_tolerance" if source == OWN else f"cat_tolerance-{source}",
-            bind="query-params",
-            help=f"Plan for up to so many failed workers; at most {most}, as each stage needs a living one.",
-            width=125,
-        )
-        values |= _effort()
-    return parse_request(**values)
-
-
-def _own_question() -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, label, value, most in (
-        ("pipelines", "Pipelines", 3, 1024),
-        ("stages", "Stages", 4, 512),
-        ("micro_batches", "Micro-batches", 6, 1024),
-    ):
-        values[name] = st.number_input(
-            label, 1, most, value, key=f"cat_{name}", bind="query-params", width=105, help="Per pipeline."
-            if name == "micro_batches" else None,
-        )  # fmt: skip
-    values["technique"] = st.selectbox(
-        "Technique",
-        [t.value for t in Technique if t.reroutes],
-        index=2,
-        key="cat_technique",
-        bind="query-params",
-        help="Each includes the ones before it.",
-        width=125,
-    )
-    values["memory"] = st.text_input(
-        "Memory limit",
-        "uniform",
-        key="cat_memory",
-        bind="query-params",
-        max_chars=12,
-        help="Activations that a worker may hold: 1f1b, uniform, none, or a number.",
-        width=110,
-    )
-    with st.popover("Op times", key="cat-times"):
-        st.caption("In slots; the same on all stages.")
-        durations: dict[str, float] = {}
-        for kind, name, time_of in (
-            ("F", "Forward", 1.0),
-            ("I", "Backward, input", 1.0),
-            ("W", "Backward, weight", 1.0),
-            ("O", "Optimizer step", 0.0),
-            ("transfer", "Transfer", 0.0),
-        ):
-            durations[kind] = st.number_input(name, 0.0, 1e6, time_of, key=f"cat_{kind}", bind="query-params")
-    return values | {"durations": durations}
-
-
-def _effort() -> dict[str, Any]:
-    solver = st.selectbox(
-        "Solver",
-        list(SOLVERS),
-        index=list(SOLVERS).index("list"),
-        format_func=lambda s: SOLVER_WORDS.get(s, s),
-        key="cat_solver",
-        bind="query-params",
-        help="A plan that is stored already is made again only when more is asked for than made it, and it is not "
-        "proven optimal.",
-        width=200,
-    )
-    if solver == "list":
-        return {"solver": solver}
-    limit = st.number_input("Seconds per plan", 0.1, 600.0, 10.0, key="cat_seconds", bind="query-params", width=130)
-    return {"solver": solver, "time_limit": limit}
-
-
-def _remember() -> None:
-    st.query_params["job"] = st.session_state[JOB]
-    if st.session_state[JOB] != OWN:
-        st.session_state[CHOSEN] = st.session_state[JOB]
-
-
-# -- what there is ---------------------------------------------------------------------------
 
 
 def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> None:
@@ -250,6 +91,7 @@ def _fill(console: Console, request: CatalogRequest, report: CatalogReport) -> N
         # Once more, without the refresh of a filling under way.
         st.session_state[SEEN] = True
         st.rerun()
+    whole = not report.missing and request.solver == "list"
     with st.container(horizontal=True, vertical_alignment="center", key="catalog-actions"):
         if running:
             if st.button("Cancel", key="cancel-fill"):
@@ -261,7 +103,13 @@ def _fill(console: Console, request: CatalogRequest, report: CatalogReport) -> N
                 else:
                     st.rerun()
         elif current and st.button(
-            "Fill", type="primary", key="fill", help="Plans what is missing, in the background."
+            "Fill",
+            type="primary",
+            key="fill",
+            disabled=whole,
+            help="Nothing is missing. Another solver looks for shorter plans where one is not proven optimal."
+            if whole
+            else "Plans what is missing, in the background.",
         ):
             try:
                 with acting(console, "fill catalog", report.fingerprint):
@@ -274,19 +122,21 @@ def _fill(console: Console, request: CatalogRequest, report: CatalogReport) -> N
             _exports(console, report)
     if filling is None:
         return
-    if running:
-        st.progress(filling.done / max(1, filling.total), text=words.filling_words(filling))
-    elif filling.state == "failed":
-        st.error(words.filling_words(filling))
-    else:
-        components.quiet(words.filling_words(filling))
+    with st.container(key="fill-progress"):  # in one place, so that its end moves nothing
+        if running:
+            st.progress(filling.done / max(1, filling.total), text=words.filling_words(filling))
+        elif filling.state == "failed":
+            st.error(words.filling_words(filling))
+        else:
+            components.quiet(words.filling_words(filling))
 
 
 def _plans(report: CatalogReport) -> None:
     """One count's plans, and the way to the Gantt chart of each."""
     counts = [line.failures for line in report.lines if line.plans]
-    wanted = st.query_params.get(COUNT, "")
-    number = int(wanted) if wanted.isdecimal() and int(wanted) in counts else counts[min(1, len(counts) - 1)]
+    known = {str(count): count for count in counts}
+    sent = bound.read(COUNT, known.get, bound.one_of(known))
+    number = counts[min(1, len(counts) - 1)] if sent is None else sent
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-plans"):
         # Bound widgets lose what the address says when they are drawn in a fragment.
         count = st.selectbox(
@@ -294,11 +144,11 @@ def _plans(report: CatalogReport) -> None:
         )
         line = report.lines[count]
         names = {plan.name: plan.words(8) or "fault-free" for plan in line.plans}
-        named = st.query_params.get(PLAN)
+        named = bound.read(PLAN, lambda name: name if name in names else None, bound.one_of(names))
         chosen = st.selectbox(
             "Without",
             list(names),
-            index=list(names).index(named) if named in names else 0,
+            index=0 if named is None else list(names).index(named),
             format_func=names.__getitem__,
             key=f"{PLAN}-{count}",
             on_change=_choose_plan,
@@ -307,6 +157,8 @@ def _plans(report: CatalogReport) -> None:
         )
         if st.button("Open on Schedule", key="open-plan"):
             catalog_chart.open_plan(report, chosen)
+        bound.say(COUNT)
+        bound.say(PLAN)
     table, caption = words.plans_table(line, report.question.job.time_unit), "Plans of one number of failures"
     if len(line.plans) <= MOST_ROWS:
         st.html(rows_html(table, caption))
@@ -315,11 +167,14 @@ def _plans(report: CatalogReport) -> None:
 
 
 def _choose_count() -> None:
+    bound.changed(COUNT)
+    bound.changed(PLAN)
     st.query_params[COUNT] = str(st.session_state[COUNT])
     st.query_params.pop(PLAN, None)
 
 
 def _choose_plan(count: int) -> None:
+    bound.changed(PLAN)
     st.query_params[COUNT], st.query_params[PLAN] = str(count), st.session_state[f"{PLAN}-{count}"]
 
 

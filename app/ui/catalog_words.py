@@ -35,7 +35,8 @@ def cards(report: CatalogReport) -> list[Card]:
     ]
     if not report.plans:
         return out
-    whole, last = report.lines[0], next(line for line in reversed(report.lines) if line.plans)
+    whole = report.lines[0]
+    last = next((line for line in reversed(report.lines) if line.plans and line.wanted), whole)
     if whole.worst is not None:
         slower = whole.worst.period / report.reference - 1
         out.append(
@@ -84,13 +85,13 @@ def _linear(line: CountLine) -> Card:
 
 def counts_table(report: CatalogReport) -> Table:
     """One row per number of failures."""
-    unit = report.question.job.time_unit
+    unit = text.plural(report.question.job.time_unit)
     lines = report.lines
     worst = [line.worst for line in lines]
     return {
         "failures": [line.failures for line in lines],
         "plans": [len(line.plans) for line in lines],
-        "missing": [line.wanted - line.there for line in lines],
+        "missing": [line.wanted - line.there if line.wanted else None for line in lines],
         f"shortest period ({unit})": [line.best.period if line.best else None for line in lines],
         f"longest period ({unit})": [w.period if w else None for w in worst],
         f"its lower bound ({unit})": [w.bound if w else None for w in worst],
@@ -104,6 +105,7 @@ def counts_table(report: CatalogReport) -> Table:
 
 def plans_table(line: CountLine, unit: str) -> Table:
     """One row per plan of a count, the longest first."""
+    unit = text.plural(unit)
     return {
         "failed": [", ".join(plan.failed()) or "none" for plan in line.plans],
         f"period ({unit})": [plan.period for plan in line.plans],

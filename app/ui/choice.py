@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -10,9 +11,11 @@ import streamlit as st
 from app.console import Console
 from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
 from app.errors import ConsoleError
-from app.ui import components, text
+from app.ui import bound, components, text
 from app.ui.access import actor
 from app.ui.event_feed import say_later
+from app.ui.facts import LOST, ready_words
+from app.view import JobView
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 3
@@ -69,19 +72,28 @@ def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
             st.rerun()
 
 
-def candidates(console: Console, job_id: str) -> None:
-    """The ways on side by side: in full while the job waits for one, else folded up while workers are out."""
-    choice = console.operators.choice(job_id)
-    if not choice["candidates"]:
-        return
-    if choice["waiting"]:
-        left = choice["seconds_left"]
-        until = f"{_best(choice)} is taken in {text.seconds(left)} unless you choose" if left else ""
-        components.heading("Which way on?", until)
-        _cards(console, job_id, choice, "Apply")
-        return
-    with st.expander(f"Ways on without {', '.join(choice['failed'][:4])}", icon=":material/alt_route:"):
-        _cards(console, job_id, choice, "Switch to it")
+def ways_on(console: Console, view: JobView) -> None:
+    """The ways on side by side: in full while the job waits for one, else folded up while workers are out, with which
+    of them is best. While there is nothing to choose, a line in its place, so that a loss moves nothing on the page."""
+    choice = console.operators.choice(view.job_id)
+    with st.container(key="ways", gap="xsmall"):
+        if choice["candidates"] and choice["waiting"]:
+            left = choice["seconds_left"]
+            until = f"{_best(choice)} is taken in {text.seconds(left)} unless you choose" if left else ""
+            components.heading("Which way on?", until)
+            _cards(console, view.job_id, choice, "Apply")
+        elif choice["candidates"] or view.advice:
+            out = choice["failed"] or [w.name for w in view.workers if w.state in LOST]
+            with bound.expander(f"Ways on without {_some(out)}", icon=":material/alt_route:", key="ways-folded"):
+                if view.advice:
+                    components.quiet(view.advice)
+                _cards(console, view.job_id, choice, "Switch to it")
+        elif words := ready_words(view):
+            components.quiet(words)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4:,} more" if len(names) > 4 else "")
 
 
 def _best(choice: dict[str, Any]) -> str:

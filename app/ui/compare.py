@@ -11,8 +11,8 @@ from app.errors import ConsoleError
 from app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
 from app.plans.references import Reference, parse_reference
 from app.plans.sources import NOT_KEPT, Awaited, Source, find, pinned
-from app.ui import components, facts, text
-from app.ui.charts.compare import Strip, comparison, time_factors
+from app.ui import bound, components, facts, standing, text
+from app.ui.charts.compare import Strip, comparison, last_time, short_unit, time_factors
 from app.ui.charts.overview import MAX_BARS
 from app.ui.exports import export_source
 from app.ui.facts import Card
@@ -20,7 +20,8 @@ from app.ui.picker import BEGAN_WITH, open_job
 from app.ui.plan_source import clock, newest, say_measured, schedule_of, wait_for
 from app.ui.schedule_filters import choose_rows
 from app.ui.tables import beside_html, differences
-from app.ui.theme import CHART_CONFIG, Palette
+from app.ui.theme import Palette
+from app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
 from planner.errors import InputError
 from planner.plan import Plan
 from planner.schedule import Schedule
@@ -86,8 +87,10 @@ def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
         )
         if len(found) > 1:
             names = list(found)
-            wished = st.query_params.get("baseline")
-            st.session_state[BASELINE] = wished if wished in names else names[0]
+            wished = bound.read(
+                "baseline", lambda name: name if name in names else None, bound.one_of(names), "The first one is it."
+            )
+            st.session_state[BASELINE] = wished or names[0]
             st.selectbox(
                 "Baseline",
                 names,
@@ -97,6 +100,7 @@ def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
                 width=320,
                 help="Changes are against it, and its period is drawn through all.",
             )
+            bound.say("baseline")
             first = st.session_state[BASELINE]
             return [found[first], *(each for name, each in found.items() if name != first)]
     return list(found.values())
@@ -139,14 +143,17 @@ def _replace(old: Reference, new: Reference) -> None:
 
 
 def _remember() -> None:
+    bound.moved()
     st.query_params["plans"] = st.session_state[PICKER]
 
 
 def _remember_baseline() -> None:
+    bound.changed("baseline")
     st.query_params["baseline"] = st.session_state[BASELINE]
 
 
 def _show_worked_example() -> None:
+    bound.moved()
     st.query_params["plans"] = [str(made) for made in WORKED_EXAMPLE]
     st.query_params.pop("baseline", None)
 
@@ -161,32 +168,37 @@ def _nothing_yet() -> None:
 
 def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
     schedules = [schedule_of(source.plan) for source in sources]
-    rows = choose_rows(schedules)
     labels = _labels(sources)
-    strips = [
-        Strip(label, source.plan, schedule, tuple(rows(schedule)))
-        for label, source, schedule in zip(labels, sources, schedules, strict=True)
-    ]
+    named = "-".join(s.plan.fingerprint[:12] for s in sources)
+    with st.container(horizontal=True, vertical_alignment="bottom", key="drawn"):
+        rows = choose_rows(schedules)
+        strips = [
+            Strip(label, source.plan, schedule, tuple(rows(schedule)))
+            for label, source, schedule in zip(labels, sources, schedules, strict=True)
+        ]
+        time = choose_time(named, last_time(strips), short_unit(strips))
     components.cards(_cards(labels, sources))
-    revision = "-".join(s.plan.fingerprint[:12] for s in sources)
+    what = " ".join([colours.name, named, *labels, *(",".join(map(str, s.workers)) for s in strips)])
+    shown, turn = standing.drawn_with("compare-chart", what, time.shown)
     pictured = sum(strip.ops for strip in strips) > MAX_BARS
     if pictured:
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
     components.legend_all([(s.schedule, s.workers) for s in strips], ghost=not pictured)
-    with st.container(key="wide-chart"):
+    with st.container(key="wide-chart", gap=None):
         st.plotly_chart(
-            comparison(strips, colours, revision=revision),
+            comparison(strips, colours, shown=shown, revision=str(turn)),
             theme=None,
             key="compare-chart",
-            config=CHART_CONFIG,
+            config=FOLLOWED_CONFIG,
             alt="Gantt charts below each other: " + "; ".join(map(facts.schedule_words, *_pairs(sources, schedules))),
         )
+        follow("compare-chart", time)
     mixed = " Their units differ, so each is measured by its own job's fault-free 1F1B iteration." * (
         len(set(time_factors([s.plan for s in sources]))) > 1
     )
     st.caption(
         f"The dotted line is the period of the baseline, {labels[0]}; each plan's own is the solid one. "
-        f"Faint bars are the next iteration.{mixed}"
+        f"Faint bars are the next iteration.{mixed} {facts.DRAG_WORDS}"
     )
     _tables(console, sources, schedules, labels)
 
@@ -221,8 +233,7 @@ def _cards(labels: list[str], sources: list[Source]) -> list[Card]:
 
 def _tables(console: Console, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:
     components.heading("What differs", "changes are against the baseline, the first column")
-    tabs = ["Plans", "Stages", "Files"]
-    plans, stages, files = st.tabs(tabs, key="figures", on_change="rerun", bind="query-params")
+    plans, stages, files = bound.tabs(["Plans", "Stages", "Files"], key="figures")
     with plans:
         st.html(beside_html(labels, differences([s.plan for s in sources]), "Figures by plan"))
     with stages:

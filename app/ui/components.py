@@ -88,13 +88,6 @@ def sentence(view: JobView) -> None:
     )
 
 
-def advice(view: JobView) -> None:
-    """Which way on is best while workers are out, folded up below the coordinator's sentence."""
-    if view.advice:
-        words = "Would another way on train more until the repair?"
-        st.html(f'<details class="or-advice"><summary>{words}</summary><p>{escape(view.advice)}</p></details>')
-
-
 def legend(counts: dict[str, int]) -> None:
     """One entry per state that occurs, with its shape, colour and count."""
     entries = "".join(
@@ -102,13 +95,14 @@ def legend(counts: dict[str, int]) -> None:
         for name, (words, _, _) in LOOKS.items()
         if counts.get(name)
     )
-    st.html(f'<div class="or-legend">{entries}</div>')
+    st.html(f'<div class="or-legend or-states">{entries}</div>')
 
 
 def recovery(latest: RecoveryView | None, zone: str | None) -> None:
     """The latest failure's way back to training, step by step, to scale, from the process's death."""
     if latest is None:
-        st.html('<div class="or-quiet">None so far. It is measured once training goes on after a failure.</div>')
+        words = "None so far. It is measured once training goes on after a failure."
+        st.html(f'<div class="or-quiet or-recovery">{words}</div>')
         return
     steps = [
         ("failure seen", latest.detected_ms),
@@ -216,3 +210,7 @@ def no_job(address: str) -> None:
     if get_console().access.guarded:
         st.markdown("This console asks for a token: the launcher finds it in `OPENRECYCLE_TOKEN`.")
     st.markdown("Leave out `--pace` to run as fast as the machine can, and `--demo` to forbid kills from here.")
+    st.markdown(
+        "No job is needed to [plan for failures](planner), to [make plans ahead](catalog), to "
+        "[simulate what failures cost](simulate), or to read [how it works](help)."
+    )

@@ -10,7 +10,7 @@ import streamlit as st
 
 from app.console import Console
 from app.errors import ConsoleError
-from app.ui import text
+from app.ui import bound, text
 from app.ui.access import actor
 from app.view import EventView, JobView
 
@@ -41,8 +41,8 @@ def say_now() -> None:
 
 def asked_for() -> tuple[str, str]:
     """What the filter is set to and the words to look for, by the address."""
-    show = st.query_params.get("events", DEFAULT)
-    return show if show in SHOW else DEFAULT, st.query_params.get("find", "").strip()
+    show = bound.read("events", lambda word: word if word in SHOW else None, bound.one_of(SHOW))
+    return show or DEFAULT, st.query_params.get("find", "").strip()
 
 
 def controls() -> tuple[str, str]:
@@ -70,10 +70,12 @@ def controls() -> tuple[str, str]:
             label_visibility="collapsed",
             width=170,
         )
+    bound.say("events")
     return show, words
 
 
 def _into_address() -> None:
+    bound.changed("events")
     chosen_now = {"events": st.session_state.get("events") or DEFAULT, "find": st.session_state.get("find") or ""}
     for key, value in chosen_now.items():
         if value in (DEFAULT, ""):

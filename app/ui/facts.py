@@ -20,6 +20,7 @@ OVER = (JobState.FINISHED, JobState.STOPPED)
 STALE = 5.0
 # What a cell says while its worker takes up a new epoch.
 ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
+DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all."
 HOLDING = (WorkerState.RUNNING, WorkerState.SUSPECT)
 
 
@@ -66,6 +67,16 @@ def live_cards(view: JobView) -> list[Card]:
     return [_iteration(view), _throughput(view), _goodput(view), _workers(view), _plan(view), _age(view)]
 
 
+def ready_words(view: JobView) -> str:
+    """How many plans are ready for the next loss. "": the job is over, or nothing is known yet."""
+    if view.state in OVER or not view.plans_to_make:
+        return ""
+    done = view.planned_ahead >= view.plans_to_make
+    made = f"{view.plans_to_make:,}" if done else f"{view.planned_ahead:,} of {view.plans_to_make:,}"
+    out = any(w.state in LOST for w in view.workers)
+    return f"Plans made ahead: {made}." + ("" if out else " When a worker is lost, the ways on stand here.")
+
+
 def _iteration(view: JobView) -> Card:
     done = view.iterations[-1].iteration + 1 if view.iterations else 0
     total = view.spec.iterations
@@ -106,6 +117,8 @@ def _throughput(view: JobView) -> Card:
         return Card("Throughput", "–", "no iteration done yet")
     if view.state is JobState.HALTED:
         return Card("Throughput", "0", f"{text.rate(now)} before the halt", "bad", of="samples/s")
+    if view.state is JobState.RECOVERING:
+        return Card("Throughput", text.rate(now), "before this change; recovering", "warn", of="samples/s")
     reference = fault_free_rate(view)
     if reference is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
@@ -327,4 +340,4 @@ def reading_help(plan: Plan) -> str:
             " Faint bars are the next iteration: each stage steps on its own, so it may begin on one stage before "
             "this one has ended on another. That is why the period can be shorter than the makespan."
         )
-    return words + " Drag to pan, double-click to see all."
+    return f"{words} {DRAG_WORDS}"

@@ -9,7 +9,7 @@ import streamlit as st
 
 from app.console import get_console
 from app.plans.idea import JOB, Picture, pictures
-from app.ui import components
+from app.ui import bound, components
 from app.ui.charts.idea import picture, picture_words
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.snippets import launch_line, reporter, token_line, trainer
@@ -31,14 +31,12 @@ def page() -> None:
         '<h1 class="or-title">Help</h1><div class="or-about">A training job goes on when workers die: their '
         "micro-batches run on living peers of the same stage, in slots that were idle anyway.</div>"
     )
-    section = st.segmented_control(
+    section = bound.segmented_control(
         "Section",
         list(SECTIONS),
         default="idea",
-        required=True,
         format_func=SECTIONS.__getitem__,
         key="section",
-        bind="query-params",
         label_visibility="collapsed",
         wrap=True,
     )

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import streamlit as st
 
 from agent.protocol import JobState
 from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.observing.measured import MeasuredIteration
-from app.ui import choice, components, event_feed, facts, job_menu, plan_control, standby, tables, text
-from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
+from app.ui import (
+    bound,
+    choice,
+    components,
+    event_feed,
+    facts,
+    iteration_range,
+    job_menu,
+    plan_control,
+    standby,
+    standing,
+    tables,
+    text,
+)
+from app.ui.charts.progress import ZOOM, epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
 from app.ui.live_now import read_now
 from app.ui.picker import open_job
@@ -44,13 +59,7 @@ def page() -> None:
         choice.mode_switch(console, head.job_id, over=over)
         plan_control.plan_menu(console, head.job_id, over=over)
         job_menu.job_menu(console, head)
-        moving = st.toggle(
-            "Refresh",
-            value=True,
-            key="refresh",
-            bind="query-params",
-            help="Off: the page stands still, to look closely.",
-        )
+        moving = bound.toggle("Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely.")
     every = (1.0 if head.workers <= MAX_TILES else 2.0) if moving else None
     show_opened(console, head.job_id)  # first, since somebody has just clicked
     st.fragment(_live, run_every=every)(console, head.job_id, colours, over)
@@ -84,8 +93,7 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
     zone = st.context.timezone
     with st.container(gap="small"):
         components.sentence(view)
-        components.advice(view)
-        choice.candidates(console, job_id)
+        choice.ways_on(console, view)
         plan_control.replan_line(console, view)
         components.cards(facts.live_cards(view))
     left, right = st.columns(2, gap="medium")
@@ -112,11 +120,11 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
 def _tiles(view: JobView) -> None:
     """The grid as buttons, a row per pipeline."""
     components.legend(facts.legend_counts(view))
-    components.grid_columns(view.spec.stages)
     rows: dict[int, list[WorkerView]] = {}
     for worker in sorted(view.workers, key=lambda w: (w.pipeline, w.stage)):
         rows.setdefault(worker.pipeline, []).append(worker)
     with st.container(key="worker-grid", gap=None):
+        components.grid_columns(view.spec.stages)
         for pipeline, workers in rows.items():
             with st.container(key=f"grid-row-{pipeline}", horizontal=True):
                 components.row_head(pipeline)
@@ -148,10 +156,17 @@ def _heat_map(view: JobView, colours: Palette) -> None:
         selection_mode=PICKED,
         alt="Worker grid: pipelines across, stages down. The table below has each worker's state.",
     )
-    figures = st.expander("The same in figures", key="worker-figures", on_change="rerun")
+    figures = bound.expander("The same in figures", key="worker-figures")
     if figures.open:
         table = tables.grid_table(view.workers)
-        figures.dataframe(table, hide_index=True, key="worker-table", height=250, alt="State of each worker")
+        figures.dataframe(
+            table,
+            hide_index=True,
+            key="worker-table",
+            height=250,
+            alt="State of each worker",
+            column_config=tables.OF_WORKERS,
+        )
 
 
 def _picked() -> None:
@@ -168,15 +183,28 @@ def _progress(view: JobView, colours: Palette) -> None:
     reference = facts.fault_free_rate(view)
     marks = epoch_marks(view.iterations, view.recoveries, view.events)
     rows = progress_rows(view.iterations, marks, reference.samples_per_second if reference else None)
-    for key, chart, alt in (
-        ("throughput", throughput(rows, colours), "Throughput by iteration, in samples per second."),
-        ("loss", losses(rows, colours), "Loss by iteration."),
+    shown = iteration_range.asked_for(view.iterations[0].iteration, view.iterations[-1].iteration)
+    for name, make, alt in (
+        ("throughput", throughput, "Throughput by iteration, in samples per second."),
+        ("loss", losses, "Loss by iteration."),
     ):
-        st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=alt)
+        drawn, turn = standing.drawn_with(name, f"{view.job_id} {colours.name}", shown)
+        key = f"{name}-{turn}"
+        with st.container(key=f"progress-{name}"):
+            st.vega_lite_chart(
+                None,
+                make(rows, colours, drawn).whole(),
+                theme=None,
+                key=key,
+                on_select=partial(iteration_range.zoomed, name, key),
+                selection_mode=ZOOM,
+                alt=alt,
+            )
+    bound.say(iteration_range.ITERATIONS)
     source = f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}. " if reference else ""
     st.caption(source + "Drag to move, Alt + wheel to zoom, double-click to see all.")
     # Only what is opened is sent at each refresh.
-    figures = st.expander("The same in figures", key="progress-figures", on_change="rerun")
+    figures = bound.expander("The same in figures", key="progress-figures")
     if figures.open:
         figures.dataframe(
             tables.iterations_table(view.iterations, marks),

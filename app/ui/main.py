@@ -7,7 +7,7 @@ from pathlib import Path
 import streamlit as st
 
 from app.leadership.host import standing_by
-from app.ui import standby
+from app.ui import bound, standby
 
 _HERE = Path(__file__).parent
 _LOGO = str(_HERE / "assets" / "logo.svg")
@@ -29,6 +29,7 @@ _page = st.navigation(
 )
 if _standing is None:
     st.set_page_config(page_title=f"{_page.title} · OpenReCycle")
+    bound.enter(_page.url_path)
     _page.run()
 else:
     standby.show(_standing)

@@ -6,7 +6,8 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from app.console import Console
-from app.ui import components
+from app.ui import bound, components
+from app.ui.iteration_range import ITERATIONS
 from app.view import JobHead, JobSummary
 
 CHOSEN = "chosen-job"
@@ -33,9 +34,11 @@ def open_job(console: Console, *, pace: bool = True) -> tuple[JobHead, DeltaGene
     if unknown:
         st.html('<h1 class="or-title">Which job?</h1>')
     with st.container(horizontal=True, vertical_alignment="bottom", key="page-head"):
-        title = st.container()
+        title = st.empty()
         controls = st.container(horizontal=True, vertical_alignment="bottom", width="content", key="page-controls")
     job_id = jobs[0].job_id if wanted is None else wanted
+    # Before the controls, which on a narrow page are below it and would be moved by it.
+    head = None if unknown else _titled(title, console, job_id, pace=pace)
     if len(jobs) > 1 or unknown:
         with controls:
             chosen = _pick(known, None if unknown else job_id)
@@ -46,10 +49,16 @@ def open_job(console: Console, *, pace: bool = True) -> tuple[JobHead, DeltaGene
         job_id = chosen
     if st.query_params.get("job") != job_id:
         st.query_params["job"] = job_id  # so that a link shows what its sender saw
-    head = console.head(job_id)
-    with title:
-        components.job_title(head, pace=pace)
+    if head is None or head.job_id != job_id:
+        head = _titled(title, console, job_id, pace=pace)
     return head, controls
+
+
+def _titled(title: DeltaGenerator, console: Console, job_id: str, *, pace: bool) -> JobHead:
+    head = console.head(job_id)
+    with title.container():
+        components.job_title(head, pace=pace)
+    return head
 
 
 def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:
@@ -77,8 +86,9 @@ def forget() -> None:
 def _remember(known: frozenset[str]) -> None:
     """known: the jobs that were offered. Of one that is gone since, the browser still sends the words."""
     if st.session_state[PICKER] in known:
+        bound.moved()
         st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
-        left = ["plan", "follow"]
+        left = ["plan", "follow", ITERATIONS]
         if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):
             left += ["plans", "baseline"]
         for name in left:

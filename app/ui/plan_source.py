@@ -15,7 +15,7 @@ from app.heap import settle
 from app.observing.measured import measured_iteration
 from app.plans.references import Measured, OfJob, Reference, parse_reference
 from app.plans.sources import NOT_KEPT, Awaited, Source, find, measured_name, names, pinned, saved_names
-from app.ui import text
+from app.ui import bound, text
 from app.ui.schedule_facts import measured_words
 from planner.columnar import ColumnarSchedule
 from planner.errors import InputError
@@ -208,5 +208,6 @@ def _show(reference: Reference) -> None:
 
 def show_instead(_: Reference | None, reference: Reference | str) -> None:
     """For callbacks: the page goes on with another plan."""
+    bound.moved()
     st.query_params["plan"] = str(reference)
     st.query_params.pop(FOLLOW, None)

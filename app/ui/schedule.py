@@ -11,7 +11,7 @@ from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.plans.references import Made, OfJob
 from app.plans.sources import Source
-from app.ui import components, facts
+from app.ui import bound, components, facts, standing
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import MAX_BARS, Detail
 from app.ui.exports import export_source
@@ -20,8 +20,9 @@ from app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instea
 from app.ui.schedule_facts import critical_words
 from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
 from app.ui.schedule_large import large_chart
-from app.ui.tables import Table, operations_table, workers_table
-from app.ui.theme import CHART_CONFIG, Palette
+from app.ui.tables import OF_WORKERS, Table, operations_table, workers_table
+from app.ui.theme import Palette
+from app.ui.time_range import FOLLOWED_CONFIG, follow
 from planner.job import Technique, Worker
 from planner.plan import Plan
 from planner.schedule import Schedule
@@ -83,33 +84,35 @@ def _follow(console: Console, job_id: str, shown: str | None) -> None:
 def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail | None:
     """Returns the part that is shown op by op, where that is not all of it."""
     ops = sum(schedule.op_counts.get(w, 0) for w in workers)
-    revision = f"{plan.fingerprint}-{len(workers)}-{wish.window}"
     if ops > MAX_BARS:
         return large_chart(plan.fingerprint, schedule, workers, wish, colours)
+    what = f"{plan.fingerprint} {','.join(map(str, workers))} {sorted(wish.draw)} {wish.path} {colours.name}"
+    shown, turn = standing.drawn_with("gantt", what, wish.time.shown)
     fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
     figure = gantt(
         schedule,
         colours,
         workers=workers,
         fault_free_end=fault_free,
-        window=wish.window,
+        shown=shown,
         path=wish.path,
         critical="critical" in wish.draw,
         held="held" in wish.draw,
         next_iteration="next" in wish.draw,
-        revision=revision,
+        revision=str(turn),
     )
     components.legend_of(schedule, workers, ghost="next" in wish.draw)
-    with st.container(key="wide-chart"):
+    with st.container(key="wide-chart", gap=None):
         st.plotly_chart(
             figure,
             theme=None,
             key="gantt",
-            config=CHART_CONFIG,
+            config=FOLLOWED_CONFIG,
             on_select=partial(clicked, "gantt"),
             selection_mode="points",
             alt=facts.schedule_words(plan, schedule),
         )
+        follow("gantt", wish.time)
     st.caption(f"{facts.reading_help(plan)} Click a bar to see its micro-batch's path through all stages.")
     if "critical" in wish.draw:
         st.caption(critical_words(schedule))
@@ -139,7 +142,7 @@ def _tables(console: Console, source: Source, schedule: Schedule, workers: list[
             )
             export_source(console, source)
     tabs = ["Workers", "Ops of the detail" if detail else "Ops"]
-    by_worker, by_op = st.tabs(tabs, key="figures", on_change="rerun", bind="query-params")
+    by_worker, by_op = bound.tabs(tabs, key="figures")
     with by_worker:
         table = st.cache_data(_workers_table, max_entries=32, show_spinner=False)(
             plan.fingerprint, ",".join(map(str, workers)), schedule
@@ -147,11 +150,17 @@ def _tables(console: Console, source: Source, schedule: Schedule, workers: list[
         # A failed worker has no figures; few workers are seen without scrolling.
         height = "content" if len(workers) <= FEW else "auto"
         st.dataframe(
-            table, hide_index=True, key="workers-table", alt="Figures by worker", placeholder="–", height=height
+            table,
+            hide_index=True,
+            key="workers-table",
+            alt="Figures by worker",
+            placeholder="–",
+            height=height,
+            column_config=OF_WORKERS,
         )
     with by_op:
         ops = operations_table(schedule, *((detail.workers, detail.window) if detail else (workers, None)))
-        st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start")
+        st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start", column_config=OF_WORKERS)
 
 
 components.guard(page)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import streamlit as st
 
+from app.ui import bound, text
 from app.ui.charts import rows
+from app.ui.time_range import TimeRange, choose_time
 from planner.job import Worker
 from planner.plan import Plan
 from planner.schedule import Schedule
@@ -16,18 +18,17 @@ SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "
 DRAW = {"held": "Memory", "next": "Next iteration", "critical": "Critical path"}
 DRAWN = ["held", "next"]
 PATH = "path"
-TIME = "time"
 # More micro-batches than this are not listed; a click still shows any of them.
 MAX_PATHS = 4096
 
 
 @dataclass(frozen=True)
 class Wish:
-    """window: ticks; None: all of the iteration. path: (home pipeline, micro-batch)."""
+    """path: (home pipeline, micro-batch)."""
 
     draw: frozenset[str]
     path: tuple[int, int] | None
-    window: tuple[float, float] | None
+    time: TimeRange
 
 
 def choose_workers(schedule: Schedule) -> list[Worker]:
@@ -38,20 +39,18 @@ def choose_workers(schedule: Schedule) -> list[Worker]:
 def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Worker]]:
     """One choice for all of them; where one has no such pipeline or stage, all its workers are shown."""
     touched = {worker for schedule in schedules for worker in rows.touched_workers(schedule)}
-    show = st.segmented_control(
+    show = bound.segmented_control(
         "Show",
         [key for key in SHOW if key != "failure" or touched],
         default="all",
-        required=True,
         format_func=SHOW.__getitem__,
         key="show",
-        bind="query-params",
         wrap=True,
     )
     number = 0
     if show in ("pipeline", "stage"):
         sizes = [getattr(schedule.problem.job, f"{show}s") for schedule in schedules]
-        number = st.selectbox(show.capitalize(), range(max(sizes)), key=show, bind="query-params", width=120)
+        number = bound.selectbox(show.capitalize(), range(max(sizes)), key=show, width=120)
 
     def chosen(schedule: Schedule) -> list[Worker]:
         if show == "failure":
@@ -67,16 +66,10 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
 
 def choose_view(plan: Plan, schedule: Schedule) -> Wish:
     """What is drawn, the path of which micro-batch, and which time."""
-    draw = st.pills(
-        "Draw",
-        list(DRAW),
-        selection_mode="multi",
-        default=DRAWN,
-        format_func=DRAW.__getitem__,
-        key="draw",
-        bind="query-params",
-    )
-    return Wish(frozenset(draw), _choose_path(plan), _choose_time(plan, schedule))
+    draw = bound.pills("Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
+    path = _choose_path(plan)
+    end = float(schedule.problem.job.units(schedule.end))
+    return Wish(frozenset(draw), path, choose_time(plan.fingerprint[:12], end, text.plural(plan.job.time_unit)))
 
 
 def clicked(chart: str) -> None:
@@ -91,9 +84,11 @@ def clicked(chart: str) -> None:
 
 def _choose_path(plan: Plan) -> tuple[int, int] | None:
     job = plan.job
-    known = st.query_params.get(PATH)
+    last = f"{job.pipelines - 1}.{job.micro_batches - 1}"
+    expected = f"a pipeline and its micro-batch, from 0.0 to {last}"
+    known = bound.read(PATH, lambda name: name if _place(name, plan) else None, expected, "No path is shown.")
     if PATH not in st.session_state:
-        st.session_state[PATH] = known if known and _place(known, plan) else None
+        st.session_state[PATH] = known
     elif st.session_state[PATH] and not _place(st.session_state[PATH], plan):
         st.session_state[PATH] = None  # that of another plan
     if job.pipelines * job.micro_batches <= MAX_PATHS:
@@ -107,6 +102,7 @@ def _choose_path(plan: Plan) -> tuple[int, int] | None:
             on_change=_remember_path,
             width=200,
         )
+    bound.say(PATH)
     return _place(st.session_state[PATH], plan)
 
 
@@ -119,56 +115,8 @@ def _place(name: str | None, plan: Plan) -> tuple[int, int] | None:
 
 
 def _remember_path() -> None:
-    _remember(PATH, st.session_state.get(PATH))
-
-
-def _choose_time(plan: Plan, schedule: Schedule) -> tuple[float, float] | None:
-    """`?time=5-12`, in the job's own unit."""
-    job = schedule.problem.job
-    end = float(job.units(schedule.end))
-    # A slider of its own for each plan, whose iterations differ in length.
-    key = f"time-{plan.fingerprint[:12]}"
-    if key not in st.session_state:
-        st.session_state[key] = _time_of_link(end) or (0.0, end)
-    step = _step(end)
-    low, high = st.slider(
-        f"Time ({plan.job.time_unit})",
-        0.0,
-        end,
-        step=step,
-        format="%g",
-        key=key,
-        on_change=_remember_time,
-        args=(key, end - step),
-        width=240,
-    )
-    if (low <= 0 and high > end - step) or low >= high:
-        return None
-    return low * job.ticks_per_unit, high * job.ticks_per_unit
-
-
-def _time_of_link(end: float) -> tuple[float, float] | None:
-    low, dash, high = st.query_params.get(TIME, "").partition("-")
-    try:
-        found = float(low), float(high)
-    except ValueError:
-        return None
-    return found if dash and 0 <= found[0] < found[1] <= end else None
-
-
-def _remember_time(key: str, almost: float) -> None:
-    low, high = st.session_state[key]
-    _remember(TIME, None if low <= 0 and high > almost else f"{low:g}-{high:g}")
-
-
-def _remember(name: str, value: str | None) -> None:
-    if value is None:
-        st.query_params.pop(name, None)
+    bound.changed(PATH)
+    if name := st.session_state.get(PATH):
+        st.query_params[PATH] = name
     else:
-        st.query_params[name] = value
-
-
-def _step(end: float) -> float:
-    """A hundredth of the iteration or so, whole where times are."""
-    rough = end / 200
-    return max(1.0, float(round(rough))) if end >= 20 else rough
+        st.query_params.pop(PATH, None)

@@ -6,13 +6,14 @@ from functools import partial
 
 import streamlit as st
 
-from app.ui import components
+from app.ui import bound, components, standing
 from app.ui.box_select import box_select, drawn_box
 from app.ui.charts import overview as large
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import Detail
 from app.ui.schedule_filters import Wish, clicked
-from app.ui.theme import CHART_CONFIG, Palette
+from app.ui.theme import Palette
+from app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow, show_all, within
 from planner.job import Worker
 from planner.schedule import Schedule
 
@@ -21,20 +22,25 @@ ROWS = 16
 
 
 def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail:
-    """Draws both; a box on the picture, or the fields, choose the part, which is returned."""
+    """Draws both; a box on the picture, or the fields, choose the part, which is returned.
+
+    Without a box, it begins where the chosen time does. In either case it shows what of that time lies in it.
+    """
     revision = f"{fingerprint}-{len(workers)}"
     names = [str(w) for w in workers]
+    width = schedule.problem.job.units(schedule.end)
     with st.container(horizontal=True, vertical_alignment="bottom", key="overview-part"):
-        first = st.selectbox("First row", names, key="first-row", bind="query-params", on_change=_forget_box, width=160)
-        box = _box(len(workers))
+        first = bound.selectbox("First row", names, key="first-row", on_change=_forget_box, width=160)
+        box = _box(len(workers), width)
         if box:
             st.button("Forget the box", on_click=_forget_box, key="forget-box")
         else:
             st.caption("Or draw a box on the overview.")
+            bound.say(BOX)
     if box:
         detail = large.detail_of_box(schedule, workers, *box)
     else:
-        start = wish.window[0] if wish.window else 0.0
+        start = wish.time.shown[0] * schedule.problem.job.ticks_per_unit if wish.time.shown else 0.0
         detail = large.detail_of(schedule, workers, names.index(first), ROWS, start)
     drawn = st.cache_data(_picture, max_entries=32, show_spinner=False)(
         fingerprint, ",".join(names), colours.name, schedule, colours
@@ -42,32 +48,36 @@ def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wis
     with st.container(key="overview"):
         alt = f"Overview of {len(workers):,} workers over one iteration."
         st.html(large.overview(schedule, workers, drawn, alt))
-        width = schedule.problem.job.units(schedule.end)
         part = large.box_of(schedule, workers, detail)
-        box_select(width, len(workers), part, key=PAD, on_box=_remember_box)
+        box_select(width, len(workers), part, key=PAD, on_box=partial(_remember_box, wish.time))
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
     components.legend_of(schedule, detail.workers, ghost=False)
+    low, high = map(schedule.problem.job.units, detail.window)
+    what = f"{revision} {detail.window} {sorted(wish.draw)} {wish.path} {colours.name}"
+    shown, turn = standing.drawn_with("detail", what, within(wish.time, low, high))
     figure = gantt(
         schedule,
         colours,
         workers=detail.workers,
         window=detail.window,
+        shown=shown,
         path=wish.path,
         critical="critical" in wish.draw,
         held="held" in wish.draw,
         next_iteration=False,
-        revision=f"{revision}-{detail.window}",
+        revision=str(turn),
     )
-    with st.container(key="wide-chart"):
+    with st.container(key="wide-chart", gap=None):
         st.plotly_chart(
             figure,
             theme=None,
             key="detail",
-            config=CHART_CONFIG,
+            config=FOLLOWED_CONFIG,
             on_select=partial(clicked, "detail"),
             selection_mode="points",
             alt="The chosen part, op by op.",
         )
+        follow("detail", wish.time)
     return detail
 
 
@@ -76,19 +86,29 @@ def _picture(fingerprint: str, names: str, theme: str, _schedule: Schedule, _col
     return large.picture(_schedule, [Worker.parse(name) for name in names.split(",")], _colours)
 
 
-def _box(rows: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
+def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, float]] | None:
     """`?box=20,60,100,140`: from and to of the time, then of the rows."""
-    try:
-        x0, x1, y0, y1 = map(float, st.query_params.get(BOX, "").split(","))
-    except ValueError:
-        return None
-    return ((x0, x1), (y0, y1)) if x0 < x1 and -1 <= y0 < y1 <= rows else None
+
+    def accept(word: str) -> tuple[tuple[float, float], tuple[float, float]] | None:
+        try:
+            x0, x1, y0, y1 = map(float, word.split(","))
+        except ValueError:
+            return None
+        fits = x0 < x1 and x0 < width and x1 > 0 and -1 <= y0 < y1 <= rows
+        return ((x0, x1), (y0, y1)) if fits else None
+
+    expected = f"two times up to {width:,.10g} and two rows up to {rows:,}, such as 20,60,0,8"
+    return bound.read(BOX, accept, expected, "No box is drawn.")
 
 
-def _remember_box() -> None:
+def _remember_box(time: TimeRange) -> None:
+    """Shows all of it."""
     if box := drawn_box(PAD):
+        show_all(time)
+        bound.changed(BOX)
         st.query_params[BOX] = ",".join(f"{value:.6g}" for value in box)
 
 
 def _forget_box() -> None:
+    bound.changed(BOX)
     st.query_params.pop(BOX, None)

@@ -9,10 +9,10 @@ import streamlit as st
 from app.console import Console, get_console
 from app.observing.job_history import Row, history
 from app.simulations import DRAWN, HISTORY, POLICIES, Simulation, SimulationRequest, parse_request, shapes
-from app.ui import components, text
+from app.ui import bound, components, text
 from app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time
 from app.ui.facts import Card
-from app.ui.simulate_words import sensitivity_table, sensitivity_words, time_words
+from app.ui.simulate_words import ratio_words, sensitivity_table, sensitivity_words, time_words
 from app.ui.tables import rows_html
 from app.ui.theme import CHART_CONFIG, Palette
 from planner.errors import InputError
@@ -41,6 +41,10 @@ def page() -> None:
         st.error(str(error))
         return
     before = st.session_state.get(SHOWN)
+    if request is None:
+        if before is not None:
+            console.simulations.cancel(before)
+        return
     if before is not None and before != request:
         console.simulations.cancel(before)
     st.session_state[SHOWN] = request
@@ -49,30 +53,30 @@ def page() -> None:
     st.fragment(_results, run_every=None if simulation.done else 0.2)(simulation, colours)
 
 
-def _ask(console: Console) -> SimulationRequest:
-    """The controls; their state is in the URL. Raises InputError."""
+def _ask(console: Console) -> SimulationRequest | None:
+    """The controls; their state is in the URL. None: there is nothing to simulate, and the page has said why.
+    Raises InputError."""
     jobs = {job.job_id: job.name for job in reversed(console.list_jobs())}
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-job"):
-        source = st.selectbox(
+        source = bound.selectbox(
             "Job",
             [SHAPE, *jobs],
             format_func=lambda j: j if j == SHAPE else f"{jobs[j]} · {j}",
             key="sim_job",
-            bind="query-params",
             width=240,
         )
         if source == SHAPE:
-            values["model"] = st.selectbox(
-                "Model", shapes(), index=shapes().index("gpt-3-6.7b"), key="model", bind="query-params", width=160
+            values["model"] = bound.selectbox(
+                "Model", shapes(), index=shapes().index("gpt-3-6.7b"), key="model", width=160
             )
             for name, label, value in (
                 ("pipelines", "Pipelines", 6),
                 ("stages", "Stages", 4),
                 ("micro_batches", "Micro-batches", 16),
             ):
-                values[name] = st.number_input(
-                    label, 1, 1024, value, key=f"sim_{name}", bind="query-params", width=110, help="Per pipeline."
+                values[name] = bound.number_input(
+                    label, 1, 1024, value, key=f"sim_{name}", width=110, help="Per pipeline."
                     if name == "micro_batches" else None,
                 )  # fmt: skip
         else:
@@ -82,8 +86,8 @@ def _ask(console: Console) -> SimulationRequest:
     traces = [DRAWN, *([HISTORY] if source != SHAPE else []), *public_traces()]
     names = {DRAWN: "Drawn at random", HISTORY: "This job's own history"}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-trace"):
-        values["trace"] = st.selectbox(
-            "Failures", traces, format_func=lambda t: names.get(t, t), key="trace", bind="query-params", width=240
+        values["trace"] = bound.selectbox(
+            "Failures", traces, format_func=lambda t: names.get(t, t), key="trace", width=240
         )
         if values["trace"] == DRAWN:
             for name, label, hours, least, note in (
@@ -92,46 +96,56 @@ def _ask(console: Console) -> SimulationRequest:
                 ("hours", "Length (h)", 72.0, 1.0, "Of the run."),
                 ("host_mtbf", "Host MTBF (h)", 0.0, 0.0, "Hours between failures of a whole host of 8; 0: never."),
             ):
-                values[name] = st.number_input(
-                    label, least, 1e6, hours, key=f"sim_{name}", bind="query-params", width=130, help=note, format="%g"
+                values[name] = bound.number_input(
+                    label, least, 1e6, hours, key=f"sim_{name}", width=130, help=note, format="%g"
                 )
-            values["seed"] = st.number_input("Seed", 0, 2**31, 2, key="sim_seed", bind="query-params", width=100)
-        values["dollars"] = st.number_input(
-            "$ per worker-hour", 0.0, 1e4, 2.0, key="sim_dollars", bind="query-params", width=130, format="%g"
+            values["seed"] = bound.number_input("Seed", 0, 2**31, 2, key="sim_seed", width=100)
+        values["dollars"] = bound.number_input(
+            "$ per worker-hour", 0.0, 1e4, 2.0, key="sim_dollars", width=130, format="%g"
         )
+    untold = False
     if values["trace"] == HISTORY:
         values["history"], values["history_seconds"] = _history(console, source)
-        if not values["history"]:
-            components.quiet("No worker of this job has failed so far, so its history has nothing to tell yet.")
+        untold = not values["history"]
+        if untold:
+            components.quiet(
+                "No worker of this job failed in this time, so all policies would have trained the same. Come back "
+                "after a failure, or have failures drawn at random."
+            )
     else:
         st.query_params.pop(COVERS, None)
     values["policies"] = tuple(
-        st.multiselect(
-            "Policies",
-            POLICIES,
-            default=DEFAULT_POLICIES,
-            format_func=policy_words,
-            key="policies",
-            bind="query-params",
-        )
+        bound.multiselect("Policies", POLICIES, default=DEFAULT_POLICIES, format_func=policy_words, key="policies")
     )
     if not values["policies"]:
-        raise InputError("Policies", "none", "at least one to simulate")
+        components.quiet("Choose at least one policy to simulate; two or more are compared.")
+    if untold or not values["policies"]:
+        return None
     return parse_request(**values)
 
 
 def _history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
     """The job's own up to when the page was opened, or its sender's was: `?covers=<job>:<seconds>`."""
-    job, _, seconds = st.query_params.get(COVERS, "").partition(":")
-    pinned = float(seconds) if job == job_id and seconds.isdecimal() and len(seconds) < 10 else None
+
+    def accept(word: str) -> float | None:
+        job, _, seconds = word.partition(":")
+        return float(seconds) if job == job_id and seconds.isdecimal() and len(seconds) < 10 else None
+
+    pinned = bound.read(COVERS, accept, f"{job_id}:<seconds>", "All of its history is shown.")
     rows, covered = history(console, job_id, pinned)
+    bound.say(COVERS)
     if pinned is None:
         st.query_params[COVERS] = f"{job_id}:{covered:.0f}"
     elif history(console, job_id)[1] > covered:
         with st.container(horizontal=True, vertical_alignment="center", key="simulate-covers"):
             components.quiet(f"The job's first {text.milliseconds(1000 * covered)}; it has gone on since.")
-            st.button("Up to now", key="simulate-to-now", on_click=lambda: st.query_params.pop(COVERS, None))
+            st.button("Up to now", key="simulate-to-now", on_click=_up_to_now)
     return rows, covered
+
+
+def _up_to_now() -> None:
+    bound.changed(COVERS)
+    st.query_params.pop(COVERS, None)
 
 
 def _results(simulation: Simulation, colours: Palette) -> None:
@@ -139,9 +153,12 @@ def _results(simulation: Simulation, colours: Palette) -> None:
     if simulation.error:
         st.error(simulation.error)
         return
-    if not simulation.done:
-        st.progress(done / steps, text=f"Planning and simulating: {done} of {steps} parts are there")
-    elif st.session_state.get("simulation-whole") != simulation.request:
+    with st.container(key="simulate-progress"):  # in one place, so that its end moves nothing
+        if simulation.done:
+            components.quiet(f"Planned and simulated: all {steps} parts are there.")
+        else:
+            st.progress(done / steps, text=f"Planning and simulating: {done} of {steps} parts are there")
+    if simulation.done and st.session_state.get("simulation-whole") != simulation.request:
         # Once more, without the refresh of a run under way.
         st.session_state["simulation-whole"] = simulation.request
         st.rerun()
@@ -168,8 +185,9 @@ def _results(simulation: Simulation, colours: Palette) -> None:
             key="simulation-mtbf",
             alt=sensitivity_words(simulation),
         )
-        with st.expander("The same in figures", key="simulation-mtbf-figures"):
-            st.html(rows_html(sensitivity_table(simulation), "Figures by MTBF"))
+        figures = bound.expander("The same in figures", key="simulation-mtbf-figures")
+        if figures.open:
+            figures.html(rows_html(sensitivity_table(simulation), "Figures by MTBF"))
         if simulation.crossings:
             st.markdown("\n".join(f"- {_cross(line)}" for line in simulation.crossings))
 
@@ -199,8 +217,8 @@ def _cards(simulation: Simulation) -> list[Card]:
     ]
     if others:
         worst = min(others, key=lambda row: row["trace_samples_per_second"])
-        ratio = best["trace_samples_per_second"] / max(worst["trace_samples_per_second"], 1e-12)
-        cards.append(Card("Against the last", f"{ratio:.2f} ×", note=policy_words(worst["policy"])))
+        ratio = ratio_words(best["trace_samples_per_second"], worst["trace_samples_per_second"])
+        cards.append(Card("Against the last", ratio, note=policy_words(worst["policy"])))
     return cards
 
 

@@ -18,6 +18,14 @@ def time_words(simulation: Simulation) -> str:
     return f"Samples per second over time, by policy. On average {means}.{fewest} The table below has the figures."
 
 
+def ratio_words(best: float, worst: float) -> str:
+    """How many times the worst one's samples per second the best one's are."""
+    if worst <= 0:
+        return "trains nothing"
+    ratio = best / worst
+    return f"{ratio:.2f} ×" if ratio < 100 else f"{ratio:,.0f} ×"
+
+
 def sensitivity_words(simulation: Simulation) -> str:
     """The chart over the mean time between failures."""
     hours = simulation.mtbf

@@ -17,6 +17,9 @@ from planner.plan import Plan
 from planner.schedule import Schedule
 
 Table = dict[str, list[object]]
+# For tables in which each row is a worker's: it stays in sight beside columns that are scrolled to. What is looked at
+# most comes first, so that on a narrow screen little has to be.
+OF_WORKERS = {"worker": {"pinned": True}}
 
 
 def differences(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
@@ -60,7 +63,10 @@ def rows_html(table: Mapping[str, Sequence[object]], caption: str) -> str:
     """One column per entry of `table`, the first one naming the rows; on narrow screens a block per row, so that
     nothing is beyond the edge. The roles are said, since a browser forgets a table's when it is laid out as blocks."""
     names = list(table)
-    heads = "".join(f'<th role="columnheader" scope="col"{_number(table[name])}>{escape(name)}</th>' for name in names)
+    heads = "".join(
+        f'<th role="columnheader" scope="col"{_number(table[name]) if i else ""}>{escape(name)}</th>'
+        for i, name in enumerate(names)  # what names the rows is not set below each other as figures are
+    )
     rows = "".join(
         '<tr role="row">'
         + "".join(
@@ -99,27 +105,26 @@ def _whole(words: str) -> str:
 
 
 def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
-    """One row per worker: ops, re-routed micro-batches, busy and idle time, peak activations and bytes."""
+    """One row per worker: re-routed micro-batches, idle and busy time, peak activations and bytes, ops."""
     job = schedule.problem.job
     table: Table = {
-        name: []
-        for name in ("worker", "state", "ops", "re-routed micro-batches", "busy", "bubble %", "peak activations", "end")
+        name: [] for name in ("worker", "state", "re-routed", "bubble %", "peak activations", "busy", "end", "ops")
     }
     for worker in workers:
         row: list[object]
         if worker not in schedule.ops:
-            row = [str(worker), "failed", 0, 0, None, None, None, None]
+            row = [str(worker), "failed", 0, None, None, None, None, 0]
         else:
             moved = schedule.rerouted_forwards[worker]
             row = [
                 str(worker),
                 "takes re-routed work" if moved else "runs its own",
-                schedule.op_counts[worker],
                 moved,
-                job.units(schedule.busy(worker)),
                 round(100 * schedule.worker_bubble_fraction(worker), 1),
                 schedule.peak_activations[worker],
+                job.units(schedule.busy(worker)),
                 job.units(schedule.ends[worker]),
+                schedule.op_counts[worker],
             ]
         for column, value in zip(table.values(), row, strict=True):
             column.append(value)
@@ -137,12 +142,12 @@ def operations_table(schedule: Schedule, workers: Sequence[Worker], window: tupl
     ops = [op for w in workers for op in schedule.ops.get(w, ()) if op.end >= low and op.start <= high]
     ops.sort(key=lambda o: (o.start, o.worker))
     return {
+        "worker": [str(op.worker) for op in ops],
         "start": [job.units(op.start) for op in ops],
         "end": [job.units(op.end) for op in ops],
-        "worker": [str(op.worker) for op in ops],
         "op": [OP_WORDS[op.kind] for op in ops],
-        "home pipeline": [op.pipeline for op in ops],
         "micro-batch": [None if op.kind == "O" else op.micro_batch for op in ops],
+        "home pipeline": [op.pipeline for op in ops],
         "stage": [op.stage for op in ops],
         "re-routed": [op.rerouted for op in ops],
     }

@@ -33,7 +33,12 @@ def planned(value: float, unit: str, digits: int = 3) -> str:
     """A time of a plan in the plan's own unit. digits: as for `milliseconds`."""
     if unit == "ms":
         return milliseconds(value, digits)
-    return f"{value:,.6g} {unit}" + ("s" if unit == "slot" and value != 1 else "")
+    return f"{value:,.6g} {unit if value == 1 else plural(unit)}"
+
+
+def plural(unit: str) -> str:
+    """A unit of time after a number other than 1, or on an axis: `slots`, `ms`."""
+    return unit + "s" if unit == "slot" else unit
 
 
 def percent(fraction: float, *, sign: bool = False, digits: int = 1) -> str:

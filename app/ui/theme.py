@@ -134,3 +134,11 @@ def style(figure: go.Figure, colours: Palette, *, height: int, revision: str) ->
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
     return figure
+
+
+def fixed(figure: go.Figure) -> go.Figure:
+    """For a figure that shows all there is: dragging over it does nothing, and the mode bar offers no zoom."""
+    figure.update_layout(dragmode=False)
+    figure.update_xaxes(fixedrange=True)
+    figure.update_yaxes(fixedrange=True)
+    return figure

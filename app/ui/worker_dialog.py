@@ -13,7 +13,7 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.observing.worker_detail import WorkerDetail, worker_detail
 from app.observing.worker_history import worker_history
-from app.ui import worker_words
+from app.ui import bound, worker_words
 from app.ui.access import actor
 from app.ui.charts.worker_time import memory, op_times
 from app.ui.event_feed import feed_html
@@ -81,9 +81,7 @@ def _detail(console: Console, job_id: str, name: str) -> None:
         st.error(str(error))
         return
     zone = st.context.timezone
-    present, over_time, history, log = st.tabs(
-        ["Now", "Over time", "History", "Log"], key=TABS, on_change="rerun", bind="query-params"
-    )
+    present, over_time, history, log = bound.tabs(["Now", "Over time", "History", "Log"], key=TABS)
     with present:
         st.html(worker_words.facts_html(detail))
         if detail.op_times:
@@ -100,14 +98,8 @@ def _detail(console: Console, job_id: str, name: str) -> None:
 def _over_time(console: Console, job_id: str, detail: WorkerDetail) -> None:
     """Op times against the plan's and memory, as charts and in figures."""
     name = detail.worker.name
-    span = st.segmented_control(
-        "Span",
-        list(SPANS),
-        default=next(iter(SPANS)),
-        required=True,
-        key=SPAN,
-        label_visibility="collapsed",
-        bind="query-params",
+    span = bound.segmented_control(
+        "Span", list(SPANS), default=next(iter(SPANS)), key=SPAN, label_visibility="collapsed"
     )
     until = time.time() + 1
     try:

@@ -105,7 +105,6 @@ class Api:
 
         @settings(
             max_examples=examples,
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),

@@ -103,9 +103,7 @@ BODIES = {
 def test_no_body_breaks_the_api(api: tuple[TestClient, str], path: str) -> None:
     client, job_id = api
 
-    @settings(
-        max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
-    )
+    @settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None)
     @given(body=BODIES[path])
     def send(body: Any) -> None:
         content = json.dumps(body).encode()
@@ -121,7 +119,7 @@ def test_no_body_breaks_the_api(api: tuple[TestClient, str], path: str) -> None:
     assert client.get(f"/api/v1/jobs/{job_id}").status_code == 200
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(
     path=st.text(max_size=40).map(lambda s: s.replace("#", "").replace("?", "")),
     after=st.text(max_size=5),

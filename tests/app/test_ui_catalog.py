@@ -84,6 +84,10 @@ def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleH
     assert "Linear: fault-free × workers / living" in {trace.get("name") for trace in figure["data"]}
     counts = shown_table(test, "Figures by failures")
     assert counts["failures"] == ["0", "1"] and counts["missing"] == ["0", "0"]
+    assert counts["longest period (slots)"][0].isdecimal()
+    assert test.button(key="fill").disabled, "nothing is missing"
+    test.selectbox(key="cat_solver").set_value("cp-sat").run()
+    assert not test.button(key="fill").disabled, "another solver may find shorter ones"
 
 
 def test_a_job_shows_its_own_catalog(here: ConsoleHere) -> None:

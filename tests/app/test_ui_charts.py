@@ -51,7 +51,7 @@ def expected(schedule: Schedule, shown: rows.Rows) -> list[tuple[str, bool, floa
     ]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_op_is_one_bar_at_its_place(data: st.DataObject) -> None:
     pipelines, stages = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 4))

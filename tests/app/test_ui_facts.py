@@ -48,6 +48,16 @@ def test_reference_says_where_it_is_from() -> None:
     assert facts.fault_free_rate(factory.running(figures=replace(figures, fault_free=None, source=""))) is None
 
 
+def test_throughput_is_good_only_while_the_job_trains() -> None:
+    running = factory.running()
+    assert card(running, "Throughput").tone == "good"
+    lost = card(replace(running, state=JobState.RECOVERING), "Throughput")
+    assert (lost.value, lost.tone) == (card(running, "Throughput").value, "warn")
+    assert lost.note == "before this change; recovering"
+    halted = card(replace(running, state=JobState.HALTED), "Throughput")
+    assert (halted.value, halted.tone) == ("0", "bad")
+
+
 def test_goodput_card_has_both_figures() -> None:
     goodput = card(factory.running(), "Goodput")
     assert (goodput.value, goodput.note) == ("94 %", "ETTR 97 % of 31 s")
@@ -116,7 +126,7 @@ def test_tables_hold_what_the_chart_shows() -> None:
     workers = list(schedule.problem.job.workers())
     by_worker = tables.workers_table(schedule, workers)
     assert by_worker["worker"] == [str(w) for w in workers]
-    assert by_worker["re-routed micro-batches"][2] == 3
+    assert by_worker["re-routed"][2] == 3
     assert by_worker["state"][6] == "failed"
     by_op = tables.operations_table(schedule, workers)
     assert len(by_op["op"]) == sum(map(len, schedule.ops.values()))

@@ -77,6 +77,7 @@ def test_without_a_job_both_pages_say_what_to_do(tmp_path: Path) -> None:
             test = open_page(None, page)
             assert "No training job yet" in words(test)
             assert "agent launch --console http" in test.code[0].value
+            assert "No job is needed to [plan for failures](planner)" in words(test)
     finally:
         set_console(None)
         empty.close()
@@ -116,10 +117,21 @@ def test_failed_worker(console: Console, jobs: dict[str, JobHere]) -> None:
 def test_while_workers_are_out_the_best_way_on_is_said(console: Console, jobs: dict[str, JobHere]) -> None:
     job = jobs["failed"].job_id
     until(lambda: console.view(job).advice is not None, "the advice comes")
-    page = words(open_page(job))
-    said = f"<p>{escape(console.view(job).advice or '')}</p></details>"
+    test = open_page(job)
+    page, said = words(test), f'<div class="or-quiet">{escape(console.view(job).advice or "")}</div>'
     assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
-    assert 'class="or-advice"' not in words(open_page(jobs["running"].job_id))
+    assert [folded.label for folded in test.expander][:1] == ["Ways on without W1_2"]
+
+
+def test_while_all_live_the_same_place_says_what_is_ready(console: Console, jobs: dict[str, JobHere]) -> None:
+    job = jobs["running"].job_id
+    until(lambda: 0 < console.view(job).plans_to_make == console.view(job).planned_ahead, "plans are made ahead")
+    test = open_page(job)
+    page, plans = words(test), console.view(job).plans_to_make
+    said = f"Plans made ahead: {plans}. When a worker is lost, the ways on stand here."
+    assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
+    assert not [folded for folded in test.expander if folded.label.startswith("Ways on")]
+    assert "the ways on stand here" not in words(open_page(jobs["finished"].job_id))
 
 
 def test_halted_says_why(console: Console, jobs: dict[str, JobHere]) -> None:

@@ -183,12 +183,18 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: Console) -> None:
     test.segmented_control(key="planner-show").set_value("1f1b")
     run(test)
     assert "W1_2" not in json.dumps(figure(test)["layout"].get("annotations", []))
-    # A link shows all of it, which of them is drawn, too.
-    names = ("fail", "before", "show")
+    (slider,) = (s for s in test.slider if s.label == "Time (slots)")
+    slider.set_range(5.0, 12.0)
+    run(test)
+    # A link shows all of it: which of them is drawn, and which part, too.
+    names = ("fail", "before", "show", "window")
     link = {name: test.query_params[name] for name in names if name in test.query_params}
     assert set(link) == set(names)
     other = run(open_page(**{name: value[0] if isinstance(value, list) else value for name, value in link.items()}))
-    assert compared(other) == table and figure(other) == figure(test)
+    assert compared(other) == table
+    drawn, again = figure(test), figure(other)
+    assert drawn["layout"]["xaxis"]["range"] == again["layout"]["xaxis"]["range"] == [5.0, 12.0]
+    assert drawn["data"] == again["data"]
     unknown = open_page(fail="W1_2", before="fail=W0_3")
     assert "plan 3 × 4 × 6" in words(unknown) and "This plan" in words(unknown)
 

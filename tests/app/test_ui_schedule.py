@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from agent.protocol import MeasuredOps
 from app.console import Console, set_console
-from app.ui import box_select, schedule_filters, schedule_large
+from app.ui import box_select, schedule_filters, schedule_large, time_range
 from app.ui.charts import overview
 from app.ui.schedule_facts import critical_words
 from app.ui.theme import OP_WORDS
@@ -160,22 +161,29 @@ def test_a_box_in_the_link_chooses_the_detail(console: Console, job: JobHere, mo
     _, layout = drawn(test)
     assert layout["xaxis"]["range"] == [400, 800]
     assert layout["yaxis"]["ticktext"] == [f"W2_{s}" for s in range(4)]
+    zoomed = open_page(job=job.job_id, box="400,800,8,11", time="450-500")
+    assert drawn(zoomed)[1]["xaxis"]["range"] == [450, 500], "what of the chosen time is in the box"
+    zoomed = open_page(job=job.job_id, box="400,800,8,11", time="100-300")
+    assert drawn(zoomed)[1]["xaxis"]["range"] == [400, 800]
     test.button(key="forget-box").click().run()
     assert drawn(test)[1]["yaxis"]["ticktext"][0] == "W0_0"
     for nonsense in ("1,2,3", "800,400,0,3", "a,b,c,d", "0,1,5,9999"):
-        assert drawn(open_page(job=job.job_id, box=nonsense))[1]["yaxis"]["ticktext"][0] == "W0_0"
+        test = open_page(job=job.job_id, box=nonsense)
+        assert drawn(test)[1]["yaxis"]["ticktext"][0] == "W0_0"
+        assert f"box: got {nonsense!r}, expected two times up to " in unescape(words(test))
 
 
 def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    query: dict[str, str] = {}
-    state = {schedule_large.PAD: {"box": [10, 30.5, 3, 7]}}
-    for module in (schedule_large, box_select):
+    query = {"time": "40-50"}
+    state: dict[str, Any] = {schedule_large.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
+    for module in (schedule_large, box_select, time_range):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
-    schedule_large._remember_box()
-    assert query == {"box": "10,30.5,3,7"}
+    time = time_range.TimeRange("time", "slider", 60.0, (40.0, 50.0))
+    schedule_large._remember_box(time)
+    assert query == {"box": "10,30.5,3,7"} and state["slider"] == (0.0, 60.0), "all of the box is shown"
     for nothing in ({}, {"box": None}, {"box": [1, 2]}, {"box": ["1", 2, 3, 4]}, {"box": "1,2,3,4"}):
-        state[schedule_large.PAD] = nothing  # type: ignore[assignment]
-        schedule_large._remember_box()
+        state[schedule_large.PAD] = nothing
+        schedule_large._remember_box(time)
         assert query == {"box": "10,30.5,3,7"}
 
 

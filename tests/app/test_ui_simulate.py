@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere
+from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from app.observing.job_history import history
 from app.simulations import DRAWN, HISTORY
+from app.ui.simulate_words import ratio_words
 
 TIMEOUT, COVERS = 60, "covers"
 pytestmark = pytest.mark.usefixtures("console")
@@ -37,6 +40,15 @@ def open_history(job: JobHere, covers: str = "") -> AppTest:
     return test
 
 
+def html(test: AppTest) -> str:
+    return "\n".join(element.proto.body for element in test.get("html"))
+
+
+def until_done(test: AppTest) -> AppTest:
+    until(lambda: "parts are there." in html(test.run()), "it is simulated")
+    return test
+
+
 def pinned(test: AppTest) -> str:
     value = test.query_params[COVERS]
     return value if isinstance(value, str) else value[0]
@@ -47,12 +59,49 @@ def test_a_models_shape_is_simulated() -> None:
     assert not test.exception and not test.error
     assert test.selectbox(key="model").value == "gpt-3-6.7b"
     assert COVERS not in test.query_params
+    for chart in test.get("plotly_chart"):
+        layout = json.loads(chart.proto.spec)["layout"]  # it shows all there is, so no link can miss a zoom
+        assert layout["dragmode"] is False
+        assert all(layout[axis]["fixedrange"] for axis in layout if axis.startswith(("xaxis", "yaxis")))
 
 
 def test_without_a_policy_there_is_nothing_to_simulate() -> None:
     test = open_page()
     test.multiselect(key="policies").set_value([]).run()
-    assert "Policies: got 'none', expected at least one to simulate" in test.error[0].value
+    assert "Choose at least one policy to simulate" in html(test)
+    assert not test.error and not test.get("plotly_chart")
+
+
+def test_a_jobs_own_history_is_simulated_in_the_unit_of_its_length(here: ConsoleHere, job: JobHere) -> None:
+    test = until_done(open_history(job))
+    assert "all 5 parts are there" in html(test)
+    assert "1 worker lost" in html(test)
+    chart = json.loads(test.get("plotly_chart")[0].proto.spec)
+    assert chart["layout"]["xaxis"]["title"]["text"] == "seconds"
+    assert max(chart["data"][0]["x"]) == pytest.approx(history(here.console, job.job_id)[1], abs=1)
+
+
+def test_a_history_without_a_failure_says_so_and_is_not_simulated(here: ConsoleHere) -> None:
+    calm = JobHere(here.console, "nothing has happened").register().commit(0, 9, 1)
+    test = open_history(calm)
+    assert "all policies would have trained the same" in html(test)
+    assert not test.get("plotly_chart") and "or-card" not in html(test)
+
+
+def test_one_policy_is_compared_with_none() -> None:
+    test = open_page()
+    test.multiselect(key="policies").set_value(["drop-replica"]).run()
+    page = html(until_done(test))
+    assert "Best here" in page and "Against the last" not in page
+
+
+def test_how_the_best_is_told_from_the_worst() -> None:
+    assert [ratio_words(27.2, worst) for worst in (27.2, 20.0, 0.01, 0.0)] == [
+        "1.00 ×",
+        "1.36 ×",
+        "2,720 ×",
+        "trains nothing",
+    ]
 
 
 def test_a_link_to_a_jobs_own_history_ends_where_its_sender_saw_it_end(here: ConsoleHere, job: JobHere) -> None:

@@ -17,7 +17,8 @@ import pytest
 import requests
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browser.watching import NEEDS_CHROMIUM, assert_it_fits, watched
+from tests.browser.layout_shifts import Shifts
+from tests.browser.watching import NEEDS_CHROMIUM, assert_it_fits, settle, watched
 
 ROOT = Path(__file__).resolve().parents[2]
 VICTIM = "W1_2"
@@ -130,14 +131,17 @@ def cell(page: Page, look: str, worker: str) -> Any:
 
 
 def test_kill_and_heal(demo: Demo, page: Page) -> None:
+    shifts = Shifts(page)
     page.goto(demo.root)
 
     # It trains, with all workers, and the page follows.
     expect(cell(page, "running", VICTIM)).to_be_visible()
     expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
     expect(page.get_by_text("The computation inside is real")).to_be_visible()
+    page.locator(CHART).first.wait_for()
     before = iterations_done(page)
     wait_for_iterations(page, before + 1)
+    shifts.assert_few("as it came and was refreshed")
     plan_before = demo.get("")["epoch"], card(page, "Plan in force")
 
     # Kill by the button: nothing happens before it is confirmed.
@@ -150,6 +154,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     wait_for_iterations(page, before + 2)
     expect(cell(page, "running", VICTIM)).to_be_visible()
     page.get_by_role("button", name=VICTIM).click()
+    shifts.forget()
     page.get_by_role("dialog").get_by_role("button", name=f"Kill {VICTIM}").click()
 
     # It is seen, the plan changes, peers take the work, training goes on.
@@ -163,6 +168,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     expect(page.locator(".or-events")).to_contain_text(f"{VICTIM} failed")
     expect(page.locator(".or-sentence .or-state")).to_have_text("running")
     wait_for_iterations(page, iterations_done(page) + 2)
+    shifts.assert_few("as a worker was lost")
 
     # The console's record agrees with the page.
     assert demo.get("")["epoch"] > plan_before[0]
@@ -178,10 +184,14 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     # Bring it back the same way.
     page.get_by_role("link", name="Live").click()
     page.get_by_role("button", name=VICTIM).click()
-    page.get_by_role("dialog").get_by_role("button", name=f"Restart {VICTIM}").click()
+    restart = page.get_by_role("dialog").get_by_role("button", name=f"Restart {VICTIM}")
+    restart.wait_for()
+    shifts.forget()
+    restart.click()
     expect(cell(page, "running", VICTIM)).to_be_visible()
     expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
     wait_for_iterations(page, iterations_done(page) + 1)
+    shifts.assert_few("as it came back")
 
 
 def test_manual_approval(demo: Demo, page: Page) -> None:
@@ -234,9 +244,12 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
 def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any, width: int, height: int) -> None:
     """Both pages fit the screen's width in both themes, and say in words what their charts show."""
     with watched(browser, demo.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:
+        shifts = Shifts(page)
         for path in ("/", "/schedule"):
             page.goto(demo.root + path)
             page.locator(CHART).first.wait_for()
+            settle(page)
+            shifts.assert_few("as it came")
             assert_it_fits(page, ".or-card *", ".or-sentence *", ".st-key-worker-grid button")
 
 
@@ -249,6 +262,21 @@ def test_charts_are_updated_in_place(demo: Demo, page: Page) -> None:
     wait_for_iterations(page, iterations_done(page) + 2)
     still_there = page.evaluate("window.charts.every(chart => chart.isConnected)")
     assert still_there, "the charts were torn down at a refresh"
+
+    # Zooming into one of them has the link say where to, and the other one follow.
+    page.locator(CHART).first.hover(position={"x": 60, "y": 60})
+    page.keyboard.down("Alt")
+    page.mouse.wheel(0, -400)
+    page.keyboard.up("Alt")
+    page.wait_for_url("**iterations=**")
+    assert page.evaluate("window.charts[0].isConnected"), "the one that is looked at was torn down"
+    page.wait_for_function("!window.charts[1].isConnected")
+    page.goto(f"{demo.root}/?iterations=1-3")
+    shown = """() => [...document.querySelectorAll('[aria-label^="X-axis"]')].map(
+        axis => [...axis.querySelectorAll('.role-axis-label text')].map(label => label.textContent).join())"""
+    page.wait_for_function(f"({shown})().join(' ') === '1,2,3 1,2,3'")
+    wait_for_iterations(page, iterations_done(page) + 2)
+    assert page.evaluate(shown) == ["1,2,3", "1,2,3"] and "iterations=1-3" in page.url
 
 
 def test_workers_can_be_reached_by_keyboard(demo: Demo, page: Page) -> None:

@@ -18,13 +18,14 @@ from planner.catalog import Catalog
 from planner.plan import Plan
 from tests.app.console_server import ConsoleServer
 from tests.app.ui_console import ConsoleHere, JobHere
+from tests.browser.layout_shifts import Shifts
 from tests.browser.watching import NEEDS_CHROMIUM, assert_it_fits, settle, watched
 
 pytestmark = [*NEEDS_CHROMIUM, pytest.mark.timeout(420), pytest.mark.xdist_group("plans-in-a-browser")]
 
 
 class Site:
-    """A console with two jobs that have ended, a small one with a failed worker and a large one."""
+    """A console with jobs that have ended: a small one with a failed worker, one of more stages, and a large one."""
 
     def __init__(self, folder: Path) -> None:
         here = ConsoleHere(folder)
@@ -34,7 +35,8 @@ class Site:
             assert plan is not None
             self.plan = plan
             large = JobHere(here.console, "large job", pipelines=8, stages=8, micro_batches=48).register()
-            self.small, self.large = small.finish().job_id, large.finish().job_id
+            wide = JobHere(here.console, "wide job", pipelines=4, stages=6, micro_batches=8).register().commit(0, 3, 1)
+            self.small, self.wide, self.large = (job.finish().job_id for job in (small, wide, large))
         finally:
             here.close()
         self.server = ConsoleServer(f"sqlite:///{folder / 'console.db'}")
@@ -70,6 +72,7 @@ def parameter(page: Page, name: str) -> str | None:
 
 
 def drag(page: Page, plot: Locator, left: float, right: float, down: float = 20) -> None:
+    plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + left * box["width"], box["y"] + 80)
@@ -127,6 +130,43 @@ def test_a_click_shows_a_path_and_a_link_shows_it_again(site: Site, page: Page, 
     assert parameter(page, "path") is None
 
 
+def test_a_dragged_time_is_in_the_link_and_a_wrong_link_is_said_to_be(site: Site, page: Page) -> None:
+    page.goto(f"{site.root}/schedule?job={site.small}&show=xyz&time=9-1")
+    plot = page.locator(".js-plotly-plot[data-zoom]")
+    plot.wait_for()
+    said = page.locator(".or-field-error")
+    schedule = site.plan.schedule()
+    end = schedule.problem.job.units(schedule.end)
+    assert said.all_inner_texts() == [
+        "show: got 'xyz', expected one of All workers, Touched by the failure, One pipeline, One stage. "
+        "The default is shown.",
+        f"time: got '9-1', expected two times from 0 to {end:g}, such as 0-{end / 2:g}. All of it is shown.",
+    ]
+    assert parameter(page, "show") is None and parameter(page, "time") is None
+    settle(page)
+    drag(page, plot, 0.3, 0.5)
+    page.wait_for_url("**time=**")
+    expect(said).to_have_count(1)
+    low, high = shown(page)
+    assert parameter(page, "time") == f"{low:g}-{high:g}" and 0 < low < high < end
+    page.reload()
+    plot.wait_for()
+    assert shown(page) == [low, high] and not said.count()
+    settle(page)
+    place = plot.bounding_box()
+    assert place is not None
+    page.mouse.dblclick(place["x"] + 0.4 * place["width"], place["y"] + 80)
+    page.wait_for_url(lambda url: "time=" not in url)
+    page.wait_for_function(f"document.querySelector('.js-plotly-plot').layout.xaxis.range[1] >= {end}")
+
+
+def shown(page: Page) -> list[float]:
+    """From and to of the chart's time axis."""
+    return page.evaluate(  # type: ignore[no-any-return]
+        "document.querySelector('.js-plotly-plot').layout.xaxis.range.map(edge => Math.round(edge * 10) / 10)"
+    )
+
+
 def test_techniques_of_the_papers_example_stand_on_one_axis(site: Site, page: Page) -> None:
     link = "&".join(f"plans={made}" for made in WORKED_EXAMPLE)
     page.goto(f"{site.root}/compare?{link}")
@@ -151,13 +191,30 @@ def test_a_box_on_a_large_plan_opens_its_ops(site: Site, page: Page) -> None:
     expect(heading).not_to_have_text(before)
     chosen = heading.inner_text()
     assert "of a part" not in chosen
-    place, part = pad.bounding_box(), pad.locator(".or-part").bounding_box()
-    assert place and part
-    assert part["x"] == pytest.approx(place["x"] + 0.4 * place["width"], abs=2)
-    assert part["width"] == pytest.approx(0.1 * place["width"], abs=3)
-    assert part["y"] <= place["y"] + 80 and part["y"] + part["height"] >= place["y"] + 100
+    place, marked = pad.bounding_box(), pad.locator(".or-part").bounding_box()
+    assert place and marked
+    assert marked["x"] == pytest.approx(place["x"] + 0.4 * place["width"], abs=2)
+    assert marked["width"] == pytest.approx(0.1 * place["width"], abs=3)
+    assert marked["y"] <= place["y"] + 80 and marked["y"] + marked["height"] >= place["y"] + 100
     page.reload()
     expect(heading).to_have_text(chosen)
+
+    plot = page.locator(".js-plotly-plot[data-zoom]")
+    plot.wait_for()
+    low, high = shown(page)
+    settle(page)
+    drag(page, plot, 0.3, 0.6)
+    page.wait_for_url("**time=**")
+    part = shown(page)
+    assert low < part[0] < part[1] < high
+    expect(heading).to_have_text(chosen)
+    page.reload()
+    plot.wait_for()
+    assert shown(page) == part
+    settle(page)
+    drag(page, pad, 0.6, 0.7)
+    page.wait_for_url(lambda url: "time=" not in url)
+    page.wait_for_function(f"document.querySelector('.js-plotly-plot').layout.xaxis.range[0] > {high}")
     page.get_by_role("button", name="Forget the box").click()
     expect(heading).to_have_text(before)
 
@@ -198,7 +255,15 @@ def test_a_large_plan_is_seen_and_takes_a_box_before_the_code_of_charts_is_there
 @pytest.mark.parametrize("width", [1440, 390])
 def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int) -> None:
     with watched(browser, site.root, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
-        for path in (f"/schedule?job={site.small}", f"/compare?job={site.small}"):
+        shifts = Shifts(page)
+        for path in (f"/schedule?job={site.small}", f"/compare?job={site.small}", "/simulate"):
             page.goto(site.root + path)
             page.locator(".js-plotly-plot .main-svg").first.wait_for()
+            settle(page)
+            shifts.assert_few("as it came")
             assert_it_fits(page, ".or-card *", ".or-heading", ".or-title")
+        page.goto(f"{site.root}/?job={site.wide}")
+        page.locator(".stVegaLiteChart .marks").first.wait_for()
+        settle(page)
+        shifts.assert_few("as it came")
+        assert_it_fits(page, ".or-card *", ".or-heading", ".or-title", ".st-key-worker-grid button")

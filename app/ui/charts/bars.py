@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import plotly.graph_objects as go
 
+from app.ui import text
 from app.ui.charts.rows import Rows
 from app.ui.theme import OP_WORDS, Palette
 from planner.job import Job, Worker
@@ -162,7 +163,7 @@ def mark_failed(figure: go.Figure, sheet: Sheet) -> None:
 
 def op_sentence(op: Op, job: Job) -> str:
     """What one bar stands for, for hover and tables."""
-    times = f"{number(job.units(op.start))} to {number(job.units(op.end))} {plural(job.time_unit)}"
+    times = f"{number(job.units(op.start))} to {number(job.units(op.end))} {text.plural(job.time_unit)}"
     if op.kind == "O":
         return f"<b>{op.worker}</b> · Optimizer step of stage {op.stage}<br>{times}"
     home = f"micro-batch {op.micro_batch} of pipeline {op.pipeline}"
@@ -264,7 +265,3 @@ def _listed(workers: Sequence[Worker]) -> str:
 
 def number(value: float) -> str:
     return f"{value:,.6g}"
-
-
-def plural(unit: str) -> str:
-    return unit + "s" if unit == "slot" else unit

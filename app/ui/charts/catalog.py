@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from app.catalogs.report import CatalogReport, CountLine
 from app.ui import text
-from app.ui.theme import Palette, style
+from app.ui.theme import Palette, fixed, style
 
 # Above so many counts, markers would run into one another.
 MARKED = 60
@@ -17,8 +17,7 @@ MARKED = 60
 def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) -> go.Figure:
     """Three panels over one axis of failures. A point of the longest plans carries its count in customdata."""
     lines = [line for line in report.lines if line.plans]
-    unit = report.question.job.time_unit
-    unit = unit + "s" if unit == "slot" else unit
+    unit = text.plural(report.question.job.time_unit)
     figure = go.Figure()
     x = [line.failures for line in lines]
     mode = "lines+markers" if len(lines) <= MARKED else "lines"
@@ -78,7 +77,6 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
     title = {"size": 13, "color": colours.muted}
     figure.update_layout(
         margin={"l": 62, "r": 12, "t": 40, "b": 44},
-        dragmode=False,
         clickmode="event+select",
         bargap=0.35 if len(lines) <= MARKED else 0,
         legend={"orientation": "h", "x": 0, "y": 1.01, "yanchor": "bottom", "font": {"size": 12}},
@@ -101,7 +99,7 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
         figure.add_hline(y=report.limit, yref="y3", line={"color": colours.text, "width": 1.25, "dash": "dot"})
         figure.update_layout(yaxis3={"range": [0, 1.35 * max([report.limit, *(line.peak or 0 for line in lines)])]})
         _note(figure, "y3", f"limit {report.limit}", colours, at=report.limit)
-    return figure
+    return fixed(figure)
 
 
 def _spread(figure: go.Figure, lines: Sequence[CountLine], x: list[int], colours: Palette) -> None:

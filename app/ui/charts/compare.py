@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from app.ui import text
 from app.ui.charts import bars
-from app.ui.charts.bars import Sheet, plural
+from app.ui.charts.bars import Sheet
 from app.ui.charts.gantt import DENSE_OPS_PER_ROW
 from app.ui.charts.overview import MAX_BARS, picture
 from app.ui.charts.rows import Rows
@@ -38,11 +38,18 @@ class Strip:
         return sum(self.schedule.op_counts.get(w, 0) for w in self.workers)
 
 
-def comparison(strips: Sequence[Strip], colours: Palette, *, revision: str = "compare") -> go.Figure:
+def comparison(
+    strips: Sequence[Strip],
+    colours: Palette,
+    *,
+    shown: tuple[float, float] | None = None,
+    revision: str = "compare",
+) -> go.Figure:
     """The first one is the baseline: its period is drawn through all of them.
 
     Above MAX_BARS ops in all, each is a picture. Where time units differ, each plan's times are
-    shares of its own job's fault-free 1F1B iteration.
+    shares of its own job's fault-free 1F1B iteration. shown: from and to of the time axis, all else
+    can be moved to (default: all).
     """
     factors = time_factors([s.plan for s in strips])
     as_pictures = sum(s.ops for s in strips) > MAX_BARS
@@ -52,7 +59,7 @@ def comparison(strips: Sequence[Strip], colours: Palette, *, revision: str = "co
     ]
     heights = [PICTURE_HEIGHT if as_pictures else sheet.rows.extent * _row_pixels(sheets) for sheet in sheets]
     whole = sum(heights) + BETWEEN * (len(strips) - 1)
-    end = max(sheet.x(_end(sheet.schedule)) for sheet in sheets) * 1.03
+    end = last_time(strips) * 1.03
     figure = go.Figure()
     style(figure, colours, height=round(whole + TOP + BOTTOM), revision=revision)
     top = whole
@@ -68,14 +75,17 @@ def comparison(strips: Sequence[Strip], colours: Palette, *, revision: str = "co
     figure.update_layout(
         barmode="overlay",
         bargap=0,
-        dragmode="pan",
+        dragmode="zoom",
         margin={"l": 62, "r": 14, "t": TOP, "b": BOTTOM},
         showlegend=False,
         uniformtext={"mode": "hide", "minsize": 7} if _dense(strips) else None,
     )
-    unit = plural(strips[0].plan.job.time_unit) if factors == [1.0] * len(strips) else RELATIVE
     figure.update_xaxes(
-        title_text=f"time ({unit})", tickformat=",", range=[0, end], anchor=sheets[-1].axis, layer="below traces"
+        title_text=f"time ({_axis_unit(strips)})",
+        tickformat=",",
+        range=list(shown or (0, end)),
+        anchor=sheets[-1].axis,
+        layer="below traces",
     )
     figure.update_xaxes(showgrid=not as_pictures)  # lines over a picture look like part of it
     return figure
@@ -88,13 +98,32 @@ def time_factors(plans: Sequence[Plan]) -> list[float]:
     return [(1 + plan.metrics.slowdown_vs_1f1b) / plan.metrics.period for plan in plans]
 
 
+def last_time(strips: Sequence[Strip]) -> float:
+    """Where the longest of them ends on the common axis."""
+    factors = time_factors([s.plan for s in strips])
+    return max(f * s.schedule.problem.job.units(_end(s.schedule)) for f, s in zip(factors, strips, strict=True))
+
+
+def short_unit(strips: Sequence[Strip]) -> str:
+    """Of the common axis, for beside a field."""
+    return "iterations" if _relative(strips) else text.plural(strips[0].plan.job.time_unit)
+
+
+def _axis_unit(strips: Sequence[Strip]) -> str:
+    return RELATIVE if _relative(strips) else text.plural(strips[0].plan.job.time_unit)
+
+
+def _relative(strips: Sequence[Strip]) -> bool:
+    return len({s.plan.job.time_unit for s in strips}) > 1
+
+
 def _dense(strips: Sequence[Strip]) -> bool:
     return any(strip.ops > DENSE_OPS_PER_ROW * max(1, len(strip.workers)) for strip in strips)
 
 
 def _row_pixels(sheets: Sequence[Sheet]) -> int:
     rows = sum(len(sheet.rows.workers) for sheet in sheets)
-    return 26 if rows <= 16 else 20 if rows <= 36 else 15
+    return 26 if rows <= 16 else 24 if rows <= 48 else 20 if rows <= 64 else 16  # in 20, numbers are 9 px
 
 
 def _end(schedule: Schedule) -> int:

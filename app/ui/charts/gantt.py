@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from app.ui import text
 from app.ui.charts import bars, memory
-from app.ui.charts.bars import KIND_ORDER, Sheet, op_sentence, plural
+from app.ui.charts.bars import KIND_ORDER, Sheet, op_sentence
 from app.ui.charts.rows import Rows
 from app.ui.theme import Palette, style
 from planner.job import Worker
@@ -33,6 +33,7 @@ def gantt(
     workers: Sequence[Worker] | None = None,
     fault_free_end: float | None = None,
     window: tuple[float, float] | None = None,
+    shown: tuple[float, float] | None = None,
     path: tuple[int, int] | None = None,
     critical: bool = False,
     held: bool = False,
@@ -42,23 +43,24 @@ def gantt(
     """Draws `schedule`, times in the job's own unit.
 
     workers: the rows to show (default: all). fault_free_end: where fault-free 1F1B would end, in
-    ticks. window: the only ticks to show; ops outside are left out. path: (home pipeline,
-    micro-batch), whose ops stand out and are threaded together. critical: thread the critical path.
-    held: rows below with the activations that each worker holds, on the same time axis.
-    next_iteration: its first ops, faint.
+    ticks. window: the only ticks to draw; ops outside are left out. shown: from and to of the time
+    axis, in its unit; the rest can be moved to (default: all). path: (home pipeline, micro-batch),
+    whose ops stand out and are threaded together. critical: thread the critical path. held: rows
+    below with the activations that each worker holds, on the same time axis. next_iteration: its
+    first ops, faint.
     """
     rows = Rows.of(list(schedule.problem.job.workers()) if workers is None else workers)
     sheet = Sheet(schedule, rows, colours)
-    shown = sheet.ops(window)
+    ops = sheet.ops(window)
     start, end = window or (0, _axis_end(schedule, fault_free_end))
 
     figure = go.Figure(bars.track(sheet, start, end))
     if next_iteration and (ghost := bars.ghost(sheet, start, end)) is not None:
         figure.add_trace(ghost)
     on_path = set(micro_batch_path(schedule, *path)) if path else set()
-    figure.add_traces(bars.op_bars(sheet, [op for op in shown if op not in on_path], aside=bool(on_path)))
+    figure.add_traces(bars.op_bars(sheet, [op for op in ops if op not in on_path], aside=bool(on_path)))
     if on_path:
-        _add_path(figure, sheet, [op for op in shown if op in on_path])
+        _add_path(figure, sheet, [op for op in ops if op in on_path])
     if critical:
         links = critical_path(schedule)
         if (waits := bars.waits(sheet, links)) is not None:
@@ -68,28 +70,28 @@ def gantt(
     if fault_free_end is not None and start <= fault_free_end <= end:
         _mark_fault_free_end(figure, sheet, fault_free_end)
     style(figure, colours, height=rows.pixels() + TOP + BOTTOM, revision=revision)
-    dense = len(shown) > DENSE_OPS_PER_ROW * max(1, len(sheet.living))
-    _lay_out(figure, sheet, start, end, dense=dense)
+    dense = len(ops) > DENSE_OPS_PER_ROW * max(1, len(sheet.living))
+    _lay_out(figure, sheet, shown or (sheet.x(start), sheet.x(end)), dense=dense)
     if held:
         _add_held(figure, sheet, start, end)
     return figure
 
 
-def _lay_out(figure: go.Figure, sheet: Sheet, start: float, end: float, *, dense: bool) -> None:
+def _lay_out(figure: go.Figure, sheet: Sheet, shown: tuple[float, float], *, dense: bool) -> None:
     with_figures = len(sheet.living) <= MAX_FIGURES
     figure.update_layout(
         barmode="overlay",
         bargap=0,
-        dragmode="pan",
+        dragmode="zoom",
         clickmode="event+select",
         margin={"l": 62, "r": MARGIN if with_figures else 14, "t": TOP, "b": BOTTOM},
         showlegend=False,
         uniformtext={"mode": "hide", "minsize": 7} if dense else None,
     )
     figure.update_xaxes(
-        title_text=f"time in the iteration ({plural(sheet.job.time_unit)})",
+        title_text=f"time in the iteration ({text.plural(sheet.job.time_unit)})",
         tickformat=",",
-        range=[sheet.x(start), sheet.x(end)],
+        range=list(shown),
         showgrid=True,
         layer="below traces",
     )

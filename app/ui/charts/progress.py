@@ -15,6 +15,8 @@ from app.view import EventView, IterationView, RecoveryView
 from planner.words import milliseconds
 
 PANEL_HEIGHT = 112
+# Of the part that is shown.
+ZOOM = "zoom"
 # Beyond as many iterations a line says more than dots on it.
 MOST_DOTS = 120
 # `epoch 3: W1_2 re-joins; plan 6d9b60c0: ...`, as the feed has it when an epoch opens.
@@ -76,8 +78,9 @@ def _reported_lost(events: tuple[EventView, ...], before: IterationView, after: 
     )
 
 
-def throughput(rows: Columns, colours: Palette) -> LiveChart:
-    """Samples per second by iteration; the fault-free rate, where it is known, dotted."""
+def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | None = None) -> LiveChart:
+    """Samples per second by iteration; the fault-free rate, where it is known, dotted. shown: the first and the last
+    iteration that it begins with; None: all."""
     y = {"field": "reference", "type": "quantitative"}
     last = {"filter": "datum.last"}
     reference = {
@@ -87,7 +90,7 @@ def throughput(rows: Columns, colours: Palette) -> LiveChart:
     }
     label = {
         "transform": [last],
-        "mark": {"type": "text", "align": "right", "baseline": "bottom", "dy": -4, "color": colours.good},
+        "mark": {"type": "text", "align": "right", "baseline": "bottom", "dx": -6, "dy": -4, "color": colours.good},
         "encoding": {"y": y, "x": {"value": "width"}, "text": {"value": "fault-free"}},
     }
     # An unseen point keeps room for the label above the highest value.
@@ -97,14 +100,14 @@ def throughput(rows: Columns, colours: Palette) -> LiveChart:
         "encoding": {"y": {"field": "headroom", "type": "quantitative"}},
     }
     known = bool(np.isfinite(rows["reference"]).any())
-    curve = _curve("samples_per_second", colours.accent, zero=True)
+    curve = _curve("samples_per_second", colours.accent, shown, zero=True)
     layers = [*([reference, label] if known else []), headroom, *curve, *_marks(colours)]
     return LiveChart(_panel("Throughput (samples/s)", layers, colours), rows)
 
 
-def losses(rows: Columns, colours: Palette) -> LiveChart:
-    """Loss by iteration."""
-    layers = [*_curve("loss", colours.muted, zero=False), *_marks(colours, labels=False)]
+def losses(rows: Columns, colours: Palette, shown: tuple[float, float] | None = None) -> LiveChart:
+    """Loss by iteration. shown: as of `throughput`."""
+    layers = [*_curve("loss", colours.muted, shown, zero=False), *_marks(colours, labels=False)]
     return LiveChart(_panel("Loss", layers, colours, axis_title="iteration"), rows)
 
 
@@ -163,7 +166,7 @@ def _panel(title: str, layers: list[Any], colours: Palette, axis_title: str | No
     }
 
 
-def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
+def _curve(field: str, colour: str, shown: tuple[float, float] | None, *, zero: bool) -> list[dict[str, Any]]:
     """Line and dots, and an unseen column over each iteration, so that hovering needs no aim."""
     y = {
         "field": field,
@@ -191,9 +194,10 @@ def _curve(field: str, colour: str, *, zero: bool) -> list[dict[str, Any]]:
             # The wheel alone keeps scrolling the page.
             "params": [
                 {
-                    "name": "zoom",
+                    "name": ZOOM,
                     "select": {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.altKey]"},
                     "bind": "scales",
+                    **({"value": {"x": list(shown)}} if shown else {}),
                 }
             ],
             "mark": {"type": "rect", "opacity": 0},

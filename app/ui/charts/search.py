@@ -8,7 +8,6 @@ import numpy as np
 
 from app.plans.solving import Solve
 from app.ui import text
-from app.ui.charts.bars import plural
 from app.ui.charts.vega import LiveChart, config
 from app.ui.theme import Palette
 
@@ -36,7 +35,7 @@ def search_chart(solve: Solve, unit: str, colours: Palette) -> LiveChart:
     axis = {"title": None, "tickCount": 4, "domain": False, "ticks": False, "minExtent": 34}
     return LiveChart(
         {
-            "title": f"Best period and proven bound ({plural(unit)})",
+            "title": f"Best period and proven bound ({text.plural(unit)})",
             "height": HEIGHT,
             "width": "container",
             "autosize": {"type": "fit-x", "contains": "padding"},

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import plotly.graph_objects as go
 
-from app.ui.theme import Palette, style
+from app.ui.theme import Palette, fixed, style
 
 Curve = Sequence[tuple[float, float]]
 
@@ -58,23 +58,31 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> list[tuple[float, float]]:
     return [*points, (end, points[-1][1])]
 
 
+def _unit(hours: float) -> tuple[str, str, float]:
+    """In which a run of so many hours reads well: its words, its sign, and how many make an hour."""
+    if hours < 0.05:
+        return "seconds", "s", 3600.0
+    return ("minutes", "min", 60.0) if hours < 3 else ("hours", "h", 1.0)
+
+
 def throughput_over_time(curves: Mapping[str, Curve], living: Curve, colours: Palette, *, revision: str) -> go.Figure:
     """Samples per second by policy; beneath, on the same axis, the living workers."""
     figure = go.Figure()
+    unit, short, of_hour = _unit(living[-1][0] - living[0][0] if living else 0.0)
     for name, curve in curves.items():
         colour, dash = _look(name, colours)
         points = thinned(curve)
         figure.add_scatter(
-            x=[x for x, _ in points],
+            x=[of_hour * x for x, _ in points],
             y=[y for _, y in points],
             name=policy_words(name),
             mode="lines",
             line={"color": colour, "dash": dash, "width": 2.5 if name == "ours" else 1.75, "shape": "hv"},
-            hovertemplate="%{y:.3~g} samples/s at %{x:.3~g} h<extra>" + policy_words(name) + "</extra>",
+            hovertemplate="%{y:.3~g} samples/s at %{x:.3~g} " + short + "<extra>" + policy_words(name) + "</extra>",
         )
     points = thinned(living)
     figure.add_scatter(
-        x=[x for x, _ in points],
+        x=[of_hour * x for x, _ in points],
         y=[y for _, y in points],
         name="Living workers",
         mode="lines",
@@ -83,13 +91,13 @@ def throughput_over_time(curves: Mapping[str, Curve], living: Curve, colours: Pa
         fillcolor=colours.track,
         yaxis="y2",
         showlegend=False,
-        hovertemplate="%{y:,.0f} workers live at %{x:.3~g} h<extra></extra>",
+        hovertemplate="%{y:,.0f} workers live at %{x:.3~g} " + short + "<extra></extra>",
     )
     style(figure, colours, height=430, revision=revision)
     figure.update_layout(
         margin={"l": 54, "r": 12, "t": 34, "b": 44},
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12}},
-        xaxis={"title": {"text": "hours"}, "anchor": "y2", "showgrid": False},
+        xaxis={"title": {"text": unit}, "anchor": "y2", "showgrid": False},
         yaxis={"title": {"text": "samples/s"}, "domain": [0.3, 1], "rangemode": "tozero"},
         yaxis2={
             "title": {"text": "workers", "font": {"size": 13, "color": colours.muted}},
@@ -100,7 +108,7 @@ def throughput_over_time(curves: Mapping[str, Curve], living: Curve, colours: Pa
             "nticks": 3,
         },
     )
-    return figure
+    return fixed(figure)
 
 
 def sensitivity(
@@ -133,4 +141,4 @@ def sensitivity(
         },
         yaxis={"title": {"text": "samples/s, average"}},
     )
-    return figure
+    return fixed(figure)

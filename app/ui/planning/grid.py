@@ -77,8 +77,8 @@ def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:
 
 
 def _tiles(question: WhatIf, takes: Mapping[str, int]) -> None:
-    components.grid_columns(question.stages)
     with st.container(key="worker-grid-planner", gap=None):
+        components.grid_columns(question.stages)
         for pipeline in range(question.pipelines):
             with st.container(key=f"grid-row-{pipeline}", horizontal=True):
                 components.row_head(pipeline)

@@ -13,7 +13,6 @@ from app.plans.profiles import ProfileInfo
 from app.plans.whatif import WhatIf, to_keep
 from app.ui import text
 from app.ui.access import actor, why_not
-from app.ui.charts.bars import plural
 from app.ui.planning.pieces import field_error
 from app.ui.planning.state import change, now, said, say
 from planner.errors import PlannerError
@@ -83,7 +82,7 @@ def _about(line: ProfileInfo) -> str:
     at = text.moment(line.updated_at or 0, st.context.timezone, time.time())
     what = text.plain_markdown(line.about)
     if line.kind == "job":
-        what = f"{text.count(line.stages or 0, 'stage')}, times in {plural(line.time_unit)}"
+        what = f"{text.count(line.stages or 0, 'stage')}, times in {text.plural(line.time_unit)}"
     return f"{what}; saved by {text.plain_markdown(line.saved_by)}, {at}."
 
 

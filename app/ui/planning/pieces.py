@@ -7,13 +7,13 @@ from html import escape
 import streamlit as st
 
 from app.plans.solving import Solve
-from app.ui import text
+from app.ui import bound, text
 from app.ui.facts import Card, gap_words
 
 
 def field_error(words: str) -> None:
-    """Beside the field that it speaks of."""
-    st.html(f'<div class="or-field-error" role="alert">{escape(words)}</div>')
+    """Below the field that it speaks of, as wide as that."""
+    bound.field_error(words, "stretch")
 
 
 def example_steps(items: list[tuple[str, str, Solve | None, bool]]) -> None:

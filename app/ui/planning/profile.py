@@ -16,7 +16,7 @@ from app.plans.profiles import ProfileInfo
 from app.plans.whatif import WhatIf, read_upload, uploaded
 from app.plans.whatif_check import PROFILE, Checked
 from app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
-from app.ui import text
+from app.ui import bound, text
 from app.ui.planning import keeping
 from app.ui.planning.controls import wrong
 from app.ui.planning.pieces import field_error
@@ -87,7 +87,7 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
     if words := said(PROFILE_NOTE):
         st.warning(text.plain_markdown(words))
     if found.job is not None:
-        with st.expander(f"Stages: {_sum_up(found.job)}", key="planner-stage-times"):
+        with bound.expander(f"Stages: {_sum_up(found.job)}", key="planner-stage-times"):
             _editor(question, found.job)
 
 
@@ -119,13 +119,11 @@ def _sum_up(job: Job) -> str:
         parts.append(f"O {span([p.optimizer for p in job.profiles])}")
     if any(job.transfers):
         parts.append(f"transfers {span(list(job.transfers))}")
-    return ", ".join(parts) + f" {job.time_unit}" + ("s" if job.time_unit == "slot" else "")
+    return ", ".join(parts) + f" {text.plural(job.time_unit)}"
 
 
 def _editor(question: WhatIf, job: Job) -> None:
-    memory = st.toggle(
-        "Memory too", key="planner-bytes", bind="query-params", help="Bytes of activations, weights and workers, in MB."
-    )
+    memory = bound.toggle("Memory too", key="planner-bytes", help="Bytes of activations, weights and workers, in MB.")
     document = job_doc(job)
     # After each edit the table begins anew from what was made of it.
     key = f"planner-table-{abs(hash((question.profile, question.stages, memory)))}"

@@ -12,7 +12,7 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.plans.solving import Solve
 from app.plans.whatif import WhatIf, parse_word
-from app.ui import components, facts, text
+from app.ui import bound, components, facts, standing, text
 from app.ui.access import acting
 from app.ui.charts import overview as large
 from app.ui.charts.gantt import KIND_ORDER, gantt
@@ -20,9 +20,10 @@ from app.ui.exports import export_button
 from app.ui.planning import applying, state
 from app.ui.planning.controls import question_words
 from app.ui.planning.search import drawn
-from app.ui.planning.state import BEFORE, SAVED, SHOW, change, now, said, say
-from app.ui.tables import beside_html, workers_table
-from app.ui.theme import CHART_CONFIG, Palette
+from app.ui.planning.state import BEFORE, SAVED, SHOW, WINDOW, change, now, said, say
+from app.ui.tables import OF_WORKERS, beside_html, workers_table
+from app.ui.theme import Palette
+from app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
 from planner.errors import PlannerError
 from planner.plan import Plan
 from planner.reference import reference_plan
@@ -30,6 +31,7 @@ from planner.schedule import Schedule
 
 RESULTS = "planner-results"
 SHOWN = "planner-show"
+GANTT = "planner-gantt"
 NAME = "planner-save-name"
 # Plans that the page keeps beside the present one; beyond so many ops none.
 MAX_BEFORE = 4
@@ -79,7 +81,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
     components.heading("Compared")
     shown = list(compared.values())
     st.html(beside_html([s.name for s in shown], _comparison([s.plan for s in shown]), "Plans compared"))
-    how, workers = st.tabs(["How it was found", "Workers"], key="details", on_change="rerun", bind="query-params")
+    how, workers = bound.tabs(["How it was found", "Workers"], key="details")
     with how:
         if solve is None:
             made = plan.solver
@@ -89,25 +91,36 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
             drawn(solve, plan.job.time_unit, colours, key="planner-found")
     with workers:
         rows = list(schedule.problem.job.workers())
-        st.dataframe(workers_table(schedule, rows), hide_index=True, key="planner-workers", alt="Figures by worker")
+        table = workers_table(schedule, rows)
+        st.dataframe(
+            table,
+            hide_index=True,
+            key="planner-workers",
+            alt="Figures by worker",
+            column_config=OF_WORKERS,
+            placeholder="–",
+        )
 
 
 def _chart(compared: dict[str, Shown], colours: Palette) -> None:
-    wanted = st.query_params.get(SHOW, THIS)
-    wanted = wanted if wanted in compared else THIS
-    shown = st.segmented_control(
-        "Show",
-        list(compared),
-        default=wanted,
-        required=True,
-        format_func=lambda name: compared[name].name,
-        key=state.shown(SHOWN, wanted),
-        on_change=_choose,
-        label_visibility="collapsed",
-        wrap=True,
-    )
-    plan = compared.get(shown or THIS, compared[THIS]).plan
-    schedule = _schedule(plan)
+    sent = bound.read(SHOW, lambda name: name if name in compared else None, bound.one_of(compared))
+    wanted = sent or THIS
+    with st.container(horizontal=True, vertical_alignment="bottom", key="planner-drawn"):
+        shown = st.segmented_control(
+            "Show",
+            list(compared),
+            default=wanted,
+            required=True,
+            format_func=lambda name: compared[name].name,
+            key=state.shown(SHOWN, wanted),
+            on_change=_choose,
+            wrap=True,
+        )
+        bound.say(SHOW)
+        plan = compared.get(shown or THIS, compared[THIS]).plan
+        schedule = _schedule(plan)
+        end = float(schedule.problem.job.units(schedule.end))
+        time = choose_time(f"planner-{plan.fingerprint[:12]}", end, text.plural(plan.job.time_unit), WINDOW)
     ops = {(op.kind, op.rerouted) for row in schedule.ops.values() for op in row}
     components.op_legend(
         [kind for kind in KIND_ORDER if any(kind == k for k, _ in ops)],
@@ -115,15 +128,16 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         ghost=True,
     )
     fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
-    figure = gantt(schedule, colours, fault_free_end=fault_free, revision=plan.fingerprint)
-    with st.container(key="wide-chart-planner"):
-        st.plotly_chart(
-            figure, theme=None, key="planner-gantt", config=CHART_CONFIG, alt=facts.schedule_words(plan, schedule)
-        )
+    part, turn = standing.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
+    figure = gantt(schedule, colours, fault_free_end=fault_free, shown=part, revision=str(turn))
+    with st.container(key="wide-chart-planner", gap=None):
+        st.plotly_chart(figure, theme=None, key=GANTT, config=FOLLOWED_CONFIG, alt=facts.schedule_words(plan, schedule))
+        follow(GANTT, time)
     st.caption(facts.reading_help(plan))
 
 
 def _choose() -> None:
+    bound.changed(SHOW)
     chosen = state.entered(SHOWN) or THIS
     if chosen == THIS:
         st.query_params.pop(SHOW, None)

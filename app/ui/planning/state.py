@@ -15,8 +15,8 @@ from planner.errors import InputError
 QUESTION = "planner-question"
 # Besides the question a link may name a saved plan that answers it, and the paper's example.
 SAVED, EXAMPLE = "saved", "example"
-# And what the plan stands beside: the question of the one before it, and which of them is drawn.
-BEFORE, SHOW = "before", "show"
+# And what the plan stands beside: the question of the one before it, which of them is drawn, and which part of it.
+BEFORE, SHOW, WINDOW = "before", "show", "window"
 MESSAGE = "planner-message"
 TURNS = "planner-turns"
 PAGE = "page"
@@ -56,7 +56,8 @@ def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> 
     """Asks another question. saved: the fingerprint of a plan that answers it. example: show the paper's steps,
     which stay for as long as the question is one of them."""
     if made != st.session_state.get(QUESTION):
-        st.query_params.pop(SHOW, None)
+        for name in (SHOW, WINDOW):
+            st.query_params.pop(name, None)
     st.session_state[QUESTION] = made
     words = made.params()
     if saved:

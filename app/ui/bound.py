@@ -1,0 +1,276 @@
+"""Controls whose value is in the address, and what is said where the address holds none that they can have.
+
+Streamlit drops such a value without a word. Here each control says beside itself what it got and what was expected:
+from the first time that it is drawn on the page until it is changed or the page is left. Of a value for which another
+job or plan, chosen since, has no room, nothing is said: nobody has sent it for that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from typing import Any, Literal, TypeVar, cast
+
+import streamlit as st
+
+T = TypeVar("T")
+D = TypeVar("D")
+N = TypeVar("N", int, float)
+
+BIND: Literal["query-params"] = "query-params"
+DEFAULT, LEFT_OUT = "The default is shown.", "It is left out."
+SWITCH = "true or false"
+# In the session: the page that is open, and what has been noted of each name since it was opened.
+PAGE, NOTES = "bound-page", "bound-notes"
+# Of many possible values the first few are named; of a long one its beginning.
+MOST_NAMED, LONGEST = 8, 60
+WIDTH = 260
+
+
+@dataclass
+class _Note:
+    """Of one name of the address. words: what is said, for as long as the control has the value `value`. wrong: what
+    cannot be; of a control that has not been drawn since."""
+
+    words: str = ""
+    value: object = None
+    wrong: str | None = None
+
+
+def enter(page: str) -> None:
+    """Call it before a page runs: what was said on another one is said no more."""
+    if st.session_state.get(PAGE) != page:
+        st.session_state[PAGE] = page
+        st.session_state[NOTES] = {}
+
+
+def moved() -> None:
+    """For a callback: the page goes on with another job or plan, for which nobody has sent what the address holds."""
+    for name in st.query_params:
+        _notes().setdefault(name, _Note())
+
+
+def read(name: str, accept: Callable[[str], T | None], expected: str, instead: str = DEFAULT) -> T | None:
+    """What the address says of a name that no control is bound to; None if nothing, or nothing that can be: that
+    leaves the address, and `say` says what was wrong with it.
+
+    accept: makes a value of the address's words; None: it can't.
+    """
+    given = st.query_params.get(name)
+    if given is None:
+        return None
+    found = accept(given)
+    if found is None:
+        _notes().setdefault(name, _Note(sentence(name, given, expected, instead)))
+        del st.query_params[name]
+    else:
+        _notes().setdefault(name, _Note())
+    return found
+
+
+def say(name: str) -> None:
+    """Says what was wrong with the address's value, if anything was, beside what has been drawn last."""
+    if (note := _notes().get(name)) and note.words:
+        field_error(note.words)
+
+
+def changed(name: str) -> None:
+    """For a callback: somebody has chosen a value, so nothing is said of the address's any more."""
+    _notes()[name] = _Note()
+
+
+def sentence(name: str, given: str, expected: str, instead: str = DEFAULT) -> str:
+    """`show: got 'xyz', expected one of all, pipeline, stage. The default is shown.`"""
+    short = given if len(given) <= LONGEST else given[:LONGEST] + "…"
+    return f"{name}: got {short!r}, expected {expected}. {instead}"
+
+
+def one_of(words: Iterable[str]) -> str:
+    """`one of a, b, c`; of many the first few."""
+    known = list(words)
+    more = f" and {len(known) - MOST_NAMED:,} more" if len(known) > MOST_NAMED else ""
+    return "one of " + ", ".join(known[:MOST_NAMED]) + more
+
+
+def field_error(words: str, width: int | Literal["stretch"] = WIDTH) -> None:
+    """Beside the field that it speaks of."""
+    st.html(f'<div class="or-field-error" role="alert">{escape(words)}</div>', width=width)
+
+
+# -- Streamlit's controls. What is said here of their look is passed on to them. --------------------------------------
+
+
+def selectbox(label: str, options: Sequence[T], *, key: str, format_func: Callable[[Any], str] = str, **look: Any) -> T:
+    """One of the options, of which there is at least one."""
+    words = [format_func(option) for option in options]
+    return _drawn(
+        key,
+        lambda given: _strange(given[-1:], words),
+        lambda: one_of(words),
+        lambda: cast("T", st.selectbox(label, options, key=key, format_func=format_func, bind=BIND, **look)),
+    )
+
+
+def segmented_control(
+    label: str, options: Sequence[T], *, key: str, format_func: Callable[[Any], str] = str, default: T, **look: Any
+) -> T:
+    """One of the options: that it has none cannot be chosen."""
+    words = [format_func(option) for option in options]
+    chosen = _drawn(
+        key,
+        lambda given: _strange(given[:1], words),
+        lambda: one_of(words),
+        lambda: st.segmented_control(
+            label, options, default=default, required=True, key=key, format_func=format_func, bind=BIND, **look
+        ),
+    )
+    return default if chosen is None else chosen
+
+
+def pills(
+    label: str, options: Sequence[T], *, key: str, format_func: Callable[[Any], str] = str, default: list[T]
+) -> list[T]:
+    """Any number of the options; none of them is `?name=`."""
+    return _several(partial(st.pills, selection_mode="multi"), label, options, key, format_func, default)
+
+
+def multiselect(
+    label: str, options: Sequence[T], *, key: str, format_func: Callable[[Any], str] = str, default: list[T]
+) -> list[T]:
+    """Any number of the options; none of them is `?name=`."""
+    return _several(st.multiselect, label, options, key, format_func, default)
+
+
+def _several(
+    draw: Callable[..., list[T]],
+    label: str,
+    options: Sequence[T],
+    key: str,
+    format_func: Callable[[Any], str],
+    default: list[T],
+) -> list[T]:
+    words = [format_func(option) for option in options]
+    return _drawn(
+        key,
+        lambda given: _strange(given, [*words, ""]),
+        lambda: one_of(words),
+        lambda: draw(label, options, default=default, key=key, format_func=format_func, bind=BIND),
+        several=set(words),
+    )
+
+
+def number_input(label: str, least: N, most: N, value: N, *, key: str, **look: Any) -> N:
+    """A number from `least` to `most`, a whole one where they are."""
+    whole = isinstance(value, int)
+
+    def strange(given: list[str]) -> str | None:
+        try:
+            number = float(given[-1])
+        except ValueError:
+            return given[-1]
+        fits = math.isfinite(number) and least <= number <= most and not (whole and number % 1)
+        return None if fits else given[-1]
+
+    return _drawn(
+        key,
+        strange,
+        lambda: f"a {'whole ' * whole}number from {least:,.10g} to {most:,.10g}",
+        lambda: cast("N", st.number_input(label, least, most, value, key=key, bind=BIND, **look)),
+        instead=lambda shown: DEFAULT if shown == value else f"{shown:,} is shown.",
+    )
+
+
+def text_input(label: str, value: str, *, key: str, max_chars: int, **look: Any) -> str:
+    return _drawn(
+        key,
+        lambda given: None if len(given[-1]) <= max_chars else given[-1],
+        lambda: f"at most {max_chars} characters",
+        lambda: cast("str", st.text_input(label, value, key=key, max_chars=max_chars, bind=BIND, **look)),
+        instead=lambda shown: DEFAULT if shown == value else "Its beginning is shown.",
+    )
+
+
+def toggle(label: str, *, key: str, value: bool = False, **look: Any) -> bool:
+    return _drawn(
+        key, _no_switch, lambda: SWITCH, lambda: cast("bool", st.toggle(label, value, key=key, bind=BIND, **look))
+    )
+
+
+def tabs(labels: list[str], *, key: str) -> Sequence[Any]:
+    """Their containers, of which one's `.open` is true."""
+    return _drawn(
+        key,
+        lambda given: _strange(given[-1:], labels),
+        lambda: one_of(labels),
+        lambda: st.tabs(labels, key=key, on_change="rerun", bind=BIND),
+        value_of=lambda drawn: [each.open for each in drawn],
+        above=True,
+    )
+
+
+def expander(label: str, *, key: str, icon: str | None = None) -> Any:
+    """Folded up at first. What is large in it is to be made only where its `.open` is true."""
+    return _drawn(
+        key,
+        _no_switch,
+        lambda: SWITCH,
+        lambda: st.expander(label, key=key, icon=icon, on_change="rerun", bind=BIND),
+        value_of=lambda drawn: drawn.open,
+        instead=lambda _: "It is folded up.",
+        above=True,
+    )
+
+
+# -- the one look at the address --------------------------------------------------------------------------------------
+
+
+def _drawn(
+    name: str,
+    strange: Callable[[list[str]], str | None],
+    expected: Callable[[], str],
+    draw: Callable[[], D],
+    *,
+    value_of: Callable[[D], object] = lambda drawn: drawn,
+    instead: Callable[[Any], str] = lambda _: DEFAULT,
+    several: set[str] | None = None,
+    above: bool = False,
+) -> D:
+    """Draws the control; beside it, or above it, what was wrong with the address.
+
+    strange: of the address's values the one that cannot be, or None. value_of: what the control is set to. instead:
+    what is shown then. several: the values, of a control that takes any number of them.
+    """
+    notes = _notes()
+    given = st.query_params.get_all(name)
+    # Streamlit takes what it drops out of the address while it draws; and a run may be cut short while it does.
+    if name not in notes:
+        notes[name] = _Note(wrong=strange(given) if given else None)
+    note = notes[name]
+    place = st.container() if above and (note.words or note.wrong is not None) else None
+    drawn = draw()
+    value = value_of(drawn)
+    if note.wrong is not None:
+        ending = LEFT_OUT if several and not several.isdisjoint(given) else instead(value)
+        note.words, note.value, note.wrong = sentence(name, note.wrong, expected(), ending), value, None
+    elif note.words and value != note.value:
+        note.words = ""
+    if note.words:
+        with place or nullcontext():
+            field_error(note.words)
+    return drawn
+
+
+def _notes() -> dict[str, _Note]:
+    return st.session_state.setdefault(NOTES, {})  # type: ignore[no-any-return]
+
+
+def _strange(given: list[str], words: list[str]) -> str | None:
+    return next((each for each in given if each not in words), None)
+
+
+def _no_switch(given: list[str]) -> str | None:
+    return None if given[-1].lower() in ("true", "false") else given[-1]

@@ -1,0 +1,217 @@
+"""What a page says of a value in its address that the control of that name cannot have."""
+
+from __future__ import annotations
+
+from html import unescape
+from typing import Any
+
+import pytest
+import ui_factory as factory
+from streamlit.testing.v1 import AppTest
+from ui_console import MAIN, ConsoleHere, JobHere, until
+
+from app.catalogs.fill import parse_request
+from app.console import Console
+from app.plans.whatif import WhatIf
+
+
+def script() -> None:
+    """A page with one control of each kind."""
+    import streamlit as st
+
+    from app.ui import bound
+
+    bound.enter(st.session_state.get("page", "first"))
+    with st.container(horizontal=True):
+        bound.selectbox("Select", ["a", "b"], key="select", format_func=str.upper)
+        bound.segmented_control("Segment", ["a", "b"], default="b", key="segment")
+        bound.pills("Pills", ["a", "b", "c"], default=["a"], key="pills")
+        bound.multiselect("Many", ["a", "b", "c"], default=["a", "b"], key="many")
+        bound.number_input("Whole", 1, 1024, 7, key="whole")
+        bound.number_input("Real", 0.5, 2e3, 1.0, key="real")
+        bound.text_input("Text", "plain", key="text", max_chars=5)
+        bound.toggle("Switch", key="switch")
+        if st.session_state.get("more"):
+            bound.selectbox("Of few", range(st.session_state.get("few", 30)), key="few-of")
+    st.button("Another job", key="another", on_click=bound.moved)
+    bound.tabs(["One", "Two"], key="tabs")
+    if bound.expander("Figures", key="figures").open:
+        st.write("the figures")
+    found = bound.read("free", lambda text: int(text) if text.isdecimal() else None, "a whole number")
+    st.selectbox("Free", range(9), index=found or 0, key="free-box", on_change=bound.changed, args=("free",))
+    bound.say("free")
+
+
+def opened(**query: Any) -> AppTest:
+    test = AppTest.from_function(script, default_timeout=60)
+    for name, value in query.items():
+        test.query_params[name] = value
+    test.run()
+    assert not test.exception, test.exception[0].message
+    return test
+
+
+def said(test: AppTest) -> list[str]:
+    bodies = [element.proto.body for element in test.get("html")]
+    return [unescape(b.split(">", 1)[1].removesuffix("</div>")) for b in bodies if "or-field-error" in b]
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ({"select": "c"}, "select: got 'c', expected one of A, B. The default is shown."),
+        ({"select": "b"}, "select: got 'b', expected one of A, B. The default is shown."),
+        ({"segment": "c"}, "segment: got 'c', expected one of a, b. The default is shown."),
+        ({"segment": ""}, "segment: got '', expected one of a, b. The default is shown."),
+        ({"pills": "z"}, "pills: got 'z', expected one of a, b, c. The default is shown."),
+        ({"pills": ["b", "z"]}, "pills: got 'z', expected one of a, b, c. It is left out."),
+        ({"many": ["z", "c"]}, "many: got 'z', expected one of a, b, c. It is left out."),
+        ({"whole": "x"}, "whole: got 'x', expected a whole number from 1 to 1,024. The default is shown."),
+        ({"whole": "1025"}, "whole: got '1025', expected a whole number from 1 to 1,024. The default is shown."),
+        ({"whole": "2.5"}, "whole: got '2.5', expected a whole number from 1 to 1,024. 2 is shown."),
+        ({"real": "nan"}, "real: got 'nan', expected a number from 0.5 to 2,000. The default is shown."),
+        ({"real": "inf"}, "real: got 'inf', expected a number from 0.5 to 2,000. The default is shown."),
+        ({"real": "0.4"}, "real: got '0.4', expected a number from 0.5 to 2,000. The default is shown."),
+        ({"text": "too long"}, "text: got 'too long', expected at most 5 characters. Its beginning is shown."),
+        ({"switch": "maybe"}, "switch: got 'maybe', expected true or false. The default is shown."),
+        ({"tabs": "Three"}, "tabs: got 'Three', expected one of One, Two. The default is shown."),
+        ({"figures": "1"}, "figures: got '1', expected true or false. It is folded up."),
+        ({"free": "<b>"}, "free: got '<b>', expected a whole number. The default is shown."),
+        ({"switch": "x" * 500}, f"switch: got '{'x' * 60}…', expected true or false. The default is shown."),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_what_was_expected(query: dict[str, Any], words: str) -> None:
+    test = opened(**query)
+    assert said(test) == [words]
+    test.run()
+    assert said(test) == [words]
+    left = [each for name in query for each in dict(test.query_params).get(name, []) if each]
+    assert not any(f"'{each}'" in words for each in left)  # the address says what is shown
+    test.session_state["page"] = "second"
+    test.query_params.clear()
+    assert said(test.run()) == []
+
+
+def test_a_right_link_is_taken_without_a_word() -> None:
+    test = opened(
+        select="B", segment="a", pills=["b", "c"], many="", whole="1024", real="1e3", text="short", switch="TRUE",
+        tabs="Two", figures="true", free="4", unknown="what",
+    )  # fmt: skip
+    assert said(test) == []
+    state = test.session_state
+    assert (state["select"], state["segment"], state["pills"], state["many"]) == ("b", "a", ["b", "c"], [])
+    assert (state["whole"], state["real"], state["text"], state["switch"]) == (1024, 1000.0, "short", True)
+    assert test.markdown[0].value == "the figures" and test.selectbox(key="free-box").value == 4
+    defaults = opened(select="A", segment="b", pills="a", many=["a", "b"], whole="7", switch="false", tabs="One")
+    assert said(defaults) == []
+
+
+def test_it_is_said_until_that_control_is_changed() -> None:
+    test = opened(whole="0", select="c", free="x")
+    assert [words.split(":")[0] for words in said(test)] == ["select", "whole", "free"]
+    test.selectbox(key="select").select("b").run()
+    assert [words.split(":")[0] for words in said(test)] == ["whole", "free"]
+    test.number_input(key="whole").set_value(9).run()
+    test.selectbox(key="free-box").select(3).run()
+    assert said(test) == []
+    test.number_input(key="whole").set_value(7).run()
+    assert said(test) == []  # the value that was shown with it
+
+
+def test_a_field_that_is_drawn_later_is_looked_at_then() -> None:
+    few = "few-of: got '99', expected one of 0, 1, 2, 3, 4, 5, 6, 7 and 22 more. The default is shown."
+    test = opened(**{"few-of": "99"})
+    assert said(test) == []
+    test.session_state["more"] = True
+    assert said(test.run()) == [few]
+
+
+def test_what_another_job_has_no_room_for_was_not_sent_for_it() -> None:
+    test = opened(**{"few-of": "20"})
+    test.button(key="another").click().run()
+    test.session_state["more"], test.session_state["few"] = True, 10
+    assert said(test.run()) == []
+    taken = opened(**{"few-of": "20"})
+    taken.session_state["more"] = True
+    assert said(taken.run()) == [] and taken.session_state["few-of"] == 20
+    taken.session_state["few"] = 10
+    assert said(taken.run()) == []
+
+
+# -- the pages ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(here: ConsoleHere) -> JobHere:
+    made = JobHere(here.console, "linked job").register().commit(0, 9, 1)
+    return made.die("W1_2").heal("W1_2", 2).commit(10, 15, 2)
+
+
+BAD = "no such thing"
+# Pages, what else their address says, and the names that are given there a value that cannot be.
+EVERY_PAGE: list[tuple[str, dict[str, str], list[str]]] = [
+    ("live", {}, ["refresh", "events", "progress-figures", "iterations"]),
+    ("schedule", {"show": "One pipeline"}, ["pipeline", "draw", "figures", "path", "time"]),
+    ("schedule", {}, ["show", "figures"]),
+    ("compare", {}, ["baseline", "show", "figures", "time"]),
+    ("planner", {"saved": "SAVED"}, ["details", "show", "planner-bytes"]),
+    (
+        "catalog",
+        {"job": "own", "cat_tolerance": "1", "cat_pipelines": "2", "cat_stages": "2"},
+        [f"cat_{name}" for name in ("micro_batches", "technique", "memory", "F", "I", "W", "O", "transfer", "solver")],
+    ),
+    (
+        "catalog",
+        {"job": "own", "cat_tolerance": "1", "cat_pipelines": "2", "cat_stages": "2"},
+        ["cat_count", "cat_plan"],
+    ),
+    ("catalog", {"job": "own", "cat_solver": "CP-SAT (optimal)"}, ["cat_tolerance", "cat_pipelines", "cat_seconds"]),
+    (
+        "simulate",
+        {"sim_pipelines": "2", "sim_stages": "2"},
+        ["sim_job", "model", "trace", "policies", "sim_micro_batches", "sim_seed", "sim_dollars"],
+    ),
+    (
+        "simulate",
+        {"sim_pipelines": "2", "sim_stages": "2", "sim_micro_batches": "2"},
+        ["sim_mtbf", "sim_repair", "sim_hours", "sim_host_mtbf"],
+    ),
+    ("simulate", {"sim_job": "JOB", "trace": "This job's own history"}, ["covers", "sim_dollars"]),
+    ("help", {}, ["section"]),
+]
+
+
+@pytest.mark.parametrize(("page", "rest", "bad"), EVERY_PAGE)
+def test_every_page_says_what_of_its_link_cannot_be(
+    here: ConsoleHere, console: Console, job: JobHere, page: str, rest: dict[str, str], bad: list[str]
+) -> None:
+    filling = console.catalogs.fill(parse_request(pipelines=2, stages=2, tolerance=1))
+    until(lambda: not filling.running, "the catalog is filled")
+    plan = factory.plan(("W0_1",), unit="slot")
+    words = {
+        "SAVED": lambda: console.library.save(plan, "kept"),
+        "JOB": lambda: f"{job.spec.name} · {job.job_id}",
+    }
+    query = {name: words[value]() if value in words else value for name, value in rest.items()}
+    if page == "planner":
+        query |= WhatIf.of_plan(plan).params()
+
+    def open_page(**values: str) -> AppTest:
+        test = AppTest.from_file(MAIN, default_timeout=60)
+        if page != "live":
+            test.run().switch_page(f"{page}.py")
+        for name, value in ({"job": job.job_id} | query | values).items():
+            test.query_params[name] = value
+        test.run()
+        assert not test.exception, test.exception[0].message
+        return test
+
+    assert said(open_page()) == []
+    test = open_page(**dict.fromkeys(bad, BAD))
+    found = said(test)
+    assert sorted(words.split(":")[0] for words in found) == sorted(bad)
+    assert all(f"got '{BAD}', expected " in words for words in found)
+    if page == "live":
+        test.segmented_control(key="events").set_value("open")
+        test.toggle(key="refresh").set_value(False).run()
+        assert [words.split(":")[0] for words in said(test)] == ["iterations", "progress-figures"]
