@@ -213,7 +213,8 @@ class _Run:
         if self._in_flight() and self.saving is None:
             ends = self._flight_end()
             if ends <= now or (stop.grace and ends < now + stop.pause):
-                self._complete(1)
+                if ends < self.end:
+                    self._complete(1)
             elif self.at < now:
                 self.lost += 1
         if stop.save:

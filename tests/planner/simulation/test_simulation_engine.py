@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -82,8 +82,9 @@ def plain_loop(trace: Trace, rules: Rules) -> tuple[int, int, int, int | None, i
             elif lost_now and rules.stops:
                 if state == "training":
                     if left == 0 or (rules.grace and left < rules.pause):
-                        unsaved, unsaved_time, last = unsaved + 1, unsaved_time + spent + left, now + left
-                        since += 1
+                        if now + left < trace.end:
+                            unsaved, unsaved_time, last = unsaved + 1, unsaved_time + spent + left, now + left
+                            since += 1
                         if not rules.every:
                             saved, saved_time = saved + unsaved, saved_time + unsaved_time
                             unsaved = unsaved_time = since = 0
@@ -202,6 +203,17 @@ def test_numbers() -> None:
     assert outcome.dollars_per_million_samples(3600) == pytest.approx((6 * 2 - 0.5) / 17 * 1e6)
     rates = [(0, 0.0), (50, 10.0), (1030, 0.0), (1080, 1000 / 120), (1560, 0.0), (1580, 10.0)]
     assert [(time // 1000, pytest.approx(rate)) for time, rate in outcome.rates] == rates
+
+
+def test_an_iteration_that_would_end_after_the_trace_does_not_count() -> None:
+    """A loss at 1,030 ms leaves the iteration in flight until 1,050: in a trace that ends before, it is not there."""
+    events = [Event(0, "add", f"n{i}") for i in range(6)] + [Event(1030, "remove", "n5")]
+    rules = replace(RULES, grace=True)
+    ends = {end: simulate(Trace.of("cut", events, end=end), Scripted(rules)) for end in (1045, 1051)}
+    assert [(ends[end].iterations, ends[end].last, ends[end].lost) for end in ends] == [
+        (9, 950_000, 0),
+        (10, 1_050_000, 0),
+    ]
 
 
 def test_a_document_has_what_the_command_promises() -> None:
