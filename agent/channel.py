@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -77,7 +78,10 @@ class WorkerChannel:
         self._hold: int | None = None
         """Paused: no iteration after this one is begun."""
         self._sending = threading.Lock()
-        threading.Thread(target=self._listen, name="launcher-pipe", daemon=True).start()
+        self._taken_up = 0
+        self._told_at: float | None = None
+        """When the first epoch came that this worker has not taken up, though it must leave its iteration for it."""
+        threading.Thread(target=self._listen_or_end, name="launcher-pipe", daemon=True).start()
 
     @property
     def over(self) -> bool:
@@ -87,6 +91,21 @@ class WorkerChannel:
         # A launcher that is gone ends this process through the listening thread.
         with self._sending, contextlib.suppress(OSError):
             send(self._pipe, kind, **fields)
+
+    def take_up(self, epoch: int) -> None:
+        """The training thread has left what it was at, for `epoch`."""
+        with self._news:
+            self._taken_up = epoch
+            if self._newer(epoch) is None:
+                self._told_at = None
+        self.say("adopted", epoch=epoch)
+
+    @property
+    def owed(self) -> float:
+        """For how many seconds the training thread has not taken up an epoch that it must leave its iteration
+        for; 0: there is none."""
+        told = self._told_at
+        return 0.0 if told is None else time.monotonic() - told
 
     def wait_for_epoch(self, after: int, timeout: float | None = None) -> Orders | None:
         """The newest epoch, when it is above `after`; None when the job is over or `timeout` seconds
@@ -115,6 +134,14 @@ class WorkerChannel:
         orders = self._orders
         return orders if orders is not None and orders.epoch > epoch else None
 
+    def _listen_or_end(self) -> None:
+        """A worker that hears nothing any more would hold up all others for good: better that it is gone."""
+        try:
+            self._listen()
+        except BaseException as error:
+            self.say("error", text=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+            os._exit(1)
+
     def _listen(self) -> None:
         while True:
             try:
@@ -137,6 +164,8 @@ class WorkerChannel:
                     self._put_out()
                 newest = self._orders.epoch if self._orders else 0
                 interrupts = self.superseded(newest - 1)
+                if interrupts and self._told_at is None and newest > self._taken_up and not self._over:
+                    self._told_at = time.monotonic()
                 self._news.notify_all()
             if held is not None:
                 self.say("held", iteration=held)

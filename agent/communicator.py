@@ -6,8 +6,9 @@ device. The data plane (see agent.transport) has what its kind of transport need
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,9 @@ from agent.transport.transfers import Layout, Lines, Transfers
 from planner.job import Worker
 
 LOOPBACK = "127.0.0.1"
+Made = queue.SimpleQueue["Groups | BaseException | None"]
+"""Brings groups that are connected, or why they are not; None: nobody is to wait for them any more."""
+
 _GO = b"go"
 _SUPERSEDED = b"superseded"
 
@@ -124,6 +128,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._live: Groups | None = None
         self._forming: int | None = None
+        self._connecting: Made | None = None
         self._newest = 0
 
     def form(
@@ -159,7 +164,13 @@ class Communicator:
             if meeting.get(go) != _GO:
                 raise TransferError(f"epoch {epoch} is superseded")
             self.abandon()
-            groups = Groups(meeting, epoch, me, living, self._timeouts, self._address, self._transport, device)
+
+            def make() -> Groups:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # each thread has its own
+                return Groups(meeting, epoch, me, living, self._timeouts, self._address, self._transport, device)
+
+            groups = self._connect(epoch, make)
         except (RuntimeError, OSError) as error:
             if isinstance(error, TransferError):
                 raise
@@ -173,6 +184,27 @@ class Communicator:
             self._live = groups
         return groups
 
+    def _connect(self, epoch: int, make: Callable[[], Groups]) -> Groups:
+        """What `make` makes, in a thread of its own: gloo waits for one absent peer after the other, each for as long
+        as an epoch may take to form, and nothing wakes it. Raises TransferError, when a newer epoch is announced too.
+        """
+        made: Made = queue.SimpleQueue()
+        with self._lock:
+            if self._newest > epoch:
+                raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
+            self._connecting = made
+        threading.Thread(target=_make, args=(make, made), name=f"connect-epoch-{epoch}", daemon=True).start()
+        groups = made.get()
+        with self._lock:
+            self._connecting = None
+        if groups is None:
+            # It may wait at the store for long, and a connection to the store serves one caller at a time.
+            self._stores.forget()
+            raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
+        if isinstance(groups, BaseException):
+            raise groups
+        return groups
+
     def abandon(self) -> None:
         """Drops the groups in use. Their destructor waits for gloo's threads, so it runs aside."""
         with self._lock:
@@ -184,11 +216,21 @@ class Communicator:
         """Wakes whoever waits in groups, or for groups, of an epoch before `newest_epoch`."""
         with self._lock:
             self._newest = max(self._newest, newest_epoch)
-            groups, forming = self._live, self._forming
+            groups, forming, connecting = self._live, self._forming, self._connecting
         if forming is not None and forming < newest_epoch:
+            if connecting is not None:
+                connecting.put(None)
             self._stores.set_from_another_thread(f"epoch{forming}/go", _SUPERSEDED)
         if groups is not None and groups.epoch < newest_epoch:
             groups.cancel()
+
+
+def _make(make: Callable[[], Groups], made: Made) -> None:
+    """Where nobody waits for the groups any more, they end with this thread."""
+    try:
+        made.put(make())
+    except BaseException as error:
+        made.put(error)
 
 
 def _bury(coffin: list[Groups]) -> None:

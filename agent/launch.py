@@ -182,6 +182,10 @@ class Launcher:
                 self._record.dying(cell, at)
             case "left":
                 self._record.left(cell, at)
+            case "adopted" if self._deployed is not None:
+                entry.took_up(message["epoch"], self._deployed.deployment.epoch)
+            case "stuck":
+                self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
                 self._hold.heard(message["iteration"], self._pool.running.values())
             case "formed":
@@ -304,6 +308,8 @@ class Launcher:
             text = None if known in self._plans_sent else plan.to_json()
             self._plans_sent.add(known)
             entry.member = True
+            if after is None and name not in deployment.leaving:
+                entry.told(deployment.epoch, time.monotonic())
             self._hold.tell(entry)
             entry.post(
                 "deployment",
@@ -331,15 +337,20 @@ class Launcher:
             self._start(place, joins=self._deployed is not None)
 
     def _put_out_the_silent(self) -> None:
+        """Those that hang, too: an epoch forms with all of its members or not at all."""
         now = time.monotonic()
         for entry in list(self._pool.running.values()):
-            patience = self._options.hang_seconds if self._deployed else START_SECONDS
-            if now - entry.heard_at > patience:
-                self._pool.put_out(entry, f"silent for {now - entry.heard_at:.0f} s")
-                self._record.died(entry.worker, time.monotonic_ns())
-                self._coordination.exited(
-                    entry.worker, entry.incarnation, f"was silent for {now - entry.heard_at:.0f} s"
-                )
+            silent = now - entry.heard_at
+            owes = 0.0 if entry.owes_since is None else now - entry.owes_since
+            if silent > (self._options.hang_seconds if self._deployed else START_SECONDS):
+                why = f"was silent for {silent:.0f} s"
+            elif owes > self._options.timeouts.transfer:
+                why = f"hangs: it did not take up an epoch for {owes:.0f} s"
+            else:
+                continue
+            self._pool.put_out(entry, why)
+            self._record.died(entry.worker, time.monotonic_ns())
+            self._coordination.exited(entry.worker, entry.incarnation, why)
 
     def _start(self, cell: Worker, *, joins: bool) -> None:
         options = self._options

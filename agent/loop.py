@@ -176,6 +176,7 @@ class WorkerLoop:
             orders = self._channel.wait_for_epoch(self._epoch)
             if orders is None:
                 return
+            self._channel.take_up(orders.epoch)
             if str(orders.cell) not in orders.deployment.living:
                 # It was asked to leave, and has: the launcher ends it when nobody needs it any more.
                 self._epoch, self._status.phase = orders.epoch, "draining"

@@ -56,7 +56,8 @@ class WorkerProcess:
     put_out: it was held for dead while it still is a process: whatever it says is void. since: the
     epoch with which it came to its place; what it says of earlier ones concerns its place before,
     came_from. slot: the lowest number that no other process of this node had at its start, so also its
-    GPU's where it has one.
+    GPU's where it has one. owes_since: when it was told of the first epoch that it has not taken up, though
+    it must leave its iteration for it.
     """
 
     worker: Worker
@@ -71,6 +72,19 @@ class WorkerProcess:
     since: int = 0
     came_from: Worker | None = None
     slot: int = 0
+    owes_since: float | None = None
+    _taken_up: int = 0
+
+    def told(self, epoch: int, now: float) -> None:
+        """It must leave its iteration for `epoch`."""
+        if self.owes_since is None and epoch > self._taken_up:
+            self.owes_since = now
+
+    def took_up(self, epoch: int, newest: int) -> None:
+        """It has left for `epoch`, of which `newest` is the last that it was told of."""
+        self._taken_up = epoch
+        if epoch == newest:
+            self.owes_since = None
 
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""

@@ -95,6 +95,11 @@ class StoreClient:
                 self._address, self._waiting, self._cancelling = address, waiting, cancelling
         return self._waiting
 
+    def forget(self) -> None:
+        """The next `connect` connects anew: somebody else may still be waiting in the connection that there is."""
+        with self._lock:
+            self._address = None
+
     def set_from_another_thread(self, key: str, value: bytes) -> None:
         """Sets `key`; a store that is gone does not matter: whoever waits on it has noticed."""
         with self._lock:

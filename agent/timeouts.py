@@ -2,7 +2,8 @@
 
 heartbeat < suspect < dead < transfer < group: whoever waits for a dead peer is freed by the epoch that the
 console opens, long before its own time-outs. A shorter one would break a transfer whose peer is only slow
-to be declared dead, and take the blame for it.
+to be declared dead, and take the blame for it. Whoever is heard, and does not take up an epoch for as long as one
+waits for a transfer, hangs: its launcher ends it.
 """
 
 from __future__ import annotations

@@ -24,12 +24,15 @@ from agent.loop import LoopOptions, WorkerLoop
 from agent.optimizer import NonFiniteError
 from agent.recovery import NoAgreementError
 from agent.state import StateError
+from agent.whereabouts import whereabouts
 from agent.workload import WorkloadSource
 from planner.job import Worker
 
 # Exit codes the launcher tells apart.
 FAILED, FENCED = 1, 3
 ALIVE_SECONDS = 1.0
+STUCK_SECONDS = 10.0
+"""A worker that has not taken up an epoch after so long says where it stands, and again after each doubling."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     heartbeat = _heartbeat(spec, status, log)
     if heartbeat is not None:
         sys.stdout, sys.stderr = Followed(sys.stdout, log), Followed(sys.stderr, log)  # type: ignore[assignment]
-    threading.Thread(target=_say_alive, args=(channel, status), name="alive", daemon=True).start()
+    threading.Thread(target=_say_alive, args=(channel, status, log), name="alive", daemon=True).start()
     try:
         device = platform.take(spec.slot, deterministic=spec.options.recipe.mode == "deterministic")
         loop = WorkerLoop(
@@ -120,8 +123,17 @@ def _heartbeat(spec: WorkerSpec, status: Status, log: LogTail) -> HeartbeatThrea
     )
 
 
-def _say_alive(channel: WorkerChannel, status: Status) -> None:
-    """Tells the launcher once a second that the process still runs: it may have been stopped or hang."""
-    pause = threading.Event()
+def _say_alive(channel: WorkerChannel, status: Status, log: LogTail) -> None:
+    """Tells the launcher once a second that the process still runs: it may have been stopped or hang. And where its
+    threads stand, when it does not take up an epoch."""
+    pause, due = threading.Event(), STUCK_SECONDS
     while not pause.wait(ALIVE_SECONDS):
         channel.say("alive", phase=status.phase, iteration=status.iteration)
+        owed = channel.owed
+        if owed < STUCK_SECONDS:
+            due = STUCK_SECONDS
+        elif owed >= due:
+            due = 2 * owed
+            text = f"an epoch waits for {owed:.0f} s to be taken up; {whereabouts()}"
+            log.add(text)
+            channel.say("stuck", text=text)

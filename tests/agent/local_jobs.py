@@ -14,6 +14,7 @@ from agent.devices import Platform
 from agent.faults import Kill
 from agent.launch import Launcher, LaunchOptions, Stopped
 from agent.recipe import Recipe
+from agent.timeouts import Timeouts
 from agent.workload import NamedWorkload
 from planner.catalog import Catalog
 from planner.job import Job, MemoryLimit, Technique, Worker
@@ -43,6 +44,8 @@ class LocalJob:
         recipe: Recipe | None = None,
         checkpoints: CheckpointOptions | None = None,
         platform: Platform | None = None,
+        workload: NamedWorkload | None = None,
+        timeouts: Timeouts | None = None,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
         on_epoch: Callable[[LocalJob, Any], None] = lambda job, deployment: None,
@@ -60,13 +63,14 @@ class LocalJob:
                 job=job,
                 iterations=iterations,
                 seed=0,
-                workload=NamedWorkload("agent.examples.gpt:Gpt", TINY),
+                workload=workload or NamedWorkload("agent.examples.gpt:Gpt", TINY),
                 pace=dict.fromkeys("FIW", pace) if pace else {},
                 kills=tuple(Kill.parse(text, job) for text in kills),
                 recipe=recipe or Recipe(),
                 hang_seconds=hang_seconds,
                 checkpoints=checkpoints,
                 platform=platform or Platform(),
+                timeouts=timeouts or Timeouts(),
             ),
             LocalCoordination(catalog, grace=grace, **coordination),
             self._hear_line,

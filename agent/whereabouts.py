@@ -1,0 +1,31 @@
+"""Where the threads of this process stand, for who has to find out why it does not do what it was told. No torch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+FRAMES = 4
+"""Innermost first, of each thread."""
+
+
+def whereabouts() -> str:
+    """One sentence: `MainThread at group.py:62 wait < transfers.py:96 receive < ...; launcher-pipe at ...`.
+
+    Of this process's Python threads but the one that asks; what a library does inside is not seen.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    mine = threading.get_ident()
+    frames = sys._current_frames()
+    told = [f"{names.get(ident, 'a thread')} at {_place(frame)}" for ident, frame in frames.items() if ident != mine]
+    return "; ".join(sorted(told))
+
+
+def _place(frame: FrameType | None) -> str:
+    places: list[str] = []
+    while frame is not None and len(places) < FRAMES:
+        places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places)
