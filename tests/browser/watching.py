@@ -35,9 +35,16 @@ def watched(browser: Browser, root: str, **options: Any) -> Iterator[Page]:
     assert not complaints, "\n".join(complaints)
 
 
+# Plotly draws a chart first; who listens to its clicks is attached afterwards.
+_LISTENED_TO = """() => [...document.querySelectorAll(".js-plotly-plot")]
+    .every(chart => chart._ev?.listenerCount("plotly_selected"))"""
+
+
 def settle(page: Page) -> None:
-    """Waits until no script runs. A chart is replaced when one ends, and a click on the one before is lost."""
+    """Waits until no script runs, and charts take clicks. A chart is replaced when a script ends, and a click on the
+    one before is lost, as is one that comes before anybody listens."""
     expect(page.locator(".stApp")).to_have_attribute("data-test-script-state", "notRunning")
+    page.wait_for_function(_LISTENED_TO)
 
 
 def assert_it_fits(page: Page, *texts: str) -> None:
