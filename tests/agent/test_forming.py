@@ -74,6 +74,7 @@ def test_a_newer_epoch_ends_the_wait_for_peers_that_do_not_connect(store: Rendez
         gone = Communicator(patient)._stores.connect(store.address, 60.0)
         for _ in living[1:]:
             gone.add("epoch1/ready", 1)
+        gone.set("epoch1/go", b"go")  # whoever is last says so
         until(lambda: communicators[0]._connecting is not None or waiting.done())
         for communicator in communicators:
             communicator.cancel(2)
