@@ -24,15 +24,6 @@ settings.register_profile("tests", deadline=None, derandomize=True, database=Non
 settings.load_profile("tests")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is to stay together does: twice as many jobs at once make any machine too slow, and nobody would see why."""
-    if not session.config.getoption("loadgroup", False):
-        return
-    for item in session.items:
-        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
-            raise pytest.UsageError(f"{item.nodeid}: this pytest-xdist does not keep groups together with this pytest")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is set up once for a module is set up in one test process, not in each."""
