@@ -80,7 +80,7 @@ class WorkerChannel:
         self._sending = threading.Lock()
         self._taken_up = 0
         self._told_at: float | None = None
-        """When the first epoch came that this worker has not taken up, though it must leave its iteration for it."""
+        """Since when this worker has not taken up an epoch that it must leave its iteration for."""
         threading.Thread(target=self._listen_or_end, name="launcher-pipe", daemon=True).start()
 
     @property
@@ -96,8 +96,8 @@ class WorkerChannel:
         """The training thread has left what it was at, for `epoch`."""
         with self._news:
             self._taken_up = epoch
-            if self._newer(epoch) is None:
-                self._told_at = None
+            if self._told_at is not None:
+                self._told_at = None if self._newer(epoch) is None else time.monotonic()
         self.say("adopted", epoch=epoch)
 
     @property

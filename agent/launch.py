@@ -183,7 +183,7 @@ class Launcher:
             case "left":
                 self._record.left(cell, at)
             case "adopted" if self._deployed is not None:
-                entry.took_up(message["epoch"], self._deployed.deployment.epoch)
+                entry.took_up(message["epoch"], self._deployed.deployment.epoch, time.monotonic())
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
@@ -374,13 +374,7 @@ class Launcher:
             loop = replace(loop, kills=(), slow=(), joins=True)
 
         def spec(incarnation: str) -> worker.WorkerSpec:
-            return worker.WorkerSpec(
-                cell,
-                incarnation,
-                loop,
-                options.workload,
-                options.console,
-            )
+            return worker.WorkerSpec(cell, incarnation, loop, options.workload, options.console)
 
         self._pool.start(cell, spec, time.monotonic())
 

@@ -56,8 +56,8 @@ class WorkerProcess:
     put_out: it was held for dead while it still is a process: whatever it says is void. since: the
     epoch with which it came to its place; what it says of earlier ones concerns its place before,
     came_from. slot: the lowest number that no other process of this node had at its start, so also its
-    GPU's where it has one. owes_since: when it was told of the first epoch that it has not taken up, though
-    it must leave its iteration for it.
+    GPU's where it has one. owes_since: since when it has not taken up an epoch that it must leave its
+    iteration for.
     """
 
     worker: Worker
@@ -80,11 +80,11 @@ class WorkerProcess:
         if self.owes_since is None and epoch > self._taken_up:
             self.owes_since = now
 
-    def took_up(self, epoch: int, newest: int) -> None:
-        """It has left for `epoch`, of which `newest` is the last that it was told of."""
+    def took_up(self, epoch: int, newest: int, now: float) -> None:
+        """It has left for `epoch`, and so it does not hang; `newest` is the last that it was told of."""
         self._taken_up = epoch
-        if epoch == newest:
-            self.owes_since = None
+        if self.owes_since is not None:
+            self.owes_since = None if epoch == newest else now
 
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
