@@ -34,18 +34,24 @@ WIDTH = 260
 @dataclass
 class _Note:
     """Of one name of the address. words: what is said, for as long as the control has the value `value`. wrong: what
-    cannot be; of a control that has not been drawn since."""
+    cannot be; of a control that has not been drawn since. put: whether somebody has chosen `chosen`, None: nothing,
+    since the page last ran as a whole."""
 
     words: str = ""
     value: object = None
     wrong: str | None = None
+    put: bool = False
+    chosen: str | None = None
 
 
 def enter(page: str) -> None:
-    """Call it before a page runs: what was said on another one is said no more."""
+    """Call it before a page runs as a whole: what was said on another one is said no more, and what the address holds
+    counts, as after the browser's Back."""
     if st.session_state.get(PAGE) != page:
         st.session_state[PAGE] = page
         st.session_state[NOTES] = {}
+    for name, note in _notes().items():
+        note.put = note.put and st.query_params.get(name) == note.chosen
 
 
 def moved() -> None:
@@ -60,12 +66,16 @@ def read(name: str, accept: Callable[[str], T | None], expected: str, instead: s
 
     accept: makes a value of the address's words; None: it can't.
     """
+    note = _notes().get(name)
+    if note is not None and note.put and st.query_params.get(name) != note.chosen:
+        _write(name, note.chosen)  # a browser that has not heard of it yet has asked for a part of the page
     given = st.query_params.get(name)
     if given is None:
         return None
     found = accept(given)
     if found is None:
-        _notes().setdefault(name, _Note(sentence(name, given, expected, instead)))
+        note = _notes().setdefault(name, _Note(sentence(name, given, expected, instead)))
+        note.put = False
         del st.query_params[name]
     else:
         _notes().setdefault(name, _Note())
@@ -78,9 +88,19 @@ def say(name: str) -> None:
         field_error(note.words)
 
 
-def changed(name: str) -> None:
-    """For a callback: somebody has chosen a value, so nothing is said of the address's any more."""
-    _notes()[name] = _Note()
+def put(name: str, chosen: str | None) -> None:
+    """For a callback: somebody has chosen that value of what `read` reads, None: none. It goes into the address, of
+    which nothing is said any more, and counts whatever the browser sends for the old one: a page's part that is
+    refreshed by the clock may have been asked for before the browser heard of the new one."""
+    _notes()[name] = _Note(put=True, chosen=chosen)
+    _write(name, chosen)
+
+
+def _write(name: str, words: str | None) -> None:
+    if words is None:
+        st.query_params.pop(name, None)
+    else:
+        st.query_params[name] = words
 
 
 def sentence(name: str, given: str, expected: str, instead: str = DEFAULT) -> str:

@@ -167,15 +167,13 @@ def _plans(report: CatalogReport) -> None:
 
 
 def _choose_count() -> None:
-    bound.changed(COUNT)
-    bound.changed(PLAN)
-    st.query_params[COUNT] = str(st.session_state[COUNT])
-    st.query_params.pop(PLAN, None)
+    bound.put(COUNT, str(st.session_state[COUNT]))
+    bound.put(PLAN, None)
 
 
 def _choose_plan(count: int) -> None:
-    bound.changed(PLAN)
-    st.query_params[COUNT], st.query_params[PLAN] = str(count), st.session_state[f"{PLAN}-{count}"]
+    bound.put(COUNT, str(count))
+    bound.put(PLAN, st.session_state[f"{PLAN}-{count}"])
 
 
 def _exports(console: Console, report: CatalogReport) -> None:

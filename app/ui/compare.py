@@ -148,8 +148,7 @@ def _remember() -> None:
 
 
 def _remember_baseline() -> None:
-    bound.changed("baseline")
-    st.query_params["baseline"] = st.session_state[BASELINE]
+    bound.put("baseline", st.session_state[BASELINE])
 
 
 def _show_worked_example() -> None:

@@ -42,7 +42,8 @@ def say_now() -> None:
 def asked_for() -> tuple[str, str]:
     """What the filter is set to and the words to look for, by the address."""
     show = bound.read("events", lambda word: word if word in SHOW else None, bound.one_of(SHOW))
-    return show or DEFAULT, st.query_params.get("find", "").strip()
+    words = bound.read("find", str, "words")
+    return show or DEFAULT, (words or "").strip()
 
 
 def controls() -> tuple[str, str]:
@@ -75,13 +76,9 @@ def controls() -> tuple[str, str]:
 
 
 def _into_address() -> None:
-    bound.changed("events")
-    chosen_now = {"events": st.session_state.get("events") or DEFAULT, "find": st.session_state.get("find") or ""}
-    for key, value in chosen_now.items():
-        if value in (DEFAULT, ""):
-            st.query_params.pop(key, None)
-        else:
-            st.query_params[key] = value
+    show = st.session_state.get("events") or DEFAULT
+    bound.put("events", None if show == DEFAULT else show)
+    bound.put("find", st.session_state.get("find") or None)
 
 
 def filtering(show: str, words: str) -> bool:

@@ -48,8 +48,4 @@ def zoomed(chart: str, key: str) -> None:
             return
         part = float(low), float(high)
     standing.moved(chart, part)
-    bound.changed(ITERATIONS)
-    if part is None:
-        st.query_params.pop(ITERATIONS, None)
-    else:
-        st.query_params[ITERATIONS] = f"{part[0]:.0f}-{part[1]:.0f}"
+    bound.put(ITERATIONS, f"{part[0]:.0f}-{part[1]:.0f}" if part else None)

@@ -115,8 +115,4 @@ def _place(name: str | None, plan: Plan) -> tuple[int, int] | None:
 
 
 def _remember_path() -> None:
-    bound.changed(PATH)
-    if name := st.session_state.get(PATH):
-        st.query_params[PATH] = name
-    else:
-        st.query_params.pop(PATH, None)
+    bound.put(PATH, st.session_state.get(PATH) or None)

@@ -105,10 +105,8 @@ def _remember_box(time: TimeRange) -> None:
     """Shows all of it."""
     if box := drawn_box(PAD):
         show_all(time)
-        bound.changed(BOX)
-        st.query_params[BOX] = ",".join(f"{value:.6g}" for value in box)
+        bound.put(BOX, ",".join(f"{value:.6g}" for value in box))
 
 
 def _forget_box() -> None:
-    bound.changed(BOX)
-    st.query_params.pop(BOX, None)
+    bound.put(BOX, None)

@@ -144,8 +144,7 @@ def _history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
 
 
 def _up_to_now() -> None:
-    bound.changed(COVERS)
-    st.query_params.pop(COVERS, None)
+    bound.put(COVERS, None)
 
 
 def _results(simulation: Simulation, colours: Palette) -> None:

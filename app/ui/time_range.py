@@ -101,11 +101,7 @@ def _slid(name: str, key: str, end: float) -> None:
 
 
 def _remember(name: str, part: Range | None) -> None:
-    bound.changed(name)
-    if part is None:
-        st.query_params.pop(name, None)
-    else:
-        st.query_params[name] = "-".join(map(_number, part))
+    bound.put(name, "-".join(map(_number, part)) if part else None)
 
 
 def _part(chosen: Range, end: float) -> Range | None:

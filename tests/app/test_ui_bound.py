@@ -38,7 +38,8 @@ def script() -> None:
     if bound.expander("Figures", key="figures").open:
         st.write("the figures")
     found = bound.read("free", lambda text: int(text) if text.isdecimal() else None, "a whole number")
-    st.selectbox("Free", range(9), index=found or 0, key="free-box", on_change=bound.changed, args=("free",))
+    box = "free-box"
+    st.selectbox("Free", range(9), found or 0, key=box, on_change=lambda: bound.put("free", str(st.session_state[box])))
     bound.say("free")
 
 

@@ -80,6 +80,37 @@ def test_both_curves_show_what_one_is_moved_to_and_that_one_is_not_drawn_anew(pa
     assert page.query_params == {} and drawn() == [(None, 2), ((120, 180), 1)]
 
 
+def test_what_a_browser_sends_before_it_hears_of_the_new_address_changes_nothing(page: SimpleNamespace) -> None:
+    bound.enter("live")
+    move(page, "loss", {"before": [120.4, 180.2]})
+    for late in ({}, {"iterations": "5-9"}):
+        page.query_params = dict(late)
+        assert iteration_range.asked_for(0, 399) == (120, 180) and page.query_params == {"iterations": "120-180"}
+    move(page, "loss", {})
+    page.query_params = {"iterations": "120-180"}
+    assert iteration_range.asked_for(0, 399) is None and page.query_params == {}
+
+
+def test_when_the_page_runs_as_a_whole_its_address_counts(page: SimpleNamespace) -> None:
+    bound.enter("live")
+    move(page, "loss", {"before": [120.4, 180.2]})
+    bound.enter("live")  # at once, where a callback comes before a whole run
+    page.query_params = {}
+    assert iteration_range.asked_for(0, 399) == (120, 180)
+    page.query_params = {"iterations": "5-9"}  # the browser's Back
+    bound.enter("live")
+    assert iteration_range.asked_for(0, 399) == (5, 9)
+    page.query_params = {}
+    assert iteration_range.asked_for(0, 399) is None
+
+
+def test_what_the_job_leaves_behind_does_not_come_back(page: SimpleNamespace) -> None:
+    bound.enter("live")
+    move(page, "loss", {"before": [120.4, 180.2]})
+    assert iteration_range.asked_for(200, 399) is None and page.query_params == {}
+    assert iteration_range.asked_for(200, 399) is None and page.query_params == {}
+
+
 @pytest.mark.parametrize(
     "sent", [{"before": [10.2, 10.4]}, {"before": [9.0, 3.0]}, {"before": ["1", None]}, {"before": [3.0, float("inf")]}]
 )

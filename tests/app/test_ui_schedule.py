@@ -16,7 +16,7 @@ from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from agent.protocol import MeasuredOps
 from app.console import Console, set_console
-from app.ui import box_select, schedule_filters, schedule_large, time_range
+from app.ui import bound, box_select, schedule_filters, schedule_large, time_range
 from app.ui.charts import overview
 from app.ui.schedule_facts import critical_words
 from app.ui.theme import OP_WORDS
@@ -93,7 +93,8 @@ def test_a_click_toggles_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Streamlit reports of a click, in each form that it has been seen to take."""
     state: dict[str, Any] = {}
     query: dict[str, str] = {}
-    monkeypatch.setattr(schedule_filters, "st", SimpleNamespace(session_state=state, query_params=query))
+    for module in (schedule_filters, bound):
+        monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     for given in ("1.2", ["1.2"], {"0": "1.2"}):
         state["gantt"] = {"selection": {"points": [{"customdata": given}]}}
         schedule_filters.clicked("gantt")
@@ -176,7 +177,7 @@ def test_a_box_in_the_link_chooses_the_detail(console: Console, job: JobHere, mo
 def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     query = {"time": "40-50"}
     state: dict[str, Any] = {schedule_large.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
-    for module in (schedule_large, box_select, time_range):
+    for module in (schedule_large, box_select, time_range, bound):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     time = time_range.TimeRange("time", "slider", 60.0, (40.0, 50.0))
     schedule_large._remember_box(time)

@@ -137,12 +137,8 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
 
 
 def _choose() -> None:
-    bound.changed(SHOW)
     chosen = state.entered(SHOWN) or THIS
-    if chosen == THIS:
-        st.query_params.pop(SHOW, None)
-    else:
-        st.query_params[SHOW] = chosen
+    bound.put(SHOW, None if chosen == THIS else chosen)
 
 
 def _picture(schedule: Schedule, colours: Palette) -> None:

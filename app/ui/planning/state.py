@@ -10,6 +10,7 @@ from app.plans.whatif import PARAMS, WhatIf, parse
 from app.plans.whatif_check import PROFILE
 from app.plans.whatif_profile import Keeper, follow
 from app.plans.worked_example import step_of
+from app.ui import bound
 from planner.errors import InputError
 
 QUESTION = "planner-question"
@@ -57,7 +58,7 @@ def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> 
     which stay for as long as the question is one of them."""
     if made != st.session_state.get(QUESTION):
         for name in (SHOW, WINDOW):
-            st.query_params.pop(name, None)
+            bound.put(name, None)
     st.session_state[QUESTION] = made
     words = made.params()
     if saved:
