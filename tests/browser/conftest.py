@@ -1,4 +1,4 @@
-"""One Chromium for all tests of a process."""
+"""One Chromium for all tests of a module."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from tests.browser.watching import CHROMIUM, WAIT_MS
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """No longer than its module: for as long as it is there, `asyncio.run` finds Playwright's loop in this thread."""
     arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
     expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
