@@ -165,7 +165,7 @@ def _heat_map(view: JobView, colours: Palette) -> None:
             key="worker-table",
             height=250,
             alt="State of each worker",
-            column_config=tables.OF_WORKERS,
+            column_config=tables.of_workers(table),
         )
 
 

@@ -20,7 +20,7 @@ from app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instea
 from app.ui.schedule_facts import critical_words
 from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
 from app.ui.schedule_large import large_chart
-from app.ui.tables import OF_WORKERS, Table, operations_table, workers_table
+from app.ui.tables import Table, of_workers, operations_table, workers_table
 from app.ui.theme import Palette
 from app.ui.time_range import FOLLOWED_CONFIG, follow
 from planner.job import Technique, Worker
@@ -156,11 +156,11 @@ def _tables(console: Console, source: Source, schedule: Schedule, workers: list[
             alt="Figures by worker",
             placeholder="–",
             height=height,
-            column_config=OF_WORKERS,
+            column_config=of_workers(table),
         )
     with by_op:
         ops = operations_table(schedule, *((detail.workers, detail.window) if detail else (workers, None)))
-        st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start", column_config=OF_WORKERS)
+        st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start", column_config=of_workers(ops))
 
 
 components.guard(page)

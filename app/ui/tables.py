@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
+
+import streamlit as st
 
 from app.ui import text
 from app.ui.charts.progress import Mark
@@ -17,9 +20,23 @@ from planner.plan import Plan
 from planner.schedule import Schedule
 
 Table = dict[str, list[object]]
-# For tables in which each row is a worker's: it stays in sight beside columns that are scrolled to. What is looked at
-# most comes first, so that on a narrow screen little has to be.
-OF_WORKERS = {"worker": {"pinned": True}}
+# What is looked at most comes first, so that on a narrow screen little has to be scrolled to.
+DECIMALS = 3
+
+
+def of_workers(table: Mapping[str, Sequence[object]]) -> dict[str, Any]:
+    """How Streamlit is to draw a table in which each row is a worker's: that stays in sight beside columns that are
+    scrolled to, and numbers of a column have the same digits after the point, so that they stand below each other."""
+    columns: dict[str, Any] = {"worker": {"pinned": True}}
+    for name, values in table.items():
+        digits = max((_decimals(value) for value in values if isinstance(value, float)), default=0)
+        if digits:
+            columns[name] = st.column_config.NumberColumn(format=f"%.{digits}f")
+    return columns
+
+
+def _decimals(value: float) -> int:
+    return len(f"{value:.{DECIMALS}f}".rstrip("0").partition(".")[2])
 
 
 def differences(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:

@@ -134,6 +134,15 @@ def test_tables_hold_what_the_chart_shows() -> None:
     assert sum(map(bool, by_op["re-routed"])) == 18
 
 
+def test_numbers_of_a_column_have_the_same_digits() -> None:
+    columns = tables.of_workers(
+        {"worker": ["W0_0"], "busy": [1820.79, 963.847], "end": [0.5, None], "ops": [19, 28], "peak": [4.0, 2.0]}
+    )
+    assert columns.pop("worker") == {"pinned": True}
+    formats = {name: column["type_config"]["format"] for name, column in columns.items()}
+    assert formats == {"busy": "%.3f", "end": "%.1f"}
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

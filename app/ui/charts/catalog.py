@@ -88,7 +88,7 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
             "dtick": 1 if len(report.lines) <= 16 else None,
             "tickformat": "d",
         },
-        yaxis={"title": {"text": f"period ({unit})"}, "domain": [0.46, 1], "rangemode": "normal"},
+        yaxis={"title": {"text": f"period ({unit})"}, "domain": [0.46, 1], "rangemode": "normal", "tickformat": ","},
         yaxis2={"title": {"text": "gap (%)", "font": title}, "domain": [0.24, 0.39], "rangemode": "tozero", **small},
         yaxis3={"title": {"text": "activations", "font": title}, "domain": [0, 0.17], "rangemode": "tozero", **small},
     )

@@ -21,7 +21,7 @@ from app.ui.planning import applying, state
 from app.ui.planning.controls import question_words
 from app.ui.planning.search import drawn
 from app.ui.planning.state import BEFORE, SAVED, SHOW, WINDOW, change, now, said, say
-from app.ui.tables import OF_WORKERS, beside_html, workers_table
+from app.ui.tables import beside_html, of_workers, workers_table
 from app.ui.theme import Palette
 from app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
 from planner.errors import PlannerError
@@ -97,7 +97,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
             hide_index=True,
             key="planner-workers",
             alt="Figures by worker",
-            column_config=OF_WORKERS,
+            column_config=of_workers(table),
             placeholder="–",
         )
 
