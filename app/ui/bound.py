@@ -110,10 +110,13 @@ def sentence(name: str, given: str, expected: str, instead: str = DEFAULT) -> st
 
 
 def one_of(words: Iterable[str]) -> str:
-    """`one of a, b, c`; of many the first few."""
+    """`one of a, b, c`; of many, or long ones, the first few."""
     known = list(words)
-    more = f" and {len(known) - MOST_NAMED:,} more" if len(known) > MOST_NAMED else ""
-    return "one of " + ", ".join(known[:MOST_NAMED]) + more
+    named = known[:MOST_NAMED]
+    while len(named) > 1 and sum(map(len, named)) > 2 * LONGEST:
+        named.pop()
+    more = f" and {len(known) - len(named):,} more" if len(known) > len(named) else ""
+    return "one of " + ", ".join(named) + more
 
 
 def field_error(words: str, width: int | Literal["stretch"] = WIDTH) -> None:

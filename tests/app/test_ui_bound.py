@@ -13,6 +13,7 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 from app.catalogs.fill import parse_request
 from app.console import Console
 from app.plans.whatif import WhatIf
+from app.ui import bound
 
 
 def script() -> None:
@@ -117,6 +118,14 @@ def test_it_is_said_until_that_control_is_changed() -> None:
     assert said(test) == []
     test.number_input(key="whole").set_value(7).run()
     assert said(test) == []  # the value that was shown with it
+
+
+def test_of_many_or_long_values_the_first_few_are_named() -> None:
+    assert bound.one_of("abc") == "one of a, b, c"
+    assert bound.one_of(map(str, range(30))) == "one of 0, 1, 2, 3, 4, 5, 6, 7 and 22 more"
+    long = [letter * 50 for letter in "abcd"]
+    assert bound.one_of(long) == f"one of {long[0]}, {long[1]} and 2 more"
+    assert bound.one_of(["a" * 500]) == "one of " + "a" * 500
 
 
 def test_a_field_that_is_drawn_later_is_looked_at_then() -> None:
