@@ -112,7 +112,7 @@ def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder)
     state = state.with_member(now_in)
     if event.state == "resumed" and state.settled:
         living = len(state.current.living) if state.current else 0
-        text = f"epoch {state.epoch}: all {living} workers have committed an iteration"
+        text = f"epoch {state.epoch}: all {living:,} workers have committed an iteration"
         notes.append(Note("info", "recovery" if state.epoch > 1 else "job", text))
         if not state.frozen_by and (back := freezing.returned(state)):
             return reconsider(state, f"{names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)

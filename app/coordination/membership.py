@@ -221,7 +221,7 @@ def _unready(member: Member) -> bool:
 def names(workers: tuple[str, ...] | list[str], limit: int = 6) -> str:
     """`W0_1, W1_2 and 3 more`."""
     shown = ", ".join(workers[:limit])
-    return shown if len(workers) <= limit else f"{shown} and {len(workers) - limit} more"
+    return shown if len(workers) <= limit else f"{shown} and {len(workers) - limit:,} more"
 
 
 def peer_of(reporter: str, worker: str) -> str:

@@ -165,8 +165,8 @@ def roll_out(view: JobView) -> str:
     if view.state is not JobState.RECOVERING or not any(steps) or all(s == "resumed" for s in steps):
         return ""
     at_least = {"adopted": ("adopted", "formed", "resumed"), "formed": ("formed", "resumed"), "resumed": ("resumed",)}
-    counts = [f"{sum(s in alike for s in steps)} {step}" for step, alike in at_least.items()]
-    return f"of {len(steps)} workers {', '.join(counts)}"
+    counts = [f"{sum(s in alike for s in steps):,} {step}" for step, alike in at_least.items()]
+    return f"of {len(steps):,} workers {', '.join(counts)}"
 
 
 def gap_words(plan: Plan) -> str:

@@ -119,7 +119,7 @@ def roll_out_html(found: RollOut | None) -> str:
         summary = f"all {text.count(total, 'worker')} train by it, the last after {text.milliseconds(last)}"
     else:
         counts = zip(("have the plan", "are in their groups", "train"), ("adopted", "formed", "resumed"), strict=True)
-        summary = f"of {text.count(total, 'worker')} " + ", ".join(f"{found.count(s)} {words}" for words, s in counts)
+        summary = f"of {text.count(total, 'worker')} " + ", ".join(f"{found.count(s):,} {words}" for words, s in counts)
     ordered = found.slowest_first()
     rows = "".join(
         f"<tr><th scope='row'>{escape(w.worker)}</th>"
