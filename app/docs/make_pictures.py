@@ -199,7 +199,7 @@ def prepare(page: Page, name: str) -> None:
         go.or_(page.locator(".or-card").first).first.wait_for()
     elif name == "catalog":
         fill = page.get_by_role("button", name="Fill", exact=True)
-        if fill.count():
+        if fill.count() and fill.is_enabled():  # not where all are there
             fill.click()
             page.get_by_text(re.compile(r"plans? made in|Nothing was missing")).first.wait_for()
             page.reload()
