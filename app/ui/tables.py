@@ -20,7 +20,7 @@ from planner.plan import Plan
 from planner.schedule import Schedule
 
 Table = dict[str, list[object]]
-# What is looked at most comes first, so that on a narrow screen little has to be scrolled to.
+# Of a millisecond that was measured.
 DECIMALS = 3
 
 
@@ -122,7 +122,10 @@ def _whole(words: str) -> str:
 
 
 def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
-    """One row per worker: re-routed micro-batches, idle and busy time, peak activations and bytes, ops."""
+    """One row per worker: re-routed micro-batches, idle and busy time, peak activations and bytes, ops.
+
+    What is looked at most comes first, so that on a narrow screen little has to be scrolled to.
+    """
     job = schedule.problem.job
     table: Table = {
         name: [] for name in ("worker", "state", "re-routed", "bubble %", "peak activations", "busy", "end", "ops")
