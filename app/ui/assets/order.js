@@ -5,6 +5,8 @@
   const LATE = ["-chart", "-table", "-gantt", "-map", "-progress-throughput", "-progress-loss", "st-key-gantt", "st-key-detail",
     "st-key-stages", "-overview-pad", "-simulation-time", "-simulation-mtbf", "-planner-migrations", "-planner-workers"]
     .map(part => `[class*="${part}"]`).join();
+  // A row that is there before what is in it has not been seen: it grows.
+  const DRAWN = '[data-testid="stElementContainer"]:not(:has(> [data-testid="stEmpty"]))';
   const seen = new WeakSet();
   let waits = null;
   const look = () => {
@@ -24,7 +26,7 @@
     }
     for (const row of block.children) {
       if (row === waits) break;
-      seen.add(row);
+      if (!seen.has(row) && (row.matches(DRAWN) || row.querySelector(DRAWN))) seen.add(row);
     }
   };
   new MutationObserver(look).observe(document, {childList: true, subtree: true});
