@@ -4,8 +4,10 @@ Opened at /schedule, it asks for /schedule/_stcore/health before /_stcore/health
 error in the browser's console. It takes `window.__streamlit.BACKEND_BASE_URL` instead where that is set.
 
 It asks for the code of each kind of element when the first one has come, and then for what that code needs. Named in
-the head, all of it is read and compiled beside the rest, Plotly's 5 MB as well, and is there by then. Where the first
-chart is to wait for something else, that code is also run while the page waits, for half a second.
+the head, all of it is read and compiled beside the rest, Plotly's 5 MB as well, and is there by then. Running that
+takes most of a second, and where the page had not been painted before, it would be white for so long. So another module
+stands before it, which waits for that. Where the first chart comes when somebody asks for it, that code is run as soon
+as the page stands.
 
 Sent with a page's first run, the console's style sheet would come after some of what it is for, which would be moved
 by it. It is at the end of the page instead, behind Streamlit's own, which it overrides; so is the script that shows a
@@ -23,6 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # The address of each page but the first (app/ui/main.py).
@@ -41,8 +44,10 @@ ELEMENTS = {
     "simulate": ("Html.", "Selectbox.", "NumberInput.", "Multiselect.", "Progress.", PLOTLY, TABLE),
     "help": ("Html.", "ButtonGroup."),
 }
-# Their charts come after their words: once something has been simulated, or planned.
-LATER = {"simulate": PLOTLY, "planner": PLOTLY}
+# Its charts come once something has been planned.
+LATER = {"planner": PLOTLY}
+# The name of what stands before Plotly's module, beside that.
+WAITS = "chart_waits.js"
 
 _HEAD = (
     "<head><script>window.__streamlit={BACKEND_BASE_URL:location.origin+"
@@ -55,9 +60,16 @@ _STYLE = (
     f"<script>{(_ASSETS / 'order.js').read_text(encoding='utf-8')}</script>"
 ).encode()
 _RUN = (
-    '<script type="module">const ahead=()=>setTimeout(document.querySelector("h1")?'
-    '()=>import("./static/js/{}").catch(()=>{{}}):ahead,50);ahead()</script>'
+    """<script type="module">const stands='[data-test-script-state="notRunning"] h1',"""
+    'ahead=()=>setTimeout(document.querySelector(stands)?()=>import("./static/js/{}").catch(()=>{{}}):ahead,50);'
+    "ahead()</script>"
 )
+# Before all that loads a module. It holds for whoever asks for that module but for what stands before it.
+_BEFORE = (
+    '<script type="importmap">{{"imports":{{"./static/js/{0}":"./static/js/{1}"}},'
+    '"scopes":{{"./static/js/{1}":{{"./static/js/{0}":"./static/js/{0}"}}}}}}</script>'
+)
+_EXPORTS = re.compile(r"export\s*\{([^{}]*)\};?\s*$")
 _MAX_PAGE = 1 << 20
 # The imports are at the beginning of a file.
 _IMPORTS = 8192
@@ -78,9 +90,16 @@ class PageBase:
         self.app = app
         self._on_page = on_page
         self._ahead = _links(static) if static else {}
+        chart = next((static / "static" / "js").glob(f"{PLOTLY}*.js"), None) if static else None
+        self._waits = _waits(chart) if chart else None
+        self._map = _BEFORE.format(chart.name, WAITS).encode() if chart and self._waits else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "GET" or not _asks_for_page(scope):
+        asks = scope["type"] == "http" and scope["method"] == "GET"
+        if asks and self._waits and scope["path"].endswith(f"/static/js/{WAITS}"):
+            await Response(self._waits, 200, {"Cache-Control": "no-cache"}, "text/javascript")(scope, receive, send)
+            return
+        if not asks or not _asks_for_page(scope):
             await self.app(scope, receive, send)
             return
         name = scope["path"].rstrip("/").rpartition("/")[2]
@@ -100,7 +119,7 @@ class PageBase:
                 body.extend(message.get("body", b""))
                 if message.get("more_body"):
                     return
-                page = bytes(body).replace(b"<head>", _HEAD, 1).replace(b"</body>", _STYLE + b"</body>", 1)
+                page = bytes(body).replace(b"<head>", _HEAD + self._map, 1).replace(b"</body>", _STYLE + b"</body>", 1)
                 if ahead := self._ahead.get(name):
                     page = page.replace(b"</head>", ahead + b"</head>", 1)
                 headers = MutableHeaders(scope=held)
@@ -141,6 +160,20 @@ def _links(static: Path) -> dict[str, bytes]:
         page: ("".join(map(link.format, needed(wanted))) + run.get(page, "")).encode()
         for page, wanted in ELEMENTS.items()
     }
+
+
+def _waits(module: Path) -> bytes | None:
+    """What stands before `module`, and gives what that gives; None where it can't be told what that is."""
+    found = _EXPORTS.search(module.read_text(encoding="utf-8", errors="replace")[-_IMPORTS:])
+    if found is None:
+        return None
+    names = [each.split(" as ")[-1].strip() for each in found[1].split(",")]
+    gives = "".join(
+        "export default whole.default;" if name == "default" else f"export const {name} = whole.{name};"
+        for name in names
+    )
+    first = (_ASSETS / WAITS).read_text(encoding="utf-8")
+    return f'{first}const whole = await import("./{module.name}");{gives}\n'.encode()
 
 
 def _asks_for_page(scope: Scope) -> bool:

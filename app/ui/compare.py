@@ -183,9 +183,11 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
     if pictured:
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
     components.legend_all([(s.schedule, s.workers) for s in strips], ghost=not pictured)
+    figure = comparison(strips, colours, shown=shown, revision=str(turn))
     with st.container(key="wide-chart", gap=None):
+        components.until_drawn(figure)
         st.plotly_chart(
-            comparison(strips, colours, shown=shown, revision=str(turn)),
+            figure,
             theme=None,
             key="compare-chart",
             config=FOLLOWED_CONFIG,

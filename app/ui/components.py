@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from html import escape
 
+import plotly.graph_objects as go
 import streamlit as st
 
 from agent.protocol import JobState
@@ -17,6 +18,7 @@ from app.console import get_console
 from app.errors import ConsoleError
 from app.ui import access, text
 from app.ui.charts.bars import KIND_ORDER
+from app.ui.charts.first_sight import first_sight
 from app.ui.charts.worker_grid import LOOKS
 from app.ui.facts import Card, op_time_words
 from app.ui.theme import OP_WORDS, Palette, palette
@@ -177,6 +179,13 @@ def job_title(head: JobHead, *, pace: bool = True) -> None:
             "The computation inside is real."
         )
     st.html(f'<h1 class="or-title">{escape(spec.name)}</h1><div class="or-about">{escape(about)}{paced}</div>')
+
+
+def until_drawn(figure: go.Figure) -> None:
+    """A schedule's picture in the place of its chart, which is to be the next in the same container, until the browser
+    has drawn that."""
+    if picture := first_sight(figure):
+        st.html(picture)
 
 
 def grid_columns(stages: int) -> None:

@@ -103,6 +103,7 @@ def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, co
     )
     components.legend_of(schedule, workers, ghost="next" in wish.draw)
     with st.container(key="wide-chart", gap=None):
+        components.until_drawn(figure)
         st.plotly_chart(
             figure,
             theme=None,

@@ -68,6 +68,7 @@ def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wis
         revision=str(turn),
     )
     with st.container(key="wide-chart", gap=None):
+        components.until_drawn(figure)
         st.plotly_chart(
             figure,
             theme=None,

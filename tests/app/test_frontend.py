@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import streamlit
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -93,6 +95,40 @@ def test_what_a_page_draws_with_is_asked_for_ahead(tmp_path: Path) -> None:
             assert re.findall(r'<link rel="modulepreload"[^>]* href="./static/js/([^"]+)">', text) == asked
             assert text.index("</head>") > text.rfind("<link")
         assert "modulepreload" not in client.get("/help", headers=BROWSER).text
+
+
+def test_what_stands_before_plotly_gives_what_that_gives(tmp_path: Path) -> None:
+    js = tmp_path / "static" / "js"
+    js.mkdir(parents=True)
+    (tmp_path / "index.html").touch()
+    module = js / "PlotlyChart.a1.js"
+
+    def client() -> TestClient:
+        inner = Starlette(routes=[Route("/{path:path}", page)])
+        return TestClient(Starlette(routes=[Mount("/", PageBase(inner, tmp_path))]))
+
+    module.write_text("var a,b;export{a as PlotlyChart,b as default};")
+    text = client().get("/help", headers=BROWSER).text
+    found = re.search(r'<script type="importmap">(.*?)</script>', text)
+    assert found is not None and found.start() < text.index("modulepreload" if "modulepreload" in text else "</head>")
+    held, waits = "./static/js/PlotlyChart.a1.js", "./static/js/chart_waits.js"
+    assert json.loads(found[1]) == {"imports": {held: waits}, "scopes": {waits: {held: held}}}
+    answer = client().get("/static/js/chart_waits.js")
+    assert answer.headers["content-type"].startswith("text/javascript")
+    assert answer.text.endswith(
+        'const whole = await import("./PlotlyChart.a1.js");export const PlotlyChart = whole.PlotlyChart;'
+        "export default whole.default;\n"
+    )
+    for other_way in ("export default 1;", "export*from'./x.js'", ""):
+        module.write_text(other_way)
+        assert "importmap" not in client().get("/schedule", headers=BROWSER).text, "it is asked for as it is"
+        assert "export" not in client().get("/static/js/chart_waits.js", headers=BROWSER).text
+
+
+def test_streamlits_own_plotly_has_it_before_it() -> None:
+    static = Path(streamlit.__file__).parent / "static"
+    text = TestClient(PageBase(Starlette(routes=[Route("/{path:path}", page)]), static)).get("/", headers=BROWSER).text
+    assert re.search(r'"imports":{"./static/js/PlotlyChart\.[\w-]+\.js":', text)
 
 
 def test_the_console_learns_which_page_is_asked_for() -> None:

@@ -131,6 +131,7 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
     part, turn = standing.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
     figure = gantt(schedule, colours, fault_free_end=fault_free, shown=part, revision=str(turn))
     with st.container(key="wide-chart-planner", gap=None):
+        components.until_drawn(figure)
         st.plotly_chart(figure, theme=None, key=GANTT, config=FOLLOWED_CONFIG, alt=facts.schedule_words(plan, schedule))
         follow(GANTT, time)
     st.caption(facts.reading_help(plan))
