@@ -61,7 +61,8 @@ _STYLE = (
 ).encode()
 _RUN = (
     """<script type="module">const stands='[data-test-script-state="notRunning"] h1',"""
-    'ahead=()=>setTimeout(document.querySelector(stands)?()=>import("./static/js/{}").catch(()=>{{}}):ahead,50);'
+    'run=()=>import("./static/js/{}").catch(()=>{{}}),'
+    "ahead=()=>setTimeout(document.querySelector(stands)?()=>(window.requestIdleCallback??setTimeout)(run):ahead,50);"
     "ahead()</script>"
 )
 # Before all that loads a module. It holds for whoever asks for that module but for what stands before it.

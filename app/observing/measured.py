@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from app.observing.measuring import Measured
 from planner.job import Job, Problem, StageProfile, Worker
 from planner.normalization import SECONDS
-from planner.plan import MetricsDoc, Plan, SolverDoc
+from planner.plan import MEASURED, MetricsDoc, Plan, SolverDoc
 from planner.schedule import Op, Schedule
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def as_plan(schedule: Schedule, planned: Plan) -> Plan:
             slowdown_vs_best=period / best - 1,
             peak_activations={str(w): n for w, n in sorted(schedule.peak_activations.items())},
         ),
-        solver=SolverDoc(name="measured", status="feasible", seconds=0.0, message="An iteration as it ran."),
+        solver=SolverDoc(name=MEASURED, status="feasible", seconds=0.0, message="An iteration as it ran."),
     )
 
 

@@ -21,7 +21,7 @@ from planner.columnar import ColumnarPlan
 from planner.errors import PlannerError
 from planner.export import EXPORTERS, yaml_document
 from planner.export.gantt import MAX_ROWS, MAX_STAGES
-from planner.plan import Plan
+from planner.plan import MEASURED, Plan
 
 BUNDLE = "bundle"
 MAX_OPS = 2_000_000
@@ -129,7 +129,7 @@ def _refusal(plan: Plan, name: str) -> Refusal | None:
         return Refusal("too_large", f"the plan has {ops:,} ops and YAML is written for at most {most:,}; use JSON")
     if name in ("svg", "png") and _rows(plan) > MAX_ROWS and plan.job.stages > MAX_STAGES:
         return Refusal("too_large", f"the plan has {plan.job.stages:,} stages and a picture at most {MAX_STAGES}")
-    if name == BUNDLE and plan.solver.name == "measured":
+    if name == BUNDLE and plan.solver.name == MEASURED:
         why = "this is an iteration as it ran, which no job can be started with; take the plan that it ran"
         return Refusal("not_in_this_format", why)
     if name == "torch-csv" and (plan.failed or _reroutes(plan)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.job import Worker
-from planner.plan import Plan
+from planner.plan import MEASURED, Plan
 from planner.schedule import Schedule
 
 Value = str | int | float | None
@@ -62,7 +62,7 @@ _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("peak_activations", "most activations on a worker", "count", lambda p: _peak(p)),
     ("ops", "ops", "count", lambda p: sum(map(len, p.workers.values()))),
     ("rerouted_ops", "re-routed ops", "count", lambda p: _rerouted(p)),
-    ("solver", "solver", "text", lambda p: f"{p.solver.name}, {p.solver.status}, {p.solver.seconds:.2f} s"),
+    ("solver", "solver", "text", lambda p: _solver(p)),
     ("fingerprint", "fingerprint", "text", lambda p: p.fingerprint[:12]),
 )
 
@@ -169,6 +169,12 @@ def _places(plan: Plan) -> dict[_Key, tuple[str, float]]:
         for op in ops
         if op.kind != "O"
     }
+
+
+def _solver(plan: Plan) -> str:
+    if plan.solver.name == MEASURED:
+        return "none: as it ran"
+    return f"{plan.solver.name}, {plan.solver.status}, {plan.solver.seconds:.2f} s"
 
 
 def _grid(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from planner.catalog import rename_pipelines
 from planner.export.compare import Row, compare
 from planner.job import Job, MemoryLimit, Problem, Technique
-from planner.plan import Plan
+from planner.plan import MEASURED, Plan, SolverDoc
 from planner.solvers.portfolio import make_plan
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
@@ -30,6 +30,14 @@ def test_the_numbers_are_those_of_the_plans() -> None:
     change = b.metrics.period / a.metrics.period - 1
     assert found["period"].shown(1) == f"{b.metrics.period} ({change:+.1%})"
     assert found["bubble_fraction"].shown(1) == f"{b.metrics.bubble_fraction:.2%}"
+
+
+def test_an_iteration_as_it_ran_was_made_by_no_solver() -> None:
+    plan = worked_example()
+    ran = plan.model_copy(update={"solver": SolverDoc(name=MEASURED, status="feasible", seconds=0.0)})
+    solver = plan.solver
+    made = f"{solver.name}, {solver.status}, {solver.seconds:.2f} s"
+    assert rows(plan, ran)["solver"].values == (made, "none: as it ran")
 
 
 def test_rerouted_ops_moved() -> None:
