@@ -107,20 +107,18 @@ def _bars(area: Area, trace: Document) -> Iterator[str]:
     look = f' stroke="{line["color"]}" stroke-width="{line["width"]}"' if line["width"] else ""
     look += f' opacity="{trace["opacity"]}"' if trace.get("opacity") is not None else ""
     colours = [fills] * len(trace["x"]) if isinstance(fills, str) else fills
+    half, axis = trace["width"] / 2, trace.get("yaxis", "y")
+    edges = {row: [f"{area.y(row + side, axis):.1f}" for side in (-half, half)] for row in set(trace["y"])}
     bars = sorted(zip(colours, trace["base"], trace["x"], trace["y"], strict=True))
     for fill, same in groupby(bars, key=lambda bar: bar[0]):
-        if steps := "".join(_bar(area, trace, *place) for _, *place in same):
+        if steps := "".join(_bar(area, base, length, *edges[row]) for _, base, length, row in same):
             yield f'<path vector-effect="non-scaling-stroke" fill="{_paint(fill)}"{look} d="{steps}"/>'
 
 
-def _bar(area: Area, trace: Document, base: float, length: float, row: float) -> str:
+def _bar(area: Area, base: float, length: float, top: str, bottom: str) -> str:
     """One of a path's bars; nothing where it lies outside."""
     left, right = area.x(base), area.x(base + length)
-    if right < 0 or left > WIDTH:
-        return ""
-    half = trace["width"] / 2
-    top, bottom = (area.y(row + side, trace.get("yaxis", "y")) for side in (-half, half))
-    return f"M{left} {top:.1f}h{right - left}V{bottom:.1f}h{left - right}z"
+    return "" if right < 0 or left > WIDTH else f"M{left} {top}h{right - left}V{bottom}h{left - right}z"
 
 
 def _curve(area: Area, trace: Document) -> Iterator[str]:
