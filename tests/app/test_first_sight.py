@@ -11,6 +11,7 @@ import ui_factory as factory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.ui.charts.bars import ASIDE_OPACITY
 from app.ui.charts.compare import Strip, comparison
 from app.ui.charts.first_sight import WIDTH, first_sight
 from app.ui.charts.gantt import TOP, gantt
@@ -99,6 +100,8 @@ def test_what_else_a_chart_has() -> None:
     assert sum("stroke-dasharray" in mark for mark in marks[0]) == 1, "where fault-free 1F1B ends"
     assert sum("stroke-dasharray" in mark for mark in marks[1]) == 3, "and the limit, and the critical path"
     held = pictures(first_sight(full))
+    aside = {element.get("opacity") for element in held["middle"].iter(f"{SVG}text") if element.text == "0"}
+    assert aside == {str(ASIDE_OPACITY)}, "the numbers of what is not on the path are as faint as their bars"
     assert "peak" in words(held["right"]) and any("Activations held" in each for each in words(held["middle"]))
     assert len(words(held["left"])) == 24
 

@@ -168,11 +168,11 @@ def _numbers(area: Area, traces: list[Document]) -> Iterator[str]:
     for trace in traces:
         if trace.get("text") is None:
             continue
-        colour, axis = trace["textfont"]["color"], trace.get("yaxis", "y")
+        font, axis = {"color": trace["textfont"]["color"], "opacity": trace.get("opacity")}, trace.get("yaxis", "y")
         for words, base, length, row in zip(trace["text"], trace["base"], trace["x"], trace["y"], strict=True):
             middle = area.x(base + length / 2)
             if length >= least and 0 <= middle <= WIDTH:
-                yield _text(f"{middle / WIDTH:.2%}", area.y(row, axis), words, {"color": colour})
+                yield _text(f"{middle / WIDTH:.2%}", area.y(row, axis), words, font)
 
 
 def _notes(area: Area, *, beside: bool = False) -> Iterator[str]:
@@ -206,8 +206,9 @@ def _names(area: Area, right: float) -> Iterator[str]:
 def _text(x: str, y: float, words: str, font: Document, anchor: str = "") -> str:
     """words: as Plotly takes them, with tags."""
     size = f' font-size="{font["size"]}"' if "size" in font else ""
+    faint = "" if font.get("opacity") is None else f' opacity="{font["opacity"]}"'
     side = {"left": ' text-anchor="start"', "right": ' text-anchor="end"'}.get(anchor, "")
     inside = "".join(
         _BOLD.get(part, "") if _TAG.fullmatch(part) else escape(unescape(part)) for part in _TAG.split(words)
     )
-    return f'<text x="{x}" y="{y:.1f}"{size}{side} fill="{font["color"]}">{_FORBIDDEN.sub("", inside)}</text>'
+    return f'<text x="{x}" y="{y:.1f}"{size}{side}{faint} fill="{font["color"]}">{_FORBIDDEN.sub("", inside)}</text>'
