@@ -90,10 +90,10 @@ class PageBase:
     ) -> None:
         self.app = app
         self._on_page = on_page
-        self._ahead = _links(static) if static else {}
         chart = next((static / "static" / "js").glob(f"{PLOTLY}*.js"), None) if static else None
         self._waits = _waits(chart) if chart else None
         self._map = _BEFORE.format(chart.name, WAITS).encode() if chart and self._waits else b""
+        self._ahead = _links(static, WAITS if self._waits else "") if static else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asks = scope["type"] == "http" and scope["method"] == "GET"
@@ -132,8 +132,9 @@ class PageBase:
         await self.app({**scope, "headers": plain}, receive, with_head)
 
 
-def _links(static: Path) -> dict[str, bytes]:
-    """For each page the links to what it needs beyond what Streamlit's own page names."""
+def _links(static: Path, waits: str) -> dict[str, bytes]:
+    """For each page the links to what it needs beyond what Streamlit's own page names. waits: what stands before
+    Plotly's module, if anything does."""
     folder = static / "static" / "js"
     names = sorted(path.name for path in folder.glob("*.js"))
     try:
@@ -155,10 +156,13 @@ def _links(static: Path) -> dict[str, bytes]:
                 yield name
                 queue = [*imports(name), *queue]
 
+    def before(wanted: tuple[str, ...]) -> list[str]:
+        return [waits] if waits and PLOTLY in wanted else []
+
     link = '<link rel="modulepreload" crossorigin fetchpriority="low" href="./static/js/{}">'
     run = {page: _RUN.format(name) for page, begin in LATER.items() for name in names if name.startswith(begin)}
     return {
-        page: ("".join(map(link.format, needed(wanted))) + run.get(page, "")).encode()
+        page: ("".join(map(link.format, [*before(wanted), *needed(wanted)])) + run.get(page, "")).encode()
         for page, wanted in ELEMENTS.items()
     }
 

@@ -110,9 +110,12 @@ def test_what_stands_before_plotly_gives_what_that_gives(tmp_path: Path) -> None
     module.write_text("var a,b;export{a as PlotlyChart,b as default};")
     text = client().get("/help", headers=BROWSER).text
     found = re.search(r'<script type="importmap">(.*?)</script>', text)
-    assert found is not None and found.start() < text.index("modulepreload" if "modulepreload" in text else "</head>")
+    assert found is not None and found.start() < text.index("</head>")
     held, waits = "./static/js/PlotlyChart.a1.js", "./static/js/chart_waits.js"
     assert json.loads(found[1]) == {"imports": {held: waits}, "scopes": {waits: {held: held}}}
+    assert "modulepreload" not in text
+    ahead = re.findall(r'modulepreload".*? href="./static/js/([^"]+)"', client().get("/schedule", headers=BROWSER).text)
+    assert ahead == ["chart_waits.js", "PlotlyChart.a1.js"]
     answer = client().get("/static/js/chart_waits.js")
     assert answer.headers["content-type"].startswith("text/javascript")
     assert answer.text.endswith(
