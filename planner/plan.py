@@ -147,12 +147,12 @@ class MetricsDoc(_Model):
     peak_activations: dict[WorkerName, int]
 
 
-# In a solver's place: no plan, but an iteration as it ran.
+# A solver's name where none made it: no plan, but an iteration as it ran.
 MEASURED = "measured"
 
 
 class SolverDoc(_Model):
-    """status: `optimal` when the bound equals the period, else `feasible`. name: MEASURED where none made it."""
+    """status: `optimal` when the bound equals the period, else `feasible`."""
 
     name: Annotated[str, Field(max_length=80, pattern=PRINTABLE)]
     status: Literal["optimal", "feasible"]
