@@ -43,6 +43,7 @@ class Orders:
     everybody takes up first, if any. store: host and port of the store
     through which the epoch's groups are formed. after: the iteration through which the members of
     the epoch before go on first, when this one does nothing but add workers; None: they leave at once.
+    interim: the plan that is run while members still take their state from a peer; None: all wait for them.
     """
 
     deployment: Deployment
@@ -51,6 +52,7 @@ class Orders:
     store: tuple[str, int]
     after: int | None = None
     restore: str | None = None
+    interim: Plan | None = None
 
     @property
     def epoch(self) -> int:
@@ -174,8 +176,9 @@ class WorkerChannel:
 
     def _take(self, message: Message) -> None:
         deployment = Deployment.model_validate(message["deployment"])
-        if deployment.plan_fingerprint not in self._plans:
-            self._plans[deployment.plan_fingerprint] = Plan.from_json(message["plan"])
+        for text in message["plans"]:
+            plan = Plan.from_json(text)
+            self._plans[plan.fingerprint] = plan
         host, port = message["store"]
         self._orders = Orders(
             deployment,
@@ -184,4 +187,5 @@ class WorkerChannel:
             (str(host), int(port)),
             message["after"],
             message["restore"],
+            self._plans[message["interim"]] if message["interim"] is not None else None,
         )

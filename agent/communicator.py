@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +52,8 @@ class Groups:
         self.epoch = epoch
         self._rank = {w: i for i, w in enumerate(living)}
         self._me, self._ordered = me, transport == "ordered"
+        self.address = address
+        """Of this host, as its peers reach it."""
         stage = [w for w in living if w.stage == me.stage]
 
         def gloo(name: str, members: Sequence[Worker]) -> Group:
@@ -72,9 +74,9 @@ class Groups:
             raise TransferError(f"the groups of epoch {epoch} could not be formed: {first_line(error)}") from None
         self._lines = Lines(me, forward, backward, peers, self._rank)
 
-    def transfers(self, layout: Layout) -> Transfers:
-        """For the epoch's iterations; once."""
-        return (OrderedTransfers if self._ordered else TaggedTransfers)(self._lines, layout)
+    def transfers(self, layout: Layout, neighbours: Collection[Worker]) -> Transfers:
+        """For the epoch's iterations; once. neighbours: see agent.transport.transfers."""
+        return (OrderedTransfers if self._ordered else TaggedTransfers)(self._lines, layout, neighbours)
 
     def send(self, to: Worker, tensor: Tensor, tag: int) -> Pending:
         """Starts a send of the control plane; the receiver may ask for it in any order."""

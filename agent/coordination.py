@@ -195,6 +195,8 @@ class LocalCoordination:
         self._epoch += 1
         self._restoring = restore is not None
         living = [w for w in self._catalog.job.workers() if w not in self._failed]
+        if restore is None:  # those that are still at it, too
+            joining |= set(living) - self._holders
         self._unformed = set(living)
         deployment = Deployment(
             epoch=self._epoch,

@@ -23,6 +23,7 @@ from agent.randomness import seed_for
 from agent.script import Script
 from agent.stage import MicroBatch, Stage
 from agent.timeline import Timeline
+from agent.transport.group import TransferError
 from agent.transport.transfers import Layout, Transfers
 from agent.verdicts import Steps
 from agent.workload import Workload
@@ -39,6 +40,7 @@ class Executor:
     pace: seconds an op of each kind is stretched to (see agent.pacing). interrupted: asked before
     every op. committed: called with (iteration, loss) right after a step, before anything that can
     fail; the loss is 0 but on the last stage. keeps_finished: `abandon` keeps whole micro-batches.
+    incomplete: does this worker still take its state from a peer?
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Executor:
         boundaries: Boundaries,
         keeps_finished: bool = False,
         device: torch.device = CPU,
+        incomplete: Callable[[], bool] = lambda: False,
     ) -> None:
         self.times = OpTimes()
         self.timeline = Timeline()
@@ -75,16 +78,25 @@ class Executor:
         self._reduction = float("inf")
         self._void = self._reducing = False
         self._keeps_finished = keeps_finished
+        self._incomplete = incomplete
 
     @property
     def finished(self) -> frozenset[MicroBatch]:
         """Micro-batches of the iteration in flight that this worker's sum holds."""
         return frozenset(self._stage.gradients.settled)
 
-    def run(self, iteration: int, script: Script, groups: Groups, redo: Redo | None = None) -> None:
+    def run(
+        self,
+        iteration: int,
+        script: Script,
+        groups: Groups,
+        redo: Redo | None = None,
+        neighbours: frozenset[Worker] | None = None,
+    ) -> None:
         """One iteration, its step included; or none, where the step before turns out to be wrong.
 
-        redo: what is left of it to be done; None: all of it.
+        redo: what is left of it to be done; None: all of it. neighbours: all with whom this worker exchanges
+        anything in the epoch; None: those of `script`.
 
         Then every worker gets to know it before its own step of this iteration, the step before has
         been put right when this returns, and the iteration is to be run again. Until then messages
@@ -94,7 +106,7 @@ class Executor:
         taken nevertheless.
         """
         if groups is not self._groups:
-            self._transfers = groups.transfers(self._layout)
+            self._transfers = groups.transfers(self._layout, script.neighbours if neighbours is None else neighbours)
             self._reduction = float("inf")
             self._device.waited()
         self._stage.counted_elsewhere = frozenset()
@@ -204,15 +216,21 @@ class Executor:
         self._reducing = True
         arrived = time.monotonic()
         self._transfers.reduce(self._stage.gradients.buffer)
+        # From here on this worker has what its step needs, and takes it whatever breaks: see agent.recovery.
+        incomplete, broken = int(self._incomplete()), None
+        try:
+            incomplete = self._transfers.reduced_by_all(incomplete)
+        except TransferError as error:
+            broken = error
         reduced = time.monotonic()
         # What the reduction itself takes; the rest was waiting for peers.
         self._reduction = min(self._reduction, reduced - arrived)
         self._device.waited()
         self._faults.before(self._iteration, "O")
-        if self._interrupted():
-            raise Interrupted
-        self._committed(self._iteration, self._steps.take())
+        self._committed(self._iteration, self._steps.take(incomplete))
         self._faults.before(self._iteration, "V")
+        if broken is not None:
+            raise broken
         self._finish("O", reduced - self._reduction)
 
     def _pass_on(self, kind: str, key: MicroBatch) -> None:

@@ -23,12 +23,15 @@ from agent.holding import Hold
 from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess, preload
 from agent.protocol import Command, Iteration, VerdictReport
-from agent.recipe import Recipe
+from agent.recipe import HandOver, Recipe
 from agent.record import DivergedError, Recorded, RunRecord
 from agent.store import RendezvousStore, StoreError
 from agent.timeouts import HANG_SECONDS, Timeouts
 from agent.workload import WorkloadSource
+from planner.catalog import Catalog
+from planner.errors import PlannerError
 from planner.job import Job, Worker
+from planner.plan import Plan
 
 START_SECONDS = 120.0
 
@@ -67,12 +70,14 @@ class LaunchOptions:
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
     slow: tuple[Slow, ...] = ()
+    hand_over: HandOver = field(default_factory=HandOver)
 
 
 class Launcher:
     """Runs one job. listener: called with every line of the record as a dict, in order.
 
-    pool: where worker processes are started; on this node only, unless given (see agent.nodes.pool).
+    catalog: asked for the plans that are run while workers take their state from a peer. pool: where worker
+    processes are started; on this node only, unless given (see agent.nodes.pool).
     """
 
     def __init__(
@@ -80,9 +85,11 @@ class Launcher:
         options: LaunchOptions,
         coordination: Coordination,
         listener: Callable[[dict[str, Any]], None],
+        catalog: Catalog,
         pool: ProcessPool | None = None,
     ) -> None:
         self._options, self._coordination, self._listener = options, coordination, listener
+        self._catalog = catalog
         self._pool = pool or ProcessPool(worker.main, preload(options.workload))
         self._store = RendezvousStore(self._pool.context, self._pool.host)
         begin = options.checkpoints.resumed_at if options.checkpoints else 0
@@ -91,6 +98,7 @@ class Launcher:
         self._after: int | None = None
         self._hold = Hold()
         self._rejoins = list(options.rejoins)
+        self._interim: Plan | None = None
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
         self._stop = 0
@@ -188,7 +196,10 @@ class Launcher:
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
                 self._hold.heard(message["iteration"], self._pool.running.values())
+            case "hand_over":
+                self._listener({"hand_over": {"worker": str(cell), "text": message["text"]}})
             case "formed":
+                entry.whole = True
                 self._certain(self._record.formed(cell, message["epoch"], message["iteration"], at))
                 self._coordination.formed(cell, message["epoch"])
                 if self._record.formed_by_all:
@@ -252,6 +263,7 @@ class Launcher:
         now = time.monotonic_ns()
         for source, to in event.moves:
             if self._pool.move(source, to, deployment.epoch):
+                self._pool.running[to].whole = False
                 why = {"worker": str(source), "to": str(to), "epoch": deployment.epoch, "reason": deployment.reason}
                 self._listener({"move": why})
             self._record.moved(source, to)
@@ -265,7 +277,22 @@ class Launcher:
             elif entry.member and cell not in living:
                 self._pool.put_out(entry, "put out of the job")
                 self._record.died(cell, now)
+        self._interim = self._plan_meanwhile(event)
         self._send_deployments(after)
+
+    def _plan_meanwhile(self, event: Deploy) -> Plan | None:
+        """What is run until those who take their state from a peer have it. None: there is no such plan."""
+        if event.restore is not None:
+            for entry in self._pool.running.values():
+                entry.whole = True
+        living = set(event.deployment.living)
+        lacking = {w for w, entry in self._pool.running.items() if str(w) in living and not entry.whole}
+        if not lacking:
+            return None
+        try:
+            return self._catalog.plan_for({*map(Worker.parse, event.deployment.failed), *lacking})[0]
+        except PlannerError:
+            return None
 
     def _boundary(self, event: Deploy) -> int | None:
         """For an epoch in which workers come, change their place or leave, and none was lost: the iteration
@@ -304,9 +331,8 @@ class Launcher:
             entry = self._pool.running.get(Worker.parse(name))
             if entry is None:
                 continue
-            known = (entry.incarnation, plan.fingerprint)
-            text = None if known in self._plans_sent else plan.to_json()
-            self._plans_sent.add(known)
+            new = [p for p in (plan, self._interim) if p and (entry.incarnation, p.fingerprint) not in self._plans_sent]
+            self._plans_sent |= {(entry.incarnation, p.fingerprint) for p in new}
             entry.member = True
             if after is None and name not in deployment.leaving:
                 entry.told(deployment.epoch, time.monotonic())
@@ -314,7 +340,8 @@ class Launcher:
             entry.post(
                 "deployment",
                 deployment=deployment.model_dump(),
-                plan=text,
+                plans=[p.to_json() for p in new],
+                interim=self._interim.fingerprint if self._interim else None,
                 cell=str(entry.worker),
                 store=self._store.address,
                 after=after,
@@ -368,6 +395,7 @@ class Launcher:
             paced_by_profile=options.paced_by_profile,
             slow=options.slow,
             timeouts=options.timeouts,
+            hand_over=options.hand_over,
         )
         if joins:
             # A worker that comes back is not killed, or slow, a second time by the same wish.
@@ -376,7 +404,7 @@ class Launcher:
         def spec(incarnation: str) -> worker.WorkerSpec:
             return worker.WorkerSpec(cell, incarnation, loop, options.workload, options.console)
 
-        self._pool.start(cell, spec, time.monotonic())
+        self._pool.start(cell, spec, time.monotonic()).whole = not joins
 
     def _end_workers(self) -> None:
         for entry in list(self._pool.running.values()):

@@ -1,5 +1,8 @@
 """The training loop of one worker, through failures: take up an epoch, agree, train, and again.
 
+A worker that joins is in the groups at once and takes its stage's state beside the training of the others
+(agent.state_transfer); until it has all of it, everybody runs a plan that does without it.
+
 No failure of a peer ends this process. What interrupts an iteration is a broken transfer or the
 news of another epoch; both lead to the same place: abandon the iteration in flight, wait for an
 epoch that is newer than the one left, form its groups, agree on an iteration, go on. An epoch that
@@ -29,21 +32,21 @@ from agent.ledger import Redo, decode, encode
 from agent.ledger import redo as plan_redo
 from agent.optimizer import stage_optimizer
 from agent.pacing import profile_pace
-from agent.recipe import Recipe
+from agent.recipe import HandOver, Recipe
 from agent.recovery import Agreement, Makeup, agree, check_alike
 from agent.script import Script
-from agent.state import StateError
-from agent.state_transfer import StateTransferError, receive_state, send_state
+from agent.state_transfer import StateReceiver, StateServer
 from agent.timeouts import Timeouts
 from agent.transport.group import TransferError
 from agent.validation import Verdict
 from agent.verdicts import Steps
 from agent.workload import Workload
 from planner.job import Job, Worker
+from planner.plan import Plan
 
 _JOINING = -1
-STATE_ATTEMPTS = 3
-"""A newcomer that has got so many unusable states gives up, and the job goes on without it."""
+WAIT_SECONDS = 0.5
+"""For so long nobody talks while all wait for a newcomer's state; whoever it is waits for that, not on a time-out."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class LoopOptions:
     paced_by_profile: bool = False
     slow: tuple[Slow, ...] = ()
     timeouts: Timeouts = field(default_factory=Timeouts)
+    hand_over: HandOver = field(default_factory=HandOver)
 
 
 class WorkerLoop:
@@ -102,11 +106,11 @@ class WorkerLoop:
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
         self._kills, self._pace = options.kills, options.pace
         self._take_place(me, options.checkpoints)
-        self._has_state = not options.joins
+        if not options.joins:
+            self._state.holds_everything()
         if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
             self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
         self._epoch = 0
-        self._bad_states = 0
         self._corrected = False
         """Did this epoch's agreement put the last step right?"""
 
@@ -122,6 +126,8 @@ class WorkerLoop:
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
         self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.recipe)
         self._steps = Steps(me, options.recipe, self._optimizer, self._say_verdict)
+        self._state = StateReceiver(self._optimizer, lambda text: channel.say("hand_over", text=text))
+        self._server: StateServer | None = None
         self._executor = Executor(
             me,
             options.job,
@@ -136,6 +142,7 @@ class WorkerLoop:
             self._boundaries,
             options.recipe.keep_finished,
             self._device,
+            lambda: not self._state.complete,
         )
         self._checkpointer: Checkpointer | None = None
         if checkpoints is not None:
@@ -157,7 +164,6 @@ class WorkerLoop:
         checkpoints = self._options.checkpoints
         if orders.restore is None:
             self._take_place(orders.cell, checkpoints)
-            self._has_state = False
             return
         try:
             state = load_stage(Path(orders.restore), orders.cell.stage)
@@ -167,7 +173,7 @@ class WorkerLoop:
             checkpoints = replace(checkpoints, resumed=orders.restore, resumed_at=int(state.document["committed"]))
         self._take_place(orders.cell, checkpoints)
         self._optimizer.load_state(state)
-        self._has_state = True
+        self._state.holds_everything()
 
     def run(self) -> None:
         """Returns when the launcher says that the job is over."""
@@ -186,11 +192,13 @@ class WorkerLoop:
             try:
                 self._live_through(orders)
             except (Interrupted, TransferError) as end:
+                self._end_hand_overs()
                 if isinstance(end, TransferError) and not self._superseded():
                     self._say_broken(str(end))
                 self._executor.abandon()
                 self._communicator.abandon()
                 whole = False
+            self._end_hand_overs()
             self._channel.say("left", epoch=self._epoch, whole=whole)
 
     def _live_through(self, orders: Orders) -> None:
@@ -209,73 +217,113 @@ class WorkerLoop:
             orders.epoch, self._me, living, orders.store, self._device, at_boundary=orders.after is not None
         )
         agreement = self._agree(groups, living)
+        joining = self._hand_over(groups, agreement, orders.interim)
         redo = self._compare_finished(groups, agreement)
-        self._channel.say("formed", epoch=orders.epoch, iteration=agreement.iteration)
-        self._acknowledge("formed", agreement.iteration)
-        script = Script.of(orders.plan.schedule(), self._me)
+        whole = [w for w in living if w not in joining]
+        scripts = [Script.of(plan.schedule(), self._me) for plan in (orders.plan, orders.interim) if plan is not None]
+        neighbours = frozenset[Worker]().union(*(script.neighbours for script in scripts))
         self._executor.timeline.epoch = orders.epoch
         self._status.phase = "training"
+        formed: int | None = None
+        if self._me not in joining:
+            formed = self._say_formed(agreement.iteration)
         while (iteration := self._optimizer.committed) < self._options.iterations:
             self._status.iteration = iteration
+            if joining and self._steps.counts_on_all(iteration):
+                if formed is None:
+                    formed = self._say_formed(iteration)
+                joining, whole = frozenset(), living
             if self._options.slow:
                 factor = slowness(self._me, iteration, self._options.slow)
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
-            self._checkpoint(living)
+            self._checkpoint(whole)
             if not self._channel.may_begin(orders.epoch, iteration):
                 self._executor.settle()
                 return
-            self._executor.run(iteration, script, groups, redo)
+            self._executor.run(iteration, scripts[1 if joining else 0], groups, redo, neighbours)
             redo = None
-            if iteration == agreement.iteration:
+            if iteration == formed:
                 self._acknowledge("resumed", iteration)
         self._steps.settle()
-        self._checkpoint(living)
+        self._checkpoint(whole)
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
-        if self._options.weights is not None and self._me == min(w for w in living if w.stage == self._me.stage):
+        if self._options.weights is not None and self._me == min(w for w in whole if w.stage == self._me.stage):
             save_weights(self._options.weights, self._me.stage, self._optimizer.module)
-        self._channel.say("done", epoch=orders.epoch, sha256=self._optimizer.parameters_sha256())
+        # One that has not got all of its state yet has no parameters to compare.
+        sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
+        self._channel.say("done", epoch=orders.epoch, sha256=sha256)
         self._channel.wait_for_epoch(orders.epoch)
         if self._superseded():
             raise Interrupted
 
     def _agree(self, groups: Groups, living: list[Worker]) -> Agreement:
         """Compares what everybody has, and takes up what follows: rolls back, settles the last step
-        where it is in doubt, sends or receives state. Raises NoAgreementError."""
-        committed = self._optimizer.committed if self._has_state else _JOINING
+        where it is in doubt. Raises NoAgreementError."""
+        committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
-        rows = groups.gather_rows((committed, *alike, *self._steps.numbers()))
-        check_alike({w: row[1 : 1 + len(alike)] for w, row in rows.items()})
-        agreement = agree({w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}, attempt=self._epoch)
-        if self._me in agreement.roll_back:
+        rows = groups.gather_rows((committed, self._state.missing, *alike, *self._steps.numbers()))
+        check_alike({w: row[2 : 2 + len(alike)] for w, row in rows.items()})
+        agreement = agree(
+            {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()},
+            {w for w, row in rows.items() if row[0] != _JOINING and row[1]},
+            attempt=self._epoch,
+        )
+        if self._me in agreement.anew:
+            self._state.forget()
+        elif self._me in agreement.roll_back:
             self._optimizer.roll_back()
-        holders = {w: (row[0], *row[1 + len(alike) :]) for w, row in rows.items() if row[0] != _JOINING}
+        holders = {
+            w: (row[0], *row[2 + len(alike) :])
+            for w, row in rows.items()
+            if row[0] != _JOINING and w not in agreement.anew
+        }
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
-        for newcomer, source in sorted(agreement.state_from.items()):
-            if source == self._me:
-                send_state(groups, self._optimizer, newcomer)
-            elif newcomer == self._me:
-                self._receive_state(groups, source)
+        self._state.agreed(agreement.iteration, corrected=self._corrected)
         return agreement
 
-    def _receive_state(self, groups: Groups, source: Worker) -> None:
-        """Raises StateTransferError, for which the next agreement names another peer; StateError when
-        that has been of no use either."""
-        try:
-            receive_state(groups, self._optimizer, source)
-        except StateTransferError as error:
-            self._bad_states += 1
-            if self._bad_states >= STATE_ATTEMPTS:
-                raise StateError(f"{error}; that was attempt {self._bad_states}") from None
-            raise
-        self._bad_states = 0
-        self._has_state = True
+    def _hand_over(self, groups: Groups, agreement: Agreement, interim: Plan | None) -> frozenset[Worker]:
+        """Has those that lack state begin to take it from their peers. Returns who goes on to lack some while
+        `interim` is run; nobody where all have waited until everything was there.
+
+        Raises StateTransferError, for which the next agreement names another peer; GaveUp when that has been
+        of no use either.
+        """
+        if not agreement.state_from:
+            self._steps.complete_since = agreement.iteration - 2
+            return frozenset()
+        for newcomer, source in sorted(agreement.state_from.items()):
+            if source == self._me:
+                if self._server is None:
+                    self._server = StateServer(self._optimizer, groups.address, self._options.hand_over.rate)
+                self._server.send_description(groups, newcomer, self._options.hand_over.at_once)
+            elif newcomer == self._me:
+                self._state.begin(self._state.receive_description(groups, source), source)
+        while True:
+            rows = groups.gather_rows((self._state.missing, int(self._state.blocking)))
+            lacking = frozenset(w for w, row in rows.items() if row[0])
+            if not lacking:
+                self._steps.complete_since = agreement.iteration - 2
+                return frozenset()
+            if interim is not None and not any(row[1] for row in rows.values()) and not _runs_ops(interim, lacking):
+                return lacking
+            if self._superseded():
+                raise Interrupted
+            if self._me in lacking:
+                self._state.wait(WAIT_SECONDS)
+
+    def _end_hand_overs(self) -> None:
+        """Of the epoch that is being left. What has arrived stays."""
+        self._state.stop()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def _compare_finished(self, groups: Groups, agreement: Agreement) -> Redo | None:
         """What is left of the iteration agreed on; None: all of it."""
         if not self._options.recipe.keep_finished:
             return None
-        if agreement.roll_back or self._corrected:
+        if agreement.roll_back or self._corrected or self._me in agreement.anew:
             # What was summed here is of another iteration, or of parameters that nobody has any more.
             self._executor.forget_finished()
         if agreement.roll_back:
@@ -293,10 +341,16 @@ class WorkerLoop:
     def _say_committed(self, iteration: int, loss: float) -> None:
         self._channel.say("committed", epoch=self._epoch, iteration=iteration, loss=loss.hex())
 
-    def _checkpoint(self, living: list[Worker]) -> None:
-        """At an iteration's boundary; after the last one, waits until everything is written."""
+    def _say_formed(self, iteration: int) -> int:
+        self._channel.say("formed", epoch=self._epoch, iteration=iteration)
+        self._acknowledge("formed", iteration)
+        return iteration
+
+    def _checkpoint(self, whole: list[Worker]) -> None:
+        """At an iteration's boundary; after the last one, waits until everything is written. whole: those that
+        hold all of their stage's state."""
         if self._checkpointer is not None:
-            writes = self._me == min(w for w in living if w.stage == self._me.stage)
+            writes = self._me == min(w for w in whole if w.stage == self._me.stage)
             self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes)
             if self._optimizer.committed == self._options.iterations:
                 self._checkpointer.finish()
@@ -315,3 +369,9 @@ class WorkerLoop:
         self._channel.say("broken", epoch=self._epoch, detail=detail)
         if self._heartbeat is not None:
             self._heartbeat.report_broken(self._epoch, detail)
+
+
+def _runs_ops(plan: Plan, workers: frozenset[Worker]) -> bool:
+    """Does the plan give any of them a micro-batch?"""
+    ops = plan.schedule().ops
+    return any(op.kind != "O" for w in workers for op in ops.get(w, ()))

@@ -9,8 +9,11 @@ agent.validation). One snapshot is enough for both: see agent.recovery.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +21,32 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from agent.gradients import GradientSum
 from agent.recipe import Recipe
-from agent.state import StageState, StateError, decode, encode, pack, sha256, unpack
+from agent.state import StageState, StateError, decode, encode, sha256
 from agent.validation import CLEAN, SKIP, Outlook, Slot, Verdict
 from agent.workload import Workload
 from planner.errors import InputError
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"}
+)
+"""Optimizers of torch.optim that step each element by itself, from the element's own state and gradient."""
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _changing(
+    method: Callable[Concatenate[StageOptimizer, _P], _T],
+) -> Callable[Concatenate[StageOptimizer, _P], _T]:
+    """Of a method that changes what the stage holds: a hand-over reads it from another thread."""
+
+    @functools.wraps(method)
+    def locked(self: StageOptimizer, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return locked
 
 
 class NonFiniteError(RuntimeError):
@@ -33,7 +58,8 @@ class StageOptimizer:
 
     committed: number of iterations whose step has been taken (so also the next iteration). settled:
     is the verdict on the last one known? slot: this stage's share of it. outlook: what the verdicts
-    so far make of the next one. clips: will anybody ask for the gradients' norm?
+    so far make of the next one. clips: will anybody ask for the gradients' norm? lock: held while anything
+    changes. corrections: how often a verdict has changed a step; with `committed` it says which values these are.
 
     The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or
     scheduler that can't be driven that way.
@@ -59,6 +85,8 @@ class StageOptimizer:
         self.settled = True
         self.slot = Slot()
         self.outlook = Outlook()
+        self.lock = threading.RLock()
+        self.corrections = 0
         self._clips = clips
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._snapshot = _Snapshot(self)
@@ -76,6 +104,7 @@ class StageOptimizer:
         rejected = self.gradients.rejected
         return Slot(self.gradients.squared_norm() if self._clips and not rejected else 0.0, rejected)
 
+    @_changing
     def step(self, verdict: Verdict | None = CLEAN, slot: Slot | None = None) -> float:
         """Takes the step on the reduced gradients; returns the (scaled) loss that came with them.
 
@@ -102,6 +131,7 @@ class StageOptimizer:
             self.outlook = self.outlook.after(verdict)
         return loss
 
+    @_changing
     def settle(self, verdict: Verdict) -> bool:
         """Takes note of the verdict on the last step, and puts the step right where it differs.
 
@@ -115,6 +145,7 @@ class StageOptimizer:
             return False
         # Whatever has been summed since belongs to parameters that nobody has any more.
         self.gradients.clear()
+        self.corrections += 1
         if verdict.coefficient is None:
             self._snapshot.restore(buffers=True)
         elif kept is not None:
@@ -134,6 +165,7 @@ class StageOptimizer:
         if self.scheduler is not None:
             self.scheduler.step()
 
+    @_changing
     def roll_back(self) -> None:
         """Undoes the last step. Raises StateError when there is none to undo."""
         self._snapshot.undo()
@@ -182,6 +214,14 @@ class StageOptimizer:
         }
         return StageState(document, tensors)
 
+    @property
+    def elementwise(self) -> bool:
+        """May parts of the parameters be put in place while it steps? Only where no element's step depends on
+        another element."""
+        kind = type(self.optimizer)
+        return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+
+    @_changing
     def load_state(self, state: StageState) -> None:
         """Takes over a state, wholly or not at all. Raises StateError when it is of another stage."""
         own, doc = self.state().document, state.document
@@ -225,14 +265,6 @@ class StageOptimizer:
         self.committed, self.outlook, self.settled, self.slot = committed, outlook, True, Slot()
         self._snapshot.forget()
         self._kept = None
-
-    def dump(self) -> tuple[bytes, Tensor]:
-        """The state as (header, body): bytes of JSON and one uint8 tensor."""
-        return pack(self.state())
-
-    def load(self, header: bytes, body: Tensor) -> None:
-        """Takes over what a peer dumped. Raises StateError when it is damaged or of another stage."""
-        self.load_state(unpack(header, body))
 
 
 def stage_optimizer(workload: Workload, module: nn.Module, gradients: GradientSum, recipe: Recipe) -> StageOptimizer:

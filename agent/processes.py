@@ -57,7 +57,7 @@ class WorkerProcess:
     epoch with which it came to its place; what it says of earlier ones concerns its place before,
     came_from. slot: the lowest number that no other process of this node had at its start, so also its
     GPU's where it has one. owes_since: since when it has not taken up an epoch that it must leave its
-    iteration for.
+    iteration for. whole: it has all of its stage's state.
     """
 
     worker: Worker
@@ -73,6 +73,7 @@ class WorkerProcess:
     came_from: Worker | None = None
     slot: int = 0
     owes_since: float | None = None
+    whole: bool = True
     _taken_up: int = 0
 
     def told(self, epoch: int, now: float) -> None:

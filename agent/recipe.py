@@ -72,3 +72,19 @@ class CheckpointWish:
         for field, value in (("--checkpoint-every", self.every), ("--checkpoint-keep", self.keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(field, value, "a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """How a worker that joins gets its stage's state (agent.state_transfer). at_once: bytes of state that come at
+    once, while all wait; a larger state comes beside the training. rate: bytes per second that a worker gives to
+    another at most; None: what the link carries. Raises InputError."""
+
+    at_once: int = 1 << 22
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.at_once < 0:
+            raise InputError("hand_over.at_once", self.at_once, "0 bytes or more")
+        if self.rate is not None and not self.rate >= 1e4:
+            raise InputError("--hand-over-rate", self.rate, "at least 10 KB per second")

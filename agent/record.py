@@ -60,6 +60,8 @@ class RunRecord:
 
     def __init__(self, stages: int, started_at: int, *, committed: int = 0) -> None:
         self._stages = stages
+        self._joining: set[Worker] = set()
+        """Members that take their state from a peer: nobody waits for them."""
         self._workers: dict[Worker, _Progress] = {}
         self._living: frozenset[Worker] = frozenset()
         self._epoch = 0
@@ -91,6 +93,7 @@ class RunRecord:
         self._before = None if after is None else (after, self._epoch, len(self._living))
         previous, self._living = self._living, frozenset(living)
         self._epoch = epoch
+        self._joining = {w for w in joining if w in self._living}
         if after is not None:
             for worker in (self._living - previous) | set(joining):
                 # It takes over what the others will have committed, and holds up nothing until then.
@@ -146,6 +149,7 @@ class RunRecord:
         """The worker is in the groups of `epoch` and goes on with `iteration`."""
         progress = self._of(worker)
         progress.formed_epoch, progress.formed_at, progress.committed = epoch, at, iteration
+        self._joining.discard(worker)
         progress.committed_at = {i: t for i, t in progress.committed_at.items() if i < iteration}
         return self._settle()
 
@@ -170,7 +174,8 @@ class RunRecord:
         return dict(self._recorded).get(iteration, loss)
 
     def done(self, worker: Worker, sha256: str) -> None:
-        """The worker has no iteration left; the hash is of its stage's parameters."""
+        """The worker has no iteration left; the hash is of its stage's parameters, "" where it had not got all of
+        them yet."""
         self._of(worker).sha256 = sha256
 
     # -- what is certain ----------------------------------------------------------------------
@@ -186,7 +191,7 @@ class RunRecord:
         """
         digest = hashlib.sha256()
         for stage in range(self._stages):
-            hashes = {w: self._of(w).sha256 for w in sorted(self._living) if w.stage == stage}
+            hashes = {w: self._of(w).sha256 for w in sorted(self._living) if w.stage == stage and self._of(w).sha256}
             if len(set(hashes.values())) != 1:
                 raise DivergedError(
                     f"peers of stage {stage} ended with different parameters: {', '.join(map(str, hashes))}"
@@ -226,9 +231,9 @@ class RunRecord:
 
     def _survived(self) -> tuple[Recovery, ...]:
         """Failures after which a whole iteration has been committed, by all, in a later epoch."""
-        if not self.formed_by_all:
+        members = [self._of(w) for w in self._living - self._joining]
+        if any(member.formed_epoch != self._epoch for member in members):
             return ()
-        members = [self._of(w) for w in self._living]
         done = [f for f in self._failures if 0 < f.epoch <= self._epoch]
         self._failures = [f for f in self._failures if f not in done]
         left, formed = max(p.left_at for p in members), max(p.formed_at for p in members)

@@ -17,6 +17,8 @@ def sentence_of(line: dict[str, Any]) -> str:
         return _checkpoint(**line["checkpoint"])
     if "failure" in line:
         return _recovery(Recovery(**line["failure"]))
+    if "hand_over" in line:
+        return f"{line['hand_over']['worker']} {line['hand_over']['text']}"
     if "move" in line:
         move = line["move"]
         return f"epoch {move['epoch']}: {move['worker']} takes the place of {move['to']} ({move['reason']})"

@@ -1,16 +1,27 @@
 """Agreement after a death: on which iteration everybody goes on. Pure; no processes, no torch.
 
-Why one snapshot a worker is enough. A stage can commit iteration i + 1 only with the gradients of
-all its micro-batches of i + 1, each of which has passed through every other stage; a stage works on
-i + 1 only after its own step i (its worker's ops are in order, and a worker without ops still takes
-part in its stage's reduction). So when anybody has committed i + 1, everybody has committed i:
-committed counts differ by at most one.
+Why one snapshot a worker is enough. Counts are of committed iterations; m(s) is the largest of stage s.
+
+1. Who has reduced iteration i has what its step needs, and takes it whatever breaks meanwhile. Nobody
+   steps i before all living peers of its stage have reduced i (agent.executor). So when a worker has
+   committed i + 1, each living peer of its stage has committed i + 1 by the time of the next agreement,
+   or is one that could not finish the reduction because the iteration broke; and then nobody of the
+   stage had stepped before it broke.
+2. A stage reduces i + 1 only with gradients that have passed through every other stage, on workers that
+   had stepped i. So m(s) differs by at most one between stages, and by 1. also after some have died.
+
+So all counts differ by at most one: who is ahead rolls back. 1. is what makes this hold for each worker:
+without it, one that nobody waits for (it has no micro-batches, or its pipeline has no worker on other
+stages) may be two behind, be the last survivor of its stage, and leave the job without a way on. Should counts
+differ by more all the same, the smallest m(s) is what most can go back to; who is behind takes the state of
+a peer then, as a newcomer does.
+tests/agent/test_agreement_model.py explores a model of this to its end.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from planner.job import Worker
@@ -24,49 +35,65 @@ class NoAgreementError(RuntimeError):
 class Agreement:
     """iteration: the one everybody runs next. roll_back: workers that undo their last step.
 
-    state_from: for each joining worker the peer of its stage that sends it its state.
+    state_from: for each worker that has not its stage's whole state, the peer that it takes it from.
+    anew: those of them that begin with nothing; the others go on with what they have.
     """
 
     iteration: int
     roll_back: frozenset[Worker]
     state_from: Mapping[Worker, Worker]
     reason: str
+    anew: frozenset[Worker] = frozenset()
 
 
-def agree(committed: Mapping[Worker, int | None], attempt: int = 0) -> Agreement:
-    """committed: for each living worker the number of iterations it has committed, None if it joins.
+def agree(committed: Mapping[Worker, int | None], incomplete: Collection[Worker] = (), attempt: int = 0) -> Agreement:
+    """committed: for each living worker the number of iterations it has committed, None if it has no state.
 
+    incomplete: workers that have begun to take their stage's state from a peer, and step what they have.
     attempt: rises from one agreement to the next (an epoch's number does), so that a newcomer whose
     transfer failed asks another peer.
 
-    Raises NoAgreementError when a joining worker's stage has no peer with state, or when counts
-    differ by more than one.
+    Raises NoAgreementError when nobody holds the whole state of some stage, or when a stage can't go back far
+    enough.
     """
-    counts = {w: c for w, c in committed.items() if c is not None}
-    if not counts:
+    holders: dict[int, dict[Worker, int]] = {w.stage: {} for w in committed}
+    for worker, count in sorted(committed.items()):
+        if count is not None and worker not in incomplete:
+            holders[worker.stage][worker] = count
+    if not any(holders.values()):
         raise NoAgreementError("no living worker holds any state")
-    iteration = min(counts.values())
-    ahead = {w for w, c in counts.items() if c > iteration}
-    too_far = sorted(w for w in ahead if counts[w] > iteration + 1)
-    if too_far:
-        raise NoAgreementError(
-            f"{too_far[0]} has committed {counts[too_far[0]]} iterations and another worker only {iteration}: "
-            "they can't be of one run"
-        )
+    for stage, counts in sorted(holders.items()):
+        if not counts:
+            first = min(w for w in committed if w.stage == stage)
+            raise NoAgreementError(f"{first} joins, and no living peer of stage {stage} holds its state")
+    every = [count for counts in holders.values() for count in counts.values()]
+    iteration = min(every)
+    if max(every) > iteration + 1:
+        iteration = min(max(counts.values()) for counts in holders.values())
     state_from: dict[Worker, Worker] = {}
-    for worker in sorted(w for w, c in committed.items() if c is None):
-        peers = sorted(w for w in counts if w.stage == worker.stage)
+    for worker in sorted(committed):
+        peers = [w for w, count in holders[worker.stage].items() if count in (iteration, iteration + 1)]
+        if worker in peers:
+            continue
         if not peers:
-            raise NoAgreementError(f"{worker} joins, and no living peer of stage {worker.stage} holds its state")
+            ahead, count = max(holders[worker.stage].items(), key=lambda entry: entry[1])
+            raise NoAgreementError(
+                f"{ahead} has committed {count} iterations and another stage only {iteration}: they can't be of one run"
+            )
         # Spread several newcomers of one stage over its peers.
         turn = attempt + sum(w.stage == worker.stage for w in state_from)
         state_from[worker] = peers[turn % len(peers)]
-    reason = (
-        f"iteration {iteration} is redone by all"
-        if not ahead
-        else (f"iteration {iteration} is redone: {len(ahead)} of {len(counts)} workers had stepped and roll back")
-    )
-    return Agreement(iteration, frozenset(ahead), state_from, reason)
+    near = {w for w, count in committed.items() if count in (iteration, iteration + 1)}
+    anew = frozenset(w for w in state_from if w not in incomplete or w not in near)
+    ahead_by_one = frozenset(w for w, count in committed.items() if count == iteration + 1 and w not in anew)
+    reason = f"iteration {iteration} is redone by all"
+    if ahead_by_one:
+        counted = sum(c is not None for c in committed.values())
+        reason = f"iteration {iteration} is redone: {len(ahead_by_one)} of {counted} workers had stepped and roll back"
+    behind = sorted(w for w in anew if committed[w] is not None)
+    if behind:
+        reason += f"; {', '.join(map(str, behind))} had fallen behind and take the state of a peer"
+    return Agreement(iteration, ahead_by_one, state_from, reason, anew)
 
 
 @dataclass(frozen=True)

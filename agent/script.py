@@ -31,8 +31,9 @@ class Script:
 
     @classmethod
     def of(cls, schedule: Schedule, me: Worker) -> Script:
-        """Raises KeyError when the plan has no such worker."""
-        mine = {(op.pipeline, op.micro_batch) for op in schedule.ops[me] if op.kind == "F"}
+        """A worker that the plan does without runs nothing but its stage's reduction and step."""
+        own = schedule.ops.get(me) or (Op("O", me.pipeline, -1, me.stage, me, 0, 0),)
+        mine = {(op.pipeline, op.micro_batch) for op in own if op.kind == "F"}
         neighbours: dict[int, dict[MicroBatch, Worker]] = {me.stage - 1: {}, me.stage + 1: {}}
         arrivals: dict[Lane, tuple[MicroBatch, ...]] = {}
         for worker, ops in schedule.ops.items():
@@ -45,7 +46,7 @@ class Script:
             keys = ((op.pipeline, op.micro_batch) for op in ops if op.kind in senders)
             if coming := tuple(key for key in keys if key in mine):
                 arrivals[kind, worker] = coming
-        return cls(schedule.ops[me], neighbours[me.stage - 1], neighbours[me.stage + 1], arrivals)
+        return cls(own, neighbours[me.stage - 1], neighbours[me.stage + 1], arrivals)
 
     def only(self, keys: Collection[MicroBatch]) -> Script:
         """The same order with the ops of these micro-batches, and the step; the lanes stay, be they empty."""

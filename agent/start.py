@@ -22,7 +22,7 @@ from agent.nodes.role import NodeRole
 from agent.pacing import profile_pace
 from agent.processes import preload, start_server
 from agent.protocol import JobSpec
-from agent.recipe import CheckpointWish, Recipe
+from agent.recipe import CheckpointWish, HandOver, Recipe
 from agent.timeouts import HANG_SECONDS, Timeouts
 from planner.catalog import Catalog
 from planner.errors import InputError
@@ -74,6 +74,7 @@ class StartOptions:
     paced_by_profile: bool = False
     slow: tuple[Slow, ...] = ()
     timeouts: Timeouts = field(default_factory=Timeouts)
+    hand_over: HandOver = field(default_factory=HandOver)
 
     def __post_init__(self) -> None:
         """Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
@@ -139,9 +140,11 @@ def make_launcher(
     link: ConsoleLink | None = None
     hang_seconds = HANG_SECONDS
     coordination: Coordination
+    catalog = Catalog(options.job, options.technique, options.memory)
     if options.console is None:
+        _plan_ahead(catalog)
         coordination = LocalCoordination(
-            _catalog(options), migrate=bool(options.migrate), checkpoint=_restore_point(options.checkpoints, say)
+            catalog, migrate=bool(options.migrate), checkpoint=_restore_point(options.checkpoints, say)
         )
     else:
         url, token = options.console, options.token
@@ -195,9 +198,11 @@ def make_launcher(
             slow=options.slow,
             hang_seconds=hang_seconds,
             timeouts=options.timeouts,
+            hand_over=options.hand_over,
         ),
         coordination,
         listener,
+        catalog,
         pool,
     )
 
@@ -283,14 +288,12 @@ def _restore_point(wish: CheckpointWish | None, say: Callable[[str], None]) -> C
     return newest
 
 
-def _catalog(options: StartOptions) -> Catalog:
+def _plan_ahead(catalog: Catalog) -> None:
     """Plans for what a job without a console should expect."""
-    job = options.job
-    catalog = Catalog(job, options.technique, options.memory)
+    job = catalog.job
     for patterns in catalog.patterns(PLANNED_FAILURES if job.pipelines * job.stages <= 64 else 1):
         for failed in patterns:
             catalog.add(catalog.plan_for(failed)[0])
-    return catalog
 
 
 def job_spec(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = {
+DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
         *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
@@ -94,7 +94,7 @@ def unpack(header: bytes, body: Tensor) -> StageState:
     """Raises StateError when either is damaged."""
     try:
         doc = json.loads(header)
-        document, specs = doc["document"], [(n, _DTYPES[d], [int(x) for x in shape]) for n, d, shape in doc["tensors"]]
+        document, specs = doc["document"], [(n, DTYPES[d], [int(x) for x in shape]) for n, d, shape in doc["tensors"]]
         intact = doc["sha256"] == _checksum(document, body)
     except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"unreadable header: {error}") from None
@@ -118,13 +118,13 @@ def sha256(tensors: Iterable[Tensor]) -> str:
     """Of the tensors' bytes, one after the other."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(_memory(tensor.detach().cpu()))
+        digest.update(memory(tensor.detach().cpu()))
     return digest.hexdigest()
 
 
 def _checksum(document: str, body: Tensor) -> str:
     digest = hashlib.sha256(document.encode())
-    digest.update(_memory(body))
+    digest.update(memory(body))
     return digest.hexdigest()
 
 
@@ -132,7 +132,7 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def memory(tensor: Tensor) -> memoryview:
     """The tensor's own memory, without a copy and without numpy (which the agent does not need)."""
     raw = _raw(tensor)
     if not raw.numel():

@@ -1,9 +1,12 @@
 """How the stages come to a verdict on an iteration's gradients, and what one worker does with it.
 
+With its share of the verdict a stage says how many of its workers still take their state from a peer: so all
+workers know at the same iteration that nobody does any more, and go over to the plan that counts on everybody.
+
 Every worker needs one number pair (a Slot) of every stage. All living peers of a stage hold the
 same reduced gradients, so any of them can tell it: in each pipeline the stages tell each other,
 directly, and a pipeline without a worker of some stage is told by a peer of that stage. One hop, no
-collective, and (stages - 1) messages of 24 bytes a worker; they travel while the next iteration's
+collective, and (stages - 1) messages of 32 bytes a worker; they travel while the next iteration's
 warm-up runs.
 """
 
@@ -19,7 +22,7 @@ import torch
 from agent.communicator import Groups
 from agent.optimizer import NonFiniteError, StageOptimizer
 from agent.recipe import Recipe
-from agent.transport.group import Pending
+from agent.transport.group import Pending, TransferError
 from agent.validation import MAX_SKIPPED, Slot, Verdict, judge
 from planner.job import Worker
 
@@ -57,27 +60,32 @@ class _Paths:
 class _Exchange:
     """The slots of one iteration, under way."""
 
-    def __init__(self, groups: Groups, paths: _Paths, iteration: int, slot: Slot) -> None:
+    def __init__(self, groups: Groups, paths: _Paths, iteration: int, slot: Slot, incomplete: int) -> None:
         self.iteration = iteration
+        self.incomplete = incomplete
+        """Workers that take their state from a peer: of this stage, and of all once `wait` has returned."""
         self._slots: dict[int, Slot] = {paths.stage: slot}
         self._mark = float(iteration)
         tag = _TAG + iteration % _ITERATIONS
         self._coming = {
-            stage: groups.receive(teller, torch.full((3,), -1.0, dtype=torch.float64), tag)
+            stage: groups.receive(teller, torch.full((4,), -1.0, dtype=torch.float64), tag)
             for stage, teller in paths.tellers.items()
         }
-        mine = torch.tensor([slot.squared_norm, float(slot.rejected), self._mark], dtype=torch.float64)
+        mine = torch.tensor(
+            [slot.squared_norm, float(slot.rejected), float(incomplete), self._mark], dtype=torch.float64
+        )
         self.sent = [groups.send(worker, mine, tag) for worker in paths.listeners]
 
     def arrived(self) -> bool:
         """Would `wait` return at once? Never blocks: a wait that expires would close the connection."""
-        return all(float(pending.tensor[2]) == self._mark for pending in self._coming.values())
+        return all(float(pending.tensor[3]) == self._mark for pending in self._coming.values())
 
     def wait(self) -> list[Slot]:
         """All stages' slots, in order. Raises TransferError."""
         for stage, pending in self._coming.items():
-            norm, rejected, _ = pending.wait().tolist()
+            norm, rejected, incomplete, _ = pending.wait().tolist()
             self._slots[stage] = Slot(norm, int(rejected))
+            self.incomplete += int(incomplete)
         return [self._slots[stage] for stage in sorted(self._slots)]
 
 
@@ -97,18 +105,31 @@ class Steps:
         self._paths = _Paths(me.stage, {}, ())
         self._exchange: _Exchange | None = None
         self._sent: deque[tuple[int, list[Pending]]] = deque()
+        self.complete_since: int | None = None
+        """The first iteration of the epoch in which no worker of any stage took its state from a peer any more,
+        as far as this worker has heard; whoever begins the iteration after the next has heard of it."""
 
-    def take(self) -> float:
+    def take(self, incomplete: int = 0) -> float:
         """The step of the iteration whose gradients have just been reduced; returns its loss.
 
-        Raises TransferError; NonFiniteError, with the stage as it was before, when the job must end.
+        incomplete: how many workers of the stage take their state from a peer.
+
+        Raises TransferError, but only where the step depends on what the others say: a worker that has the
+        reduced gradients takes a step that does not, whatever has broken (see agent.recovery). NonFiniteError,
+        with the stage as it was before, when the job must end.
         """
         assert self._groups is not None
         optimizer, iteration = self._optimizer, self._optimizer.committed
         slot = optimizer.measure()
-        exchange = _Exchange(self._groups, self._paths, iteration, slot)
+        ahead_of_verdict = self._recipe.staggered and optimizer.outlook.optimistic
+        try:
+            exchange = _Exchange(self._groups, self._paths, iteration, slot, incomplete)
+        except TransferError:
+            if not ahead_of_verdict:
+                raise
+            return optimizer.step(None, slot)  # in doubt until the next epoch's agreement
         self._sent.append((iteration, exchange.sent))
-        if self._recipe.staggered and optimizer.outlook.optimistic:
+        if ahead_of_verdict:
             self._exchange = exchange
             return optimizer.step(None, slot)
         verdict = judge(self._slots_of(exchange), self._recipe.clip_norm)
@@ -127,8 +148,15 @@ class Steps:
         """The same, and waits for the verdict. Raises as `take`, or TransferError."""
         exchange, self._exchange = self._exchange, None
         if exchange is None:
+            if not self._optimizer.settled:
+                raise TransferError("the verdict on the last step can't arrive any more")
             return False
         return self._settle_with(self._slots_of(exchange))
+
+    def counts_on_all(self, iteration: int) -> bool:
+        """Is `iteration`, which is about to begin, run by a plan that counts on every worker? The same answer on
+        all: what was said at the step of an iteration is known to all before their next step."""
+        return self.complete_since is not None and iteration >= self.complete_since + 2
 
     def drain(self) -> None:
         """Settles, and waits until peers have all that was sent. Between two iterations only."""
@@ -154,15 +182,16 @@ class Steps:
     ) -> bool:
         """Takes up an epoch's groups; every step of an iteration before `committed` is settled then.
 
-        Whoever has to has rolled back to `committed` by now. holders: of every worker that brought
-        state, how many iterations it had committed before that, and its `numbers`. A step that some
-        are in doubt of has been taken by all of them, and all have kept its slot. Returns whether the
-        last step was put right here. Raises as `take`.
+        Whoever has to has rolled back to `committed` by now. holders: of every worker that goes on with
+        its own state, how many iterations it had committed before that, and its `numbers`. A step that some
+        are in doubt of has been taken by all of them, and all have kept its slot. Returns whether the last
+        step was put right here. Raises as `take`.
         """
         self._groups, self._paths = groups, _Paths.of(self._me, living)
         self._exchange = None
         self._sent.clear()
-        if self._optimizer.settled:
+        self.complete_since = None
+        if self._optimizer.settled or self._me not in holders:
             return False
         slots = {}
         for worker, (count, _, bits, rejected, bits_before, rejected_before) in sorted(holders.items()):
@@ -172,6 +201,8 @@ class Steps:
 
     def _slots_of(self, exchange: _Exchange) -> list[Slot]:
         slots = exchange.wait()
+        if self.complete_since is None and not exchange.incomplete:
+            self.complete_since = exchange.iteration
         # What went out two steps ago has been received: its receivers have stepped since.
         self._let_go(exchange.iteration - 1)
         return slots

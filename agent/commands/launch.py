@@ -16,7 +16,7 @@ from agent.commands.shared import check_writable, json_object, parse_bytes, read
 from agent.devices import Platform
 from agent.faults import Kill, Rejoin, Slow
 from agent.nodes.role import check_token, role_of
-from agent.recipe import CheckpointWish, Recipe
+from agent.recipe import CheckpointWish, HandOver, Recipe
 from agent.record_words import is_remark, sentence_of
 from agent.start import BY_PROFILE, StartOptions, make_launcher, parse_pace
 from agent.timeouts import Timeouts
@@ -106,6 +106,10 @@ def launch(
     group_timeout: Annotated[
         float, typer.Option(help="Seconds to wait for a sum over a stage's workers; longer than for a transfer.")
     ] = Timeouts.group,
+    hand_over_rate: Annotated[
+        str | None,
+        typer.Option(help="Bytes a second that a worker gives of its state to one that joins: 50MB."),
+    ] = None,
     nodes: Annotated[int | None, typer.Option(help="Launchers of this job, one per node.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="This one's number; 0 leads.")] = None,
     lead: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, as every node reaches it.")] = None,
@@ -155,6 +159,9 @@ def launch(
             paced_by_profile=by_profile,
             slow=tuple(Slow.parse(text, job) for text in slow or ()),
             timeouts=Timeouts(transfer=transfer_timeout, group=group_timeout),
+            hand_over=HandOver()
+            if hand_over_rate is None
+            else HandOver(rate=parse_bytes(hand_over_rate, field="--hand-over-rate")),
         )
         if record is not None:
             check_writable(record, field="--record")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -156,8 +156,7 @@ class Bench:
         self._executor.run(self._iteration, self._script, self._groups)
         ended = self._clock()
         self._iteration += 1
-        # O asks twice whether to go on.
-        *marks, before, _ = self._marks
+        *marks, before = self._marks
         times: dict[str, list[float]] = {"O": [ended - before + marks[0] - started]}
         for op, begin, end in zip(self._script.ops, marks, [*marks[1:], before], strict=False):
             times.setdefault(op.kind, []).append(end - begin)
@@ -194,7 +193,7 @@ class Alone:
         # Gradients of a mean over the boundary are as small.
         self._gradients = _numbers(outgoing, generator, 1.0 / max(1, sum(t.empty().numel() for t in outgoing)))
 
-    def transfers(self, layout: Any) -> Transfers:
+    def transfers(self, layout: Any, neighbours: Collection[Worker]) -> Transfers:
         return _Instant(self._incoming, self._gradients, layout)
 
 
@@ -211,7 +210,7 @@ def _numbers(boundary: Boundary, generator: torch.Generator, scale: float) -> di
 class _Instant(Transfers):
     def __init__(self, incoming: Mapping[int, Tensor], gradients: Mapping[int, Tensor], layout: Any) -> None:
         nobody: Any = None
-        super().__init__(nobody, layout)
+        super().__init__(nobody, layout, ())
         wanted = {i: gradients[i] for i, spec in enumerate(layout.outgoing) if spec.gradient}
         self._ready = {"F": incoming, "I": wanted}
 
@@ -224,6 +223,9 @@ class _Instant(Transfers):
 
     def reduce(self, tensor: Tensor) -> None:
         pass
+
+    def reduced_by_all(self, count: int) -> int:
+        return count
 
     def _post(self, kind: str, key: MicroBatch) -> None:
         pass

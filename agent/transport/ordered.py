@@ -44,14 +44,14 @@ _ONE_TAG = 0
 class OrderedTransfers(Transfers):
     """Every message has the same tag, so only the order tells them apart."""
 
-    def __init__(self, lines: Lines, layout: Layout) -> None:
-        super().__init__(lines, layout)
+    def __init__(self, lines: Lines, layout: Layout, neighbours: Collection[Worker]) -> None:
+        super().__init__(lines, layout, neighbours)
         self._connected = False
         self._coming: dict[Lane, deque[MicroBatch]] = {}
 
     def begin(self, iteration: int, script: Script) -> None:
         if not self._connected:
-            self._connect(script.neighbours)
+            self._connect(self._neighbours)
             self._connected = True
         self._coming = {lane: deque(keys) for lane, keys in script.arrivals.items()}
         super().begin(iteration, script)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +60,9 @@ class Layout:
 class Transfers(ABC):
     """One worker's transfers, one iteration after the other; for one epoch. Raises TransferError."""
 
-    def __init__(self, lines: Lines, layout: Layout) -> None:
-        self._lines, self._layout = lines, layout
+    def __init__(self, lines: Lines, layout: Layout, neighbours: Collection[Worker]) -> None:
+        """neighbours: everybody with whom anything is exchanged in any iteration of the epoch."""
+        self._lines, self._layout, self._neighbours = lines, layout, neighbours
         self._sent: deque[tuple[int, Pending]] = deque()
         self._receiving: dict[Transfer, dict[int, Pending]] = {}
         self._expected: Iterator[Transfer] = iter(())
@@ -100,6 +101,14 @@ class Transfers(ABC):
         """Sums `tensor` over the living peers of the stage, in place."""
         if self._lines.peers is not None:
             self._lines.peers.sum(tensor)
+
+    def reduced_by_all(self, count: int) -> int:
+        """Returns once all living peers of the stage have come to this line; the sum of their counts."""
+        if self._lines.peers is None:
+            return count
+        total = torch.full((1,), count, dtype=torch.int64, device=self._layout.device)
+        self._lines.peers.sum(total)
+        return int(total)
 
     def drop(self) -> None:
         """Forgets everything under way; what was being received or summed is not touched any more."""

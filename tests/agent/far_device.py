@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,7 @@ from agent.optimizer import StageOptimizer, stage_optimizer
 from agent.randomness import seed_for
 from agent.recipe import Recipe
 from agent.script import Script
+from agent.state import pack, unpack
 from agent.transport.ordered import OrderedTransfers
 from agent.transport.transfers import Layout, Lines
 from agent.verdicts import Steps
@@ -202,9 +203,9 @@ def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
             rank,
         )
 
-        def transfers(layout: Layout) -> OrderedTransfers:
+        def transfers(layout: Layout, neighbours: Collection[Worker]) -> OrderedTransfers:
             assert layout.device == device
-            return OrderedTransfers(lines, layout)
+            return OrderedTransfers(lines, layout, neighbours)
 
         def send(to: Worker, tensor: Tensor, tag: int) -> Any:
             return wires.put(wires.sent, (tag, rank[me], rank[to]), tensor.clone(), None)
@@ -240,9 +241,9 @@ def _handed_on(
     assert trained.gradients.buffer.device == device
     stage, _ = assemble(workload, JOB, me.stage, 1, recipe, between, device)
     other = stage_optimizer(workload, stage.module, stage.gradients, recipe)
-    header, body = trained.dump()
+    header, body = pack(trained.state())
     assert body.device.type == "cpu"
-    other.load(header, body)
+    other.load_state(unpack(header, body))
     hashes = [trained.parameters_sha256(), other.parameters_sha256()]
     trained.roll_back()
     hashes.append(trained.parameters_sha256())

@@ -13,7 +13,7 @@ from agent.coordination import LocalCoordination
 from agent.devices import Platform
 from agent.faults import Kill
 from agent.launch import Launcher, LaunchOptions, Stopped
-from agent.recipe import Recipe
+from agent.recipe import HandOver, Recipe
 from agent.timeouts import Timeouts
 from agent.workload import NamedWorkload
 from planner.catalog import Catalog
@@ -46,6 +46,7 @@ class LocalJob:
         platform: Platform | None = None,
         workload: NamedWorkload | None = None,
         timeouts: Timeouts | None = None,
+        hand_over: HandOver | None = None,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
         on_epoch: Callable[[LocalJob, Any], None] = lambda job, deployment: None,
@@ -71,9 +72,11 @@ class LocalJob:
                 checkpoints=checkpoints,
                 platform=platform or Platform(),
                 timeouts=timeouts or Timeouts(),
+                hand_over=hand_over or HandOver(),
             ),
             LocalCoordination(catalog, grace=grace, **coordination),
             self._hear_line,
+            catalog,
         )
         self.launcher.job = self
 

@@ -40,6 +40,24 @@ def test_counts_of_different_runs() -> None:
         agree({Worker(0, 0): 5, Worker(0, 1): 7})
 
 
+def test_who_fell_behind_takes_the_state_of_a_peer() -> None:
+    """The others go on where the slowest stage can; nobody loses more than its last step."""
+    agreement = agree({Worker(0, 0): 10, Worker(1, 0): 10, Worker(0, 1): 9, Worker(1, 1): 8})
+    assert agreement.iteration == 9 and agreement.roll_back == {Worker(0, 0), Worker(1, 0)}
+    assert agreement.state_from == {Worker(1, 1): Worker(0, 1)} and agreement.anew == {Worker(1, 1)}
+
+
+def test_who_has_part_of_its_state_goes_on_with_it_while_it_keeps_step() -> None:
+    counts = {Worker(0, 0): 5, Worker(1, 0): 5, Worker(2, 0): 6}
+    agreement = agree(counts, incomplete={Worker(2, 0)})
+    assert agreement.iteration == 5 and agreement.roll_back == {Worker(2, 0)} and not agreement.anew
+    assert Worker(2, 0) in agreement.state_from
+    left_behind = agree(counts | {Worker(2, 0): 3}, incomplete={Worker(2, 0)})
+    assert left_behind.anew == {Worker(2, 0)} and left_behind.iteration == 5
+    with pytest.raises(NoAgreementError, match="no living peer of stage 0"):
+        agree({Worker(2, 0): 5, Worker(0, 1): 5}, incomplete={Worker(2, 0)})
+
+
 @given(
     base=st.integers(0, 1000),
     ahead=st.dictionaries(st.builds(Worker, st.integers(0, 5), st.integers(0, 5)), st.booleans(), min_size=1),

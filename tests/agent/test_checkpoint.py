@@ -26,6 +26,7 @@ from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions, pre
 from agent.gradients import GradientSum
 from agent.optimizer import StageOptimizer
 from agent.recipe import CheckpointWish
+from agent.state import pack
 from planner.errors import InputError
 
 # pytest brings its own filters; the product has one for this.
@@ -62,8 +63,8 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         for i, stage in enumerate(written):
             taken = _stage(99)
             taken.load_state(load_stage(directory, i))
-            header, body = taken.dump()
-            expected_header, expected_body = stage.dump()
+            header, body = pack(taken.state())
+            expected_header, expected_body = pack(stage.state())
             assert header == expected_header and torch.equal(body, expected_body)
             assert taken.committed == 3
 

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from agent.gradients import GradientSum
 from agent.optimizer import StageOptimizer
-from agent.state import StateError
+from agent.state import StateError, pack, unpack
 from agent.validation import CLEAN, SKIP, Slot, Verdict
 from planner.errors import InputError
 
@@ -141,7 +141,7 @@ def test_a_newcomer_takes_over_everything(optimizer: str, scheduler: str | None)
     donor, newcomer = _stage(0, optimizer, scheduler), _stage(99, optimizer, scheduler)
     for i in range(3):
         _train(donor, i, CLEAN if i else SKIP)
-    newcomer.load(*donor.dump())
+    newcomer.load_state(donor.state())
     assert newcomer.committed == 3
     assert _equal(_everything(newcomer), _everything(donor))
     for i in range(3, 6):
@@ -165,7 +165,7 @@ def test_a_rolled_back_stage_redoes_the_step_to_the_same_bits() -> None:
 def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
     donor, taker = _stage(), _stage(1)
     _train(donor, 0)
-    header, body = donor.dump()
+    header, body = pack(donor.state())
     before = _everything(taker)
     damaged = body.clone()
     damaged[5] ^= 1
@@ -176,10 +176,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
         (json.dumps(lie).encode(), body),
     ):
         with pytest.raises(StateError, match="checksum"):
-            taker.load(bad_header, bad_body)
+            taker.load_state(unpack(bad_header, bad_body))
     for unreadable in (b"{", b"[]", b"{}", b'{"document": 3, "tensors": [[1]], "sha256": ""}'):
         with pytest.raises(StateError, match="unreadable header"):
-            taker.load(unreadable, body)
+            taker.load_state(unpack(unreadable, body))
     assert _equal(_everything(taker), before)
 
 
@@ -194,12 +194,12 @@ def test_a_state_of_another_stage_is_refused_and_changes_nothing() -> None:
         (StageOptimizer(wide, OPTIMIZERS["SGD"](wide.parameters()), GradientSum(wide.parameters(), terms=1)), "model"),
     ):
         with pytest.raises(StateError, match=complaint):
-            taker.load(*donor.dump())
+            taker.load_state(donor.state())
     assert _equal(_everything(taker), before)
     other = StageOptimizer(narrow, OPTIMIZERS["SGD"](narrow.parameters()), GradientSum(narrow.parameters(), terms=1))
     wide_state = StageOptimizer(wide, OPTIMIZERS["SGD"](wide.parameters()), GradientSum(wide.parameters(), terms=1))
     with pytest.raises(StateError, match=r"weight: shape \(7, 6\) of torch.float32 is of another model"):
-        other.load(*wide_state.dump())
+        other.load_state(wide_state.state())
 
 
 def test_only_what_needs_nothing_but_gradients_is_driven() -> None:

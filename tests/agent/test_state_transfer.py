@@ -1,76 +1,292 @@
-"""A stage's state over real connections: whole, or refused with a sentence."""
+"""A stage's state from a peer, beside the training: whole and bit by bit, or refused with a sentence."""
 
 from __future__ import annotations
 
+import queue
+import random
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from agent.communicator import Groups
+from agent import state_transfer
 from agent.gradients import GradientSum
 from agent.optimizer import StageOptimizer
-from agent.state_transfer import StateTransferError, receive_state, send_state
-from agent.timeouts import Timeouts
+from agent.state_transfer import GaveUp, StateReceiver, StateServer, StateTransferError
+from agent.validation import CLEAN, SKIP, Slot, Verdict
 from planner.job import Worker
 
 A, B = Worker(0, 0), Worker(1, 0)
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+}
 
 
-def _stage(width: int = 3) -> StageOptimizer:
-    torch.manual_seed(0)
-    module = nn.Linear(width, 2)
-    return StageOptimizer(module, torch.optim.AdamW(module.parameters()), GradientSum(module.parameters(), terms=4))
+class _Whole(torch.optim.SGD):
+    """By its name not one of those that step each element by itself."""
 
 
-def _exchange(source: StageOptimizer, target: StageOptimizer) -> None:
-    """Sends from A to B, two threads over one store; raises what the receiver raises."""
-    store: Any = torch.distributed.HashStore()
-    failures: list[BaseException] = []
-
-    def side(me: Worker, act: Callable[[Groups], None]) -> None:
-        try:
-            act(Groups(store, 1, me, [A, B], Timeouts(form=20.0, transfer=20.0)))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [
-        threading.Thread(target=side, args=(A, lambda groups: send_state(groups, source, B))),
-        threading.Thread(target=side, args=(B, lambda groups: receive_state(groups, target, A))),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    if failures:
-        raise failures[0]
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_transfer, "PIECE_ELEMENTS", 300)
 
 
-def test_it_arrives_bit_by_bit() -> None:
-    source, target = _stage(), _stage()
-    with torch.no_grad():
-        source.module.weight.add_(1.0)  # type: ignore[operator, union-attr]
-    source.committed = 7
-    _exchange(source, target)
-    assert target.parameters_sha256() == source.parameters_sha256() and target.committed == 7
+def _stage(seed: int, optimizer: Any = OPTIMIZERS["AdamW"], width: int = 48) -> StageOptimizer:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(width, 64), nn.BatchNorm1d(64), nn.Linear(64, 48))
+    buffers = [b for b in module.buffers() if b.is_floating_point()]
+    gradients = GradientSum(module.parameters(), terms=4, buffers=buffers)
+    made = optimizer(module.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(made, step_size=2, gamma=0.5)
+    return StageOptimizer(module, made, gradients, scheduler, clips=True)
 
 
-def test_a_damaged_state_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = _stage(), _stage()
-    header, body = source.dump()
-    damaged = body.clone()
-    damaged[5] ^= 1
-    monkeypatch.setattr(source, "dump", lambda: (header, damaged))
+def _step(stage: StageOptimizer, iteration: int, verdict: Verdict | None = CLEAN) -> None:
+    """On gradients that depend on the iteration alone, as peers of a stage have them."""
+    generator = torch.Generator().manual_seed(iteration)
+    for tensor in stage.gradients.parameters:
+        stage.gradients.add(tensor, torch.randn(tensor.shape, generator=generator))
+    for tensor in stage.gradients.moving:
+        stage.gradients.add_change(tensor, torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+    stage.step(verdict, Slot(1.0, 0))
+
+
+def _everything(stage: StageOptimizer) -> tuple[Any, dict[str, Tensor]]:
+    state = stage.state()
+    return state.document, dict(state.tensors)
+
+
+def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
+    (document, tensors), (expected, values) = _everything(one), _everything(other)
+    return document == expected and all(torch.equal(tensors[n], values[n]) for n in values)
+
+
+class _Wire:
+    """The groups of two workers, as far as the description needs them."""
+
+    def __init__(self) -> None:
+        self._sent: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    def send(self, to: Worker, tensor: Tensor, tag: int) -> Any:
+        self._sent.put(tensor.clone())
+        return SimpleNamespace(wait=lambda: tensor)
+
+    def receive(self, source: Worker, buffer: Tensor, tag: int) -> Any:
+        return SimpleNamespace(wait=lambda: buffer.copy_(self._sent.get(timeout=10)))
+
+
+def _describe(
+    source: StageOptimizer, target: StageOptimizer, at_once: int = 0, rate: float | None = None
+) -> tuple[StateServer, StateReceiver, Any]:
+    wire: Any = _Wire()
+    server, receiver = StateServer(source, "127.0.0.1", rate), StateReceiver(target, lambda text: None)
+    server.send_description(wire, B, at_once)
+    return server, receiver, receiver.receive_description(wire, A)
+
+
+def test_a_small_state_comes_at_once() -> None:
+    source, target = _stage(0), _stage(1)
+    _step(source, 0)
+    server, receiver, _ = _describe(source, target, at_once=1 << 20)
+    with closing(server):
+        assert receiver.complete and _equal(target, source) and target.committed == 1
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("before", [0, 3])
+def test_beside_the_training_it_ends_with_the_same_bits(optimizer: str, before: int) -> None:
+    """before: steps of the source until it is asked; after none, the optimizer keeps nothing yet."""
+    source, target = _stage(0, OPTIMIZERS[optimizer]), _stage(1, OPTIMIZERS[optimizer])
+    for i in range(before):
+        _step(source, i)
+    server, receiver, description = _describe(source, target, rate=4e5)
+    with closing(server):
+        assert receiver.missing > 10 and not receiver.blocking
+        receiver.begin(description, A)
+        for i in range(before, before + 2000):
+            receiver.wait(0.03)
+            for stage in (target, source) if i % 2 else (source, target):
+                _step(stage, i)
+            if receiver.complete:
+                break
+        assert receiver.complete, "it never got there"
+        assert _equal(target, source), f"after {i} steps"
+    assert i > before, "nothing was trained meanwhile"
+    _step(source, i + 1)
+    _step(target, i + 1)
+    assert _equal(target, source)
+
+
+VERDICTS = st.sampled_from([CLEAN, CLEAN, CLEAN, SKIP, Verdict(0.5)])
+
+
+@settings(max_examples=8, deadline=None)
+@given(verdicts=st.lists(VERDICTS, min_size=3, max_size=20), seed=st.integers(0, 2**32))
+def test_steps_that_are_put_right_take_back_what_came_since(verdicts: list[Verdict], seed: int) -> None:
+    """Either side may hear of a verdict first, and pieces arrive at any moment."""
+    order = random.Random(seed)
+    source, target = _stage(0), _stage(1)
+    _step(source, 0)
+    server, receiver, description = _describe(source, target, rate=1e6)
+    with closing(server):
+        receiver.begin(description, A)
+        i = 1
+        for verdict in [*verdicts, *[CLEAN] * 200]:
+            stages = [source, target]
+            order.shuffle(stages)
+            for stage in stages:
+                _step(stage, i, None)
+                receiver.wait(order.choice([0, 0.03]))
+            order.shuffle(stages)
+            for stage in stages:
+                stage.settle(verdict)
+                receiver.wait(order.choice([0, 0.03]))
+            i += 1
+            if receiver.complete and i > len(verdicts):
+                break
+        assert receiver.complete and _equal(target, source)
+
+
+def test_a_break_costs_nothing_of_what_has_come() -> None:
+    """Of the connection, and of the epoch: another peer goes on with the rest."""
+    source, target = _stage(0), _stage(1)
+    _step(source, 0)
+    server, receiver, description = _describe(source, target, rate=1e5)
+    whole = receiver.missing
+    receiver.begin(description, A)
+    while receiver.missing > whole - 3:
+        receiver.wait(0.01)
+    server.close()
+    receiver.stop()
+    kept = receiver.missing
+    assert 0 < kept <= whole - 3
+    for stage in (source, target):
+        _step(stage, 1)
+    receiver.agreed(2, corrected=False)
+    wire: Any = _Wire()
+    with closing(StateServer(source, "127.0.0.1", None)) as other:
+        other.send_description(wire, B, 0)
+        receiver.begin(receiver.receive_description(wire, A), A)
+        assert receiver.missing <= kept
+        receiver.wait(10)
+    assert receiver.complete and _equal(target, source)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_roll_back_takes_back_what_came_later(corrected: bool) -> None:
+    source, target = _stage(0), _stage(1)
+    _step(source, 0)
+    server, receiver, description = _describe(source, target)
+    for stage in (source, target):
+        _step(stage, 1)
+    receiver.begin(description, A)  # all pieces are of two steps
+    receiver.wait(10)
+    server.close()
+    receiver.stop()
+    assert receiver.complete
+    if corrected:
+        receiver.agreed(2, corrected=True)
+    else:
+        for stage in (source, target):
+            stage.roll_back()
+        receiver.agreed(1, corrected=False)
+    assert receiver.missing > 10
+
+
+def test_all_wait_for_a_state_whose_optimizer_mixes_elements() -> None:
+    make = lambda p: _Whole(p, lr=0.1, momentum=0.9)  # noqa: E731
+    source, target = _stage(0, make), _stage(1, make)
+    _step(source, 0)
+    server, receiver, description = _describe(source, target)
+    with closing(server):
+        assert receiver.blocking
+        receiver.begin(description, A)
+        receiver.wait(10)
+        assert receiver.complete and not receiver.blocking and _equal(target, source)
+
+
+# -- what must not pass ----------------------------------------------------------------------------
+
+
+def test_a_damaged_piece_is_not_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for again, and people are told."""
+    source, target = _stage(0), _stage(1)
+    _step(source, 0)
+    said: list[str] = []
+    wire: Any = _Wire()
+    server, receiver = StateServer(source, "127.0.0.1", None), StateReceiver(target, said.append)
+    copy, damaged = server._copy, []
+
+    def once_damaged(number: int, piece: Any) -> tuple[bytes, bytes]:
+        header, payload = copy(number, piece)
+        if number == 2 and not damaged:
+            damaged.append(number)
+            payload = bytes([payload[0] ^ 1]) + payload[1:]
+        return header, payload
+
+    monkeypatch.setattr(server, "_copy", once_damaged)
+    with closing(server):
+        server.send_description(wire, B, 0)
+        receiver.begin(receiver.receive_description(wire, A), A)
+        receiver.wait(10)
+        assert receiver.complete and _equal(target, source)
+    assert damaged and any("checksum" in text and "W0_0" in text for text in said)
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
+    target = _stage(1, width=16)
     before = target.parameters_sha256()
-    with pytest.raises(StateTransferError, match="the state from W0_0 can't be used"):
-        _exchange(source, target)
-    assert target.parameters_sha256() == before
+    receiver = StateReceiver(target, lambda text: None)
+    wire: Any = _Wire()
+    with closing(StateServer(_stage(0), "127.0.0.1", None)) as server:
+        for attempt in range(state_transfer.STATE_ATTEMPTS):
+            server.send_description(wire, B, 1 << 20)
+            last = attempt == state_transfer.STATE_ATTEMPTS - 1
+            with pytest.raises(GaveUp if last else StateTransferError, match="the state from W0_0 can't be used"):
+                receiver.receive_description(wire, A)
+    assert target.parameters_sha256() == before and not receiver.begun
 
 
-def test_a_state_of_another_model_is_refused() -> None:
-    with pytest.raises(StateTransferError, match="the state from W0_0 can't be used"):
-        _exchange(_stage(4), _stage(3))
+@pytest.fixture
+def server() -> Iterator[StateServer]:
+    with closing(StateServer(_stage(0), "127.0.0.1", None)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("opening", [b"", b"x" * 32, b"\x00" * 4096])
+def test_nothing_is_given_without_the_secret(server: StateServer, opening: bytes) -> None:
+    with socket.create_connection(server.address, 5) as stranger:
+        stranger.sendall(opening)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(5)
+        assert _end_of(stranger) == b""
+
+
+def test_strangers_do_not_use_up_threads(server: StateServer) -> None:
+    before = threading.active_count()
+    strangers = [socket.create_connection(server.address, 5) for _ in range(3 * state_transfer.MAX_CONNECTIONS)]
+    try:
+        strangers[-1].settimeout(5)
+        assert _end_of(strangers[-1]) == b""
+        assert threading.active_count() - before <= state_transfer.MAX_CONNECTIONS
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def _end_of(connection: socket.socket) -> bytes:
+    """What comes before the other end closes."""
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:
+        return b""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -242,7 +242,7 @@ class _Steps:
     def settle(self) -> bool:
         return self._left is not None
 
-    def take(self) -> float:
+    def take(self, incomplete: int) -> float:
         return 0.0
 
 
@@ -283,8 +283,8 @@ def train(
         )
         made: list[Transfers] = []
 
-        def transfers(layout: Layout) -> Transfers:
-            made.append(kind(lines, layout))
+        def transfers(layout: Layout, neighbours: Collection[Worker]) -> Transfers:
+            made.append(kind(lines, layout, neighbours))
             return made[-1]
 
         incoming = boundaries[me.stage - 1] if me.stage else ()

@@ -141,6 +141,7 @@ def run_script(
         ),
         coordination,
         coordination.hear,
+        catalog,
     )
     with contextlib.suppress(Stopped):
         launcher.run()

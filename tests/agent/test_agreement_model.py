@@ -1,0 +1,24 @@
+"""The agreement in every order of events that two pipelines of two stages can have with one death and one return;
+with more of them, and on more workers, in tests/chaos."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.job import Worker
+from tests.agent.agreement_model import IDLE, REPLICA, Model, Violation
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["staggered", "waits"])
+@pytest.mark.parametrize("lazy", [frozenset(), IDLE, REPLICA], ids=["all-work", "one-idle", "replica-dropped"])
+def test_every_order_leads_to_an_agreement(lazy: frozenset[Worker], waits: bool) -> None:
+    found = Model(2, 2, iterations=3, deaths=1, returns=1, lazy=lazy, waits=waits).explore()
+    assert found > 10_000, "the model has moved"
+
+
+@pytest.mark.parametrize("without", ["barrier", "finishes"])
+def test_each_rule_is_needed(without: str) -> None:
+    """The model finds the order of events in which a stage's last survivor is two iterations behind."""
+    model = Model(2, 2, iterations=3, deaths=1, returns=0, lazy=IDLE, **{without: False})  # type: ignore[arg-type]
+    with pytest.raises(Violation):
+        model.explore()

@@ -1,0 +1,101 @@
+"""A worker that joins takes a state that is slow to come: the others train on, and nothing shows in the bits."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from agent.recipe import HandOver, Recipe
+from agent.timeouts import Timeouts
+from agent.workload import NamedWorkload
+from tests.agent.local_jobs import LocalJob, fault_free_losses
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+
+# Some 1.6 MB of state a stage, which take 8 s to come, and a time-out for transfers that is shorter.
+WIDE = {"width": 96, "heads": 2, "sequence": 16, "batch": 2}
+GRID: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
+SLOW = HandOver(at_once=0, rate=2e5)
+SHORT = Timeouts(form=60.0, transfer=5.0, group=6.0)
+
+
+def _job(**options: Any) -> LocalJob:
+    return LocalJob(
+        **GRID,
+        workload=NamedWorkload("agent.examples.gpt:Gpt", WIDE),
+        hand_over=SLOW,
+        timeouts=SHORT,
+        kills=("W1_1@1:I1",),
+        pace=0.005,
+        **options,
+    )
+
+
+def _losses(iterations: int, **options: Any) -> list[str]:
+    return fault_free_losses(iterations, **GRID, workload=NamedWorkload("agent.examples.gpt:Gpt", WIDE), **options)
+
+
+def _restart_at_the_first_failure(job: LocalJob, line: dict[str, Any]) -> None:
+    if "failure" in line and line["failure"]["worker"] == "W1_1" and not job.said("ready")[6:]:
+        job.start("W1_1")
+
+
+def _trained_while_it_came(job: LocalJob, epoch: int) -> int:
+    """Iterations that the others committed in the epoch before the newcomer had its state."""
+    at = next(i for i, (w, m) in enumerate(job.messages) if (w, m["kind"], m.get("epoch")) == ("W1_1", "formed", epoch))
+    before = {m["iteration"] for w, m in job.messages[:at] if m["kind"] == "committed" and m["epoch"] == epoch}
+    return len(before)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(clip_norm=0.5)], ids=["plain", "clipped"])
+def test_the_others_train_on_while_the_state_comes(recipe: Recipe) -> None:
+    """It takes longer than any time-out; with clipping, steps are put right while it comes."""
+
+    def until_it_trains(job: LocalJob, line: dict[str, Any]) -> None:
+        _restart_at_the_first_failure(job, line)
+        if "iteration" in line and job.said("formed", epoch=3)[5:] and job.iterations[-1]["epoch"] == 3:
+            formed = next(
+                m["iteration"] for w, m in job.messages if m["kind"] == "formed" and w == "W1_1" and m["epoch"] == 3
+            )
+            if line["iteration"] >= formed + 2:
+                job.stop()
+
+    job = _job(recipe=recipe, on_line=until_it_trains).run()
+    assert job.losses == _losses(len(job.losses), recipe=recipe)
+    assert job.dead == ["W1_1"], "nobody was put out"
+    assert not job.said("broken", epoch=3)
+    assert _trained_while_it_came(job, 3) >= 10
+    assert {i["epoch"] for i in job.iterations} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("victim", ["W1_1", "W0_1", "W2_0"])
+def test_a_death_while_the_state_comes(victim: str) -> None:
+    """Of the newcomer, of a peer that may be the one that gives it, of somebody else: what has come stays good."""
+    struck: list[str] = []
+
+    def act(job: LocalJob, line: dict[str, Any]) -> None:
+        _restart_at_the_first_failure(job, line)
+        trained = [i for i in job.iterations if i["epoch"] == 3]
+        if len(trained) >= 5 and not struck:
+            struck.append(victim)
+            job.signal(victim, signal.SIGKILL)
+        newest = job.iterations[-1]["epoch"] if job.iterations else 0
+        if newest > 3:
+            complete = victim == "W1_1" or "W1_1" in job.said("formed", epoch=newest)
+            if complete and len([i for i in job.iterations if i["epoch"] == newest]) >= 4:
+                job.stop()
+
+    job = _job(on_line=act).run()
+    assert struck and job.losses == _losses(len(job.losses))
+    assert job.dead == sorted(["W1_1", victim])
+    assert job.iterations[-1]["living"] == 5
+
+
+def test_a_job_that_ends_meanwhile_ends() -> None:
+    job = _job(iterations=25, on_line=_restart_at_the_first_failure).run()
+    assert job.losses == _losses(25)
+    (final,) = [line["final"] for line in job.lines if "final" in line]
+    undisturbed = LocalJob(iterations=25, **GRID, workload=NamedWorkload("agent.examples.gpt:Gpt", WIDE)).run()
+    assert [final] == [line["final"] for line in undisturbed.lines if "final" in line]
