@@ -47,6 +47,7 @@ class LocalJob:
         workload: NamedWorkload | None = None,
         timeouts: Timeouts | None = None,
         hand_over: HandOver | None = None,
+        plans: type[Catalog] = Catalog,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
         on_epoch: Callable[[LocalJob, Any], None] = lambda job, deployment: None,
@@ -58,7 +59,7 @@ class LocalJob:
         self.messages: list[tuple[str, Message]] = []
         self.void: list[Message] = []
         self._on_line, self._on_message, self._on_epoch = on_line, on_message, on_epoch
-        catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+        catalog = plans(job, Technique.STAGGERED, MemoryLimit("uniform"))
         self.launcher = _WatchedLauncher(
             LaunchOptions(
                 job=job,
