@@ -17,6 +17,7 @@ from agent.communicator import Groups
 from agent.devices import completion, on_device
 from agent.faults import FaultInjector
 from agent.ledger import Redo
+from agent.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, Progress
 from agent.op_times import OpTimes
 from agent.pacing import PacedDevice
 from agent.randomness import seed_for
@@ -38,7 +39,8 @@ class Executor:
 
     pace: seconds an op of each kind is stretched to (see agent.pacing). interrupted: asked before
     every op. committed: called with (iteration, loss) right after a step, before anything that can
-    fail; the loss is 0 but on the last stage. keeps_finished: `abandon` keeps whole micro-batches.
+    fail; the loss is 0 but on the last stage. keeps_finished: `abandon` keeps whole micro-batches. progress: is told
+    what this thread is at.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class Executor:
         boundaries: Boundaries,
         keeps_finished: bool = False,
         device: torch.device = CPU,
+        progress: Progress | None = None,
     ) -> None:
+        self._progress = progress or Progress()
         self.times = OpTimes()
         self.timeline = Timeline()
         self._me, self._job, self._seed = me, job, seed
@@ -109,6 +113,7 @@ class Executor:
         for op in script.ops:
             if self._interrupted():
                 raise Interrupted
+            self._progress.at(VALIDATION)
             self._void = self._void or self._steps.overturned() or (op.kind == "O" and self._steps.settle())
             if self._void:
                 self._pass_on(op.kind, (op.pipeline, op.micro_batch))
@@ -121,7 +126,10 @@ class Executor:
             self.timeline.drop()
         self.timeline.finish(script.ops)
         # What went out an iteration ago has been received by now: its receiver has answered since.
+        self._progress.at(WAITING)
         self._transfers.let_go(iteration)
+        self._progress.at(AT_REST)
+        self._progress.warmed_up()
 
     def set_pace(self, pace: Mapping[str, float]) -> None:
         """Seconds by op kind, from the next op on."""
@@ -133,12 +141,16 @@ class Executor:
         Between two iterations only: afterwards this worker may leave the groups without anybody
         missing anything. Raises TransferError, or NonFiniteError.
         """
+        self._progress.at(VALIDATION)
         self._steps.drain()
+        self._progress.at(WAITING)
         if self._groups is not None:
             self._transfers.let_go()
+        self._progress.at(AT_REST)
 
     def abandon(self) -> None:
         """Drops the iteration in flight and every transfer; of what is summed, as the recipe says."""
+        self._progress.at(LEAVING)
         if self._groups is not None:
             self._transfers.drop()
             self._groups = None
@@ -147,6 +159,7 @@ class Executor:
         self._stage.abandon(keep_settled=self._keeps_finished and whole)
         self.timeline.drop()
         self._steps.abandon()
+        self._progress.at(AT_REST)
 
     def forget_finished(self) -> None:
         """Drops what `abandon` has kept."""
@@ -157,18 +170,21 @@ class Executor:
     def _forward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "F", *key)
         seed = seed_for("stage", self._seed, self._iteration, *key, self._me.stage)
-        x = (
-            self._received("F", key)
-            if key in self._script.before
-            else self._here(self._workload.inputs(self._seed, self._iteration, *key))
-        )
+        if key in self._script.before:
+            x = self._received("F", key)
+        else:
+            self._progress.at(DATA, key)
+            x = self._here(self._workload.inputs(self._seed, self._iteration, *key))
         started = time.monotonic()
         if self._last:
+            self._progress.at(DATA, key)
             targets = self._here(self._workload.targets(self._seed, self._iteration, *key))
+            self._progress.at("F", key)
             share = 1.0 / (self._job.pipelines * self._job.micro_batches)
             self._stage.forward(key, x, seed=seed, loss=lambda y: self._workload.loss(y, targets) * share)
             self._finish("F", started)
             return
+        self._progress.at("F", key)
         y = check_output(self._me.stage, self._outgoing, self._stage.forward(key, x, seed=seed))
         self._finish("F", started)
         self._transfers.send("F", key, dict(enumerate(y)))
@@ -176,6 +192,7 @@ class Executor:
     def _input_backward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "I", *key)
         dy = self._received("I", key) if key in self._script.after else None
+        self._progress.at("I", key)
         started = time.monotonic()
         dx = self._stage.input_backward(key, dy)
         self._finish("I", started)
@@ -183,6 +200,7 @@ class Executor:
 
     def _weight_backward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "W", *key)
+        self._progress.at("W", key)
         started, counted = time.monotonic(), self._stage.counted(key)
         self._stage.weight_backward(key)
         if not counted:
@@ -192,6 +210,7 @@ class Executor:
         """B, coupled: the gradient goes upstream only when W is done too, as in the plan."""
         self._faults.before(self._iteration, "I", *key)
         dy = self._received("I", key) if key in self._script.after else None
+        self._progress.at("B", key)
         started, counted = time.monotonic(), self._stage.counted(key)
         dx = self._stage.input_backward(key, dy)
         self._faults.before(self._iteration, "W", *key)
@@ -202,9 +221,11 @@ class Executor:
     def _step(self) -> None:
         self._faults.before(self._iteration, "R")
         self._reducing = True
+        self._progress.at(WAITING)
         arrived = time.monotonic()
         self._transfers.reduce(self._stage.gradients.buffer)
         reduced = time.monotonic()
+        self._progress.at("O")
         # What the reduction itself takes; the rest was waiting for peers.
         self._reduction = min(self._reduction, reduced - arrived)
         self._device.waited()
@@ -249,6 +270,7 @@ class Executor:
 
     def _received(self, kind: str, key: MicroBatch) -> Any:
         """The boundary's tensor, or all of them as a tuple; None for a gradient that does not travel."""
+        self._progress.at(WAITING, key)
         arrived = self._transfers.receive(kind, key)
         self._device.received()
         width = len(self._incoming if kind == "F" else self._outgoing)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from agent.clock import Offset, offset_to_console
+from agent.liveness import Progress
 from agent.log_tail import LogTail
 from agent.outbox import Outbox
 from agent.protocol import (
@@ -39,13 +40,14 @@ QUEUE = 1000
 class Status:
     """What a heartbeat says; written by the training thread, read by the reporting one.
 
-    timeline: of the ops that run here, where somebody records them."""
+    timeline: of the ops that run here, where somebody records them. progress: what the training thread is at."""
 
     epoch: int = 0
     iteration: int = 0
     phase: str = "starting"
     take_op_milliseconds: Callable[[], dict[str, float]] = field(default=dict)
     timeline: Timeline = field(default_factory=Timeline)
+    progress: Progress = field(default_factory=Progress)
 
 
 class HeartbeatThread(threading.Thread):

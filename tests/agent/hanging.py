@@ -1,8 +1,12 @@
-"""The example's model, whose data loader hangs once: `--workload tests.agent.hanging:Hanging`."""
+"""The example's model, which hangs once: `--workload tests.agent.hanging:Hanging` in its data loader, and
+`tests.agent.hanging:SlowForward` in its forward."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +26,31 @@ class Hanging(Gpt):
             self._once.unlink()
             threading.Event().wait()
         return super().inputs(seed, iteration, pipeline, micro_batch)
+
+
+class SlowForward(Gpt):
+    """once: a file. Whoever computes a loss, after `calls` others in its process, takes it away and is at it for
+    `seconds` (0: for ever). gil: it computes all that time, and lets no other thread of its process run."""
+
+    def __init__(self, once: str, calls: int, seconds: float = 0.0, gil: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._once, self._calls, self._seconds, self._gil = Path(once), calls, seconds, gil
+
+    def loss(self, output: Any, targets: Any) -> Any:
+        self._calls -= 1
+        if self._calls < 0 and self._once.exists():
+            with contextlib.suppress(FileNotFoundError):
+                self._once.unlink()
+                self._linger()
+        return super().loss(output, targets)
+
+    def _linger(self) -> None:
+        if not self._gil:
+            threading.Event().wait(self._seconds or None)
+            return
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(3600)
+        until = time.monotonic() + (self._seconds or float("inf"))
+        while time.monotonic() < until:
+            pass
+        sys.setswitchinterval(interval)
