@@ -33,8 +33,6 @@ from agent.workload import WorkloadSource
 from planner.job import Job, Worker
 
 TURN_SECONDS = 0.25
-PAUSES = 4.0
-"""In `timeouts.silence`: of so many parts one is a silence that may be the listener's own."""
 
 
 class JobFailed(Exception):
@@ -96,7 +94,7 @@ class Launcher:
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
         self._turns = Turns(boot_clock)
-        self._silences = Silences(options.timeouts.silence / PAUSES, time.monotonic())
+        self._silences = Silences(options.timeouts.pause, time.monotonic())
         self._committed_in = 0, -1
         """The newest epoch that somebody has committed an iteration in, and the newest of these."""
         self._nobody_due = 0.0

@@ -51,8 +51,17 @@ class Timeouts:
                 raise InputError(option(name), getattr(self, name), "more than 0 seconds, at most a day")
         if self.group <= self.transfer:
             raise InputError(option("group"), self.group, f"more than --transfer-timeout ({self.transfer:g} s)")
+        if self.silence < 4 * ALIVE_SECONDS:
+            raise InputError(
+                option("silence"), self.silence, f"at least {4 * ALIVE_SECONDS:g} s, four words of a worker"
+            )
         if self.first_op < self.op:
             raise InputError(option("first_op"), self.first_op, f"at least --op-timeout ({self.op:g} s)")
+
+    @property
+    def pause(self) -> float:
+        """Seconds after which a silence may be that of the listener, or of all: well below one that is a death."""
+        return max(2.5 * ALIVE_SECONDS, self.silence / 4)
 
     def check_above(self, dead: float) -> None:
         """dead: seconds of silence after which a worker is out. Raises InputError."""

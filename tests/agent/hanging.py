@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -29,19 +28,24 @@ class Hanging(Gpt):
 
 
 class SlowForward(Gpt):
-    """once: a file. Whoever computes a loss, after `calls` others in its process, takes it away and is at it for
-    `seconds` (0: for ever). gil: it computes all that time, and lets no other thread of its process run."""
+    """once: a file. Whoever computes a loss of that iteration and pipeline takes it away and is at it for `seconds`
+    (0: for ever). gil: it computes all that time, and lets no other thread of its process run."""
 
-    def __init__(self, once: str, calls: int, seconds: float = 0.0, gil: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, once: str, iteration: int, pipeline: int, seconds: float = 0.0, gil: bool = False, **settings: Any
+    ) -> None:
         super().__init__(**settings)
-        self._once, self._calls, self._seconds, self._gil = Path(once), calls, seconds, gil
+        self._once, self._where, self._seconds, self._gil = Path(once), (iteration, pipeline), seconds, gil
+        self._at = (-1, -1)
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
+        self._at = iteration, pipeline
+        return super().targets(seed, iteration, pipeline, micro_batch)
 
     def loss(self, output: Any, targets: Any) -> Any:
-        self._calls -= 1
-        if self._calls < 0 and self._once.exists():
-            with contextlib.suppress(FileNotFoundError):
-                self._once.unlink()
-                self._linger()
+        if self._at == self._where and self._once.exists():
+            self._once.unlink()
+            self._linger()
         return super().loss(output, targets)
 
     def _linger(self) -> None:

@@ -28,7 +28,7 @@ def job_of(workload: str, options: dict[str, Any], timeouts: Timeouts = SHORT, *
 
 @pytest.mark.parametrize(
     ("workload", "where", "stage"),
-    [("Hanging", {"iteration": 5, "pipeline": 1}, 0), ("SlowForward", {"calls": 10}, 1)],
+    [("Hanging", {"iteration": 5, "pipeline": 1}, 0), ("SlowForward", {"iteration": 5, "pipeline": 1}, 1)],
     ids=["in its data", "in its forward"],
 )
 def test_a_worker_that_hangs_is_ended_and_says_where_it_stood(
@@ -64,7 +64,9 @@ def test_what_is_slow_before_it_was_ever_measured_is_no_hang(tmp_path: Path) -> 
     once = tmp_path / "once"
     once.touch()
     timeouts = Timeouts(op=1.0)
-    job = job_of("SlowForward", {"once": str(once), "calls": 0, "seconds": 6.0}, timeouts, iterations=4).run()
+    job = job_of(
+        "SlowForward", {"once": str(once), "iteration": 0, "pipeline": 0, "seconds": 6.0}, timeouts, iterations=4
+    ).run()
     assert not once.exists() and not job.dead
     assert job.losses == fault_free_losses(4, **GRID)
 
@@ -73,7 +75,7 @@ def test_a_library_that_lets_nobody_speak_while_it_computes_is_no_silence(tmp_pa
     """For longer than a silence is borne, and than such an op may take."""
     once = tmp_path / "once"
     once.touch()
-    options = {"once": str(once), "calls": 10, "seconds": 7.0, "gil": True}
+    options = {"once": str(once), "iteration": 5, "pipeline": 0, "seconds": 7.0, "gil": True}
     job = job_of("SlowForward", options, Timeouts(op=4.0), hang_seconds=4.0, iterations=12).run()
     assert not once.exists() and not job.dead
     assert job.losses == fault_free_losses(12, **GRID)
@@ -87,8 +89,8 @@ def test_one_that_never_lets_go_is_ended(tmp_path: Path) -> None:
         if len([i for i in job.iterations if i["living"] == 3]) >= 2:
             job.stop()
 
-    options = {"once": str(once), "calls": 10, "gil": True}
+    options = {"once": str(once), "iteration": 5, "pipeline": 0, "gil": True}
     # Paced, so that its ops are measured by then, and that is known.
-    job = job_of("SlowForward", options, Timeouts(op=2.0), hang_seconds=2.0, on_line=act, pace=0.1).run()
+    job = job_of("SlowForward", options, Timeouts(op=2.0), hang_seconds=4.0, on_line=act, pace=0.1).run()
     assert len(job.dead) == 1
     assert job.losses == fault_free_losses(len(job.losses), **GRID)

@@ -17,7 +17,7 @@ from agent.liveness import AT_REST, DATA, WAITING, Progress, Silences, Turns, ac
 from agent.timeouts import TIMES_LONGEST, Timeouts
 
 LIMITS = Timeouts()
-PAUSE, TURN = LIMITS.silence / 4, 0.25
+PAUSE, TURN = LIMITS.pause, 0.25
 
 
 class World:
@@ -248,7 +248,7 @@ def test_an_op_that_ends_before_the_thread_that_beats_is_woken_counts_without_th
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"silence": 0.0}, {"op": -1.0}, {"first_op": 5.0}, {"start": float("nan")}, {"op": 1e6}]
+    "wrong", [{"silence": 0.0}, {"silence": 3.0}, {"op": -1.0}, {"first_op": 5.0}, {"start": float("nan")}, {"op": 1e6}]
 )
 def test_limits_that_make_no_sense_are_refused_by_their_option(wrong: dict[str, float]) -> None:
     from planner.errors import InputError
