@@ -177,6 +177,9 @@ class Launcher:
     def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
         if entry.put_out:
             return
+        if message["kind"] == "computes":  # said by the launcher of its node: it can't speak itself
+            entry.lived_at = time.monotonic()
+            return
         entry.heard_at, entry.spoke = time.monotonic(), True
         if message.get("epoch", entry.since) < entry.since:
             return
@@ -191,8 +194,6 @@ class Launcher:
             case "alive":
                 entry.op_limit = message["op_limit"]
                 self._heard_of(entry, message["standing"])
-            case "computes":  # said by the launcher of its node: it can't speak itself
-                entry.lived_at = entry.heard_at
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":

@@ -58,7 +58,7 @@ class WorkerProcess:
     says is void. since: the epoch with which it came to its place; what it says of earlier ones concerns
     its place before, came_from. slot: the lowest number that no other process of this node had at its
     start, so also its GPU's where it has one. lived_at: when its system last showed that it is at work.
-    stopped: by a signal. op_limit: seconds that any of its ops may take. overdue: set while one takes longer.
+    stopped: by a signal. looked_at: when that was asked last. op_limit: seconds that any of its ops may take. overdue: set while one takes longer.
     """
 
     worker: Worker
@@ -76,12 +76,14 @@ class WorkerProcess:
     spoke: bool = False
     lived_at: float = float("-inf")
     stopped: bool = False
+    looked_at: float = float("-inf")
     op_limit: float | None = None
     overdue: Standing | None = None
     _activity: Activity | None = None
 
     def look(self, now: float) -> None:
         """Asks the system what the process does; of one on another node its launcher does that."""
+        self.looked_at = now
         if self.process.pid is None:
             return
         before, self._activity = self._activity, activity(self.process.pid)

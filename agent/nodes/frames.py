@@ -130,10 +130,12 @@ def greet(connection: socket.socket, token: str, side: Side) -> Frames:
 
 
 def _notice_loss(connection: socket.socket) -> None:
-    """A host that is gone without a word breaks the connection after about ten seconds."""
+    """A host that is gone without a word breaks the connection after half a minute: one that is suspended for as long
+    as a silence is borne comes back to it. A launcher that stands still does not, whose host answers for it; but what
+    it does not read fills up, and a sender that waits on that must not give up as on a lost host."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000)):
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 600_000)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
