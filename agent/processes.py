@@ -58,7 +58,8 @@ class WorkerProcess:
     says is void. since: the epoch with which it came to its place; what it says of earlier ones concerns
     its place before, came_from. slot: the lowest number that no other process of this node had at its
     start, so also its GPU's where it has one. lived_at: when its system last showed that it is at work.
-    stopped: by a signal. looked_at: when that was asked last. op_limit: seconds that any of its ops may take. overdue: set while one takes longer.
+    stopped: by a signal. looked_at: when that was asked last. op_limit: seconds that any of its ops may
+    take. overdue: set while one takes longer.
     """
 
     worker: Worker
