@@ -349,9 +349,8 @@ class Launcher:
         """What a worker is at."""
         where = told.pop("where", "")
         standing = Standing(**told)
-        first = entry.overdue is None
-        entry.overdue = standing if standing.overdue else None
-        if entry.overdue is not None and first:
+        known, entry.standing = entry.standing, standing
+        if standing.overdue and (known is None or not known.overdue):
             self._listener({"warning": f"{entry.worker} is at {standing} for {standing.seconds:.0f} s; {where}"})
 
     def _all_live(self, epoch: int, iteration: int) -> None:
@@ -400,12 +399,12 @@ class Launcher:
             if computes and silent <= borne + (limits.first_op if entry.op_limit is None else entry.op_limit):
                 return None
             return f"was silent for {silent:.0f} s" + (", stopped by a signal" if entry.stopped else "")
-        standing = entry.overdue
-        if standing is None or standing.limit is None:
+        standing = entry.standing
+        if standing is None or standing.limit is None or not standing.overdue:
             return None
         peers = [e for e in self._pool.running.values() if e.member and e.worker.stage == entry.worker.stage]
-        # Where a whole stage is overdue, what it waits for (a disk, the data) is slow, and nobody would be left.
-        alone = all(e.overdue is not None for e in peers)
+        # Where a whole stage is at something for long, a disk is slow, or the data: and nobody would be left.
+        alone = all(e.standing is not None and e.standing.lags for e in peers)
         limit = max(standing.limit, limits.first_op) if alone else standing.limit
         if standing.seconds <= limit:
             return None

@@ -102,6 +102,11 @@ class Standing:
     def overdue(self) -> bool:
         return self.limit is not None and self.seconds > self.limit
 
+    @property
+    def lags(self) -> bool:
+        """Is it well on its way to be overdue? Who began at about the same time as one that is, is so, too."""
+        return self.limit is not None and self.seconds > self.limit / 2
+
     def __str__(self) -> str:
         names = {DATA: "loading the data", VALIDATION: "settling the step before", LEAVING: "leaving an iteration"}
         what = names.get(self.kind, f"op {self.kind}")

@@ -59,7 +59,7 @@ class WorkerProcess:
     its place before, came_from. slot: the lowest number that no other process of this node had at its
     start, so also its GPU's where it has one. lived_at: when its system last showed that it is at work.
     stopped: by a signal. looked_at: when that was asked last. op_limit: seconds that any of its ops may
-    take. overdue: set while one takes longer.
+    take. standing: what it said last that it is at.
     """
 
     worker: Worker
@@ -79,7 +79,7 @@ class WorkerProcess:
     stopped: bool = False
     looked_at: float = float("-inf")
     op_limit: float | None = None
-    overdue: Standing | None = None
+    standing: Standing | None = None
     _activity: Activity | None = None
 
     def look(self, now: float) -> None:

@@ -27,6 +27,19 @@ class Hanging(Gpt):
         return super().inputs(seed, iteration, pipeline, micro_batch)
 
 
+class SlowData(Gpt):
+    """All that load the first micro-batch of that iteration are at it for `seconds`, as on a disk that stalls."""
+
+    def __init__(self, iteration: int, seconds: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._iteration, self._seconds = iteration, seconds
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
+        if (iteration, micro_batch) == (self._iteration, 0):
+            time.sleep(self._seconds)
+        return super().inputs(seed, iteration, pipeline, micro_batch)
+
+
 class SlowForward(Gpt):
     """once: a file. Whoever computes a loss of that iteration and pipeline takes it away and is at it for `seconds`
     (0: for ever). gil: it computes all that time, and lets no other thread of its process run."""

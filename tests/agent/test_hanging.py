@@ -94,3 +94,11 @@ def test_one_that_never_lets_go_is_ended(tmp_path: Path) -> None:
     job = job_of("SlowForward", options, Timeouts(op=2.0), hang_seconds=4.0, on_line=act, pace=0.1).run()
     assert len(job.dead) == 1
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
+def test_a_stage_that_is_slow_as_a_whole_is_not_put_out() -> None:
+    """Its disk is: who would go on without it?"""
+    job = job_of("SlowData", {"iteration": 8, "seconds": 8.0}, iterations=12, pace=0.02).run()
+    assert not job.dead
+    assert job.losses == fault_free_losses(12, **GRID)
+    assert [line for line in job.lines if "warning" in line and "loading the data" in line["warning"]]

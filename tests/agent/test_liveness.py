@@ -10,11 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 
 import pytest
 
+from agent.heartbeat import doing
 from agent.liveness import AT_REST, DATA, WAITING, Progress, Silences, Turns, activity, wait_awake
+from agent.nodes.server import NodeServer
+from agent.processes import WorkerProcess
 from agent.timeouts import TIMES_LONGEST, Timeouts
+from planner.job import Worker as Cell
 
 LIMITS = Timeouts()
 PAUSE, TURN = LIMITS.pause, 0.25
@@ -258,6 +263,18 @@ def test_limits_that_make_no_sense_are_refused_by_their_option(wrong: dict[str, 
     assert error.value.field == f"--{next(iter(wrong)).replace('_', '-')}-timeout"
 
 
+def test_what_a_worker_is_at_travels_with_its_heartbeat() -> None:
+    worker = trained()
+    worker.progress.at("F", (1, 3))
+    worker.spend(2)
+    told = doing(worker.progress)
+    assert told is not None
+    assert (told.kind, told.pipeline, told.micro_batch, told.limit) == ("F", 1, 3, LIMITS.op)
+    assert told.seconds == pytest.approx(2)
+    worker.progress.at(AT_REST)
+    assert doing(worker.progress) is None
+
+
 # -- what the system says ------------------------------------------------------------------------
 
 
@@ -302,3 +319,39 @@ def test_a_wait_that_was_suspended_has_the_rest_of_its_time(monkeypatch: pytest.
     assert wait_awake(Suspended(), 120.0)
     assert len(waits) == 30 and max(waits) <= 1.0
     assert not wait_awake(threading.Event(), 0.01)
+
+
+class Sent(list[dict[str, object]]):
+    def send(self, message: dict[str, object]) -> None:
+        self.append(message)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_node_s_launcher_vouches_for_a_worker_that_computes_and_for_no_other() -> None:
+    """The lead can't look at processes of another host."""
+    server = NodeServer(1, ("127.0.0.1", 1), None, None, lambda text: None)
+    programs = {"busy": "while True: pass", "idle": "import time; print(flush=True); time.sleep(600)"}
+    processes = {n: subprocess.Popen([sys.executable, "-c", text], stdout=-1) for n, text in programs.items()}
+    try:
+        out = processes["idle"].stdout
+        assert out is not None and out.readline()
+        for name, process in processes.items():
+            pipe, _ = Pipe()
+            entry = WorkerProcess(Cell(0, 0), name, process, pipe, heard_at=float("-inf"))  # type: ignore[arg-type]
+            server._entries[name] = entry
+        time.sleep(0.2)
+        sent = Sent()
+        for _ in range(3):
+            for entry in server._entries.values():
+                entry.looked_at = float("-inf")
+            server._vouch(sent)  # type: ignore[arg-type]
+            time.sleep(0.1)
+        assert {message["incarnation"] for message in sent} == {"busy"}
+        server._entries["busy"].heard_at = time.monotonic()
+        sent.clear()
+        server._vouch(sent)  # type: ignore[arg-type]
+        assert not sent, "who speaks needs nobody to speak for it"
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()

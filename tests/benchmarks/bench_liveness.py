@@ -1,8 +1,8 @@
 """False deaths of a job that is suspended again and again, and how soon a worker that hangs is out of it.
 
 A real job of 3 x 4 workers with ops of 40 ms. At random moments everybody, the launcher alone or all workers stand
-still for 5 to 120 s, while other processes burn processor time; nobody should be lost. Then jobs in which one worker hangs in
-its forward: seconds until it is put out, which should be 30 at most.
+still for 5 to 120 s, while other processes burn processor time; nobody should be lost. Then jobs in which one worker
+hangs in its forward: seconds until it is put out, which should be 30 at most.
 
     python -m tests.benchmarks.bench_liveness --minutes 30 --burners 40
     python -m tests.benchmarks.bench_liveness --minutes 2 --longest 30     # shorter
