@@ -17,6 +17,7 @@ from agent.communicator import Groups
 from agent.devices import completion, on_device
 from agent.faults import FaultInjector
 from agent.ledger import Redo
+from agent.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, Progress
 from agent.op_times import OpTimes
 from agent.pacing import PacedDevice
 from agent.randomness import seed_for
@@ -39,8 +40,8 @@ class Executor:
 
     pace: seconds an op of each kind is stretched to (see agent.pacing). interrupted: asked before
     every op. committed: called with (iteration, loss) right after a step, before anything that can
-    fail; the loss is 0 but on the last stage. keeps_finished: `abandon` keeps whole micro-batches.
-    incomplete: does this worker still take its state from a peer?
+    fail; the loss is 0 but on the last stage. keeps_finished: `abandon` keeps whole micro-batches. progress: is told
+    what this thread is at. incomplete: does this worker still take its state from a peer?
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Executor:
         boundaries: Boundaries,
         keeps_finished: bool = False,
         device: torch.device = CPU,
+        progress: Progress | None = None,
         incomplete: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._progress = progress or Progress()
         self.times = OpTimes()
         self.timeline = Timeline()
         self._me, self._job, self._seed = me, job, seed
@@ -121,6 +124,7 @@ class Executor:
         for op in script.ops:
             if self._interrupted():
                 raise Interrupted
+            self._progress.at(VALIDATION)
             self._void = self._void or self._steps.overturned() or (op.kind == "O" and self._steps.settle())
             if self._void:
                 self._pass_on(op.kind, (op.pipeline, op.micro_batch))
@@ -133,7 +137,10 @@ class Executor:
             self.timeline.drop()
         self.timeline.finish(script.ops)
         # What went out an iteration ago has been received by now: its receiver has answered since.
+        self._progress.at(WAITING)
         self._transfers.let_go(iteration)
+        self._progress.at(AT_REST)
+        self._progress.warmed_up()
 
     def set_pace(self, pace: Mapping[str, float]) -> None:
         """Seconds by op kind, from the next op on."""
@@ -145,12 +152,16 @@ class Executor:
         Between two iterations only: afterwards this worker may leave the groups without anybody
         missing anything. Raises TransferError, or NonFiniteError.
         """
+        self._progress.at(VALIDATION)
         self._steps.drain()
+        self._progress.at(WAITING)
         if self._groups is not None:
             self._transfers.let_go()
+        self._progress.at(AT_REST)
 
     def abandon(self) -> None:
         """Drops the iteration in flight and every transfer; of what is summed, as the recipe says."""
+        self._progress.at(LEAVING)
         if self._groups is not None:
             self._transfers.drop()
             self._groups = None
@@ -159,6 +170,7 @@ class Executor:
         self._stage.abandon(keep_settled=self._keeps_finished and whole)
         self.timeline.drop()
         self._steps.abandon()
+        self._progress.at(AT_REST)
 
     def forget_finished(self) -> None:
         """Drops what `abandon` has kept."""
@@ -169,18 +181,21 @@ class Executor:
     def _forward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "F", *key)
         seed = seed_for("stage", self._seed, self._iteration, *key, self._me.stage)
-        x = (
-            self._received("F", key)
-            if key in self._script.before
-            else self._here(self._workload.inputs(self._seed, self._iteration, *key))
-        )
+        if key in self._script.before:
+            x = self._received("F", key)
+        else:
+            self._progress.at(DATA, key)
+            x = self._here(self._workload.inputs(self._seed, self._iteration, *key))
         started = time.monotonic()
         if self._last:
+            self._progress.at(DATA, key)
             targets = self._here(self._workload.targets(self._seed, self._iteration, *key))
+            self._progress.at("F", key)
             share = 1.0 / (self._job.pipelines * self._job.micro_batches)
             self._stage.forward(key, x, seed=seed, loss=lambda y: self._workload.loss(y, targets) * share)
             self._finish("F", started)
             return
+        self._progress.at("F", key)
         y = check_output(self._me.stage, self._outgoing, self._stage.forward(key, x, seed=seed))
         self._finish("F", started)
         self._transfers.send("F", key, dict(enumerate(y)))
@@ -188,6 +203,7 @@ class Executor:
     def _input_backward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "I", *key)
         dy = self._received("I", key) if key in self._script.after else None
+        self._progress.at("I", key)
         started = time.monotonic()
         dx = self._stage.input_backward(key, dy)
         self._finish("I", started)
@@ -195,6 +211,7 @@ class Executor:
 
     def _weight_backward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "W", *key)
+        self._progress.at("W", key)
         started, counted = time.monotonic(), self._stage.counted(key)
         self._stage.weight_backward(key)
         if not counted:
@@ -204,6 +221,7 @@ class Executor:
         """B, coupled: the gradient goes upstream only when W is done too, as in the plan."""
         self._faults.before(self._iteration, "I", *key)
         dy = self._received("I", key) if key in self._script.after else None
+        self._progress.at("B", key)
         started, counted = time.monotonic(), self._stage.counted(key)
         dx = self._stage.input_backward(key, dy)
         self._faults.before(self._iteration, "W", *key)
@@ -214,6 +232,7 @@ class Executor:
     def _step(self) -> None:
         self._faults.before(self._iteration, "R")
         self._reducing = True
+        self._progress.at(WAITING)
         arrived = time.monotonic()
         self._transfers.reduce(self._stage.gradients.buffer)
         # From here on this worker has what its step needs, and takes it whatever breaks: see agent.recovery.
@@ -223,6 +242,7 @@ class Executor:
         except TransferError as error:
             broken = error
         reduced = time.monotonic()
+        self._progress.at("O")
         # What the reduction itself takes; the rest was waiting for peers.
         self._reduction = min(self._reduction, reduced - arrived)
         self._device.waited()
@@ -267,6 +287,7 @@ class Executor:
 
     def _received(self, kind: str, key: MicroBatch) -> Any:
         """The boundary's tensor, or all of them as a tuple; None for a gradient that does not travel."""
+        self._progress.at(WAITING, key)
         arrived = self._transfers.receive(kind, key)
         self._device.received()
         width = len(self._incoming if kind == "F" else self._outgoing)

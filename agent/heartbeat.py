@@ -16,11 +16,13 @@ from pathlib import Path
 
 from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from agent.clock import Offset, offset_to_console
+from agent.liveness import AT_REST, Progress
 from agent.log_tail import LogTail
 from agent.outbox import Outbox
 from agent.protocol import (
     MEASURED_OPS,
     Acknowledgement,
+    Doing,
     FailureReport,
     Heartbeat,
     HeartbeatReply,
@@ -39,13 +41,14 @@ QUEUE = 1000
 class Status:
     """What a heartbeat says; written by the training thread, read by the reporting one.
 
-    timeline: of the ops that run here, where somebody records them."""
+    timeline: of the ops that run here, where somebody records them. progress: what the training thread is at."""
 
     epoch: int = 0
     iteration: int = 0
     phase: str = "starting"
     take_op_milliseconds: Callable[[], dict[str, float]] = field(default=dict)
     timeline: Timeline = field(default_factory=Timeline)
+    progress: Progress = field(default_factory=Progress)
 
 
 class HeartbeatThread(threading.Thread):
@@ -187,6 +190,7 @@ class HeartbeatThread(threading.Thread):
                 phase=status.phase,  # type: ignore[arg-type]
                 op_milliseconds=status.take_op_milliseconds(),  # type: ignore[arg-type]
                 resident_bytes=resident_bytes(),
+                doing=doing(status.progress),
             ),
             HeartbeatReply,
         )
@@ -206,6 +210,21 @@ class HeartbeatThread(threading.Thread):
         if lines:
             message = LogLines(worker=self._worker, incarnation=self._incarnation, lines=lines, skipped=skipped)
             self._client.post(f"{self._path}/logs", message)
+
+
+def doing(progress: Progress) -> Doing | None:
+    """What is posted of it; None: nothing in hand."""
+    standing = progress.standing()
+    if standing.kind == AT_REST:
+        return None
+    pipeline, micro_batch = standing.index or (None, None)
+    return Doing(
+        kind=standing.kind,
+        pipeline=pipeline,
+        micro_batch=micro_batch,
+        seconds=standing.seconds,
+        limit=standing.limit,
+    )
 
 
 def measured_ops(recorded: Recorded, worker: str, incarnation: str, offset: Offset) -> MeasuredOps:

@@ -1,7 +1,8 @@
 """The launcher of one node: starts the workers, sees their ends first, keeps the run's record.
 
-One loop over the workers' pipes, their process sentinels and the coordination's wake-up. The
-store through which groups are formed is a process of its own; one that dies is replaced.
+One loop over the workers' pipes, their process sentinels and the coordination's wake-up. Who lives is judged
+once everything that waited has been heard (see agent.liveness). The store through which groups are formed is a
+process of its own; one that dies is replaced.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from agent.coordination import Coordination, Deploy, Halt
 from agent.devices import Platform
 from agent.faults import Kill, Rejoin, Slow
 from agent.holding import Hold
+from agent.liveness import Silences, Standing, Turns, boot_clock
 from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess, preload
 from agent.protocol import Command, Iteration, VerdictReport
 from agent.recipe import HandOver, Recipe
 from agent.record import DivergedError, Recorded, RunRecord
 from agent.store import RendezvousStore, StoreError
-from agent.timeouts import HANG_SECONDS, Timeouts
+from agent.timeouts import TIMES_LONGEST, Timeouts
 from agent.workload import WorkloadSource
 from planner.catalog import Catalog
 from planner.errors import PlannerError
 from planner.job import Job, Worker
 from planner.plan import Plan
 
-START_SECONDS = 120.0
+TURN_SECONDS = 0.25
 
 
 class JobFailed(Exception):
@@ -50,8 +52,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What to run on this node. pace, paced_by_profile, slow: see agent.loop.LoopOptions. hang_seconds: a worker
-    process that says nothing for this long is put out of the job (it says something every second)."""
+    """What to run on this node. pace, paced_by_profile, slow: see agent.loop.LoopOptions."""
 
     job: Job
     iterations: int
@@ -65,7 +66,6 @@ class LaunchOptions:
     boundaries: Boundaries | None = None
     weights: str | None = None
     checkpoints: CheckpointOptions | None = None
-    hang_seconds: float = HANG_SECONDS
     timeouts: Timeouts = field(default_factory=Timeouts)
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
@@ -101,6 +101,12 @@ class Launcher:
         self._interim: Plan | None = None
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
+        self._turns = Turns(boot_clock)
+        self._silences = Silences(options.timeouts.pause, time.monotonic())
+        self._committed_in = 0, -1
+        """The newest epoch that somebody has committed an iteration in, and the newest of these."""
+        self._nobody_due = 0.0
+        """After so many seconds without a word from any worker it is said (again)."""
         self._stop = 0
 
     def stop(self, number: int) -> None:
@@ -123,7 +129,7 @@ class Launcher:
             while not self._record.finished(self._options.iterations):
                 if self._stop:
                     raise Stopped(self._stop, self._record.committed)
-                self._turn(0.25)
+                self._turn(TURN_SECONDS)
             self._listener({"final": self._record.final()})
             state, reason = "finished", f"all {self._options.iterations} iterations are committed"
             self._end_workers()
@@ -166,7 +172,7 @@ class Launcher:
                 raise JobFailed(event.reason)
             else:
                 self._obey(event)
-        self._put_out_the_silent()
+        self._judge(timeout)
 
     def _read(self, entry: WorkerProcess) -> None:
         """Takes every message that is there."""
@@ -179,7 +185,10 @@ class Launcher:
     def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
         if entry.put_out:
             return
-        entry.heard_at = time.monotonic()
+        if message["kind"] == "computes":  # said by the launcher of its node: it can't speak itself
+            entry.lived_at = time.monotonic()
+            return
+        entry.heard_at, entry.spoke = time.monotonic(), True
         if message.get("epoch", entry.since) < entry.since:
             return
         cell, at = entry.worker, message["at"]
@@ -190,8 +199,9 @@ class Launcher:
                 self._record.dying(cell, at)
             case "left":
                 self._record.left(cell, at)
-            case "adopted" if self._deployed is not None:
-                entry.took_up(message["epoch"], self._deployed.deployment.epoch, time.monotonic())
+            case "alive":
+                entry.op_limit = message["op_limit"]
+                self._heard_of(entry, message["standing"])
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
@@ -205,6 +215,7 @@ class Launcher:
                 if self._record.formed_by_all:
                     self._release_the_leaving()
             case "committed":
+                self._all_live(message["epoch"], message["iteration"])
                 self._certain(self._record.committed_by(cell, message["iteration"], message["loss"], at))
             case "done":
                 self._record.done(cell, message["sha256"])
@@ -334,8 +345,6 @@ class Launcher:
             new = [p for p in (plan, self._interim) if p and (entry.incarnation, p.fingerprint) not in self._plans_sent]
             self._plans_sent |= {(entry.incarnation, p.fingerprint) for p in new}
             entry.member = True
-            if after is None and name not in deployment.leaving:
-                entry.told(deployment.epoch, time.monotonic())
             self._hold.tell(entry)
             entry.post(
                 "deployment",
@@ -363,21 +372,81 @@ class Launcher:
         elif command.kind == "restart" and (place := self._pool.vacancy(cell, self._options.job.workers())) is not None:
             self._start(place, joins=self._deployed is not None)
 
-    def _put_out_the_silent(self) -> None:
-        """Those that hang, too: an epoch forms with all of its members or not at all."""
+    def _heard_of(self, entry: WorkerProcess, told: dict[str, Any]) -> None:
+        """What a worker is at."""
+        where = told.pop("where", "")
+        standing = Standing(**told)
+        known, entry.standing = entry.standing, standing
+        if standing.overdue and (known is None or not known.overdue):
+            self._listener({"warning": f"{entry.worker} is at {standing} for {standing.seconds:.0f} s; {where}"})
+
+    def _all_live(self, epoch: int, iteration: int) -> None:
+        """Nobody commits two iterations of an epoch without all of its members, heard or not: the launcher of
+        their node may stand still."""
+        if self._deployed is None or epoch != self._deployed.deployment.epoch:
+            return
+        before, self._committed_in = self._committed_in, max(self._committed_in, (epoch, iteration))
+        if before[0] == epoch and before[1] < iteration:
+            now = time.monotonic()
+            for entry in self._pool.running.values():
+                if entry.member:
+                    entry.heard_at = now
+
+    def _judge(self, asked: float) -> None:
+        """Puts out who is gone or hangs: an epoch forms with all of its members or not at all.
+
+        asked: seconds that this turn was to wait at most.
+        """
         now = time.monotonic()
-        for entry in list(self._pool.running.values()):
-            silent = now - entry.heard_at
-            owes = 0.0 if entry.owes_since is None else now - entry.owes_since
-            if silent > (self._options.hang_seconds if self._deployed else START_SECONDS):
-                why = f"was silent for {silent:.0f} s"
-            elif owes > self._options.timeouts.transfer:
-                why = f"hangs: it did not take up an epoch for {owes:.0f} s"
-            else:
+        entries = list(self._pool.running.values())
+        fair = self._silences.turn(now, self._turns.late(asked), (e.heard_at for e in entries if e.member))
+        self._say_nobody_is_heard()
+        if not fair:
+            return
+        for entry in entries:
+            if self._silences.of(entry.heard_at, now) > self._silences.pause:
+                entry.look(now)
+            if self._why_out(entry, now) is None:
+                continue
+            self._read(entry)  # what has come since this turn began
+            why = self._why_out(entry, now)
+            if why is None or entry.put_out:
                 continue
             self._pool.put_out(entry, why)
             self._record.died(entry.worker, time.monotonic_ns())
             self._coordination.exited(entry.worker, entry.incarnation, why)
+
+    def _why_out(self, entry: WorkerProcess, now: float) -> str | None:
+        """In words, why that worker is to be put out; None: it is not."""
+        limits = self._options.timeouts
+        silent = self._silences.of(entry.heard_at, now)
+        if silent > (borne := limits.silence if entry.spoke else limits.start):
+            # A library that computes without letting go of the interpreter lets no thread speak.
+            computes = now - entry.lived_at <= self._silences.pause
+            if computes and silent <= borne + (limits.first_op if entry.op_limit is None else entry.op_limit):
+                return None
+            return f"was silent for {silent:.0f} s" + (", stopped by a signal" if entry.stopped else "")
+        standing = entry.standing
+        if standing is None or standing.limit is None or not standing.overdue:
+            return None
+        peers = [e for e in self._pool.running.values() if e.member and e.worker.stage == entry.worker.stage]
+        # Where a whole stage is at something for long, a disk is slow, or the data: and nobody would be left.
+        alone = all(e.standing is not None and e.standing.lags for e in peers)
+        limit = max(standing.limit, limits.first_op) if alone else standing.limit
+        if standing.seconds <= limit:
+            return None
+        known = limit == limits.first_op or limit == limits.op
+        why = "" if known else f", {TIMES_LONGEST:g} times its longest so far"
+        return f"hangs: it is at {standing} for {standing.seconds:.0f} s (limit {limit:.0f} s{why})"
+
+    def _say_nobody_is_heard(self) -> None:
+        nobody = self._silences.nobody_heard
+        if nobody < self._options.timeouts.silence:
+            self._nobody_due = self._options.timeouts.silence
+        elif nobody >= self._nobody_due:
+            self._nobody_due = 2 * nobody
+            text = f"none of the workers has been heard for {nobody:.0f} s: they are suspended, or cut off; waiting"
+            self._listener({"warning": text})
 
     def _start(self, cell: Worker, *, joins: bool) -> None:
         options = self._options

@@ -30,13 +30,14 @@ from agent.faults import FaultInjector, Kill, Slow, slowness
 from agent.heartbeat import HeartbeatThread, Status
 from agent.ledger import Redo, decode, encode
 from agent.ledger import redo as plan_redo
+from agent.liveness import AT_REST
 from agent.optimizer import stage_optimizer
 from agent.pacing import profile_pace
 from agent.recipe import HandOver, Recipe
 from agent.recovery import Agreement, Makeup, agree, check_alike
 from agent.script import Script
 from agent.state_transfer import StateReceiver, StateServer
-from agent.timeouts import Timeouts
+from agent.timeouts import ALIVE_SECONDS, Timeouts
 from agent.transport.group import TransferError
 from agent.validation import Verdict
 from agent.verdicts import Steps
@@ -125,7 +126,9 @@ class WorkerLoop:
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
         self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.recipe)
-        self._steps = Steps(me, options.recipe, self._optimizer, self._say_verdict)
+        progress = self._status.progress
+        progress.forget()
+        self._steps = Steps(me, options.recipe, self._optimizer, self._say_verdict, progress.waiting)
         self._state = StateReceiver(self._optimizer, lambda text: channel.say("hand_over", text=text))
         self._server: StateServer | None = None
         self._executor = Executor(
@@ -142,6 +145,7 @@ class WorkerLoop:
             self._boundaries,
             options.recipe.keep_finished,
             self._device,
+            progress,
             lambda: not self._state.complete,
         )
         self._checkpointer: Checkpointer | None = None
@@ -199,6 +203,7 @@ class WorkerLoop:
                 self._communicator.abandon()
                 whole = False
             self._end_hand_overs()
+            self._status.progress.at(AT_REST)
             self._channel.say("left", epoch=self._epoch, whole=whole)
 
     def _live_through(self, orders: Orders) -> None:
@@ -366,7 +371,11 @@ class WorkerLoop:
             self._heartbeat.acknowledge(self._epoch, state, iteration)
 
     def _say_broken(self, detail: str) -> None:
-        self._channel.say("broken", epoch=self._epoch, detail=detail)
+        # A wait runs out on all who were suspended: that is no fault of the connection.
+        stood_still = self._status.progress.stood_still(self._options.timeouts.group)
+        if stood_still > ALIVE_SECONDS:
+            detail = f"{detail} (this process did not run for {stood_still:.0f} s)"
+        self._channel.say("broken", epoch=self._epoch, detail=detail, stood_still=stood_still)
         if self._heartbeat is not None:
             self._heartbeat.report_broken(self._epoch, detail)
 

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from agent import channel
+from agent.liveness import Activity, Standing, activity
 from agent.protocol import TOKEN_VARIABLE
 from agent.workload import WorkloadSource
 from planner.job import Worker
@@ -53,11 +54,12 @@ class Process(Protocol):
 class WorkerProcess:
     """One incarnation. heard_at: monotonic seconds of its last message. member: of an epoch.
 
-    put_out: it was held for dead while it still is a process: whatever it says is void. since: the
-    epoch with which it came to its place; what it says of earlier ones concerns its place before,
-    came_from. slot: the lowest number that no other process of this node had at its start, so also its
-    GPU's where it has one. owes_since: since when it has not taken up an epoch that it must leave its
-    iteration for. whole: it has all of its stage's state.
+    spoke: it has said something. put_out: it was held for dead while it still is a process: whatever it
+    says is void. since: the epoch with which it came to its place; what it says of earlier ones concerns
+    its place before, came_from. slot: the lowest number that no other process of this node had at its
+    start, so also its GPU's where it has one. whole: it has all of its stage's state. lived_at: when its
+    system last showed that it is at work. stopped: by a signal. looked_at: when that was asked last.
+    op_limit: seconds that any of its ops may take. standing: what it said last that it is at.
     """
 
     worker: Worker
@@ -72,20 +74,25 @@ class WorkerProcess:
     since: int = 0
     came_from: Worker | None = None
     slot: int = 0
-    owes_since: float | None = None
     whole: bool = True
-    _taken_up: int = 0
+    spoke: bool = False
+    lived_at: float = float("-inf")
+    stopped: bool = False
+    looked_at: float = float("-inf")
+    op_limit: float | None = None
+    standing: Standing | None = None
+    _activity: Activity | None = None
 
-    def told(self, epoch: int, now: float) -> None:
-        """It must leave its iteration for `epoch`."""
-        if self.owes_since is None and epoch > self._taken_up:
-            self.owes_since = now
-
-    def took_up(self, epoch: int, newest: int, now: float) -> None:
-        """It has left for `epoch`, and so it does not hang; `newest` is the last that it was told of."""
-        self._taken_up = epoch
-        if self.owes_since is not None:
-            self.owes_since = None if epoch == newest else now
+    def look(self, now: float) -> None:
+        """Asks the system what the process does; of one on another node its launcher does that."""
+        self.looked_at = now
+        if self.process.pid is None:
+            return
+        before, self._activity = self._activity, activity(self.process.pid)
+        if self._activity is not None:
+            self.stopped = self._activity.stopped
+            if self._activity.lives_since(before):
+                self.lived_at = now
 
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""

@@ -161,11 +161,23 @@ class Registered(Message):
     epoch: Count
 
 
+class Doing(Message):
+    """What a worker's training thread is at. kind: an op's, `data`, `validation`, `leaving`, or `waiting` for a peer;
+    "" for none of them. pipeline, micro_batch: of an op on one. seconds: for how long. limit: after which it counts as
+    hung; None: never."""
+
+    kind: Annotated[str, StringConstraints(max_length=20)]
+    pipeline: Annotated[int | None, Field(ge=0, le=10**6)] = None
+    micro_batch: Annotated[int | None, Field(ge=0, le=10**6)] = None
+    seconds: Seconds
+    limit: Seconds | None = None
+
+
 class Heartbeat(Message):
     """POST /jobs/{job_id}/heartbeats -> HeartbeatReply. `seq` rises by one per incarnation.
 
     epoch: the worker's own. iteration: the one it works on. op_milliseconds: mean duration of
-    each kind (F, I, W, B, O) since the last heartbeat.
+    each kind (F, I, W, B, O) since the last heartbeat. doing: at the moment.
     """
 
     worker: WorkerName
@@ -176,6 +188,7 @@ class Heartbeat(Message):
     phase: Literal["starting", "waiting", "forming", "training", "draining"]
     op_milliseconds: dict[OpKind, Milliseconds] = Field(default_factory=dict)
     resident_bytes: Count = 0
+    doing: Annotated[Doing | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class HeartbeatReply(Message):

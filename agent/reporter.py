@@ -27,6 +27,7 @@ from typing import get_args
 from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
 from agent.console_link import LONG_POLL_SECONDS, next_deployment
 from agent.heartbeat import HeartbeatThread, Status
+from agent.liveness import AT_REST
 from agent.op_times import OpTimes
 from agent.protocol import (
     Deployment,
@@ -126,9 +127,11 @@ class Reporter:
     def op(self, kind: str) -> Iterator[None]:
         """Times an op: F, I, W, B (I and W in one) or O (reduction and step)."""
         started = time.perf_counter()
+        self._status.progress.at(kind if kind in _KINDS else AT_REST)
         try:
             yield
         finally:
+            self._status.progress.at(AT_REST)
             if kind in _KINDS:
                 self._times.add(kind, time.perf_counter() - started)
             else:

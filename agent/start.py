@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from agent.pacing import profile_pace
 from agent.processes import preload, start_server
 from agent.protocol import JobSpec
 from agent.recipe import CheckpointWish, HandOver, Recipe
-from agent.timeouts import HANG_SECONDS, Timeouts
+from agent.timeouts import Timeouts
 from planner.catalog import Catalog
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
@@ -89,7 +89,7 @@ class StartOptions:
                 raise InputError("--weights", self.weights, "a folder, or a name for one in a folder that exists")
         self._check_kills()
         if self.console is None:
-            self.timeouts.check_above(HANG_SECONDS)
+            self.timeouts.check_above(self.timeouts.silence)
         if self.paced_by_profile:
             profile_pace(self.job, Worker(0, 0), self.job.workers())
         if self.slow and not (self.pace or self.paced_by_profile):
@@ -138,7 +138,7 @@ def make_launcher(
     checkpoints = _checkpoints(options, say)
     pool = open_pool(options.role, options.job, options.workload, options.token, say) if options.role else None
     link: ConsoleLink | None = None
-    hang_seconds = HANG_SECONDS
+    timeouts = options.timeouts
     coordination: Coordination
     catalog = Catalog(options.job, options.technique, options.memory)
     if options.console is None:
@@ -168,7 +168,7 @@ def make_launcher(
         )
         # A console that does not know of them has not checked them.
         options.timeouts.check_above(created.dead_seconds)
-        hang_seconds = max(HANG_SECONDS, created.dead_seconds)
+        timeouts = replace(timeouts, silence=max(timeouts.silence, created.dead_seconds))
         # From here on with the job's own token: what workers hold must open nothing else.
         token = client.issued or token
         link = ConsoleLink(url, created.job_id, token, created.heartbeat_seconds)
@@ -196,8 +196,7 @@ def make_launcher(
             platform=options.platform,
             paced_by_profile=options.paced_by_profile,
             slow=options.slow,
-            hang_seconds=hang_seconds,
-            timeouts=options.timeouts,
+            timeouts=timeouts,
             hand_over=options.hand_over,
         ),
         coordination,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -94,12 +95,19 @@ class Steps:
     a later verdict overturns.
 
     notable: called with (iteration, verdict, redone) for a verdict that left an update out or came
-    too late (redone: the step had been taken otherwise); all workers say the same.
+    too late (redone: the step had been taken otherwise); all workers say the same. waiting: entered while
+    it waits for peers.
     """
 
     def __init__(
-        self, me: Worker, recipe: Recipe, optimizer: StageOptimizer, notable: Callable[[int, Verdict, bool], None]
+        self,
+        me: Worker,
+        recipe: Recipe,
+        optimizer: StageOptimizer,
+        notable: Callable[[int, Verdict, bool], None],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._waiting = waiting
         self._me, self._recipe, self._optimizer, self._notable = me, recipe, optimizer, notable
         self._groups: Groups | None = None
         self._paths = _Paths(me.stage, {}, ())
@@ -200,7 +208,8 @@ class Steps:
         return self._settle_with([slots[stage] for stage in sorted(slots)])
 
     def _slots_of(self, exchange: _Exchange) -> list[Slot]:
-        slots = exchange.wait()
+        with self._waiting():
+            slots = exchange.wait()
         if self.complete_since is None and not exchange.incomplete:
             self.complete_since = exchange.iteration
         # What went out two steps ago has been received: its receivers have stepped since.
@@ -209,9 +218,10 @@ class Steps:
 
     def _let_go(self, before: int) -> None:
         """Waits until what was sent of iterations before this one has arrived, and forgets it."""
-        while self._sent and self._sent[0][0] < before:
-            for pending in self._sent.popleft()[1]:
-                pending.wait()
+        with self._waiting():
+            while self._sent and self._sent[0][0] < before:
+                for pending in self._sent.popleft()[1]:
+                    pending.wait()
 
     # -- the verdict --------------------------------------------------------------------------
 

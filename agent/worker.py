@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,18 +19,19 @@ from agent.checkpoints.weights import WeightsError
 from agent.client import ConsoleClient
 from agent.communicator import LOOPBACK, Communicator
 from agent.heartbeat import HeartbeatThread, Status
+from agent.liveness import Progress, Turns
 from agent.log_tail import Followed, LogTail
 from agent.loop import LoopOptions, WorkerLoop
 from agent.optimizer import NonFiniteError
 from agent.recovery import NoAgreementError
 from agent.state import StateError
+from agent.timeouts import ALIVE_SECONDS
 from agent.whereabouts import whereabouts
 from agent.workload import WorkloadSource
 from planner.job import Worker
 
 # Exit codes the launcher tells apart.
 FAILED, FENCED = 1, 3
-ALIVE_SECONDS = 1.0
 STUCK_SECONDS = 10.0
 """A worker that has not taken up an epoch after so long says where it stands, and again after each doubling."""
 
@@ -70,7 +71,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     platform = spec.options.platform
     communicator = Communicator(spec.options.timeouts, address=spec.address, transport=platform.transport)
     channel = WorkerChannel(pipe, communicator.cancel, lambda: os._exit(FENCED))
-    status, log = Status(), LogTail()
+    status, log = Status(progress=Progress(spec.options.timeouts)), LogTail()
     heartbeat = _heartbeat(spec, status, log)
     if heartbeat is not None:
         sys.stdout, sys.stderr = Followed(sys.stdout, log), Followed(sys.stderr, log)  # type: ignore[assignment]
@@ -124,11 +125,19 @@ def _heartbeat(spec: WorkerSpec, status: Status, log: LogTail) -> HeartbeatThrea
 
 
 def _say_alive(channel: WorkerChannel, status: Status, log: LogTail) -> None:
-    """Tells the launcher once a second that the process still runs: it may have been stopped or hang. And where its
-    threads stand, when it does not take up an epoch."""
-    pause, due = threading.Event(), STUCK_SECONDS
+    """Tells the launcher once a second that the process still runs, and what its training thread is at. And where its
+    threads stand, when it is at something for too long, or does not take up an epoch."""
+    pause, due, turns = threading.Event(), STUCK_SECONDS, Turns()
     while not pause.wait(ALIVE_SECONDS):
-        channel.say("alive", phase=status.phase, iteration=status.iteration)
+        standing = status.progress.beat(turns.late(ALIVE_SECONDS))
+        told = asdict(standing) | ({"where": whereabouts()} if standing.overdue else {})
+        channel.say(
+            "alive",
+            phase=status.phase,
+            iteration=status.iteration,
+            standing=told,
+            op_limit=status.progress.longest_limit,
+        )
         owed = channel.owed
         if owed < STUCK_SECONDS:
             due = STUCK_SECONDS

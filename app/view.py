@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from agent.protocol import JobSpec, JobState, OpKind, WorkerState
+from agent.protocol import Doing, JobSpec, JobState, OpKind, WorkerState
 from app.observing.goodput import Figures
 from planner.plan import Plan
 
@@ -38,6 +38,7 @@ class WorkerView(NamedTuple):
     acknowledged: str = ""
     detail: str = ""
     slow: float = 0.0
+    doing: Doing | None = None
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,7 @@ def worker_view(job: LiveJob, member: Member, takes_rerouted: int = 0) -> Worker
         acknowledged=member.acknowledged,
         detail=member.detail,
         slow=job.slow.get(member.name, 0.0),
+        doing=beat.doing if beat else None,
     )
 
 

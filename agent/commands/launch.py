@@ -12,7 +12,20 @@ from typing import Annotated, Any
 import typer
 
 from agent.commands.node import serve_node
-from agent.commands.shared import check_writable, json_object, parse_bytes, read_token, sentences
+from agent.commands.shared import (
+    FirstOpTimeout,
+    FormTimeout,
+    GroupTimeout,
+    OpTimeout,
+    SilenceTimeout,
+    StartTimeout,
+    TransferTimeout,
+    check_writable,
+    json_object,
+    parse_bytes,
+    read_token,
+    sentences,
+)
 from agent.devices import Platform
 from agent.faults import Kill, Rejoin, Slow
 from agent.nodes.role import check_token, role_of
@@ -100,12 +113,13 @@ def launch(
             help="May workers change their stage to shorten the plan? By default where a console decides, if it pays.",
         ),
     ] = None,
-    transfer_timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for a peer's data; longer than any silence that is borne.")
-    ] = Timeouts.transfer,
-    group_timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for a sum over a stage's workers; longer than for a transfer.")
-    ] = Timeouts.group,
+    form_timeout: FormTimeout = Timeouts.form,
+    transfer_timeout: TransferTimeout = Timeouts.transfer,
+    group_timeout: GroupTimeout = Timeouts.group,
+    silence_timeout: SilenceTimeout = Timeouts.silence,
+    start_timeout: StartTimeout = Timeouts.start,
+    op_timeout: OpTimeout = Timeouts.op,
+    first_op_timeout: FirstOpTimeout = Timeouts.first_op,
     hand_over_rate: Annotated[
         str | None,
         typer.Option(help="Bytes a second that a worker gives of its state to one that joins: 50MB."),
@@ -158,7 +172,15 @@ def launch(
             platform=Platform.of(device, transport),
             paced_by_profile=by_profile,
             slow=tuple(Slow.parse(text, job) for text in slow or ()),
-            timeouts=Timeouts(transfer=transfer_timeout, group=group_timeout),
+            timeouts=Timeouts(
+                form=form_timeout,
+                transfer=transfer_timeout,
+                group=group_timeout,
+                silence=silence_timeout,
+                start=start_timeout,
+                op=op_timeout,
+                first_op=first_op_timeout,
+            ),
             hand_over=HandOver()
             if hand_over_rate is None
             else HandOver(rate=parse_bytes(hand_over_rate, field="--hand-over-rate")),

@@ -8,13 +8,32 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from agent.client import ConsoleRefused, ConsoleUnavailable
 from planner.errors import InputError, PlannerError
 from planner.profile import MAX_BYTES
+
+# The limits of agent.timeouts, as options; the defaults are those of Timeouts.
+FormTimeout = Annotated[float, typer.Option(help="Seconds in which the workers of an epoch must have connected.")]
+TransferTimeout = Annotated[
+    float, typer.Option(help="Seconds to wait for a peer's data; longer than any silence that is borne.")
+]
+GroupTimeout = Annotated[
+    float, typer.Option(help="Seconds to wait for a sum over a stage's workers; longer than for a transfer.")
+]
+SilenceTimeout = Annotated[
+    float, typer.Option(help="Seconds of silence after which a worker process that does not compute is ended.")
+]
+StartTimeout = Annotated[float, typer.Option(help="Seconds in which a new worker process must have said something.")]
+OpTimeout = Annotated[
+    float, typer.Option(help="Seconds that an op may always take; beyond, 20 times its longest so far.")
+]
+FirstOpTimeout = Annotated[
+    float, typer.Option(help="Seconds for an op that was not measured yet: it may be compiled first.")
+]
 
 
 @contextmanager

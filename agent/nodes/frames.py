@@ -23,6 +23,8 @@ _MAGIC = b"openrecycle node 1\n"
 _NONCE = _MAC = 32
 _HEADER = struct.Struct(">I")
 _HANDSHAKE_SECONDS = 10.0
+LEAD_PATIENCE_SECONDS, NODE_PATIENCE_SECONDS = 30, 150
+"""Without a sign of the other host."""
 
 Side = Literal["lead", "node"]
 _OTHER: dict[Side, Side] = {"lead": "node", "node": "lead"}
@@ -125,15 +127,19 @@ def greet(connection: socket.socket, token: str, side: Side) -> Frames:
         if not hmac.compare_digest(proof, _hmac(secret, b"lead", nonces)):
             raise NotTrusted("what answers does not know the token of this job")
     connection.settimeout(None)
-    _notice_loss(connection)
+    _notice_loss(connection, side)
     return Frames(connection, _hmac(secret, b"session", nonces), side)
 
 
-def _notice_loss(connection: socket.socket) -> None:
-    """A host that is gone without a word breaks the connection after about ten seconds."""
+def _notice_loss(connection: socket.socket, side: Side) -> None:
+    """A host that is gone without a word breaks the connection; one that is suspended for as long as a silence is borne
+    comes back to it. A launcher that stands still breaks nothing, as its host answers for it, until what it does not
+    read has filled up: and a node, whose workers go on speaking, must bear that for as long as they bear each other.
+    """
+    patience = LEAD_PATIENCE_SECONDS if side == "lead" else NODE_PATIENCE_SECONDS
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000)):
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_USER_TIMEOUT", 1000 * patience)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -17,6 +17,7 @@ from agent.client import Backoff
 from agent.nodes.frames import Frames, NotTrusted, greet
 from agent.nodes.wire import MACHINE, decode_spec
 from agent.processes import ProcessPool, WorkerProcess, preload
+from agent.timeouts import ALIVE_SECONDS
 from planner.job import Worker
 
 Say = Callable[[str], None]
@@ -101,10 +102,22 @@ class NodeServer:
                 self._ended(frames, sentinels[item])  # type: ignore[index]
         if frames.fileno() in ready:
             self._obey(frames, frames.receive())
+        self._vouch(frames)
+
+    def _vouch(self, frames: Frames) -> None:
+        """Says of workers that can't speak, and are seen at work, that they compute: the lead can't look there."""
+        now = time.monotonic()
+        for incarnation, entry in self._entries.items():
+            if now - entry.heard_at > 2.5 * ALIVE_SECONDS and now - entry.looked_at >= ALIVE_SECONDS:
+                entry.look(now)
+                if entry.lived_at == now:
+                    message = {"kind": "computes", "at": time.monotonic_ns()}
+                    frames.send({"kind": "from", "incarnation": incarnation, "message": message})
 
     def _pass_on(self, frames: Frames, incarnation: str) -> None:
         """Everything that is in the worker's pipe."""
-        pipe = self._entries[incarnation].pipe
+        entry = self._entries[incarnation]
+        pipe, entry.heard_at = entry.pipe, time.monotonic()
         while True:
             try:
                 if not pipe.poll():

@@ -36,6 +36,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from agent.liveness import wait_awake
 from agent.timeouts import Timeouts
 from agent.transport.group import TransferError, first_line
 
@@ -143,20 +144,22 @@ class NcclGroup:
                 with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
                     self._group.abort()
 
+    def _watch(self, begun: threading.Event, seconds: float) -> None:
+        if not wait_awake(begun, seconds):
+            self._stuck()
+
     def _start(self, peer: int, tensor: Tensor, operation: Callable[[], Any]) -> NcclPending:
         if self._cancelled.is_set():
             raise TransferError("the group was cancelled")
         seconds = self._sum_seconds if peer == _ALL else self._seconds
-        patience = threading.Timer(seconds, self._stuck) if peer not in self._connected else None
-        if patience is not None:
-            patience.daemon = True
-            patience.start()
+        begun = threading.Event()
+        if peer not in self._connected:
+            threading.Thread(target=self._watch, args=(begun, seconds), name="connect-peer", daemon=True).start()
         try:
             work = operation()
         except RuntimeError as error:
             raise TransferError(first_line(error)) from None
         finally:
-            if patience is not None:
-                patience.cancel()
+            begun.set()
         self._connected.add(peer)
         return NcclPending(work, tensor, seconds, self._cancelled)

@@ -20,7 +20,13 @@ FAILED, FINISHED = WorkerState.FAILED, WorkerState.FINISHED
 
 
 def heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
-    members, notes, passing = dict(state.members), list[Decision](), True
+    notes, passing = list[Decision](), True
+    if nobody_heard(state, now) > ladder.suspect and event.beats:
+        # All were suspended, or cut off: who is woken later than the first has all of its time, too.
+        waited = _waited_for(state)
+        state = state.with_heard({**state.members, **{m.name: replace(m, last_heard=now) for m in waited}})
+        passing = False
+    members = dict(state.members)
     for said, (incarnation, heard, draining) in event.beats.items():
         member = holder(state, said, incarnation)
         if member is None or member.incarnation != incarnation or member.state is FAILED:
@@ -42,13 +48,15 @@ def tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
     if state.over:
         return Step(state)
     members, notes, dead = dict(state.members), list[Decision](), dict[str, str]()
+    # Where nobody is heard, nobody would be left to go on with: they are suspended together, or cut off.
+    together = ladder.suspect < nobody_heard(state, now) <= ladder.lost
     for name, member in state.members.items():
         if member.last_heard is None or member.state in (FAILED, FINISHED):
             continue
         age = now - member.last_heard
         if age > ladder.dead and _is_done(state, member):
             members[name] = replace(member, state=FINISHED)
-        elif age > ladder.dead:
+        elif age > ladder.dead and not together:
             dead[name] = f"not heard for {age:.1f} s (dead at {ladder.dead:g} s)"
         elif age > ladder.suspect and member.state is RUNNING and not _is_done(state, member):
             members[name] = replace(member, state=SUSPECT)
@@ -124,6 +132,20 @@ def transfer_broken(state: State, event: TransferBroken, now: float, ladder: Lad
     text = f"{event.reporter} can't exchange data with {peer_of(event.reporter, event.worker)}{detail}"
     broken = Broken(now, event.reporter, event.worker, event.detail)
     return Step(replace(state, broken=broken), (Note("warning", "failure", text, event.reporter),), text)
+
+
+def nobody_heard(state: State, now: float) -> float:
+    """For how many seconds none of several workers that should speak has been heard; 0 where one has, or is alone."""
+    waited = _waited_for(state)
+    return now - max(m.last_heard or 0.0 for m in waited) if len(waited) > 1 else 0.0
+
+
+def _waited_for(state: State) -> list[Member]:
+    """Workers in the job, whose word is waited for."""
+    out = (FAILED, FINISHED)
+    return [
+        m for m in state.members.values() if m.last_heard is not None and m.state not in out and not _is_done(state, m)
+    ]
 
 
 def _is_done(state: State, member: Member) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from agent.protocol import JobState, WorkerState
 from app.coordination.freezing import returned
 from app.coordination.ladder import Ladder
+from app.coordination.liveness import nobody_heard
 from app.coordination.membership import Member, State, names, peer_of
 
 
@@ -31,6 +32,11 @@ def _text(state: State, now: float, ladder: Ladder) -> str:
         return over_sentence(state.over, state.over_reason)
     if state.halted:
         return state.halted
+    if (nobody := nobody_heard(state, now)) > ladder.dead:
+        return (
+            f"Waiting for all workers: none has been heard for {nobody:.0f} s, so they are suspended, or cut off from "
+            f"here; the job is given up at {ladder.lost:g} s."
+        )
     if silent := _most_silent(state, now, ladder):
         age = now - (silent.last_heard or now)
         return f"Waiting for {silent.name}: last heard {age:.1f} s ago, dead at {ladder.dead:g} s."

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 
-from agent.protocol import WorkerState
+from agent.protocol import Doing, WorkerState
 from app.observing.worker_detail import Stay, WorkerDetail
 from app.observing.worker_history import Series
 from app.ui import text
@@ -27,6 +27,7 @@ def facts_html(detail: WorkerDetail) -> str:
         "State": LOOKS[look(worker)][0] + (f" – {worker.detail}" if worker.detail else ""),
         "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
         "Iteration": f"{worker.iteration:,}, epoch {worker.epoch}" + (f", {worker.phase}" if worker.phase else ""),
+        "At": doing(worker.doing) if worker.doing else "",
         "Re-routed work": text.count(worker.takes_rerouted, "micro-batch", "micro-batches") + " per iteration"
         if worker.takes_rerouted
         else "",
@@ -39,6 +40,15 @@ def facts_html(detail: WorkerDetail) -> str:
     }
     items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows.items() if v)
     return f'<dl class="or-facts">{items}</dl>'
+
+
+def doing(at: Doing) -> str:
+    """What its training thread is at: `forward of micro-batch 1.3 for 2.1 s, may take 10.0 s`."""
+    names = {"waiting": "waiting for a peer", "data": "loading data", "validation": "settling the last step"}
+    what = OP_WORDS.get(at.kind, names.get(at.kind, at.kind))
+    of = "" if at.micro_batch is None or at.kind == "waiting" else f" of micro-batch {at.pipeline}.{at.micro_batch}"
+    limit = "" if at.limit is None else f", may take {at.limit:.1f} s"
+    return f"{what}{of} for {at.seconds:.1f} s{limit}"
 
 
 def op_times_html(detail: WorkerDetail) -> str:

@@ -1,8 +1,11 @@
-"""The example's model, whose data loader hangs once: `--workload tests.agent.hanging:Hanging`."""
+"""The example's model, which hangs once: `--workload tests.agent.hanging:Hanging` in its data loader, and
+`tests.agent.hanging:SlowForward` in its forward."""
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +25,49 @@ class Hanging(Gpt):
             self._once.unlink()
             threading.Event().wait()
         return super().inputs(seed, iteration, pipeline, micro_batch)
+
+
+class SlowData(Gpt):
+    """All that load the first micro-batch of that iteration are at it for `seconds`, as on a disk that stalls."""
+
+    def __init__(self, iteration: int, seconds: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._iteration, self._seconds = iteration, seconds
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
+        if (iteration, micro_batch) == (self._iteration, 0):
+            time.sleep(self._seconds)
+        return super().inputs(seed, iteration, pipeline, micro_batch)
+
+
+class SlowForward(Gpt):
+    """once: a file. Whoever computes a loss of that iteration and pipeline takes it away and is at it for `seconds`
+    (0: for ever). gil: it computes all that time, and lets no other thread of its process run."""
+
+    def __init__(
+        self, once: str, iteration: int, pipeline: int, seconds: float = 0.0, gil: bool = False, **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        self._once, self._where, self._seconds, self._gil = Path(once), (iteration, pipeline), seconds, gil
+        self._at = (-1, -1)
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
+        self._at = iteration, pipeline
+        return super().targets(seed, iteration, pipeline, micro_batch)
+
+    def loss(self, output: Any, targets: Any) -> Any:
+        if self._at == self._where and self._once.exists():
+            self._once.unlink()
+            self._linger()
+        return super().loss(output, targets)
+
+    def _linger(self) -> None:
+        if not self._gil:
+            threading.Event().wait(self._seconds or None)
+            return
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(3600)
+        until = time.monotonic() + (self._seconds or float("inf"))
+        while time.monotonic() < until:
+            pass
+        sys.setswitchinterval(interval)

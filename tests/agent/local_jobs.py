@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from agent.checkpoints.checkpointing import CheckpointOptions
@@ -69,10 +70,9 @@ class LocalJob:
                 pace=dict.fromkeys("FIW", pace) if pace else {},
                 kills=tuple(Kill.parse(text, job) for text in kills),
                 recipe=recipe or Recipe(),
-                hang_seconds=hang_seconds,
                 checkpoints=checkpoints,
                 platform=platform or Platform(),
-                timeouts=timeouts or Timeouts(),
+                timeouts=replace(timeouts or Timeouts(), silence=hang_seconds),
                 hand_over=hand_over or HandOver(),
             ),
             LocalCoordination(catalog, grace=grace, **coordination),

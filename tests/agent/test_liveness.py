@@ -1,0 +1,357 @@
+"""Evidence of life, with clocks that a test sets: nothing healthy is held for dead, and what hangs is noticed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import Pipe
+
+import pytest
+
+from agent.heartbeat import doing
+from agent.liveness import AT_REST, DATA, WAITING, Progress, Silences, Turns, activity, wait_awake
+from agent.nodes.server import NodeServer
+from agent.processes import WorkerProcess
+from agent.timeouts import TIMES_LONGEST, Timeouts
+from planner.job import Worker as Cell
+
+LIMITS = Timeouts()
+PAUSE, TURN = LIMITS.pause, 0.25
+
+
+class World:
+    """A judge and its workers, who beat every second; any of them may be suspended."""
+
+    def __init__(self, workers: int = 12) -> None:
+        self.now = 1000.0
+        self.turns = Turns(lambda: self.now)
+        self.silences = Silences(PAUSE, self.now)
+        self.heard = dict.fromkeys(range(workers), self.now)
+        self.waits = dict.fromkeys(range(workers), False)
+        self.suspended: set[int] = set()
+        self.dead: set[int] = set()
+
+    def pass_(self, seconds: float, *, judge: bool = True) -> None:
+        """judge: it runs, too."""
+        for _ in range(round(seconds / TURN)):
+            self.now += TURN
+            if self.now % 1.0 == 0:
+                for worker in self.heard.keys() - self.suspended - self.dead:
+                    self.waits[worker] = True
+            if judge:
+                self._turn()
+
+    def _turn(self) -> None:
+        for worker, waits in self.waits.items():
+            if waits:  # what was said comes with the time at which it is heard
+                self.heard[worker], self.waits[worker] = self.now, False
+        living = self.heard.keys() - self.dead
+        if self.silences.turn(self.now, self.turns.late(TURN), [self.heard[w] for w in living]):
+            self.dead |= {w for w in living if self.silences.of(self.heard[w], self.now) > LIMITS.silence}
+
+
+@pytest.mark.parametrize("seconds", [5, 25, 120, 7200])
+def test_a_group_that_is_suspended_costs_nobody(seconds: int) -> None:
+    world = World()
+    world.pass_(10)
+    world.suspended = set(range(12))
+    world.pass_(seconds, judge=False)
+    world.suspended = set()
+    world.pass_(60)
+    assert not world.dead
+
+
+@pytest.mark.parametrize("seconds", [25, 120])
+def test_a_judge_that_stood_still_blames_nobody(seconds: int) -> None:
+    """Its workers went on; the first look finds nothing heard for long, if it comes before what waits is heard."""
+    world = World()
+    world.pass_(10)
+    world.pass_(seconds, judge=False)
+    heard = dict(world.heard)
+    assert not world.silences.turn(world.now, world.turns.late(TURN), heard.values())
+    assert max(world.silences.of(at, world.now) for at in heard.values()) == 0
+    world.pass_(60)
+    assert not world.dead
+
+
+@pytest.mark.parametrize("judge", [True, False], ids=["the judge runs", "the judge, too"])
+@pytest.mark.parametrize("seed", range(5))
+def test_those_who_are_woken_in_any_order_are_all_waited_for(seed: int, judge: bool) -> None:
+    world, dice = World(), random.Random(seed)
+    world.pass_(10)
+    world.suspended = set(range(12))
+    world.pass_(dice.choice([8, 30, 120]), judge=judge)
+    order = list(range(12))
+    dice.shuffle(order)
+    for worker in order:
+        world.suspended.discard(worker)
+        world.pass_(dice.uniform(0, 1.5))
+    world.pass_(60)
+    assert not world.dead
+
+
+def test_whoever_is_silent_alone_is_out_in_time() -> None:
+    world = World()
+    world.pass_(10)
+    world.suspended = {7}
+    world.pass_(LIMITS.silence - 1)
+    assert not world.dead
+    world.pass_(3)
+    assert world.dead == {7}
+    world.pass_(60)
+    assert world.dead == {7}
+
+
+def test_whoever_stays_silent_after_all_were_suspended_is_out_too() -> None:
+    world = World()
+    world.suspended = set(range(12))
+    world.pass_(60)
+    assert not world.dead and world.silences.nobody_heard > 50
+    world.suspended = {3}
+    world.pass_(LIMITS.silence + 3)
+    assert world.dead == {3} and world.silences.nobody_heard == 0
+
+
+def test_short_stalls_do_not_hide_a_death() -> None:
+    """On a busy machine each turn is late; the silence is counted all the same."""
+    world = World()
+    world.suspended = {0}
+    for _ in range(20):
+        world.pass_(1, judge=False)
+        world.pass_(0.5)
+    assert world.dead == {0}
+
+
+def test_time_in_which_the_machine_sleeps_is_seen() -> None:
+    """The monotonic clock does not count it, the boot clock does."""
+    now = [0.0]
+    turns = Turns(lambda: now[0])
+    now[0] += TURN
+    assert turns.late(TURN) == 0
+    now[0] += 300 + TURN
+    assert turns.late(TURN) == pytest.approx(300)
+    assert turns.late(TURN) == 0
+
+
+# -- progress ------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Runs ops, and beats once a second, unless it is suspended."""
+
+    def __init__(self, timeouts: Timeouts = LIMITS) -> None:
+        self.now = 0.0
+        self.progress = Progress(timeouts, lambda: self.now)
+        self.turns = Turns(lambda: self.now)
+        self.beaten = 0.0
+
+    def beat(self) -> None:
+        self.standing = self.progress.beat(self.turns.late(1.0))
+        self.beaten = self.now
+
+    def spend(self, seconds: float, *, suspended: bool = False) -> None:
+        until = self.now + seconds
+        while not suspended and self.beaten + 1.0 <= until:
+            self.now = self.beaten + 1.0
+            self.beat()
+        self.now = until
+
+    def op(self, kind: str, seconds: float, *, suspended: bool = False) -> None:
+        self.progress.at(kind, (0, 1))
+        self.spend(seconds, suspended=suspended)
+        self.progress.at(AT_REST)
+
+    def iteration(self, seconds: float = 0.04) -> None:
+        for kind in (DATA, "F", "I", "W", "O"):
+            self.op(kind, seconds)
+        self.progress.warmed_up()
+
+
+def trained(op: float = 0.04) -> Worker:
+    worker = Worker()
+    for _ in range(12):
+        worker.iteration(op)
+    worker.spend(1.0)
+    return worker
+
+
+@pytest.mark.parametrize("kind", ["F", "I", "W", "O", DATA])
+def test_a_hang_is_seen_by_the_worker_s_own_times(kind: str) -> None:
+    worker = trained()
+    worker.progress.at(kind, (1, 2))
+    worker.spend(9)
+    assert not worker.standing.overdue
+    worker.spend(3)
+    assert worker.standing.overdue and worker.standing.index == (1, 2)
+    assert worker.standing.limit == LIMITS.op == 10
+
+
+def test_long_ops_have_long_limits() -> None:
+    worker = trained(3.0)
+    assert worker.progress.limit("F") == pytest.approx(TIMES_LONGEST * 3.0)
+
+
+def test_what_was_never_measured_may_be_compiled_first() -> None:
+    worker = Worker()
+    worker.progress.at("F", (0, 0))
+    worker.spend(300)
+    assert not worker.standing.overdue
+    worker.spend(301)
+    assert worker.standing.overdue
+
+
+def test_a_long_first_compilation_makes_no_later_hang_longer() -> None:
+    worker = Worker()
+    worker.op("F", 60)
+    worker.progress.warmed_up()
+    for _ in range(3):
+        worker.iteration()
+    worker.spend(1)
+    assert worker.progress.limit("F") == LIMITS.op
+    worker.progress.forget()  # it takes another place
+    assert worker.progress.limit("F") == LIMITS.first_op
+
+
+def test_waiting_for_a_peer_is_never_held_against_the_waiter() -> None:
+    worker = trained()
+    worker.progress.at("O")
+    with worker.progress.waiting():
+        worker.spend(5000)
+        assert worker.standing.kind == WAITING and worker.standing.limit is None and not worker.standing.overdue
+    worker.spend(5)
+    assert worker.standing.kind == "O" and worker.standing.seconds < 6
+    for kind in (AT_REST, "checkpoint"):
+        assert worker.progress.limit(kind) is None
+
+
+@pytest.mark.parametrize("seconds", [25, 120])
+def test_a_suspension_in_an_op_is_neither_a_hang_nor_a_long_op(seconds: int) -> None:
+    worker = trained()
+    worker.progress.at("F", (0, 0))
+    worker.spend(1.5)
+    worker.spend(seconds, suspended=True)
+    worker.beat()
+    assert not worker.standing.overdue and worker.standing.seconds < 3
+    worker.progress.at(AT_REST)
+    worker.spend(1)
+    assert worker.progress.limit("F") < 60
+    assert worker.progress.stood_still(150) == pytest.approx(seconds, abs=2)
+
+
+def test_an_op_that_ends_before_the_thread_that_beats_is_woken_counts_without_the_suspension() -> None:
+    worker = trained()
+    worker.op("F", 120, suspended=True)
+    assert worker.progress.stood_still(150) == pytest.approx(118, abs=2)
+    worker.beat()
+    assert worker.progress.limit("F") < 60
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"silence": 0.0}, {"silence": 3.0}, {"op": -1.0}, {"first_op": 5.0}, {"start": float("nan")}, {"op": 1e6}]
+)
+def test_limits_that_make_no_sense_are_refused_by_their_option(wrong: dict[str, float]) -> None:
+    from planner.errors import InputError
+
+    with pytest.raises(InputError) as error:
+        Timeouts(**wrong)
+    assert error.value.field == f"--{next(iter(wrong)).replace('_', '-')}-timeout"
+
+
+def test_what_a_worker_is_at_travels_with_its_heartbeat() -> None:
+    worker = trained()
+    worker.progress.at("F", (1, 3))
+    worker.spend(2)
+    told = doing(worker.progress)
+    assert told is not None
+    assert (told.kind, told.pipeline, told.micro_batch, told.limit) == ("F", 1, 3, LIMITS.op)
+    assert told.seconds == pytest.approx(2)
+    worker.progress.at(AT_REST)
+    assert doing(worker.progress) is None
+
+
+# -- what the system says ------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_process_that_computes_sleeps_or_is_stopped_is_told_apart() -> None:
+    def until(good: object, pid: int) -> bool:
+        before = activity(pid)
+        for _ in itertools.repeat(None, 400):
+            time.sleep(0.02)
+            after = activity(pid)
+            assert after is not None
+            if good(after, before):  # type: ignore[operator]
+                return True
+        return False
+
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    idle = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
+    try:
+        assert until(lambda after, before: after.ticks > before.ticks and after.lives_since(before), busy.pid)
+        assert idle.stdout is not None and idle.stdout.readline()
+        assert until(lambda after, before: after.state == "S", idle.pid)
+        before, after = activity(idle.pid), activity(idle.pid)
+        assert before is not None and after is not None and not after.lives_since(before)
+        os.kill(busy.pid, signal.SIGSTOP)
+        assert until(lambda after, before: after.stopped and not after.lives_since(after), busy.pid)
+    finally:
+        for process in (busy, idle):
+            process.kill()
+            process.communicate()
+    assert activity(busy.pid) is None
+
+
+def test_a_wait_that_was_suspended_has_the_rest_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Suspended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waits.append(timeout)
+            return len(waits) == 30  # each may have lasted for hours
+
+    assert wait_awake(Suspended(), 120.0)
+    assert len(waits) == 30 and max(waits) <= 1.0
+    assert not wait_awake(threading.Event(), 0.01)
+
+
+class Sent(list[dict[str, object]]):
+    def send(self, message: dict[str, object]) -> None:
+        self.append(message)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_node_s_launcher_vouches_for_a_worker_that_computes_and_for_no_other() -> None:
+    """The lead can't look at processes of another host."""
+    server = NodeServer(1, ("127.0.0.1", 1), None, None, lambda text: None)
+    programs = {"busy": "while True: pass", "idle": "import time; print(flush=True); time.sleep(600)"}
+    processes = {n: subprocess.Popen([sys.executable, "-c", text], stdout=-1) for n, text in programs.items()}
+    try:
+        out = processes["idle"].stdout
+        assert out is not None and out.readline()
+        for name, process in processes.items():
+            pipe, _ = Pipe()
+            entry = WorkerProcess(Cell(0, 0), name, process, pipe, heard_at=float("-inf"))  # type: ignore[arg-type]
+            server._entries[name] = entry
+        time.sleep(0.2)
+        sent = Sent()
+        for _ in range(3):
+            for entry in server._entries.values():
+                entry.looked_at = float("-inf")
+            server._vouch(sent)  # type: ignore[arg-type]
+            time.sleep(0.1)
+        assert {message["incarnation"] for message in sent} == {"busy"}
+        server._entries["busy"].heard_at = time.monotonic()
+        sent.clear()
+        server._vouch(sent)  # type: ignore[arg-type]
+        assert not sent, "who speaks needs nobody to speak for it"
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
