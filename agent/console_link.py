@@ -145,7 +145,7 @@ class ConsoleCoordination:
         )
         self._report("/failures", report)
 
-    def broken(self, worker: Worker, epoch: int, now: float) -> None:
+    def broken(self, worker: Worker, epoch: int, now: float, peer: str = "", detail: str = "") -> None:
         """The worker reports it itself."""
 
     def formed(self, worker: Worker, epoch: int) -> None:

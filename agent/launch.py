@@ -16,7 +16,7 @@ from typing import Any
 from agent import channel, worker
 from agent.boundaries import Boundaries
 from agent.checkpoints.checkpointing import CheckpointOptions
-from agent.coordination import Coordination, Deploy, Halt
+from agent.coordination import Coordination, Deploy, Halt, Remark
 from agent.devices import Platform
 from agent.faults import Kill, Rejoin, Slow
 from agent.holding import Hold
@@ -156,6 +156,11 @@ class Launcher:
                 self._deploy(event)
             elif isinstance(event, Halt):
                 raise JobFailed(event.reason)
+            elif isinstance(event, Remark):
+                self._listener({"warning": event.text})
+                entry = self._pool.running.get(event.refused) if event.refused else None
+                if entry is not None and not entry.member:
+                    self._pool.put_out(entry, event.text)
             else:
                 self._obey(event)
         self._put_out_the_silent()
@@ -198,7 +203,8 @@ class Launcher:
             case "done":
                 self._record.done(cell, message["sha256"])
             case "broken":
-                self._coordination.broken(cell, message["epoch"], time.monotonic())
+                peer, detail = message.get("peer", ""), message.get("detail", "")
+                self._coordination.broken(cell, message["epoch"], time.monotonic(), peer, detail)
                 if self._after is not None and self._deployed and message["epoch"] < self._deployed.deployment.epoch:
                     self._send_deployments(after=None)  # the boundary is out of reach: all leave now
             case "verdict":

@@ -187,7 +187,7 @@ class WorkerLoop:
                 self._live_through(orders)
             except (Interrupted, TransferError) as end:
                 if isinstance(end, TransferError) and not self._superseded():
-                    self._say_broken(str(end))
+                    self._say_broken(str(end), end.peer)
                 self._executor.abandon()
                 self._communicator.abandon()
                 whole = False
@@ -205,14 +205,16 @@ class WorkerLoop:
         if self._options.paced_by_profile:
             self._pace = profile_pace(self._options.job, self._me, living)
             self._executor.set_pace(self._pace)
+        script = Script.of(orders.plan.schedule(), self._me)
         groups = self._communicator.form(
-            orders.epoch, self._me, living, orders.store, self._device, at_boundary=orders.after is not None
+            *(orders.epoch, self._me, living, orders.store, self._device),
+            at_boundary=orders.after is not None,
+            neighbours=script.neighbours,
         )
         agreement = self._agree(groups, living)
         redo = self._compare_finished(groups, agreement)
         self._channel.say("formed", epoch=orders.epoch, iteration=agreement.iteration)
         self._acknowledge("formed", agreement.iteration)
-        script = Script.of(orders.plan.schedule(), self._me)
         self._executor.timeline.epoch = orders.epoch
         self._status.phase = "training"
         while (iteration := self._optimizer.committed) < self._options.iterations:
@@ -311,7 +313,8 @@ class WorkerLoop:
         if self._heartbeat is not None:
             self._heartbeat.acknowledge(self._epoch, state, iteration)
 
-    def _say_broken(self, detail: str) -> None:
-        self._channel.say("broken", epoch=self._epoch, detail=detail)
+    def _say_broken(self, detail: str, peer: Worker | None) -> None:
+        name = "" if peer is None else str(peer)
+        self._channel.say("broken", epoch=self._epoch, detail=detail, peer=name)
         if self._heartbeat is not None:
-            self._heartbeat.report_broken(self._epoch, detail)
+            self._heartbeat.report_broken(self._epoch, detail, name)

@@ -58,6 +58,8 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
         return refuse(state, "fenced", fenced_text(member, event.incarnation))
     if event.incarnation == member.incarnation:
         return Step(state, reason=f"{event.worker} had registered already")
+    if event.worker in state.links.barred:
+        return refuse(state, "fenced", f"{event.worker} may not re-join: its links broke again after it had")
     if state.current and (elsewhere := fencing.place_of(state.members, event.incarnation)) is not None:
         # The network brought it late, or twice: since then the process was given another place.
         if fencing.counts(elsewhere, event.incarnation):

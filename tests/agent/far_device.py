@@ -31,7 +31,7 @@ from agent.optimizer import StageOptimizer, stage_optimizer
 from agent.randomness import seed_for
 from agent.recipe import Recipe
 from agent.script import Script
-from agent.transport.ordered import OrderedTransfers
+from agent.transport.ordered import OrderedTransfers, connect
 from agent.transport.transfers import Layout, Lines
 from agent.verdicts import Steps
 from planner.catalog import Catalog
@@ -214,6 +214,7 @@ def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
 
         groups: Any = SimpleNamespace(transfers=transfers, send=send, receive=receive)
         steps.begin(groups, living, 0, {})
+        connect(lines, Script.of(schedule, me).neighbours, device)
         while optimizer.committed < ITERATIONS:
             executor.run(optimizer.committed, Script.of(schedule, me), groups)
         executor.settle()

@@ -101,22 +101,15 @@ class _Impatient(Labelled):
         self._listen(kind, key)
 
 
-class _Unacquainted(Labelled):
-    """Connects when it has something to say, as NCCL does by itself."""
-
-    def begin(self, iteration: int, script: Script) -> None:
-        self._connected = True
-        super().begin(iteration, script)
-
-
-@pytest.mark.parametrize(("kind", "fault"), [(_Impatient, Mispaired), (_Unacquainted, Deadlock)])
-def test_without_the_order_it_goes_wrong(kind: type[OrderedTransfers], fault: type[Exception]) -> None:
-    """The wires notice: each half of the protocol is needed."""
+@pytest.mark.parametrize(("kind", "connects", "fault"), [(_Impatient, True, Mispaired), (Labelled, False, Deadlock)])
+def test_without_the_order_it_goes_wrong(kind: type[OrderedTransfers], connects: bool, fault: type[Exception]) -> None:
+    """The wires notice: each half of the protocol is needed. Unless they connect first, workers do so when they have
+    something to say, as NCCL does by itself."""
     found: list[type[BaseException]] = []
     for seed in range(20):
         schedule = random_schedule(seed, Job(3, 3, 3), frozenset(), coupled=False)
         try:
-            train(schedule, [Round()], width=1, seed=seed, kind=kind)
+            train(schedule, [Round()], width=1, seed=seed, kind=kind, connects=connects)
         except AssertionError as error:
             found.append(type(error))
     assert found.count(fault) >= 3

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent.boundaries import TensorSpec
+from agent.boundaries import CPU, TensorSpec
 from agent.executor import Executor
 from agent.faults import FaultInjector
 from agent.ledger import Redo
 from agent.script import MicroBatch, Script
-from agent.transport.ordered import OrderedTransfers
+from agent.transport.ordered import OrderedTransfers, connect
 from agent.transport.transfers import Layout, Lines, Transfers
 from planner.job import Worker
 from planner.schedule import Schedule
@@ -263,10 +263,16 @@ class Labelled(OrderedTransfers):
 
 
 def train(
-    schedule: Schedule, rounds: list[Round], *, width: int, seed: int, kind: type[Transfers] = Labelled
+    schedule: Schedule,
+    rounds: list[Round],
+    *,
+    width: int,
+    seed: int,
+    kind: type[Transfers] = Labelled,
+    connects: bool = True,
 ) -> tuple[Wires, int]:
-    """Every worker of `schedule` runs the rounds; width: tensors per boundary. Returns the wires, and the
-    most receives that anybody had posted at once. Raises Mispaired or Deadlock."""
+    """Every worker of `schedule` runs the rounds; width: tensors per boundary. connects: before the first.
+    Returns the wires, and the most receives that anybody had posted at once. Raises Mispaired or Deadlock."""
     job, living = schedule.problem.job, sorted(schedule.ops)
     baton = Baton(seed)
     wires, rank = Wires(baton), {w: i for i, w in enumerate(living)}
@@ -308,6 +314,8 @@ def train(
 
         def live() -> None:
             nonlocal most
+            if connects:
+                connect(lines, script.neighbours, CPU)
             for number, current in enumerate(rounds):
                 steps.begin(current)
                 redo = Redo(current.keys, frozenset()) if current.keys is not None else None
