@@ -63,6 +63,9 @@ class Coordination(Protocol):
     def broken(self, worker: Worker, epoch: int, now: float, peer: str = "", detail: str = "") -> None:
         """A worker could not exchange data in `epoch`, with `peer`; "": it can't tell with whom."""
 
+    def raised(self, worker: Worker, incarnation: str, epoch: int, text: str) -> None:
+        """An op of a micro-batch raised in a worker, in `epoch`: all must form anew."""
+
     def formed(self, worker: Worker, epoch: int) -> None:
         """A worker is in the groups of `epoch`."""
 
@@ -151,6 +154,10 @@ class LocalCoordination:
         if epoch == self._epoch:
             self._complaints.setdefault(str(worker), Complaint(str(worker), peer, detail))
             self._re_form_at = now + self._grace if self._re_form_at is None else self._re_form_at
+
+    def raised(self, worker: Worker, incarnation: str, epoch: int, text: str) -> None:
+        if epoch == self._epoch:
+            self._open(text)
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         self._committed = max((self._committed, *(i.iteration + 1 for i in iterations)))

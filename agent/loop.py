@@ -8,6 +8,7 @@ only adds workers interrupts nothing: all leave at the same boundary, with nothi
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions
 from agent.checkpoints.weights import save_weights
 from agent.communicator import Communicator, Groups
 from agent.devices import Platform, kind_number
-from agent.executor import Executor, Interrupted
+from agent.executor import Executor, Interrupted, OpError
 from agent.faults import FaultInjector, Kill, Slow, slowness
 from agent.heartbeat import HeartbeatThread, Status
 from agent.ledger import Redo, decode, encode
@@ -38,10 +39,13 @@ from agent.timeouts import Timeouts
 from agent.transport.group import TransferError
 from agent.validation import Verdict
 from agent.verdicts import Steps
+from agent.whereabouts import told
 from agent.workload import Workload
 from planner.job import Job, Worker
 
 _JOINING = -1
+TRACEBACK_LINES = 12
+"""Of an exception in an op, the last ones."""
 STATE_ATTEMPTS = 3
 """A newcomer that has got so many unusable states gives up, and the job goes on without it."""
 
@@ -106,6 +110,7 @@ class WorkerLoop:
         if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
             self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
         self._epoch = 0
+        self._until = options.iterations
         self._bad_states = 0
         self._corrected = False
         """Did this epoch's agreement put the last step right?"""
@@ -185,10 +190,13 @@ class WorkerLoop:
             whole = True
             try:
                 self._live_through(orders)
-            except (Interrupted, TransferError) as end:
+            except (Interrupted, TransferError, OpError) as end:
                 if isinstance(end, TransferError) and not self._superseded():
                     self._say_broken(str(end), end.peer)
                 self._executor.abandon()
+                if isinstance(end, OpError):
+                    self._executor.forget_finished()  # half of a micro-batch may be in the sum
+                    self._say_raised(end)
                 self._communicator.abandon()
                 whole = False
             self._channel.say("left", epoch=self._epoch, whole=whole)
@@ -205,19 +213,22 @@ class WorkerLoop:
         if self._options.paced_by_profile:
             self._pace = profile_pace(self._options.job, self._me, living)
             self._executor.set_pace(self._pace)
-        script = Script.of(orders.plan.schedule(), self._me)
+        script = Script.of(orders.plan.schedule(), self._me, orders.runs)
         groups = self._communicator.form(
             *(orders.epoch, self._me, living, orders.store, self._device),
             at_boundary=orders.after is not None,
             neighbours=script.neighbours,
         )
         agreement = self._agree(groups, living)
+        if self._left_out(orders, agreement.iteration) != self._executor.left_out:
+            self._executor.forget_finished()  # it is a share of another mean
         redo = self._compare_finished(groups, agreement)
         self._channel.say("formed", epoch=orders.epoch, iteration=agreement.iteration)
         self._acknowledge("formed", agreement.iteration)
         self._executor.timeline.epoch = orders.epoch
         self._status.phase = "training"
-        while (iteration := self._optimizer.committed) < self._options.iterations:
+        self._until = self._options.iterations if orders.until is None else orders.until
+        while (iteration := self._optimizer.committed) < self._until:
             self._status.iteration = iteration
             if self._options.slow:
                 factor = slowness(self._me, iteration, self._options.slow)
@@ -226,7 +237,7 @@ class WorkerLoop:
             if not self._channel.may_begin(orders.epoch, iteration):
                 self._executor.settle()
                 return
-            self._executor.run(iteration, script, groups, redo)
+            self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
             if iteration == agreement.iteration:
                 self._acknowledge("resumed", iteration)
@@ -289,6 +300,11 @@ class WorkerLoop:
         self._channel.say("redo", epoch=self._epoch, iteration=agreement.iteration, run=run, kept=kept)
         return left
 
+    def _left_out(self, orders: Orders, iteration: int) -> frozenset[tuple[int, int]]:
+        """The micro-batches of an iteration that nobody runs."""
+        of_pipeline = self._options.job.micro_batches
+        return frozenset(divmod(number, of_pipeline) for i, number in orders.left_out if i == iteration)
+
     def _superseded(self) -> bool:
         return self._channel.superseded(self._epoch)
 
@@ -299,8 +315,9 @@ class WorkerLoop:
         """At an iteration's boundary; after the last one, waits until everything is written."""
         if self._checkpointer is not None:
             writes = self._me == min(w for w in living if w.stage == self._me.stage)
-            self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes)
-            if self._optimizer.committed == self._options.iterations:
+            last = self._optimizer.committed == self._until
+            self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes, last=last)
+            if last:
                 self._checkpointer.finish()
 
     def _say_checkpoint(self, iteration: int, problem: str | None) -> None:
@@ -312,6 +329,24 @@ class WorkerLoop:
     def _acknowledge(self, state: str, iteration: int) -> None:
         if self._heartbeat is not None:
             self._heartbeat.acknowledge(self._epoch, state, iteration)
+
+    def _say_raised(self, end: OpError) -> None:
+        """Raises what the op raised, where this process is of no use any more."""
+        error = end.__cause__
+        assert isinstance(error, Exception)
+        samples = getattr(self._workload, "samples", None)
+        self._channel.say(
+            "raised",
+            epoch=self._epoch,
+            iteration=end.iteration,
+            op=end.kind,
+            micro_batch=end.key[0] * self._options.job.micro_batches + end.key[1],
+            error=told(error)[:1000],
+            samples=list(samples(end.iteration, *end.key)) if samples is not None else [],
+            traceback="".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:],
+        )
+        if isinstance(error, torch.AcceleratorError):
+            raise error  # the device's context is gone for good
 
     def _say_broken(self, detail: str, peer: Worker | None) -> None:
         name = "" if peer is None else str(peer)

@@ -11,7 +11,7 @@ from agent.blame import Complaint, judge
 from agent.protocol import WorkerState
 from app.coordination.choosing import overdue
 from app.coordination.epochs import lose, reconsider
-from app.coordination.events import Decision, Exited, Heard, Note, Stalled, Step, Tick, TransferBroken
+from app.coordination.events import Decision, Exited, Heard, Note, Raised, Stalled, Step, Tick, TransferBroken
 from app.coordination.fencing import fence, holder, no_such_worker, refuse
 from app.coordination.ladder import Ladder
 from app.coordination.membership import Broken, Member, State, peer_of
@@ -141,6 +141,21 @@ def transfer_broken(state: State, event: TransferBroken, now: float, ladder: Lad
     text = f"{event.reporter} can't exchange data with {peer_of(event.reporter, event.worker)}{detail}"
     broken = Broken(now, event.reporter, event.worker, event.detail, (complaint,))
     return Step(replace(state, broken=broken), (Note("warning", "failure", text, event.reporter),), text)
+
+
+def raised(state: State, event: Raised, now: float, ladder: Ladder) -> Step:
+    """The worker lives; all form anew, with what its launcher has them do about it."""
+    member = holder(state, event.worker, event.incarnation)
+    if member is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
+    if fenced := fence(state, member, event.incarnation):
+        return fenced
+    if state.over or state.current is None:
+        return Step(state, reason="the job does not train")
+    notes: list[Decision] = [Note("warning", "failure", event.detail, member.name)]
+    if state.pending or event.epoch != state.epoch:
+        return Step(state, tuple(notes), "that epoch is over or about to end")
+    return reconsider(state, event.detail, notes, now, anew=True)
 
 
 def _is_done(state: State, member: Member) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agent.boundaries import CPU, TensorSpec
-from agent.executor import Executor
+from agent.executor import Executor, OpError
 from agent.faults import FaultInjector
 from agent.ledger import Redo
 from agent.script import MicroBatch, Script
@@ -194,10 +194,11 @@ class Peers(Group):
 @dataclass(frozen=True)
 class Round:
     """One iteration as all run it. keys: those that are run, None for all. void: at which of its ops
-    each worker finds out that the iteration counts no more; {} where it does."""
+    each worker finds out that the iteration counts no more; {} where it does. left_out: by all."""
 
     keys: frozenset[MicroBatch] | None = None
     void: Mapping[Worker, int] = field(default_factory=dict)
+    left_out: frozenset[MicroBatch] = frozenset()
 
 
 class _Stage:
@@ -270,8 +271,10 @@ def train(
     seed: int,
     kind: type[Transfers] = Labelled,
     connects: bool = True,
+    runs: Mapping[Worker, tuple[Worker, ...]] | None = None,
 ) -> tuple[Wires, int]:
-    """Every worker of `schedule` runs the rounds; width: tensors per boundary. connects: before the first.
+    """Every worker of `schedule` runs the rounds; width: tensors per boundary. connects: before the first. runs: see
+    Script.of.
     Returns the wires, and the most receives that anybody had posted at once. Raises Mispaired or Deadlock."""
     job, living = schedule.problem.job, sorted(schedule.ops)
     baton = Baton(seed)
@@ -310,7 +313,7 @@ def train(
             boundaries,
         )
         groups: Any = SimpleNamespace(transfers=transfers)
-        script = Script.of(schedule, me)
+        script = Script.of(schedule, me, runs)
 
         def live() -> None:
             nonlocal most
@@ -319,7 +322,11 @@ def train(
             for number, current in enumerate(rounds):
                 steps.begin(current)
                 redo = Redo(current.keys, frozenset()) if current.keys is not None else None
-                executor.run(number, script, groups, redo)
+                try:
+                    executor.run(number, script, groups, redo, current.left_out)
+                except OpError as error:
+                    assert error.__cause__ is not None
+                    raise error.__cause__ from None
                 most = max(most, len(made[0]._receiving))
                 assert not made[0]._receiving, "what was posted has not been asked for"
 
