@@ -150,7 +150,7 @@ def judge(
             links,
             breaks=tuple(b for b in links.breaks if out not in b.pair),
             in_a_row=0,
-            taken_out=links.taken_out | {out: committed},
+            taken_out={**links.taken_out, out: committed},
             barred=(*links.barred, out) if for_good else links.barred,
         )
         return Ruling(links, text, out, for_good)

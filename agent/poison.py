@@ -134,7 +134,8 @@ def assign(
     for stage in dict.fromkeys(s.first.stage for s in poison.suspects):
         here = [s for s in poison.suspects if s.first.stage == stage]
         planned = {s.key: owner(s.first.micro_batch, stage) for s in here}
-        best, most = dict[str, tuple[str, ...]](), -1
+        best: Mapping[str, tuple[str, ...]] = {}
+        most = -1
         for parts in _ways(dict.fromkeys(planned.values()), living):
             by = {part: worker for worker, mine in parts.items() for part in mine}
             fits = [living.get(by.get(planned[s.key], planned[s.key]), "") not in s.tried for s in here]
@@ -149,7 +150,7 @@ def assign(
     return replace(poison, suspects=suspects), tuple(sorted(runs.items()))
 
 
-def _ways(owners: Iterable[str], living: Mapping[str, str]) -> Iterator[dict[str, tuple[str, ...]]]:
+def _ways(owners: Iterable[str], living: Mapping[str, str]) -> Iterator[Mapping[str, tuple[str, ...]]]:
     """Worker to the parts of the plan that it does, where that is not just its own; the ones that cost least first."""
     yield {}
     pairs = [(one, other) for one in owners for other in _of_stage(one, living) if other != one]

@@ -95,7 +95,11 @@ def _read_broken(text: str) -> tuple[Broken | None, Links]:
     if isinstance(said, list):
         said = {"broken": said, "complaints": [], "links": Links().to_json()}
     complaints = tuple(Complaint(*c) for c in said["complaints"])
-    return Broken(0.0, *said["broken"], complaints) if said["broken"] else None, Links.from_json(said["links"])
+    links = Links.from_json(said["links"])
+    if not said["broken"]:
+        return None, links
+    reporter, worker, detail = said["broken"]
+    return Broken(0.0, reporter, worker, detail, complaints), links
 
 
 def _moves_text(state: State) -> str:
