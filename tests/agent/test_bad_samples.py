@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from agent.devices import Platform, Transport
 from agent.launch import JobFailed
 from agent.recipe import CheckpointWish, Recipe
 from agent.workload import NamedWorkload
+from tests.agent.consoles import console
 from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses
 from tests.agent.poisoned import Poisoned
+from tests.agent.runs import forked
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
 
@@ -130,3 +133,22 @@ def test_a_worker_that_fails_at_what_others_can_do_is_taken_out(tmp_path: Path) 
     assert out in ("W0_0", "W1_0") and skipped(job) == {}
     assert job.losses == fault_free_losses(ITERATIONS, **GRID)
     assert any(f"{out} (OSError" in line.get("warning", "") for line in job.lines)
+
+
+def test_with_a_console_it_is_the_same_and_the_console_shows_it(undisturbed: LocalJob, tmp_path: Path) -> None:
+    settings = {**TINY, "inputs": [(3, 1, 0)], "targets": [(3, 0, 1), (6, 1, 1)]}
+    grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(ITERATIONS))
+    workload = ("--workload", "tests.agent.poisoned:Poisoned", "--workload-options", json.dumps(settings))
+    with console(tmp_path) as server:
+        options = ("--console", server.root, "--on-bad-sample", "skip", "--kill", "W1_0@3:I1")
+        run = forked(tmp_path / "run.jsonl", *grid, *workload, *options)
+        assert run.status == 0, run.errors
+        assert run.losses == undisturbed.losses
+        assert run.final == next(x["final"] for x in undisturbed.lines if "final" in x)
+        lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+        assert {x["iteration"]: x["skipped"] for x in lines if "skipped" in x} == LEFT_OUT
+        events = server.read(f"/jobs/{server.job_id()}/events?after=0&limit=500")["events"]
+        texts = [event["text"] for event in events]
+        assert any("iteration 6, micro-batch 3" in text and "it is left out" in text for text in texts)
+        workers = server.read(f"/jobs/{server.job_id()}/workers")["workers"]
+        assert [w["name"] for w in workers if w["state"] == "failed"] == ["W1_0"], "the others lived"
