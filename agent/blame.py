@@ -11,8 +11,9 @@ complaint counts against a worker that does not itself complain of a third one.
   whose name comes last. Never the last holder of a stage's state: then it is the other end.
 - Who was taken out may re-join. When a pair that it belongs to breaks again, it is taken out for good.
 - Epochs in a row that broke before an iteration was committed end the job once they are `in_a_row`; `unnamed`, where
-  nobody could say with whom: that is so for groups that do not form, as when a peer is late, which the hang of that
-  peer ends much earlier.
+  nobody could say with whom.
+- An epoch that some member has not taken up yet breaks because of that member, which may be slow, or hang; that is
+  for others to judge, and no link's fault.
 - A break is forgotten after `memory` committed iterations, that somebody was taken out after `probation`.
 """
 
@@ -101,13 +102,20 @@ def judge(
     *,
     committed: int,
     holders: Collection[str],
+    late: Collection[str] = (),
     limits: Limits | None = None,
 ) -> Ruling:
     """What follows from the complaints of one epoch, in which nobody died.
 
-    committed: iterations so far. holders: the living workers that have their stage's state.
+    committed: iterations so far. holders: the living workers that have their stage's state. late: members that have
+    not taken up the epoch.
     """
     limits = limits or Limits()
+    if late:
+        names = ", ".join(sorted(late)[:3])
+        return Ruling(
+            links, f"the epoch did not form, since {names} had not taken it up yet: the same workers form anew"
+        )
     complaints = sorted(complaints, key=lambda c: (c.reporter, c.peer))
     if committed > links.committed:
         links = replace(links, in_a_row=0, unnamed=0)

@@ -152,6 +152,9 @@ class ConsoleCoordination:
         fields = {"incarnation": incarnation, "reporter": "launcher", "detail": text[:2000], "epoch": epoch}
         self._report("/failures", FailureReport(worker=str(worker), cause="exception", **fields))  # type: ignore[arg-type]
 
+    def adopted(self, worker: Worker, epoch: int) -> None:
+        """The worker acknowledges it itself."""
+
     def formed(self, worker: Worker, epoch: int) -> None:
         """The worker acknowledges it itself."""
 

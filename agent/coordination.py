@@ -66,6 +66,9 @@ class Coordination(Protocol):
     def raised(self, worker: Worker, incarnation: str, epoch: int, text: str) -> None:
         """An op of a micro-batch raised in a worker, in `epoch`: all must form anew."""
 
+    def adopted(self, worker: Worker, epoch: int) -> None:
+        """A worker has left what it was at, for `epoch`."""
+
     def formed(self, worker: Worker, epoch: int) -> None:
         """A worker is in the groups of `epoch`."""
 
@@ -109,6 +112,8 @@ class LocalCoordination:
         self._back: set[Worker] = set()
         """Newcomers that wait until all others are in the newest epoch: then nothing is interrupted."""
         self._unformed: set[Worker] = set()
+        self._late: set[Worker] = set()
+        """Members that have not taken up the newest epoch."""
         self._holders: set[Worker] = set()
         """Living workers that have their stage's state, as far as is known."""
         self._cells: dict[str, Worker] = {}
@@ -129,6 +134,10 @@ class LocalCoordination:
         elif worker in self._failed:
             self._back.add(worker)
             self._let_in()
+
+    def adopted(self, worker: Worker, epoch: int) -> None:
+        if epoch == self._epoch:
+            self._late.discard(worker)
 
     def formed(self, worker: Worker, epoch: int) -> None:
         if epoch == self._epoch:
@@ -183,8 +192,14 @@ class LocalCoordination:
     def _blame(self) -> None:
         """Nobody died: a link broke."""
         holders = {str(w) for w in self._holders - self._failed}
-        said, limits = self._complaints.values(), self._limits
-        ruling = judge(self._links, said, committed=self._committed, holders=holders, limits=limits)
+        ruling = judge(
+            self._links,
+            self._complaints.values(),
+            committed=self._committed,
+            holders=holders,
+            late=set(map(str, self._late)),
+            limits=self._limits,
+        )
         self._links = ruling.links
         if ruling.halt:
             self._re_form_at = None
@@ -234,7 +249,7 @@ class LocalCoordination:
         self._epoch += 1
         self._restoring = restore is not None
         living = [w for w in self._catalog.job.workers() if w not in self._failed]
-        self._unformed = set(living)
+        self._unformed, self._late = set(living), set(living)
         deployment = Deployment(
             epoch=self._epoch,
             plan_fingerprint=plan.fingerprint,

@@ -196,6 +196,7 @@ class Launcher:
                 self._record.left(cell, at)
             case "adopted" if self._deployed is not None:
                 entry.took_up(message["epoch"], self._deployed.deployment.epoch, time.monotonic())
+                self._coordination.adopted(cell, message["epoch"])
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":

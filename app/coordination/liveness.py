@@ -70,7 +70,9 @@ def tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
 def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> Step:
     """Nobody died: a link broke (agent.blame)."""
     holders = [m.name for m in state.members.values() if m.state in (RUNNING, SUSPECT)]
-    ruling = judge(state.links, broken.complaints, committed=state.committed, holders=holders)
+    living = state.current.living if state.current else ()
+    late = [name for name in living if not state.members[name].acknowledged]
+    ruling = judge(state.links, broken.complaints, committed=state.committed, holders=holders, late=late)
     state = replace(state, links=ruling.links)
     if ruling.halt:
         text = f"halted: {ruling.halt}"

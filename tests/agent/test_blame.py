@@ -94,6 +94,16 @@ def test_what_nobody_can_name_ends_too() -> None:
     assert [bool(r.halt) for r in rulings] == [False, True] and "W0_0" in rulings[1].halt
 
 
+def test_one_that_has_not_taken_up_the_epoch_is_no_links_fault() -> None:
+    """However often the others give up on it: whether it hangs, or is only slow, is for others to judge."""
+    links = Links()
+    for _ in range(100):
+        ruling = judge(links, said("W0_0>"), committed=0, holders=ALL, late=["W2_2"])
+        assert not ruling.out and not ruling.halt and "W2_2" in ruling.text
+        links = ruling.links
+    assert links == Links()
+
+
 names = st.sampled_from(ALL)
 
 
@@ -151,6 +161,7 @@ class Run:
             if isinstance(event, Deploy):
                 self.epoch, self.living = event.deployment.epoch, event.deployment.living
                 for name in self.living:
+                    self.coordination.adopted(Worker.parse(name), self.epoch)
                     self.coordination.formed(Worker.parse(name), self.epoch)
         return ""
 

@@ -17,6 +17,7 @@ from app.coordination.events import (
     NeedPlan,
     PlanReady,
     PlanRefused,
+    Raised,
     Registered,
     Stalled,
     Tick,
@@ -241,6 +242,18 @@ def test_a_pair_that_breaks_again_loses_an_end_and_at_last_for_good() -> None:
     assert "W1_1" not in run.opened[-1].living and "for good" in run.opened[-1].reason
     refusal = run.send(Registered("W1_1", "W1_1-3")).refusal
     assert refusal is not None and refusal.code == "fenced" and "may not re-join" in refusal.detail
+
+
+def test_what_raised_in_a_worker_has_all_form_anew_and_is_shown() -> None:
+    run = Run().start()
+    run.send(Raised("W0_0", "W0_0-1", 1, "iteration 5, micro-batch 3: W0_0 raised ValueError"))
+    assert run.state.epoch == 2 and run.opened[-1].living == run.opened[0].living
+    assert any("micro-batch 3" in note.text for note in run.notes) and run.state.links == State.new(2, 2, 9).links
+    # Late, or of a process that does not count: no further epoch.
+    run.send(Raised("W0_1", "W0_1-1", 1, "iteration 5, micro-batch 2: W0_1 raised ValueError"))
+    assert run.state.epoch == 2 and any("micro-batch 2" in note.text for note in run.notes)
+    assert run.send(Raised("W0_1", "other", 2, "x")).refusal is not None
+    assert run.send(Raised("W9_1", "other", 2, "x")).refusal is not None
 
 
 def test_links_that_break_for_ever_halt_the_job_with_their_names() -> None:
