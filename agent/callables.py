@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from agent.boundaries import Boundaries, tensors_of
-from agent.data import first_length
+from agent.data import DatasetBatches, first_length
 from agent.randomness import seed_for
 from planner.errors import InputError
 
@@ -62,6 +62,12 @@ class CallableWorkload:
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor | tuple[Tensor, ...]:
         inputs = tensors_of(self._of(seed, iteration, pipeline, micro_batch)[0], "inputs from data")
         return inputs[0] if len(inputs) == 1 else inputs
+
+    def samples(self, iteration: int, pipeline: int, micro_batch: int) -> tuple[int, ...]:
+        """Indices of the data set's samples in a micro-batch; () where data is a function."""
+        if not isinstance(self.make_batch, DatasetBatches):
+            return ()
+        return tuple(map(int, self.make_batch.sampler(iteration, pipeline, micro_batch)))
 
     def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
         return self._of(seed, iteration, pipeline, micro_batch)[1]

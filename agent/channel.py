@@ -12,8 +12,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,6 +44,8 @@ class Orders:
     through which the epoch's groups are formed. after: the iteration through which the members of
     the epoch before go on first, when this one does nothing but add workers; None: they leave at once.
     interim: the plan that is run while members still take their state from a peer; None: all wait for them.
+    left_out: (iteration, micro-batch, numbered over the pipelines) of those that nobody runs; runs: see
+    agent.script; until: how many iterations are committed at most, when the job must halt before the next one.
     """
 
     deployment: Deployment
@@ -53,6 +55,9 @@ class Orders:
     after: int | None = None
     restore: str | None = None
     interim: Plan | None = None
+    left_out: frozenset[tuple[int, int]] = frozenset()
+    runs: Mapping[Worker, tuple[Worker, ...]] = field(default_factory=dict)
+    until: int | None = None
 
     @property
     def epoch(self) -> int:
@@ -187,4 +192,7 @@ class WorkerChannel:
             message["after"],
             message["restore"],
             self._plans[message["interim"]] if message["interim"] is not None else None,
+            frozenset((iteration, micro_batch) for iteration, micro_batch in message["left_out"]),
+            {Worker.parse(worker): tuple(map(Worker.parse, parts)) for worker, parts in message["runs"]},
+            message["until"],
         )

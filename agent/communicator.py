@@ -21,7 +21,7 @@ from agent.store import StoreClient
 from agent.timeouts import Timeouts
 from agent.transport.group import GlooGroup, Group, Pending, TransferError, first_line
 from agent.transport.nccl import NcclGroup
-from agent.transport.ordered import OrderedTransfers
+from agent.transport.ordered import OrderedTransfers, connect
 from agent.transport.tagged import TaggedTransfers
 from agent.transport.transfers import Layout, Lines, Transfers
 from planner.job import Worker
@@ -47,8 +47,10 @@ class Groups:
         address: str = LOOPBACK,
         transport: Transport = "tagged",
         device: torch.device = CPU,
+        neighbours: Collection[Worker] = (),
     ) -> None:
-        """Blocks until all of `living` are there. device: where data and sums are. Raises TransferError."""
+        """Blocks until all of `living` are there. device: where data and sums are. neighbours: with whom this worker
+        exchanges data (Script.neighbours). Raises TransferError."""
         self.epoch = epoch
         self._rank = {w: i for i, w in enumerate(living)}
         self._me, self._ordered = me, transport == "ordered"
@@ -57,11 +59,10 @@ class Groups:
         stage = [w for w in living if w.stage == me.stage]
 
         def gloo(name: str, members: Sequence[Worker]) -> Group:
-            place = members.index(me), len(members)
-            return GlooGroup(store, f"epoch{epoch}/{name}", *place, timeouts, address)
+            return GlooGroup(store, f"epoch{epoch}/{name}", members.index(me), members, timeouts, address)
 
         def nccl(name: str, members: Sequence[Worker]) -> Group:
-            return NcclGroup(store, f"epoch{epoch}/{name}", members.index(me), len(members), timeouts, device)
+            return NcclGroup(store, f"epoch{epoch}/{name}", members.index(me), members, timeouts, device)
 
         data = nccl if device.type == "cuda" else gloo
         try:
@@ -70,13 +71,17 @@ class Groups:
             forward, backward = (
                 (data("forward", living), data("backward", living)) if self._ordered else (self._control, self._control)
             )
+            self._lines = Lines(me, forward, backward, peers, self._rank)
+            if self._ordered:
+                connect(self._lines, neighbours, device)
         except RuntimeError as error:
-            raise TransferError(f"the groups of epoch {epoch} could not be formed: {first_line(error)}") from None
-        self._lines = Lines(me, forward, backward, peers, self._rank)
+            peer = error.peer if isinstance(error, TransferError) else None
+            text = f"the groups of epoch {epoch} could not be formed: {first_line(error)}"
+            raise TransferError(text, peer) from None
 
-    def transfers(self, layout: Layout, neighbours: Collection[Worker]) -> Transfers:
-        """For the epoch's iterations; once. neighbours: see agent.transport.transfers."""
-        return (OrderedTransfers if self._ordered else TaggedTransfers)(self._lines, layout, neighbours)
+    def transfers(self, layout: Layout) -> Transfers:
+        """For the epoch's iterations; once."""
+        return (OrderedTransfers if self._ordered else TaggedTransfers)(self._lines, layout)
 
     def send(self, to: Worker, tensor: Tensor, tag: int) -> Pending:
         """Starts a send of the control plane; the receiver may ask for it in any order."""
@@ -142,8 +147,9 @@ class Communicator:
         device: torch.device = CPU,
         *,
         at_boundary: bool = False,
+        neighbours: Collection[Worker] = (),
     ) -> Groups:
-        """Waits until all of `living` are ready at the store (host, port), then connects.
+        """Waits until all of `living` are ready at the store (host, port), then connects; with `neighbours` for data.
 
         at_boundary: others finish an iteration first, so they are waited for as long as for a peer's data. The
         groups in use live on until then: a peer may still be fetching what this worker sent last. Raises
@@ -170,7 +176,9 @@ class Communicator:
             def make() -> Groups:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)  # each thread has its own
-                return Groups(meeting, epoch, me, living, self._timeouts, self._address, self._transport, device)
+                return Groups(
+                    *(meeting, epoch, me, living, self._timeouts, self._address, self._transport, device, neighbours)
+                )
 
             groups = self._connect(epoch, make)
         except (RuntimeError, OSError) as error:
@@ -188,7 +196,9 @@ class Communicator:
 
     def _connect(self, epoch: int, make: Callable[[], Groups]) -> Groups:
         """What `make` makes, in a thread of its own: gloo waits for one absent peer after the other, each for as long
-        as an epoch may take to form, and nothing wakes it. Raises TransferError, when a newer epoch is announced too.
+        as an epoch may take to form, and NCCL for ever for one that died while it connected; nothing wakes either. Such
+        a thread is left behind, which costs a retry and no survivor. Raises TransferError, when a newer epoch is
+        announced too, and when connecting takes longer than any transfer may.
         """
         made: Made = queue.SimpleQueue()
         with self._lock:
@@ -196,7 +206,11 @@ class Communicator:
                 raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
             self._connecting = made
         threading.Thread(target=_make, args=(make, made), name=f"connect-epoch-{epoch}", daemon=True).start()
-        groups = made.get()
+        try:
+            groups = made.get(timeout=self._timeouts.group)
+        except queue.Empty:
+            groups = TransferError(f"epoch {epoch} did not connect within {self._timeouts.group:g} s")
+            self._stores.forget()
         with self._lock:
             self._connecting = None
         if groups is None:

@@ -145,8 +145,15 @@ class ConsoleCoordination:
         )
         self._report("/failures", report)
 
-    def broken(self, worker: Worker, epoch: int, now: float) -> None:
+    def broken(self, worker: Worker, epoch: int, now: float, peer: str = "", detail: str = "") -> None:
         """The worker reports it itself."""
+
+    def raised(self, worker: Worker, incarnation: str, epoch: int, text: str) -> None:
+        fields = {"incarnation": incarnation, "reporter": "launcher", "detail": text[:2000], "epoch": epoch}
+        self._report("/failures", FailureReport(worker=str(worker), cause="exception", **fields))  # type: ignore[arg-type]
+
+    def adopted(self, worker: Worker, epoch: int) -> None:
+        """The worker acknowledges it itself."""
 
     def formed(self, worker: Worker, epoch: int) -> None:
         """The worker acknowledges it itself."""

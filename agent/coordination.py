@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from agent.blame import Complaint, Limits, Links, judge
 from agent.protocol import Command, Deployment, Iteration, Recovery, VerdictReport
 from planner.catalog import Catalog
 from planner.errors import PlannerError
@@ -39,7 +40,15 @@ class Halt:
     reason: str
 
 
-Event = Deploy | Halt | Command
+@dataclass(frozen=True)
+class Remark:
+    """A warning for people. refused: the newcomer that it is about, which may not join; None: nobody is refused."""
+
+    text: str
+    refused: Worker | None = None
+
+
+Event = Deploy | Halt | Command | Remark
 
 
 class Coordination(Protocol):
@@ -51,8 +60,14 @@ class Coordination(Protocol):
     def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
         """A worker process has ended."""
 
-    def broken(self, worker: Worker, epoch: int, now: float) -> None:
-        """A worker could not exchange data in `epoch`."""
+    def broken(self, worker: Worker, epoch: int, now: float, peer: str = "", detail: str = "") -> None:
+        """A worker could not exchange data in `epoch`, with `peer`; "": it can't tell with whom."""
+
+    def raised(self, worker: Worker, incarnation: str, epoch: int, text: str) -> None:
+        """An op of a micro-batch raised in a worker, in `epoch`: all must form anew."""
+
+    def adopted(self, worker: Worker, epoch: int) -> None:
+        """A worker has left what it was at, for `epoch`."""
 
     def formed(self, worker: Worker, epoch: int) -> None:
         """A worker is in the groups of `epoch`."""
@@ -73,8 +88,8 @@ class Coordination(Protocol):
 class LocalCoordination:
     """Decides alone, for a job without a console. A state machine without a clock.
 
-    grace: seconds that a broken transfer waits for the exit that explains it, before the same
-    members form anew. migrate: move a failure to another stage whenever a shorter plan follows; in
+    grace: seconds that a broken transfer waits for the exit that explains it, before a link is blamed
+    (agent.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan follows; in
     any case a worker moves to a stage that nobody lives on. checkpoint: asked for the checkpoint to
     go back to when a stage's state is lost; None: there is none.
     """
@@ -86,7 +101,10 @@ class LocalCoordination:
         grace: float = 2.0,
         migrate: bool = False,
         checkpoint: Callable[[], str | None] = lambda: None,
+        limits: Limits | None = None,
     ) -> None:
+        self._limits, self._links, self._committed = limits or Limits(), Links(), 0
+        self._complaints: dict[str, Complaint] = {}
         self._catalog, self._grace, self._migrate, self._checkpoint = catalog, grace, migrate, checkpoint
         self._epoch = 0
         self._waiting_for = set(catalog.job.workers())
@@ -94,6 +112,8 @@ class LocalCoordination:
         self._back: set[Worker] = set()
         """Newcomers that wait until all others are in the newest epoch: then nothing is interrupted."""
         self._unformed: set[Worker] = set()
+        self._late: set[Worker] = set()
+        """Members that have not taken up the newest epoch."""
         self._holders: set[Worker] = set()
         """Living workers that have their stage's state, as far as is known."""
         self._cells: dict[str, Worker] = {}
@@ -104,7 +124,9 @@ class LocalCoordination:
 
     def ready(self, worker: Worker, incarnation: str) -> None:
         self._cells[incarnation] = worker
-        if self._epoch == 0:
+        if str(worker) in self._links.barred:
+            self._events.append(Remark(f"{worker} may not re-join: its links broke again after it had", worker))
+        elif self._epoch == 0:
             self._waiting_for.discard(worker)
             self._holders.add(worker)  # the initial state follows from the seed
             if not self._waiting_for:
@@ -112,6 +134,10 @@ class LocalCoordination:
         elif worker in self._failed:
             self._back.add(worker)
             self._let_in()
+
+    def adopted(self, worker: Worker, epoch: int) -> None:
+        if epoch == self._epoch:
+            self._late.discard(worker)
 
     def formed(self, worker: Worker, epoch: int) -> None:
         if epoch == self._epoch:
@@ -133,12 +159,17 @@ class LocalCoordination:
         else:
             self._events.append(Halt(f"{worker} {detail} before training began"))
 
-    def broken(self, worker: Worker, epoch: int, now: float) -> None:
-        if epoch == self._epoch and self._re_form_at is None:
-            self._re_form_at = now + self._grace
+    def broken(self, worker: Worker, epoch: int, now: float, peer: str = "", detail: str = "") -> None:
+        if epoch == self._epoch:
+            self._complaints.setdefault(str(worker), Complaint(str(worker), peer, detail))
+            self._re_form_at = now + self._grace if self._re_form_at is None else self._re_form_at
+
+    def raised(self, worker: Worker, incarnation: str, epoch: int, text: str) -> None:
+        if epoch == self._epoch:
+            self._open(text)
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
-        pass
+        self._committed = max((self._committed, *(i.iteration + 1 for i in iterations)))
 
     def recovered(self, recovery: Recovery) -> None:
         pass
@@ -151,12 +182,35 @@ class LocalCoordination:
 
     def poll(self, now: float) -> list[Event]:
         if self._re_form_at is not None and now >= self._re_form_at:
-            self._open("a transfer broke though nobody died: the same workers form anew")
+            self._blame()
         events, self._events = self._events, []
         return events
 
     def close(self, hurried: Callable[[], bool]) -> None:
         """There is nobody to tell."""
+
+    def _blame(self) -> None:
+        """Nobody died: a link broke."""
+        holders = {str(w) for w in self._holders - self._failed}
+        ruling = judge(
+            self._links,
+            self._complaints.values(),
+            committed=self._committed,
+            holders=holders,
+            late=set(map(str, self._late)),
+            limits=self._limits,
+        )
+        self._links = ruling.links
+        if ruling.halt:
+            self._re_form_at = None
+            self._events.append(Halt(ruling.halt))
+            return
+        self._events.append(Remark(f"epoch {self._epoch}: {ruling.text}"))
+        if ruling.out:
+            out = Worker.parse(ruling.out)
+            self._failed.add(out)
+            self._holders.discard(out)
+        self._open(ruling.text)
 
     def _let_in(self) -> None:
         if self._back and not self._unformed:
@@ -165,7 +219,7 @@ class LocalCoordination:
 
     def _open(self, reason: str) -> None:
         """Opens the next epoch: with all who live, and all who are back."""
-        self._re_form_at = None
+        self._re_form_at, self._complaints = None, {}
         joining, self._back = set(self._back), set()
         self._failed -= joining
         lost = self._lost_stages()
@@ -197,7 +251,7 @@ class LocalCoordination:
         living = [w for w in self._catalog.job.workers() if w not in self._failed]
         if restore is None:  # those that are still at it, too
             joining |= set(living) - self._holders
-        self._unformed = set(living)
+        self._unformed, self._late = set(living), set(living)
         deployment = Deployment(
             epoch=self._epoch,
             plan_fingerprint=plan.fingerprint,

@@ -86,10 +86,18 @@ class DatasetBatches:
 
     def __call__(self, iteration: int, pipeline: int, micro_batch: int) -> Any:
         indices = self.sampler(iteration, pipeline, micro_batch)
-        batch = self.collate([self.dataset[i] for i in indices])
+        batch = self.collate([self._sample(i) for i in indices])
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise InputError("data", type(batch).__name__, "samples that collate to (inputs, targets)")
         return batch
+
+    def _sample(self, index: int) -> Any:
+        """Raises what the data set raises, with the sample's name."""
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            error.add_note(f"sample {index}")
+            raise
 
 
 def first_length(inputs: Tensor | tuple[Tensor, ...] | list[Tensor]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from agent.boundaries import CPU, Boundaries, Boundary, Gradients, check_output
+from agent.boundaries import CPU, Boundaries, Boundary, BoundaryError, Gradients, check_output
 from agent.communicator import Groups
 from agent.devices import completion, on_device
 from agent.faults import FaultInjector
@@ -29,6 +29,14 @@ from agent.transport.transfers import Layout, Transfers
 from agent.verdicts import Steps
 from agent.workload import Workload
 from planner.job import Job, Worker
+
+
+class OpError(Exception):
+    """The workload's own code raised in an op of a micro-batch; `__cause__` is what it raised."""
+
+    def __init__(self, kind: str, iteration: int, key: MicroBatch) -> None:
+        super().__init__(kind, iteration, key)
+        self.kind, self.iteration, self.key = kind, iteration, key
 
 
 class Interrupted(Exception):
@@ -76,6 +84,8 @@ class Executor:
         self._layout = Layout(job, self._incoming, self._outgoing, max(map(len, boundaries), default=1), device)
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
         self._iteration = 0
+        self.left_out: frozenset[MicroBatch] = frozenset()
+        self._share = 1.0
         self._groups: Groups | None = None
         self._transfers: Transfers
         self._reduction = float("inf")
@@ -94,32 +104,34 @@ class Executor:
         script: Script,
         groups: Groups,
         redo: Redo | None = None,
-        neighbours: frozenset[Worker] | None = None,
+        left_out: frozenset[MicroBatch] = frozenset(),
     ) -> None:
         """One iteration, its step included; or none, where the step before turns out to be wrong.
 
-        redo: what is left of it to be done; None: all of it. neighbours: all with whom this worker exchanges
-        anything in the epoch; None: those of `script`.
+        redo: what is left of it to be done; None: all of it. left_out: micro-batches that nobody runs; the mean is
+        over the others.
 
         Then every worker gets to know it before its own step of this iteration, the step before has
         been put right when this returns, and the iteration is to be run again. Until then messages
         already under way, and those that others still wait for, are passed on without computing.
 
-        Raises Interrupted or TransferError; `abandon` must follow then. The step may have been
+        Raises Interrupted, TransferError or OpError; `abandon` must follow then. The step may have been
         taken nevertheless.
         """
         if groups is not self._groups:
-            self._transfers = groups.transfers(self._layout, script.neighbours if neighbours is None else neighbours)
+            self._transfers = groups.transfers(self._layout)
             self._reduction = float("inf")
             self._device.waited()
         self._stage.counted_elsewhere = frozenset()
         if redo is not None:
             script = script.only(redo.run)
             self._stage.counted_elsewhere = redo.counted - self.finished
+        script, self.left_out = script.without(left_out), left_out
+        self._share = 1.0 / max(1, self._job.pipelines * self._job.micro_batches - len(left_out))
         self._iteration, self._groups, self._script = iteration, groups, script
         self._reducing = False
         self._void = False
-        self.timeline.begin(iteration, len(script.ops) if redo is None else 0)
+        self.timeline.begin(iteration, 0 if redo or left_out else len(script.ops))
         self._transfers.begin(iteration, script)
         for op in script.ops:
             if self._interrupted():
@@ -131,7 +143,7 @@ class Executor:
             elif op.kind == "O":
                 self._step()
             else:
-                self._run[op.kind]((op.pipeline, op.micro_batch))
+                self._run_op(op.kind, (op.pipeline, op.micro_batch))
         if self._void:
             self._stage.abandon()
             self.timeline.drop()
@@ -178,6 +190,15 @@ class Executor:
 
     # -- ops ----------------------------------------------------------------------------------
 
+    def _run_op(self, kind: str, key: MicroBatch) -> None:
+        """Raises OpError for what the workload's code raises."""
+        try:
+            self._run[kind](key)
+        except (TransferError, BoundaryError):
+            raise
+        except Exception as error:
+            raise OpError(kind, self._iteration, key) from error
+
     def _forward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "F", *key)
         seed = seed_for("stage", self._seed, self._iteration, *key, self._me.stage)
@@ -191,7 +212,7 @@ class Executor:
             self._progress.at(DATA, key)
             targets = self._here(self._workload.targets(self._seed, self._iteration, *key))
             self._progress.at("F", key)
-            share = 1.0 / (self._job.pipelines * self._job.micro_batches)
+            share = self._share
             self._stage.forward(key, x, seed=seed, loss=lambda y: self._workload.loss(y, targets) * share)
             self._finish("F", started)
             return

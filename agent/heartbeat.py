@@ -96,12 +96,12 @@ class HeartbeatThread(threading.Thread):
             )
         )
 
-    def report_broken(self, epoch: int, detail: str) -> None:
-        """Queues a FailureReport of a transfer that broke in `epoch`; never blocks."""
+    def report_broken(self, epoch: int, detail: str, peer: str = "") -> None:
+        """Queues a FailureReport of a transfer with `peer` ("": not known) that broke in `epoch`; never blocks."""
         self._log.add(f"epoch {epoch}: {detail}")
         self._put(
             FailureReport(
-                worker=self._worker,
+                worker=peer or self._worker,
                 incarnation=self._incarnation,
                 cause="transfer",
                 reporter=self._worker,

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from agent import channel, worker
+from agent import channel, poison, worker
 from agent.boundaries import Boundaries
 from agent.checkpoints.checkpointing import CheckpointOptions
-from agent.coordination import Coordination, Deploy, Halt
+from agent.coordination import Coordination, Deploy, Halt, Remark
 from agent.devices import Platform
 from agent.faults import Kill, Rejoin, Slow
 from agent.holding import Hold
@@ -108,6 +108,11 @@ class Launcher:
         self._nobody_due = 0.0
         """After so many seconds without a word from any worker it is said (again)."""
         self._stop = 0
+        self._poison = poison.Poison()
+        self._found: dict[str, Any] = {}
+        """What each member of the newest epoch is told of micro-batches that raise; see agent.channel.Orders."""
+        self._until: int | None = None
+        self._why_halted, self._halt_by = "", 0.0
 
     def stop(self, number: int) -> None:
         """Ends the run soon; from the handler of signal `number`."""
@@ -127,6 +132,8 @@ class Launcher:
             for cell in self._options.job.workers():
                 self._start(cell, joins=False)
             while not self._record.finished(self._options.iterations):
+                if self._halted():
+                    raise JobFailed(self._why_halted)
                 if self._stop:
                     raise Stopped(self._stop, self._record.committed)
                 self._turn(TURN_SECONDS)
@@ -170,6 +177,11 @@ class Launcher:
                 self._deploy(event)
             elif isinstance(event, Halt):
                 raise JobFailed(event.reason)
+            elif isinstance(event, Remark):
+                self._listener({"warning": event.text})
+                entry = self._pool.running.get(event.refused) if event.refused else None
+                if entry is not None and not entry.member:
+                    self._pool.put_out(entry, event.text)
             else:
                 self._obey(event)
         self._judge(timeout)
@@ -202,6 +214,8 @@ class Launcher:
             case "alive":
                 entry.op_limit = message["op_limit"]
                 self._heard_of(entry, message["standing"])
+            case "adopted" if self._deployed is not None:
+                self._coordination.adopted(cell, message["epoch"])
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
@@ -220,9 +234,12 @@ class Launcher:
             case "done":
                 self._record.done(cell, message["sha256"])
             case "broken":
-                self._coordination.broken(cell, message["epoch"], time.monotonic())
+                peer, detail = message.get("peer", ""), message.get("detail", "")
+                self._coordination.broken(cell, message["epoch"], time.monotonic(), peer, detail)
                 if self._after is not None and self._deployed and message["epoch"] < self._deployed.deployment.epoch:
                     self._send_deployments(after=None)  # the boundary is out of reach: all leave now
+            case "raised":
+                self._raised(entry, message)
             case "verdict":
                 if message["iteration"] not in self._verdicts:
                     self._verdicts.add(message["iteration"])
@@ -237,6 +254,57 @@ class Launcher:
                 entry.error = message["text"]
             case "fatal":
                 raise JobFailed(f"{cell}: {message['text']}")
+
+    def _raised(self, entry: WorkerProcess, message: channel.Message) -> None:
+        """An op of a micro-batch raised: the worker lives, and waits for the next epoch."""
+        cell, recipe = entry.worker, self._options.recipe
+        said = poison.Raised(
+            *(str(cell), entry.incarnation, cell.stage, message["iteration"], message["op"], message["micro_batch"]),
+            *(message["error"], tuple(message["samples"])),
+        )
+        skip, limit = recipe.on_bad_sample == "skip", recipe.bad_sample_limit
+        found = poison.raised(self._poison, said, self._incarnations(cell.stage), skip=skip, limit=limit)
+        self._poison = found.poison
+        about = {k: message[k] for k in ("iteration", "op", "micro_batch", "error", "samples", "traceback")}
+        self._listener({"raised": {"worker": str(cell), **about, "text": found.text}})
+        if found.left_out is not None:
+            iteration, micro_batch = found.left_out
+            others = self._record.skipped.get(iteration, ())
+            self._record.skipped[iteration] = tuple(sorted((*others, micro_batch)))
+        if found.halt:
+            if self._until is not None:
+                raise JobFailed(found.halt)
+            self._until, self._why_halted = said.iteration, found.halt
+            self._halt_by = time.monotonic() + self._options.timeouts.transfer
+        self._coordination.raised(cell, entry.incarnation, message["epoch"], found.halt or found.text)
+        if self._after is not None and self._deployed and message["epoch"] < self._deployed.deployment.epoch:
+            self._send_deployments(after=None)  # as for a transfer that broke
+
+    def _incarnations(self, stage: int | None = None) -> dict[str, str]:
+        """Of the members of the job, or of one stage, by name."""
+        members = ((w, e) for w, e in self._pool.running.items() if e.member and stage in (None, w.stage))
+        return {str(w): e.incarnation for w, e in members}
+
+    def _put_out_the_blamed(self) -> None:
+        """Those that could not do what others could."""
+        self._poison, blamed = poison.committed(self._poison, self._record.committed, self._incarnations())
+        if blamed and self._deployed is not None and self._found["runs"] and not self._poison.suspects:
+            first = next(e for e in self._pool.running.values() if e.incarnation == blamed[0].incarnation)
+            epoch, text = self._deployed.deployment.epoch, "it is decided whose fault it was: all do what is planned"
+            self._coordination.raised(first.worker, first.incarnation, epoch, text)
+        for one in blamed:
+            self._listener({"warning": one.text})
+            entry = self._pool.running.get(Worker.parse(one.worker))
+            if one.out and entry is not None:
+                self._pool.put_out(entry, one.text)
+                self._record.died(entry.worker, time.monotonic_ns())
+                self._coordination.exited(entry.worker, entry.incarnation, f"was taken out: {one.text}")
+
+    def _halted(self) -> bool:
+        """Is everything of a job that must halt where it should be, or is there no more time for that?"""
+        if self._until is None:
+            return False
+        return self._record.finished(self._until) or time.monotonic() > self._halt_by
 
     def _ended(self, entry: WorkerProcess) -> None:
         detected = time.monotonic_ns()
@@ -259,6 +327,7 @@ class Launcher:
             self._coordination.recovered(recovery)
         self._coordination.committed(recorded.iterations)
         if recorded.iterations:
+            self._put_out_the_blamed()
             due = [r for r in self._rejoins if r.iteration < self._record.committed]
             for rejoin in due:
                 place = self._pool.vacancy(rejoin.worker, self._options.job.workers())
@@ -288,7 +357,20 @@ class Launcher:
             elif entry.member and cell not in living:
                 self._pool.put_out(entry, "put out of the job")
                 self._record.died(cell, now)
-        self._interim = self._plan_meanwhile(event)
+        schedule = event.plan.schedule() if self._poison.suspects else None
+
+        def owner(micro_batch: int, stage: int) -> str:
+            assert schedule is not None
+            key = divmod(micro_batch, self._options.job.micro_batches)
+            runs = (w for w in schedule.ops if w.stage == stage)
+            return str(next(w for w in runs if any((o.pipeline, o.micro_batch) == key for o in schedule.ops[w])))
+
+        in_force = {str(w): self._pool.running[w].incarnation for w in living if w in self._pool.running}
+        self._poison, runs = poison.assign(self._poison, owner, in_force)
+        # Fixed with the epoch: all its members must leave out the same.
+        self._found = {"left_out": list(self._poison.left_out), "runs": list(runs), "until": self._until}
+        # Whoever is to try a bad sample is named for the plan of all.
+        self._interim = None if runs else self._plan_meanwhile(event)
         self._send_deployments(after)
 
     def _plan_meanwhile(self, event: Deploy) -> Plan | None:
@@ -355,6 +437,7 @@ class Launcher:
                 store=self._store.address,
                 after=after,
                 restore=self._deployed.restore,
+                **self._found,
             )
 
     def _obey(self, command: Command) -> None:
@@ -491,4 +574,5 @@ def iteration_line(iteration: Iteration) -> dict[str, Any]:
         "seconds": round(iteration.seconds, 6),
         "epoch": iteration.epoch,
         "living": iteration.living,
+        **({"skipped": list(iteration.skipped)} if iteration.skipped else {}),
     }

@@ -11,6 +11,7 @@ only adds workers interrupts nothing: all leave at the same boundary, with nothi
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions
 from agent.checkpoints.weights import save_weights
 from agent.communicator import Communicator, Groups
 from agent.devices import Platform, kind_number
-from agent.executor import Executor, Interrupted
+from agent.executor import Executor, Interrupted, OpError
 from agent.faults import FaultInjector, Kill, Slow, slowness
 from agent.heartbeat import HeartbeatThread, Status
 from agent.ledger import Redo, decode, encode
@@ -41,6 +42,7 @@ from agent.timeouts import ALIVE_SECONDS, Timeouts
 from agent.transport.group import TransferError
 from agent.validation import Verdict
 from agent.verdicts import Steps
+from agent.whereabouts import told
 from agent.workload import Workload
 from planner.job import Job, Worker
 from planner.plan import Plan
@@ -48,6 +50,8 @@ from planner.plan import Plan
 _JOINING = -1
 WAIT_SECONDS = 0.5
 """For so long nobody talks while all wait for a newcomer's state; whoever it is waits for that, not on a time-out."""
+TRACEBACK_LINES = 12
+"""Of an exception in an op, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class WorkerLoop:
         if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
             self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
         self._epoch = 0
+        self._until = options.iterations
         self._corrected = False
         """Did this epoch's agreement put the last step right?"""
 
@@ -195,11 +200,14 @@ class WorkerLoop:
             whole = True
             try:
                 self._live_through(orders)
-            except (Interrupted, TransferError) as end:
+            except (Interrupted, TransferError, OpError) as end:
                 self._end_hand_overs()
                 if isinstance(end, TransferError) and not self._superseded():
-                    self._say_broken(str(end))
+                    self._say_broken(str(end), end.peer)
                 self._executor.abandon()
+                if isinstance(end, OpError):
+                    self._executor.forget_finished()  # half of a micro-batch may be in the sum
+                    self._say_raised(end)
                 self._communicator.abandon()
                 whole = False
             self._end_hand_overs()
@@ -218,21 +226,27 @@ class WorkerLoop:
         if self._options.paced_by_profile:
             self._pace = profile_pace(self._options.job, self._me, living)
             self._executor.set_pace(self._pace)
+        scripts = [Script.of(orders.plan.schedule(), self._me, orders.runs)]
+        if orders.interim is not None:
+            scripts.append(Script.of(orders.interim.schedule(), self._me))
         groups = self._communicator.form(
-            orders.epoch, self._me, living, orders.store, self._device, at_boundary=orders.after is not None
+            *(orders.epoch, self._me, living, orders.store, self._device),
+            at_boundary=orders.after is not None,
+            neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
         )
         agreement = self._agree(groups, living)
         joining = self._hand_over(groups, agreement, orders.interim)
+        if self._left_out(orders, agreement.iteration) != self._executor.left_out:
+            self._executor.forget_finished()  # it is a share of another mean
         redo = self._compare_finished(groups, agreement)
         whole = [w for w in living if w not in joining]
-        scripts = [Script.of(plan.schedule(), self._me) for plan in (orders.plan, orders.interim) if plan is not None]
-        neighbours = frozenset[Worker]().union(*(script.neighbours for script in scripts))
         self._executor.timeline.epoch = orders.epoch
         self._status.phase = "training"
         formed: int | None = None
         if self._me not in joining:
             formed = self._say_formed(agreement.iteration)
-        while (iteration := self._optimizer.committed) < self._options.iterations:
+        self._until = self._options.iterations if orders.until is None else orders.until
+        while (iteration := self._optimizer.committed) < self._until:
             self._status.iteration = iteration
             if joining and self._steps.counts_on_all(iteration):
                 if formed is None:
@@ -245,7 +259,8 @@ class WorkerLoop:
             if not self._channel.may_begin(orders.epoch, iteration):
                 self._executor.settle()
                 return
-            self._executor.run(iteration, scripts[1 if joining else 0], groups, redo, neighbours)
+            script = scripts[1 if joining else 0]
+            self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
             if iteration == formed:
                 self._acknowledge("resumed", iteration)
@@ -340,6 +355,11 @@ class WorkerLoop:
         self._channel.say("redo", epoch=self._epoch, iteration=agreement.iteration, run=run, kept=kept)
         return left
 
+    def _left_out(self, orders: Orders, iteration: int) -> frozenset[tuple[int, int]]:
+        """The micro-batches of an iteration that nobody runs."""
+        of_pipeline = self._options.job.micro_batches
+        return frozenset(divmod(number, of_pipeline) for i, number in orders.left_out if i == iteration)
+
     def _superseded(self) -> bool:
         return self._channel.superseded(self._epoch)
 
@@ -356,8 +376,9 @@ class WorkerLoop:
         hold all of their stage's state."""
         if self._checkpointer is not None:
             writes = self._me == min(w for w in whole if w.stage == self._me.stage)
-            self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes)
-            if self._optimizer.committed == self._options.iterations:
+            last = self._optimizer.committed == self._until
+            self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes, last=last)
+            if last:
                 self._checkpointer.finish()
 
     def _say_checkpoint(self, iteration: int, problem: str | None) -> None:
@@ -370,14 +391,33 @@ class WorkerLoop:
         if self._heartbeat is not None:
             self._heartbeat.acknowledge(self._epoch, state, iteration)
 
-    def _say_broken(self, detail: str) -> None:
+    def _say_raised(self, end: OpError) -> None:
+        """Raises what the op raised, where this process is of no use any more."""
+        error = end.__cause__
+        assert isinstance(error, Exception)
+        samples = getattr(self._workload, "samples", None)
+        self._channel.say(
+            "raised",
+            epoch=self._epoch,
+            iteration=end.iteration,
+            op=end.kind,
+            micro_batch=end.key[0] * self._options.job.micro_batches + end.key[1],
+            error=told(error)[:1000],
+            samples=list(samples(end.iteration, *end.key)) if samples is not None else [],
+            traceback="".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:],
+        )
+        if isinstance(error, torch.AcceleratorError):
+            raise error  # the device's context is gone for good
+
+    def _say_broken(self, detail: str, peer: Worker | None) -> None:
         # A wait runs out on all who were suspended: that is no fault of the connection.
         stood_still = self._status.progress.stood_still(self._options.timeouts.group)
         if stood_still > ALIVE_SECONDS:
             detail = f"{detail} (this process did not run for {stood_still:.0f} s)"
-        self._channel.say("broken", epoch=self._epoch, detail=detail, stood_still=stood_still)
+        name = "" if peer is None else str(peer)
+        self._channel.say("broken", epoch=self._epoch, detail=detail, peer=name, stood_still=stood_still)
         if self._heartbeat is not None:
-            self._heartbeat.report_broken(self._epoch, detail)
+            self._heartbeat.report_broken(self._epoch, detail, name)
 
 
 def _runs_ops(plan: Plan, workers: frozenset[Worker]) -> bool:

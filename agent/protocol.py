@@ -290,16 +290,17 @@ class Acknowledgement(Message):
 class FailureReport(Message):
     """POST /jobs/{job_id}/failures. Something broke.
 
-    cause `exit`: the launcher saw the process of `worker` end. `transfer`: `reporter` could not
-    exchange data (then `worker` is the reporter's best guess, or itself). incarnation: of `worker`
-    for an exit, of `reporter` for a transfer. detail: for an exit, what the process did (`was
-    killed by SIGKILL`). age_milliseconds: how long ago it was seen. epoch: the reporter's own when
-    the transfer broke, so that a late report can't disturb the next one (0: not said).
+    cause `exit`: the launcher saw the process of `worker` end. `exception`: an op of a micro-batch raised in it, and
+    all must form anew, with what the launcher makes of it. `transfer`: `reporter` could not exchange data (then
+    `worker` is the reporter's best guess, or itself). incarnation: of `worker` for an exit or exception, of
+    `reporter` for a transfer. detail: for an exit, what the process did (`was killed by SIGKILL`).
+    age_milliseconds: how long ago it was seen. epoch: the reporter's own when the transfer broke or the op raised, so
+    that a late report can't disturb the next one (0: not said).
     """
 
     worker: WorkerName
     incarnation: Identifier
-    cause: Literal["exit", "transfer"]
+    cause: Literal["exit", "transfer", "exception"]
     reporter: Name
     detail: Text = ""
     age_milliseconds: Milliseconds = 0
@@ -307,7 +308,8 @@ class FailureReport(Message):
 
 
 class Iteration(Message):
-    """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact."""
+    """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact. skipped:
+    micro-batches, numbered over the pipelines, that are not in it."""
 
     iteration: Count
     loss: Number
@@ -315,6 +317,7 @@ class Iteration(Message):
     seconds: Seconds
     epoch: Count
     living: Count
+    skipped: Annotated[tuple[Count, ...], Field(max_length=65536, exclude_if=lambda value: not value)] = ()
 
 
 class IterationReport(Message):

@@ -11,6 +11,7 @@ from planner.errors import InputError
 Mode = Literal["deterministic", "fast"]
 Autocast = Literal["bf16"]
 NonFinite = Literal["skip", "stop"]
+OnBadSample = Literal["halt", "skip"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Recipe:
     more, and saves nothing once some stage has taken its step. Measured on 3 x 2 workers, 8
     micro-batches, ops of 20 ms, a death at the last but one op of stage 1: 10 of 24 micro-batches ran
     again, 0.55 instead of 0.95 s; in the middle of the iteration 15, 0.65 instead of 0.88 s.
+    on_bad_sample: what becomes of a micro-batch that raises on every worker that tries it (see agent.poison): `halt`
+    ends the job before its iteration, with weights and a checkpoint; `skip` leaves it out, and the mean is over the
+    others. bad_sample_limit: how many may be left out; one more ends the job.
     """
 
     mode: Mode = "deterministic"
@@ -38,6 +42,8 @@ class Recipe:
     non_finite: NonFinite = "skip"
     staggered: bool = True
     keep_finished: bool = False
+    on_bad_sample: OnBadSample = "halt"
+    bad_sample_limit: int = 100
 
     def __post_init__(self) -> None:
         """Raises InputError naming the field."""
@@ -47,6 +53,11 @@ class Recipe:
             raise InputError("--autocast", self.autocast, "bf16, or nothing for full precision")
         if self.non_finite not in get_args(NonFinite):
             raise InputError("--non-finite", self.non_finite, "skip or stop")
+        if self.on_bad_sample not in get_args(OnBadSample):
+            raise InputError("--on-bad-sample", self.on_bad_sample, "halt or skip")
+        limit = self.bad_sample_limit
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise InputError("--bad-sample-limit", limit, "a whole number of at least 0")
         # Written so that NaN fails it too.
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
             raise InputError("--clip-norm", self.clip_norm, "a finite number above 0")

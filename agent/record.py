@@ -74,6 +74,8 @@ class RunRecord:
         self._before: tuple[int, int, int] | None = None
         """(after, epoch, living): through iteration `after` the epoch before the newest still trains."""
         self.committed = committed
+        self.skipped: dict[int, tuple[int, ...]] = {}
+        """By iteration, the micro-batches that are left out of it."""
 
     # -- what happens -------------------------------------------------------------------------
 
@@ -222,6 +224,7 @@ class RunRecord:
                     seconds=max(0.0, (at - self._last_at) / 1e9),
                     epoch=epoch,
                     living=living,
+                    skipped=self.skipped.get(i, ()),
                 )
             )
             self._recorded.append((i, loss))

@@ -13,6 +13,8 @@ def sentence_of(line: dict[str, Any]) -> str:
         return _verdict(**line["verdict"])
     if "warning" in line:
         return str(line["warning"])
+    if "raised" in line:
+        return "\n".join([line["raised"]["text"], *line["raised"]["traceback"]])
     if "checkpoint" in line:
         return _checkpoint(**line["checkpoint"])
     if "failure" in line:
@@ -31,7 +33,7 @@ def sentence_of(line: dict[str, Any]) -> str:
     return (
         f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
         f"epoch {line['epoch']}  {line['living']} workers"
-    )
+    ) + (f"  without micro-batches {', '.join(map(str, line['skipped']))}" if line.get("skipped") else "")
 
 
 def is_remark(line: dict[str, Any]) -> bool:

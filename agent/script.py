@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import heapq
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.job import Worker
@@ -30,13 +31,22 @@ class Script:
     arrivals: Mapping[Lane, tuple[MicroBatch, ...]]
 
     @classmethod
-    def of(cls, schedule: Schedule, me: Worker) -> Script:
-        """A worker that the plan does without runs nothing but its stage's reduction and step."""
-        own = schedule.ops.get(me) or (Op("O", me.pipeline, -1, me.stage, me, 0, 0),)
-        mine = {(op.pipeline, op.micro_batch) for op in own if op.kind == "F"}
+    def of(cls, schedule: Schedule, me: Worker, runs: Mapping[Worker, Sequence[Worker]] | None = None) -> Script:
+        """runs: whose part of the plan a worker does, of its stage, where that is not just its own. By the plan's times
+        all of it is still in an order that can't deadlock.
+
+        A worker that the plan does without runs nothing but its stage's reduction and step.
+        """
+        roles = dict(schedule.ops)
+        roles[me] = roles.get(me) or (Op("O", me.pipeline, -1, me.stage, me, 0, 0),)
+        for worker, parts in (runs or {}).items():
+            planned = ([op for op in schedule.ops[part] if op.kind != "O"] for part in parts)
+            own = (op for op in schedule.ops[worker] if op.kind == "O")
+            roles[worker] = (*heapq.merge(*planned, key=lambda op: op.start), *own)
+        mine = {(op.pipeline, op.micro_batch) for op in roles[me] if op.kind == "F"}
         neighbours: dict[int, dict[MicroBatch, Worker]] = {me.stage - 1: {}, me.stage + 1: {}}
         arrivals: dict[Lane, tuple[MicroBatch, ...]] = {}
-        for worker, ops in schedule.ops.items():
+        for worker, ops in roles.items():
             if worker.stage not in neighbours:
                 continue
             for op in ops:
@@ -46,7 +56,11 @@ class Script:
             keys = ((op.pipeline, op.micro_batch) for op in ops if op.kind in senders)
             if coming := tuple(key for key in keys if key in mine):
                 arrivals[kind, worker] = coming
-        return cls(own, neighbours[me.stage - 1], neighbours[me.stage + 1], arrivals)
+        return cls(roles[me], neighbours[me.stage - 1], neighbours[me.stage + 1], arrivals)
+
+    def without(self, keys: Collection[MicroBatch]) -> Script:
+        """The same order without the ops of these micro-batches."""
+        return self.only({(op.pipeline, op.micro_batch) for op in self.ops} - set(keys)) if keys else self
 
     def only(self, keys: Collection[MicroBatch]) -> Script:
         """The same order with the ops of these micro-batches, and the step; the lanes stay, be they empty."""

@@ -39,7 +39,7 @@ from agent.devices import Platform
 from agent.faults import Kill, Rejoin, Slow
 from agent.processes import preload, start_server
 from agent.protocol import Recovery
-from agent.recipe import Autocast, CheckpointWish, Mode, NonFinite, Recipe
+from agent.recipe import Autocast, CheckpointWish, Mode, NonFinite, OnBadSample, Recipe
 from agent.record_words import is_remark, sentence_of
 from agent.start import BY_PROFILE, StartOptions, argument_names, make_launcher, parse_pace, with_profile
 from planner.errors import InputError
@@ -93,8 +93,8 @@ class ResilientTrainer:
         a file that `python -m agent profile` wrote, a shipped profile's name, or what either holds.
     boundaries: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
     seed: of parameters, data order and dropout. technique, memory, mode, autocast, clip_norm,
-        non_finite, staggered, keep_finished, device, transport, pace: as `python -m agent launch --help`
-        says; pace is "profile" for the times that job or profile have.
+        non_finite, staggered, keep_finished, on_bad_sample, bad_sample_limit, device, transport, pace: as
+        `python -m agent launch --help` says; pace is "profile" for the times that job or profile have.
     console: address of a console that watches and decides, its standby's after a comma; token: their
         token. name: there.
         demo: the console may kill and restart these processes.
@@ -133,6 +133,8 @@ class ResilientTrainer:
         non_finite: NonFinite = "skip",
         staggered: bool = True,
         keep_finished: bool = False,
+        on_bad_sample: OnBadSample = "halt",
+        bad_sample_limit: int = 100,
         pace: str | None = None,
         device: str = "cpu",
         transport: str | None = None,
@@ -196,7 +198,9 @@ class ResilientTrainer:
                 slow=tuple(Slow.parse(text, job) for text in slow),
                 kills=tuple(Kill.parse(text, job) for text in kill),
                 rejoins=tuple(Rejoin.parse(text, job) for text in rejoin),
-                recipe=Recipe(mode, autocast, clip_norm, non_finite, staggered, keep_finished),
+                recipe=Recipe(
+                    *(mode, autocast, clip_norm, non_finite, staggered, keep_finished, on_bad_sample, bad_sample_limit)
+                ),
                 platform=Platform.of(device, transport),
                 console=console,
                 token=token,

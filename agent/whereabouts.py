@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +22,17 @@ def whereabouts() -> str:
     frames = sys._current_frames()
     told = [f"{names.get(ident, 'a thread')} at {_place(frame)}" for ident, frame in frames.items() if ident != mine]
     return "; ".join(sorted(told))
+
+
+def told(error: BaseException) -> str:
+    """An exception in a line, and where in the user's own code it came about: `, at model.py:12 in forward`."""
+    libraries = tuple(
+        str(Path(file).parent) for file in (getattr(sys.modules.get("torch"), "__file__", None), __file__) if file
+    )
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    place = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}{place}"
 
 
 def _place(frame: FrameType | None) -> str:

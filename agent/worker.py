@@ -9,7 +9,6 @@ import threading
 import traceback
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
@@ -26,7 +25,7 @@ from agent.optimizer import NonFiniteError
 from agent.recovery import NoAgreementError
 from agent.state import StateError
 from agent.timeouts import ALIVE_SECONDS
-from agent.whereabouts import whereabouts
+from agent.whereabouts import told, whereabouts
 from agent.workload import WorkloadSource
 from planner.job import Worker
 
@@ -90,8 +89,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
         channel.say("fatal", text=str(error))
         channel.wait_for_epoch(WorkerChannel.OVER - 1)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}{_place(error)}"
-        channel.say("error", text=text, traceback=traceback.format_exc())
+        channel.say("error", text=told(error), traceback=traceback.format_exc())
         sys.stdout.flush()
         os._exit(FAILED)
     if heartbeat is not None and heartbeat.is_alive():
@@ -99,13 +97,6 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
         heartbeat.join(2.0)
     # Not sys.exit: gloo's threads may still sit in a group that was given up.
     os._exit(0)
-
-
-def _place(error: BaseException) -> str:
-    """Where in the workload's own code it happened: `, at model.py:12 in forward`."""
-    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
-    return f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
 def _heartbeat(spec: WorkerSpec, status: Status, log: LogTail) -> HeartbeatThread | None:

@@ -23,7 +23,8 @@ class Workload(Protocol):
     A workload may have more: `scheduler(optimizer)`, an LRScheduler that is stepped once per
     iteration; and, where agent.boundaries should not find out what passes from stage to stage,
     `boundaries` (TensorSpecs per pair of neighbours) or `boundary_shape` and `boundary_dtype` (of
-    one tensor that is the same between all stages).
+    one tensor that is the same between all stages); and `samples(iteration, pipeline, micro_batch)`, the indices of
+    the samples in a micro-batch, for messages about one that raises.
     """
 
     @property

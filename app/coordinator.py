@@ -29,6 +29,7 @@ from app.coordination.events import (
     Note,
     PlanReady,
     PlanRefused,
+    Raised,
     Registered,
     Stalled,
     Step,
@@ -58,6 +59,8 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
         return refuse(state, "fenced", fenced_text(member, event.incarnation))
     if event.incarnation == member.incarnation:
         return Step(state, reason=f"{event.worker} had registered already")
+    if event.worker in state.links.barred:
+        return refuse(state, "fenced", f"{event.worker} may not re-join: its links broke again after it had")
     if state.current and (elsewhere := fencing.place_of(state.members, event.incarnation)) is not None:
         # The network brought it late, or twice: since then the process was given another place.
         if fencing.counts(elsewhere, event.incarnation):
@@ -153,6 +156,7 @@ _HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
     Heard: liveness.heard,
     Exited: liveness.exited,
     TransferBroken: liveness.transfer_broken,
+    Raised: liveness.raised,
     Tick: liveness.tick,
     Stalled: liveness.stalled,
     PlanReady: epochs.plan_ready,

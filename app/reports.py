@@ -69,6 +69,10 @@ class Reports(ABC):
             return job.apply(
                 happening.Exited(message.worker, message.incarnation, message.reporter, plain(message.detail) + seen)
             )
+        if message.cause == "exception":
+            return job.apply(
+                happening.Raised(message.worker, message.incarnation, message.epoch, plain(message.detail))
+            )
         return job.apply(
             happening.TransferBroken(
                 message.reporter, message.incarnation, message.worker, message.epoch, plain(message.detail)
@@ -96,7 +100,9 @@ class Reports(ABC):
                 )
         now = time.time()
         with storing():
-            self._store.add_iterations(job_id, [{**i.model_dump(), "committed_at": now} for i in iterations])
+            self._store.add_iterations(
+                job_id, [{**i.model_dump(exclude={"skipped"}), "committed_at": now} for i in iterations]
+            )
             count = self._store.committed_iterations(job_id)
         job.stored()
         job.apply(happening.IterationsCommitted(count))

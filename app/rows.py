@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import orjson
 
+from agent.blame import Complaint, Links
 from agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
 from app.coordination.choices import Mode
 from app.coordination.membership import ACK_ORDER, Broken, Epoch, Member, Pending, State
@@ -71,15 +72,34 @@ def job_columns(old: State, new: State) -> Record:
         row |= {"mode": new.mode.value, "patience": new.patience}
     if new.frozen_by != old.frozen_by:
         row |= {"frozen_by": new.frozen_by}
-    if new.broken != old.broken:
-        row |= {"broken": _broken_text(new.broken)}
+    if (new.broken, new.links) != (old.broken, old.links):
+        row |= {"broken": _broken_text(new)}
     if (moves := _moves_text(new)) != _moves_text(old):
         row |= {"moves": moves}
     return row
 
 
-def _broken_text(broken: Broken | None) -> str:
-    return json.dumps([broken.reporter, broken.worker, broken.detail]) if broken else ""
+def _broken_text(state: State) -> str:
+    """The transfer that waits for its explanation, and what is remembered of links that broke; "": neither."""
+    broken = state.broken
+    first = [broken.reporter, broken.worker, broken.detail] if broken else None
+    if broken is None and state.links == Links():
+        return ""
+    complaints = [[c.reporter, c.peer, c.detail] for c in broken.complaints] if broken else []
+    return json.dumps({"broken": first, "complaints": complaints, "links": state.links.to_json()})
+
+
+def _read_broken(text: str) -> tuple[Broken | None, Links]:
+    """What `_broken_text` wrote; or, of a version that knew no links, the transfer alone."""
+    said = json.loads(text) if text else {"broken": None, "complaints": [], "links": Links().to_json()}
+    if isinstance(said, list):
+        said = {"broken": said, "complaints": [], "links": Links().to_json()}
+    complaints = tuple(Complaint(*c) for c in said["complaints"])
+    links = Links.from_json(said["links"])
+    if not said["broken"]:
+        return None, links
+    reporter, worker, detail = said["broken"]
+    return Broken(0.0, reporter, worker, detail, complaints), links
 
 
 def _moves_text(state: State) -> str:
@@ -156,6 +176,7 @@ def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
     for row in store.workers(job_id):
         members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
     over = JobState(job_row["state"]) if job_row["state"] in ("finished", "stopped") else None
+    broken, links = _read_broken(job_row["broken"])
     return replace(
         state,
         members=members,
@@ -167,7 +188,8 @@ def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
         mode=Mode(job_row["mode"]),
         patience=job_row["patience"],
         frozen_by=job_row["frozen_by"],
-        broken=Broken(0.0, *json.loads(job_row["broken"])) if job_row["broken"] else None,
+        broken=broken,
+        links=links,
         pending=_read_pending(job_row),
     )
 

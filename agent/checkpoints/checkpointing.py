@@ -98,8 +98,9 @@ class Checkpointer:
         self._copy: _Copy | None = None
         self._thread: threading.Thread | None = None
 
-    def boundary(self, optimizer: StageOptimizer, attempt: int, *, writes: bool) -> None:
-        """Between two iterations. writes: does this worker write for its stage? attempt: the epoch.
+    def boundary(self, optimizer: StageOptimizer, attempt: int, *, writes: bool, last: bool = False) -> None:
+        """Between two iterations. writes: does this worker write for its stage? attempt: the epoch. last: will there
+        be no other?
 
         The copy taken here is written only once the next step has been taken: until then the last
         one may be overturned, or undone by a death elsewhere.
@@ -107,7 +108,7 @@ class Checkpointer:
         committed = optimizer.committed
         self._write_if_final(committed)
         self._copy = None
-        due = committed % self._options.wish.every == 0 or committed == self._iterations
+        due = last or committed % self._options.wish.every == 0 or committed == self._iterations
         if writes and due and committed > self._options.resumed_at:
             state = optimizer.state()
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}

@@ -92,6 +92,11 @@ def launch(
     autocast: Annotated[str | None, typer.Option(help="bf16: run forwards under torch.autocast.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Largest global norm of the gradients.")] = None,
     non_finite: Annotated[str, typer.Option(help="On a NaN or infinite gradient: skip (the step) or stop.")] = "skip",
+    on_bad_sample: Annotated[
+        str,
+        typer.Option(help="On a micro-batch that raises on every worker: halt (the job) or skip (the micro-batch)."),
+    ] = "halt",
+    bad_sample_limit: Annotated[int, typer.Option(help="Micro-batches that may be skipped so; one more halts.")] = 100,
     device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU of its own for every worker, over NCCL.")] = "cpu",
     transport: Annotated[
         str | None, typer.Option(help="How messages find their receives: tagged (on CPUs), or ordered (as NCCL needs).")
@@ -158,7 +163,11 @@ def launch(
             pace=paced,
             kills=tuple(Kill.parse(text, job) for text in kill or ()),
             rejoins=tuple(Rejoin.parse(text, job) for text in rejoin or ()),
-            recipe=Recipe(mode, autocast, clip_norm, non_finite, not synchronous, keep_finished),  # type: ignore[arg-type]
+            recipe=Recipe(
+                *(mode, autocast, clip_norm, non_finite, not synchronous, keep_finished),  # type: ignore[arg-type]
+                on_bad_sample=on_bad_sample,  # type: ignore[arg-type]
+                bad_sample_limit=bad_sample_limit,
+            ),
             console=console,
             token=token,
             name=name,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -193,7 +193,7 @@ class Alone:
         # Gradients of a mean over the boundary are as small.
         self._gradients = _numbers(outgoing, generator, 1.0 / max(1, sum(t.empty().numel() for t in outgoing)))
 
-    def transfers(self, layout: Any, neighbours: Collection[Worker]) -> Transfers:
+    def transfers(self, layout: Any) -> Transfers:
         return _Instant(self._incoming, self._gradients, layout)
 
 
@@ -210,7 +210,7 @@ def _numbers(boundary: Boundary, generator: torch.Generator, scale: float) -> di
 class _Instant(Transfers):
     def __init__(self, incoming: Mapping[int, Tensor], gradients: Mapping[int, Tensor], layout: Any) -> None:
         nobody: Any = None
-        super().__init__(nobody, layout, ())
+        super().__init__(nobody, layout)
         wanted = {i: gradients[i] for i, spec in enumerate(layout.outgoing) if spec.gradient}
         self._ready = {"F": incoming, "I": wanted}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch.distributed
 from torch import Tensor
 
 from agent.timeouts import Timeouts
+from planner.job import Worker
 
 # torch ships no types for what is used here.
 dist: Any = torch.distributed
@@ -27,7 +29,11 @@ _NOBODY_SENDS = 2**31 - 1
 
 
 class TransferError(RuntimeError):
-    """A transfer or reduction broke: a peer died, or the groups were cancelled."""
+    """A transfer or reduction broke: a peer died, or the groups were cancelled. peer: with whom, where it is known."""
+
+    def __init__(self, text: str, peer: Worker | None = None) -> None:
+        super().__init__(text)
+        self.peer = peer
 
 
 class Pending(Protocol):
@@ -62,42 +68,44 @@ class Group(Protocol):
 
 
 class GlooPending:
-    def __init__(self, work: Any, tensor: Tensor, timeout: timedelta) -> None:
+    def __init__(self, work: Any, tensor: Tensor, timeout: timedelta, peer: Worker | None = None) -> None:
         self._work = work
         self.tensor = tensor
-        self._timeout = timeout
+        self._timeout, self._peer = timeout, peer
 
     def wait(self) -> Tensor:
         try:
             self._work.wait(self._timeout)
         except RuntimeError as error:
-            raise TransferError(first_line(error)) from None
+            raise TransferError(first_line(error), self._peer) from None
         return self.tensor
 
 
 class GlooGroup:
-    """A group over gloo, for tensors on the CPU. address: of this host, as its peers reach it."""
+    """A group over gloo, for tensors on the CPU. members: by rank. address: of this host, as its peers reach it."""
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, timeouts: Timeouts, address: str) -> None:
+    def __init__(
+        self, store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str
+    ) -> None:
         """Blocks until all ranks are there. Raises RuntimeError."""
-        self.rank = rank
+        self.rank, self._members = rank, members
         self._timeout, self._sum_timeout = timedelta(seconds=timeouts.transfer), timedelta(seconds=timeouts.group)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeouts.form)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(members), options)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> GlooPending:
         try:
-            return GlooPending(self._group.send([tensor], to, tag), tensor, self._timeout)
+            return GlooPending(self._group.send([tensor], to, tag), tensor, self._timeout, self._members[to])
         except RuntimeError as error:
-            raise TransferError(first_line(error)) from None
+            raise TransferError(first_line(error), self._members[to]) from None
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> GlooPending:
         try:
-            return GlooPending(self._group.recv([buffer], source, tag), buffer, self._timeout)
+            return GlooPending(self._group.recv([buffer], source, tag), buffer, self._timeout, self._members[source])
         except RuntimeError as error:
-            raise TransferError(first_line(error)) from None
+            raise TransferError(first_line(error), self._members[source]) from None
 
     def sum(self, tensor: Tensor) -> None:
         try:
@@ -105,7 +113,7 @@ class GlooGroup:
             options.timeout = self._sum_timeout
             self._group.allreduce([tensor], options).wait()
         except RuntimeError as error:
-            raise TransferError(first_line(error)) from None
+            raise TransferError(first_line(error), only_other(self._members, self.rank)) from None
 
     def halt(self) -> None:
         """Nothing to do: gloo's transfers keep their tensors, and a reduction is over when its wait is."""
@@ -118,6 +126,11 @@ class GlooGroup:
                 continue
             with contextlib.suppress(RuntimeError):  # that it fails is the point
                 self._group.recv([torch.zeros(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+
+
+def only_other(members: Sequence[Worker], rank: int) -> Worker | None:
+    """With whom a sum over all broke: nobody can tell where there are more than two."""
+    return members[1 - rank] if len(members) == 2 else None
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,9 @@ stand-ins. What it relies on:
   more are not known to be.
 - `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive.
   It does not end a connection that is just being made, in which the calling thread waits for the other
-  end: a process whose peer dies then ends itself after the time-out, and its place is free.
+  end. So all connections are made in a thread that may be left behind (see agent.communicator), before the
+  group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. That the
+  communicators of a later group can be made while such a thread still waits is NCCL's to keep: they share nothing.
 - A group in which somebody died is of no use afterwards: an epoch has new ones, under new names.
 
 A failure shows nowhere by itself: torch's own handling would end the process, so it is switched off,
@@ -24,11 +26,9 @@ transfer brings is used before its end has been seen on the host, and no cancel 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,30 +36,24 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from agent.liveness import wait_awake
 from agent.timeouts import Timeouts
-from agent.transport.group import TransferError, first_line
+from agent.transport.group import TransferError, first_line, only_other
+from planner.job import Worker
 
 dist: Any = torch.distributed
 
 _NO_TAG = 0
-_ALL = -1
 _GLANCE_SECONDS = 2e-5
-STUCK = 4
-"""Exit code of a process that no other thread can wake."""
-
-
-def _end_process() -> None:
-    print("NCCL does not come back from connecting to a peer: this process ends", file=sys.stderr, flush=True)
-    os._exit(STUCK)
 
 
 class NcclPending:
-    """An operation in the group's stream. cancelled: of its group."""
+    """An operation in the group's stream, with `peer` (None: with several). cancelled: of its group."""
 
-    def __init__(self, work: Any, tensor: Tensor, seconds: float, cancelled: threading.Event) -> None:
+    def __init__(
+        self, work: Any, tensor: Tensor, seconds: float, cancelled: threading.Event, peer: Worker | None
+    ) -> None:
         self._work, self.tensor = work, tensor
-        self._seconds, self._cancelled = seconds, cancelled
+        self._seconds, self._cancelled, self._peer = seconds, cancelled, peer
 
     def wait(self) -> Tensor:
         # By glances: no wait of torch's is known to end when another thread aborts the group.
@@ -68,7 +62,7 @@ class NcclPending:
             if self._cancelled.is_set():
                 break
             if time.monotonic() > deadline:
-                raise TransferError(f"no answer from a peer within {self._seconds:g} s")
+                raise TransferError(f"no answer from a peer within {self._seconds:g} s", self._peer)
             time.sleep(_GLANCE_SECONDS)
         # An abort completes what it ends: so this is asked after, not before.
         if self._cancelled.is_set():
@@ -80,50 +74,51 @@ class NcclPending:
         try:
             return bool(self._work.is_completed())
         except RuntimeError as error:
-            raise TransferError(first_line(error)) from None
+            raise TransferError(first_line(error), self._peer) from None
 
     def _join(self) -> None:
         """Orders the caller's stream behind the group's, which is a formality by now."""
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise TransferError(first_line(error)) from None
+            raise TransferError(first_line(error), self._peer) from None
 
 
 class NcclGroup:
     """device: this worker's GPU, which no other rank uses: NCCL has no communicator with two ranks on one.
-    stuck: called in another thread when the first exchange with a peer has not begun within the time-out."""
+
+    members: by rank. The first exchange with a peer connects to it, and nothing ends that wait but the peer."""
 
     def __init__(
         self,
         store: Any,
         name: str,
         rank: int,
-        size: int,
+        members: Sequence[Worker],
         timeouts: Timeouts,
         device: torch.device,
-        stuck: Callable[[], None] = _end_process,
     ) -> None:
-        self.rank = rank
+        self.rank, self._members = rank, members
         self._seconds, self._sum_seconds, self._device = timeouts.transfer, timeouts.group, device
         self._cancelled, self._aborting = threading.Event(), threading.Lock()
         self._aborted = False
-        self._connected: set[int] = set()
-        self._stuck = stuck
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeouts.group)
-        self._group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+        self._group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, len(members), options)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
-        return self._start(to, tensor, lambda: self._group.send([tensor], to, _NO_TAG))
+        return self._start(self._members[to], self._seconds, tensor, lambda: self._group.send([tensor], to, _NO_TAG))
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
-        return self._start(source, buffer, lambda: self._group.recv([buffer], source, _NO_TAG))
+        return self._start(
+            self._members[source], self._seconds, buffer, lambda: self._group.recv([buffer], source, _NO_TAG)
+        )
 
     def sum(self, tensor: Tensor) -> None:
-        self._start(_ALL, tensor, lambda: self._group.allreduce([tensor])).wait()
+        peer = only_other(self._members, self.rank)
+        self._start(peer, self._sum_seconds, tensor, lambda: self._group.allreduce([tensor])).wait()
 
     def cancel(self) -> None:
         # The flag first: whoever sees an operation end because of the abort must see the flag too.
@@ -144,22 +139,11 @@ class NcclGroup:
                 with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
                     self._group.abort()
 
-    def _watch(self, begun: threading.Event, seconds: float) -> None:
-        if not wait_awake(begun, seconds):
-            self._stuck()
-
-    def _start(self, peer: int, tensor: Tensor, operation: Callable[[], Any]) -> NcclPending:
+    def _start(self, peer: Worker | None, seconds: float, tensor: Tensor, operation: Callable[[], Any]) -> NcclPending:
         if self._cancelled.is_set():
             raise TransferError("the group was cancelled")
-        seconds = self._sum_seconds if peer == _ALL else self._seconds
-        begun = threading.Event()
-        if peer not in self._connected:
-            threading.Thread(target=self._watch, args=(begun, seconds), name="connect-peer", daemon=True).start()
         try:
             work = operation()
         except RuntimeError as error:
-            raise TransferError(first_line(error)) from None
-        finally:
-            begun.set()
-        self._connected.add(peer)
-        return NcclPending(work, tensor, seconds, self._cancelled)
+            raise TransferError(first_line(error), peer) from None
+        return NcclPending(work, tensor, seconds, self._cancelled, peer)

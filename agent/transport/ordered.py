@@ -21,8 +21,8 @@ has a receive posted, so m can get through once A has sent it; and A sends it wi
 after the op that the schedule puts before B's. So B waits, as with tags, only for ops that precede its own.
 Posting what comes before m in the lane costs buffers, and never time: it was sent before m was.
 
-Connections are made before anything else, since NCCL makes them with the first message, and blocks the
-thread until the other end does so too: first all peers of a stage, then the pairs in one global order.
+Connections are made while the groups are (`connect`), since NCCL makes them with the first message, and blocks
+the thread until the other end does so too: first all peers of a stage, then the pairs in one global order.
 Of the pairs not yet connected, both ends of the least have it as their next, so there is always one that
 gets on.
 """
@@ -44,15 +44,12 @@ _ONE_TAG = 0
 class OrderedTransfers(Transfers):
     """Every message has the same tag, so only the order tells them apart."""
 
-    def __init__(self, lines: Lines, layout: Layout, neighbours: Collection[Worker]) -> None:
-        super().__init__(lines, layout, neighbours)
-        self._connected = False
+    def __init__(self, lines: Lines, layout: Layout) -> None:
+        """lines: connected."""
+        super().__init__(lines, layout)
         self._coming: dict[Lane, deque[MicroBatch]] = {}
 
     def begin(self, iteration: int, script: Script) -> None:
-        if not self._connected:
-            self._connect(self._neighbours)
-            self._connected = True
         self._coming = {lane: deque(keys) for lane, keys in script.arrivals.items()}
         super().begin(iteration, script)
 
@@ -64,13 +61,17 @@ class OrderedTransfers(Transfers):
     def _tag(self, kind: str, key: MicroBatch, index: int) -> int:
         return _ONE_TAG
 
-    def _connect(self, neighbours: Collection[Worker]) -> None:
-        me, device = self._lines.me, self._layout.device
-        self.reduce(torch.zeros(1, dtype=torch.int64, device=device))
-        for lower, upper in sorted((n, me) if n.stage < me.stage else (me, n) for n in neighbours):
-            for group, sender, receiver in ((self._lines.forward, lower, upper), (self._lines.backward, upper, lower)):
-                token = torch.zeros(1, dtype=torch.int64, device=device)
-                if me == sender:
-                    group.send(self._lines.rank[receiver], token, _ONE_TAG).wait()
-                else:
-                    group.receive(self._lines.rank[sender], token, _ONE_TAG).wait()
+
+def connect(lines: Lines, neighbours: Collection[Worker], device: torch.device) -> None:
+    """Has this worker exchange a first message with all whom it will ever exchange one with; blocks until they have.
+    Raises TransferError, or RuntimeError."""
+    me = lines.me
+    if lines.peers is not None:
+        lines.peers.sum(torch.zeros(1, dtype=torch.int64, device=device))
+    for lower, upper in sorted((n, me) if n.stage < me.stage else (me, n) for n in neighbours):
+        for group, sender, receiver in ((lines.forward, lower, upper), (lines.backward, upper, lower)):
+            token = torch.zeros(1, dtype=torch.int64, device=device)
+            if me == sender:
+                group.send(lines.rank[receiver], token, _ONE_TAG).wait()
+            else:
+                group.receive(lines.rank[sender], token, _ONE_TAG).wait()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,9 +60,8 @@ class Layout:
 class Transfers(ABC):
     """One worker's transfers, one iteration after the other; for one epoch. Raises TransferError."""
 
-    def __init__(self, lines: Lines, layout: Layout, neighbours: Collection[Worker]) -> None:
-        """neighbours: everybody with whom anything is exchanged in any iteration of the epoch."""
-        self._lines, self._layout, self._neighbours = lines, layout, neighbours
+    def __init__(self, lines: Lines, layout: Layout) -> None:
+        self._lines, self._layout = lines, layout
         self._sent: deque[tuple[int, Pending]] = deque()
         self._receiving: dict[Transfer, dict[int, Pending]] = {}
         self._expected: Iterator[Transfer] = iter(())

@@ -60,6 +60,16 @@ class TransferBroken:
 
 
 @dataclass(frozen=True)
+class Raised:
+    """An op of a micro-batch raised in `worker`, in `epoch`; detail: which, and what the launcher makes of it."""
+
+    worker: str
+    incarnation: str
+    epoch: int
+    detail: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time went by."""
 
@@ -119,6 +129,7 @@ Event = (
     | Heard
     | Exited
     | TransferBroken
+    | Raised
     | Tick
     | Stalled
     | PlanReady

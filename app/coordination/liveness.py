@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from agent.blame import Complaint, judge
 from agent.protocol import WorkerState
 from app.coordination.choosing import overdue
 from app.coordination.epochs import lose, reconsider
-from app.coordination.events import Decision, Exited, Heard, Note, Stalled, Step, Tick, TransferBroken
+from app.coordination.events import Decision, Exited, Heard, Note, Raised, Stalled, Step, Tick, TransferBroken
 from app.coordination.fencing import fence, holder, no_such_worker, refuse
 from app.coordination.ladder import Ladder
 from app.coordination.membership import Broken, Member, State, peer_of
@@ -70,11 +71,25 @@ def tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
         return overdue(state, notes)
     broken = state.broken
     if broken and not state.pending and now - broken.since >= ladder.transfer_grace:
-        peer = peer_of(broken.reporter, broken.worker)
-        reason = f"{broken.reporter} lost its connection to {peer}, and nobody died: all connect anew"
-        notes.append(Note("warning", "epoch", reason, broken.reporter))
-        return reconsider(state, reason, notes, now, anew=True)
+        return _blame(state, broken, notes, now)
     return Step(state, tuple(notes), "time went by")
+
+
+def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> Step:
+    """Nobody died: a link broke (agent.blame)."""
+    holders = [m.name for m in state.members.values() if m.state in (RUNNING, SUSPECT)]
+    living = state.current.living if state.current else ()
+    late = [name for name in living if not state.members[name].acknowledged]
+    ruling = judge(state.links, broken.complaints, committed=state.committed, holders=holders, late=late)
+    state = replace(state, links=ruling.links)
+    if ruling.halt:
+        text = f"halted: {ruling.halt}"
+        notes.append(Note("error", "job", text))
+        return Step(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
+    notes.append(Note("warning", "epoch", ruling.text, ruling.out or broken.reporter))
+    if ruling.out:
+        return lose(state, {ruling.out: f"taken out: {ruling.text}"}, notes, now)
+    return reconsider(state, ruling.text, notes, now, anew=True)
 
 
 def stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
@@ -126,11 +141,15 @@ def transfer_broken(state: State, event: TransferBroken, now: float, ladder: Lad
     old = event.epoch != state.epoch if event.epoch else reporter.acknowledged == ""
     if state.over or state.current is None or state.pending or old:
         return Step(state, reason="that connection belongs to an epoch that is over or about to end")
+    complaint = Complaint(reporter.name, "" if event.worker == event.reporter else event.worker, event.detail)
     if state.broken:
-        return Step(state, reason=f"waiting already since {state.broken.reporter} reported a broken connection")
+        known = state.broken
+        if all(c.reporter != reporter.name for c in known.complaints):
+            state = replace(state, broken=replace(known, complaints=(*known.complaints, complaint)))
+        return Step(state, reason=f"waiting already since {known.reporter} reported a broken connection")
     detail = f" ({event.detail})" if event.detail else ""
     text = f"{event.reporter} can't exchange data with {peer_of(event.reporter, event.worker)}{detail}"
-    broken = Broken(now, event.reporter, event.worker, event.detail)
+    broken = Broken(now, event.reporter, event.worker, event.detail, (complaint,))
     return Step(replace(state, broken=broken), (Note("warning", "failure", text, event.reporter),), text)
 
 
@@ -146,6 +165,21 @@ def _waited_for(state: State) -> list[Member]:
     return [
         m for m in state.members.values() if m.last_heard is not None and m.state not in out and not _is_done(state, m)
     ]
+
+
+def raised(state: State, event: Raised, now: float, ladder: Ladder) -> Step:
+    """The worker lives; all form anew, with what its launcher has them do about it."""
+    member = holder(state, event.worker, event.incarnation)
+    if member is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
+    if fenced := fence(state, member, event.incarnation):
+        return fenced
+    if state.over or state.current is None:
+        return Step(state, reason="the job does not train")
+    notes: list[Decision] = [Note("warning", "failure", event.detail, member.name)]
+    if state.pending or event.epoch != state.epoch:
+        return Step(state, tuple(notes), "that epoch is over or about to end")
+    return reconsider(state, event.detail, notes, now, anew=True)
 
 
 def _is_done(state: State, member: Member) -> bool:

@@ -6,10 +6,11 @@ Plain immutable data. `now` and every time in here are seconds of one monotonic 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from agent.blame import Complaint, Links
 from agent.protocol import JobState, WorkerState
 from app.coordination.choices import PATIENCE, Mode, Offer
 
@@ -97,13 +98,14 @@ class Pending:
 
 @dataclass(frozen=True)
 class Broken:
-    """A transfer that broke in the epoch in force; nobody may have died. Its workers wait for the next epoch, and
-    say so once."""
+    """Transfers that broke in the epoch in force, the first of them here; nobody may have died. Its workers wait for
+    the next epoch, and say so once. complaints: of all who have said so."""
 
     since: float
     reporter: str
     worker: str
     detail: str
+    complaints: tuple[Complaint, ...] = ()
 
 
 class Tally(NamedTuple):
@@ -121,7 +123,7 @@ class State:
     committed: iterations committed so far, of `iterations`. halted: why the job can't go on.
     over: set once the launcher has said that the job ended. checkpoints: does the job write any?
     patience: seconds that an operator has for a choice in manual mode. offer: the newest one.
-    frozen_by: the operator who has frozen the plan; "": nobody.
+    frozen_by: the operator who has frozen the plan; "": nobody. links: what is remembered of links that broke.
     """
 
     members: Mapping[str, Member]
@@ -138,6 +140,7 @@ class State:
     patience: float = PATIENCE
     offer: Offer | None = None
     frozen_by: str = ""
+    links: Links = field(default_factory=Links)
 
     @classmethod
     def new(cls, pipelines: int, stages: int, iterations: int, *, checkpoints: bool = False) -> State:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,7 @@ from agent.randomness import seed_for
 from agent.recipe import Recipe
 from agent.script import Script
 from agent.state import pack, unpack
-from agent.transport.ordered import OrderedTransfers
+from agent.transport.ordered import OrderedTransfers, connect
 from agent.transport.transfers import Layout, Lines
 from agent.verdicts import Steps
 from planner.catalog import Catalog
@@ -203,9 +203,9 @@ def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
             rank,
         )
 
-        def transfers(layout: Layout, neighbours: Collection[Worker]) -> OrderedTransfers:
+        def transfers(layout: Layout) -> OrderedTransfers:
             assert layout.device == device
-            return OrderedTransfers(lines, layout, neighbours)
+            return OrderedTransfers(lines, layout)
 
         def send(to: Worker, tensor: Tensor, tag: int) -> Any:
             return wires.put(wires.sent, (tag, rank[me], rank[to]), tensor.clone(), None)
@@ -215,6 +215,7 @@ def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
 
         groups: Any = SimpleNamespace(transfers=transfers, send=send, receive=receive)
         steps.begin(groups, living, 0, {})
+        connect(lines, Script.of(schedule, me).neighbours, device)
         while optimizer.committed < ITERATIONS:
             executor.run(optimizer.committed, Script.of(schedule, me), groups)
         executor.settle()

@@ -160,13 +160,10 @@ class _Backend:
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         self.done, self.aborted, self.tags = False, 0, set[int]()
-        self.connects = threading.Event()
-        self.connects.set()
         self.works: list[_Work] = []
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> _Work:
         self.tags.add(tag)
-        assert self.connects.wait(10)
         return self.allreduce(tensors)
 
     recv = send
@@ -184,7 +181,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     backend: Any = type("Backend", (_Backend,), {"Options": SimpleNamespace})
     monkeypatch.setattr(nccl, "dist", SimpleNamespace(ProcessGroupNCCL=backend, PrefixStore=lambda name, store: store))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    made: Any = nccl.NcclGroup(None, "epoch1/forward", 0, 2, Timeouts(transfer=0.2), CPU)
+    made: Any = nccl.NcclGroup(None, "epoch1/forward", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(transfer=0.2), CPU)
     return made
 
 
@@ -219,13 +216,7 @@ def test_what_an_abort_ends_is_no_data(group: Any) -> None:
     assert group._group.aborted == 1, "an aborted communicator must not be aborted again"
 
 
-def test_a_process_that_nobody_can_wake_ends_itself(group: Any) -> None:
-    """Only while it connects: later an abort wakes it."""
-    backend = group._group
-    group._stuck = backend.connects.set
-    backend.connects.clear()
-    group.receive(1, torch.zeros(1), 0)
-    assert backend.connects.is_set(), "given up after the time-out"
-    group._stuck = None
-    backend.done = True
-    group.receive(1, torch.zeros(1), 0).wait()
+def test_what_breaks_says_with_whom(group: Any) -> None:
+    with pytest.raises(TransferError) as waiting:
+        group.send(1, torch.zeros(2), 0).wait()
+    assert waiting.value.peer == Worker(0, 1)

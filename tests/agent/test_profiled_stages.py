@@ -59,7 +59,7 @@ def test_neighbours_have_what_a_stage_waits_for() -> None:
     class Layout:
         outgoing = between[1]
 
-    transfers = alone.transfers(Layout(), ())
+    transfers = alone.transfers(Layout())
     data = transfers.receive("F", (0, 0))
     assert data[0].shape == (2, 3) and data[0].abs().sum() > 0 and data[1].tolist() == [0] * 4
     assert list(transfers.receive("I", (0, 0))) == [0]

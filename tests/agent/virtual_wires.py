@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent.boundaries import TensorSpec
-from agent.executor import Executor
+from agent.boundaries import CPU, TensorSpec
+from agent.executor import Executor, OpError
 from agent.faults import FaultInjector
 from agent.ledger import Redo
 from agent.script import MicroBatch, Script
-from agent.transport.ordered import OrderedTransfers
+from agent.transport.ordered import OrderedTransfers, connect
 from agent.transport.transfers import Layout, Lines, Transfers
 from planner.job import Worker
 from planner.schedule import Schedule
@@ -194,10 +194,11 @@ class Peers(Group):
 @dataclass(frozen=True)
 class Round:
     """One iteration as all run it. keys: those that are run, None for all. void: at which of its ops
-    each worker finds out that the iteration counts no more; {} where it does."""
+    each worker finds out that the iteration counts no more; {} where it does. left_out: by all."""
 
     keys: frozenset[MicroBatch] | None = None
     void: Mapping[Worker, int] = field(default_factory=dict)
+    left_out: frozenset[MicroBatch] = frozenset()
 
 
 class _Stage:
@@ -263,10 +264,18 @@ class Labelled(OrderedTransfers):
 
 
 def train(
-    schedule: Schedule, rounds: list[Round], *, width: int, seed: int, kind: type[Transfers] = Labelled
+    schedule: Schedule,
+    rounds: list[Round],
+    *,
+    width: int,
+    seed: int,
+    kind: type[Transfers] = Labelled,
+    connects: bool = True,
+    runs: Mapping[Worker, tuple[Worker, ...]] | None = None,
 ) -> tuple[Wires, int]:
-    """Every worker of `schedule` runs the rounds; width: tensors per boundary. Returns the wires, and the
-    most receives that anybody had posted at once. Raises Mispaired or Deadlock."""
+    """Every worker of `schedule` runs the rounds; width: tensors per boundary. connects: before the first. runs: see
+    Script.of.
+    Returns the wires, and the most receives that anybody had posted at once. Raises Mispaired or Deadlock."""
     job, living = schedule.problem.job, sorted(schedule.ops)
     baton = Baton(seed)
     wires, rank = Wires(baton), {w: i for i, w in enumerate(living)}
@@ -283,8 +292,8 @@ def train(
         )
         made: list[Transfers] = []
 
-        def transfers(layout: Layout, neighbours: Collection[Worker]) -> Transfers:
-            made.append(kind(lines, layout, neighbours))
+        def transfers(layout: Layout) -> Transfers:
+            made.append(kind(lines, layout))
             return made[-1]
 
         incoming = boundaries[me.stage - 1] if me.stage else ()
@@ -304,14 +313,20 @@ def train(
             boundaries,
         )
         groups: Any = SimpleNamespace(transfers=transfers)
-        script = Script.of(schedule, me)
+        script = Script.of(schedule, me, runs)
 
         def live() -> None:
             nonlocal most
+            if connects:
+                connect(lines, script.neighbours, CPU)
             for number, current in enumerate(rounds):
                 steps.begin(current)
                 redo = Redo(current.keys, frozenset()) if current.keys is not None else None
-                executor.run(number, script, groups, redo)
+                try:
+                    executor.run(number, script, groups, redo, current.left_out)
+                except OpError as error:
+                    assert error.__cause__ is not None
+                    raise error.__cause__ from None
                 most = max(most, len(made[0]._receiving))
                 assert not made[0]._receiving, "what was posted has not been asked for"
 

@@ -219,7 +219,7 @@ def test_a_broken_transfer_is_taken_from_members_only(agents: Agents) -> None:
     assert answer.json() == {"reason": "W0_1 can't exchange data with W0_2 (reset)"}
     for name in agents.names:
         agents.heartbeat(name)
-    assert agents.deployment(after=1)["reason"].startswith("W0_1 lost its connection to W0_2, and nobody died")
+    assert agents.deployment(after=1)["reason"].startswith("the link between W0_1 and W0_2 broke though nobody died")
     fenced = agents.server.post(agents.path("/failures"), {**report, "incarnation": "other"})
     assert fenced.json()["code"] == "fenced"
 

@@ -17,13 +17,16 @@ from app.coordination.events import (
     NeedPlan,
     PlanReady,
     PlanRefused,
+    Raised,
     Registered,
     Stalled,
     Tick,
     TransferBroken,
 )
 from app.coordination.ladder import Ladder
+from app.coordination.membership import State
 from app.live import TICK_SECONDS
+from app.rows import _read_broken, job_columns
 from planner.errors import InputError
 
 
@@ -208,6 +211,59 @@ def test_a_broken_transfer_that_nothing_explains_makes_all_connect_anew() -> Non
     run.wait(1, *run.names)
     assert (run.opened[-1].number, run.opened[-1].failed) == (2, ())
     assert run.opened[-1].joining == ()
+
+
+def _breaks(run: Run, *pairs: tuple[str, str]) -> None:
+    for reporter, peer in pairs:
+        run.send(TransferBroken(reporter, run.member(reporter).incarnation or "", peer, run.state.epoch, "timed out"))
+    run.now += 3
+    for name in run.names:
+        if run.member(name).incarnation:
+            run.send(Heard({name: Beat(run.member(name).incarnation or "", run.now)}))
+    run.send(Tick())
+
+
+def test_a_pair_that_breaks_again_loses_an_end_and_at_last_for_good() -> None:
+    run = Run(3, 2).start()
+    for _ in range(2):
+        _breaks(run, ("W0_0", "W1_1"), ("W1_1", "W0_0"))
+        assert len(run.opened[-1].living) == 6 and "W0_0 and W1_1" in run.opened[-1].reason
+        run.resume()
+    # What a console remembers of it survives a restart, without a word of its own in the database.
+    text = job_columns(State.new(3, 2, 9), run.state)["broken"]
+    assert _read_broken(text) == (None, run.state.links)
+    _breaks(run, ("W0_0", "W1_1"), ("W1_1", "W0_0"))
+    assert "W1_1" not in run.opened[-1].living and run.member("W1_1").state is WorkerState.FAILED
+    run.resume(*run.opened[-1].living)
+    run.send(Registered("W1_1", "W1_1-2"))
+    run.resume()
+    assert run.member("W1_1").state is WorkerState.RUNNING, "it may re-join"
+    _breaks(run, ("W2_0", "W1_1"))
+    assert "W1_1" not in run.opened[-1].living and "for good" in run.opened[-1].reason
+    refusal = run.send(Registered("W1_1", "W1_1-3")).refusal
+    assert refusal is not None and refusal.code == "fenced" and "may not re-join" in refusal.detail
+
+
+def test_what_raised_in_a_worker_has_all_form_anew_and_is_shown() -> None:
+    run = Run().start()
+    run.send(Raised("W0_0", "W0_0-1", 1, "iteration 5, micro-batch 3: W0_0 raised ValueError"))
+    assert run.state.epoch == 2 and run.opened[-1].living == run.opened[0].living
+    assert any("micro-batch 3" in note.text for note in run.notes) and run.state.links == State.new(2, 2, 9).links
+    # Late, or of a process that does not count: no further epoch.
+    run.send(Raised("W0_1", "W0_1-1", 1, "iteration 5, micro-batch 2: W0_1 raised ValueError"))
+    assert run.state.epoch == 2 and any("micro-batch 2" in note.text for note in run.notes)
+    assert run.send(Raised("W0_1", "other", 2, "x")).refusal is not None
+    assert run.send(Raised("W9_1", "other", 2, "x")).refusal is not None
+
+
+def test_links_that_break_for_ever_halt_the_job_with_their_names() -> None:
+    run = Run(1, 2).start()
+    for _ in range(4):
+        _breaks(run, ("W0_0", "W0_1"))
+        assert run.state.job_state is not JobState.HALTED
+        run.resume()
+    _breaks(run, ("W0_0", "W0_1"))
+    assert run.state.job_state is JobState.HALTED and "W0_0 and W0_1 (5 times)" in run.state.halted
 
 
 def test_an_exit_explains_a_broken_transfer() -> None:

@@ -15,7 +15,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "planner": (),
     "agent": ("planner",),
     "db": ("planner",),
-    "app": ("planner", "db", "agent.protocol"),
+    "app": ("planner", "db", "agent.protocol", "agent.blame"),
 }
 # Heavy packages, and where alone they are imported.
 ONLY_IN = {
@@ -24,7 +24,7 @@ ONLY_IN = {
     "sqlalchemy": ("db/", "app/"),
     "fastapi": ("app/",),
 }
-WITHOUT_TORCH = ("agent/protocol.py", "agent/client.py", "agent/heartbeat.py")
+WITHOUT_TORCH = ("agent/protocol.py", "agent/blame.py", "agent/client.py", "agent/heartbeat.py")
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -1,0 +1,211 @@
+"""Who is to blame when transfers break though nobody died. Pure: no processes, no clock, no torch.
+
+Used by both who decide on epochs: the launcher (agent.coordination) and the console (app.coordination).
+
+A worker says with which peer a transfer broke. One bad link makes many complain: whoever waits for a worker that
+waits, or finds a connection closed by one that has given up. So complaints are followed to where they end: a
+complaint counts against a worker that does not itself complain of a third one.
+
+- A pair of workers may break `borne` times, and all form anew. When it breaks once more, one end of it is taken out:
+  the one of which more peers have complained; of equals, the one whose stage has more holders of state, then the one
+  whose name comes last. Never the last holder of a stage's state: then it is the other end.
+- Who was taken out may re-join. When a pair that it belongs to breaks again, it is taken out for good.
+- Epochs in a row that broke before an iteration was committed end the job once they are `in_a_row`; `unnamed`, where
+  nobody could say with whom.
+- An epoch that some member has not taken up yet breaks because of that member, which may be slow, or hang; that is
+  for others to judge, and no link's fault.
+- A break is forgotten after `memory` committed iterations, that somebody was taken out after `probation`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from planner.job import Worker
+
+Pair = tuple[str, str]
+"""Two workers' names, in order."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """borne: breaks of a pair before one end is taken out. in_a_row, unnamed: epochs. memory, probation: committed
+    iterations."""
+
+    borne: int = 2
+    in_a_row: int = 5
+    unnamed: int = 20
+    memory: int = 100
+    probation: int = 1000
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """`reporter` could not exchange data with `peer`; "": it can't tell with whom."""
+
+    reporter: str
+    peer: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Break:
+    """committed: iterations by then. complaints: (reporter, peer), of those that were followed to their end."""
+
+    committed: int
+    pair: Pair
+    complaints: tuple[Pair, ...]
+
+
+@dataclass(frozen=True)
+class Links:
+    """What is remembered. in_a_row, unnamed: epochs that broke since an iteration was last committed, with a pair and
+    without. taken_out: by name, how many iterations were committed then. barred: out for good."""
+
+    breaks: tuple[Break, ...] = ()
+    in_a_row: int = 0
+    unnamed: int = 0
+    committed: int = -1
+    taken_out: Mapping[str, int] = field(default_factory=dict)
+    barred: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Links:
+        breaks = tuple(
+            Break(b["committed"], (b["pair"][0], b["pair"][1]), tuple((r, p) for r, p in b["complaints"]))
+            for b in document["breaks"]
+        )
+        return cls(**{**document, "breaks": breaks, "barred": tuple(document["barred"])})
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """links: what is remembered from here on. text: for people; names the pair. out: who is taken out of the job, if
+    anybody; for_good: and may not re-join. halt: the job can't go on, and why."""
+
+    links: Links
+    text: str
+    out: str = ""
+    for_good: bool = False
+    halt: str = ""
+
+
+def judge(
+    links: Links,
+    complaints: Iterable[Complaint],
+    *,
+    committed: int,
+    holders: Collection[str],
+    late: Collection[str] = (),
+    limits: Limits | None = None,
+) -> Ruling:
+    """What follows from the complaints of one epoch, in which nobody died.
+
+    committed: iterations so far. holders: the living workers that have their stage's state. late: members that have
+    not taken up the epoch.
+    """
+    limits = limits or Limits()
+    if late:
+        names = ", ".join(sorted(late)[:3])
+        return Ruling(
+            links, f"the epoch did not form, since {names} had not taken it up yet: the same workers form anew"
+        )
+    complaints = sorted(complaints, key=lambda c: (c.reporter, c.peer))
+    if committed > links.committed:
+        links = replace(links, in_a_row=0, unnamed=0)
+    links = replace(
+        links,
+        committed=committed,
+        breaks=tuple(b for b in links.breaks if committed - b.committed < limits.memory),
+        taken_out={w: at for w, at in links.taken_out.items() if committed - at < limits.probation},
+    )
+    pair, ends = attribute(complaints)
+    if pair is None:
+        who = "; ".join(f"{c.reporter}: {c.detail or 'a transfer broke'}" for c in complaints[:3])
+        links = replace(links, unnamed=links.unnamed + 1)
+        if links.unnamed >= limits.unnamed:
+            return Ruling(
+                links,
+                who,
+                halt=f"transfers broke in {links.unnamed} epochs in a row though nobody died, and no iteration was "
+                f"committed; nobody can say which link it is ({who})",
+            )
+        return Ruling(links, f"a transfer broke though nobody died ({who}): the same workers form anew")
+
+    here = Break(committed, pair, ends)
+    links = replace(links, breaks=(*links.breaks, here), in_a_row=links.in_a_row + 1)
+    times = sum(b.pair == pair for b in links.breaks)
+    text = f"the link between {pair[0]} and {pair[1]} broke though nobody died" + (
+        f", for the {_nth(times)} time" if times > 1 else ""
+    )
+    returned = [name for name in pair if name in links.taken_out]
+    able = [name for name in (returned or pair) if _is_spare(name, holders)]
+    if (times > limits.borne or returned) and able:
+        complainers = {name: _complainers(links, name) for name in pair}
+        out = max(able, key=lambda name: (complainers[name], _holders_beside(name, holders), Worker.parse(name)))
+        for_good = out in links.taken_out
+        counts = ", ".join(f"{complainers[name]} of {name}" for name in pair)
+        text += f": {out} is taken out (peers that complain: {counts})" + (
+            ", for good: it was taken out for this before" if for_good else "; it may re-join"
+        )
+        links = replace(
+            links,
+            breaks=tuple(b for b in links.breaks if out not in b.pair),
+            in_a_row=0,
+            taken_out={**links.taken_out, out: committed},
+            barred=(*links.barred, out) if for_good else links.barred,
+        )
+        return Ruling(links, text, out, for_good)
+    if links.in_a_row >= limits.in_a_row:
+        pairs = Counter(b.pair for b in links.breaks[-links.in_a_row :])
+        named = ", ".join(f"{a} and {b} ({n} times)" for (a, b), n in pairs.most_common())
+        return Ruling(
+            links,
+            text,
+            halt=f"links broke in {links.in_a_row} epochs in a row though nobody died, and no iteration was committed: "
+            f"{named}. Neither end can be spared where it is the last that holds its stage; look at their network",
+        )
+    return Ruling(links, text + ": the same workers form anew")
+
+
+def attribute(complaints: Iterable[Complaint]) -> tuple[Pair | None, tuple[Pair, ...]]:
+    """The pair whose link it was, and the complaints that were followed to their end, of other pairs too; (None, ())
+    when nobody named a peer.
+
+    Of several, the pair of which both ends complain, then the one that comes first.
+    """
+    said = {c.reporter: c.peer for c in complaints if c.peer and c.peer != c.reporter}
+    ends = [(r, p) for r, p in said.items() if said.get(p, r) == r] or list(said.items())
+    if not ends:
+        return None, ()
+    pairs = Counter(_pair(r, p) for r, p in ends)
+    pair = min(pairs, key=lambda pair: (-pairs[pair], pair))
+    return pair, tuple(sorted(ends))
+
+
+def _pair(one: str, other: str) -> Pair:
+    return (one, other) if Worker.parse(one) < Worker.parse(other) else (other, one)
+
+
+def _complainers(links: Links, name: str) -> int:
+    """How many peers have complained of it."""
+    return len({reporter for b in links.breaks for reporter, peer in b.complaints if peer == name})
+
+
+def _holders_beside(name: str, holders: Collection[str]) -> int:
+    stage = Worker.parse(name).stage
+    return sum(Worker.parse(other).stage == stage for other in holders if other != name)
+
+
+def _is_spare(name: str, holders: Collection[str]) -> bool:
+    return _holders_beside(name, holders) > 0
+
+
+def _nth(times: int) -> str:
+    return {2: "second", 3: "third"}.get(times, f"{times}th")

@@ -1,0 +1,53 @@
+"""The example's model, whose data raises: `--workload tests.agent.poisoned:Poisoned`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from agent.examples.gpt import Gpt
+
+Place = Sequence[int]
+"""(iteration, pipeline, micro-batch)."""
+
+
+class Poisoned(Gpt):
+    """inputs, targets: of which the first stage's, or the last one's, raise whenever they are read. broken: the first
+    process that reads the first stage's data of this iteration or a later one fails at it from then on, as with a bad
+    disk; its process number is in the file `mark`."""
+
+    def __init__(
+        self,
+        inputs: Sequence[Place] = (),
+        targets: Sequence[Place] = (),
+        broken: int | None = None,
+        mark: str = "",
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self._bad_inputs, self._bad_targets = {tuple(p) for p in inputs}, {tuple(p) for p in targets}
+        self._broken, self._mark = broken, Path(mark)
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        if (iteration, pipeline, micro_batch) in self._bad_inputs:
+            raise ValueError(f"a damaged picture at {iteration}, {pipeline}, {micro_batch}")
+        if self._broken is not None and iteration >= self._broken and self._is_broken():
+            raise OSError("input/output error")
+        return super().inputs(seed, iteration, pipeline, micro_batch)
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        if (iteration, pipeline, micro_batch) in self._bad_targets:
+            raise ValueError(f"a label out of range at {iteration}, {pipeline}, {micro_batch}")
+        return super().targets(seed, iteration, pipeline, micro_batch)
+
+    def _is_broken(self) -> bool:
+        try:
+            with self._mark.open("x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            return self._mark.read_text() == str(os.getpid())
+        return True

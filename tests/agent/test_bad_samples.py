@@ -1,0 +1,154 @@
+"""Micro-batches that raise whenever they are run: workers live; the job leaves them out, or ends in order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.checkpoints.checkpoint import Identity, whole_checkpoints
+from agent.checkpoints.checkpointing import CheckpointOptions
+from agent.devices import Platform, Transport
+from agent.launch import JobFailed
+from agent.recipe import CheckpointWish, Recipe
+from agent.workload import NamedWorkload
+from tests.agent.consoles import console
+from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses
+from tests.agent.poisoned import Poisoned
+from tests.agent.runs import forked
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+
+GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
+ITERATIONS = 9
+SKIP = Recipe(on_bad_sample="skip")
+
+
+def poisoned(**faults: Any) -> NamedWorkload:
+    return NamedWorkload("tests.agent.poisoned:Poisoned", {**faults, **TINY})
+
+
+BAD = poisoned(inputs=[(3, 1, 0)], targets=[(3, 0, 1), (6, 1, 1)])
+LEFT_OUT = {3: [1, 2], 6: [3]}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> LocalJob:
+    """Bad data, and no deaths."""
+    return LocalJob(**GRID, iterations=ITERATIONS, workload=BAD, recipe=SKIP).run()
+
+
+def skipped(job: LocalJob) -> dict[int, list[int]]:
+    return {line["iteration"]: line["skipped"] for line in job.iterations if "skipped" in line}
+
+
+def test_bad_micro_batches_are_left_out_and_everybody_lives(undisturbed: LocalJob) -> None:
+    assert skipped(undisturbed) == LEFT_OUT
+    assert undisturbed.dead == [] and {line["living"] for line in undisturbed.iterations} == {4}
+    assert len(undisturbed.losses) == ITERATIONS
+    assert undisturbed.losses[:3] == fault_free_losses(3, **GRID), "until then it is the same job"
+    raised = [line["raised"] for line in undisturbed.lines if "raised" in line]
+    tried = {(r["iteration"], r["micro_batch"]): set[str]() for r in raised}
+    for r in raised:
+        tried[r["iteration"], r["micro_batch"]].add(r["worker"])
+    assert tried == {(3, 2): {"W0_0", "W1_0"}, (3, 1): {"W0_1", "W1_1"}, (6, 3): {"W0_1", "W1_1"}}
+    assert "a damaged picture at 3, 1, 0, at " in raised[0]["error"] + raised[1]["error"]
+    assert any("poisoned.py" in line for line in raised[0]["traceback"])
+
+
+def test_the_mean_is_over_the_others() -> None:
+    """Of the first iteration, whose parameters are known."""
+    settings: dict[str, Any] = {**TINY, "dropout": 0.0}
+    bad = NamedWorkload("tests.agent.poisoned:Poisoned", {"inputs": [(0, 1, 0)], **settings})
+    job = LocalJob(**GRID, iterations=1, workload=bad, recipe=SKIP).run()
+    model = Poisoned(**settings)
+    first, last = (model.build_stage(stage, 2, 0) for stage in range(2))
+    places = [(0, 0, 0), (0, 0, 1), (0, 1, 1)]
+    losses = [model.loss(last(first(model.inputs(0, *p))), model.targets(0, *p)).item() for p in places]
+    assert skipped(job) == {0: [2]}
+    assert float.fromhex(job.losses[0]) == pytest.approx(sum(losses) / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["tagged", "ordered"])
+@pytest.mark.parametrize("keep", [False, True], ids=["redo all", "keep finished"])
+def test_deaths_do_not_show_in_the_bits(undisturbed: LocalJob, keep: bool, transport: Transport) -> None:
+    """A worker dies in the iteration that is poisoned, another one after it, and one comes back."""
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 4:
+            job.start("W1_0")
+
+    job = LocalJob(
+        **GRID,
+        iterations=ITERATIONS,
+        workload=BAD,
+        kills=("W1_0@3:I1", "W1_1@6:F0"),
+        recipe=Recipe(on_bad_sample="skip", keep_finished=keep),
+        platform=Platform(transport=transport),
+        on_line=act,
+    ).run()
+    assert job.dead == ["W1_0", "W1_1"]
+    assert skipped(job) == LEFT_OUT and job.losses == undisturbed.losses
+    assert [x["final"] for x in job.lines if "final" in x] == [x["final"] for x in undisturbed.lines if "final" in x]
+
+
+def test_a_job_of_one_pipeline_tries_twice_and_lives() -> None:
+    grid: dict[str, Any] = {"pipelines": 1, "stages": 2, "micro_batches": 3}
+    job = LocalJob(**grid, iterations=5, workload=poisoned(inputs=[(2, 0, 1)]), recipe=SKIP).run()
+    assert skipped(job) == {2: [1]} and len(job.losses) == 5
+    assert [line["raised"]["worker"] for line in job.lines if "raised" in line] == ["W0_0", "W0_0"]
+
+
+def test_a_whole_iteration_may_be_left_out() -> None:
+    everything = [(2, p, m) for p in range(2) for m in range(2)]
+    job = LocalJob(**GRID, iterations=4, workload=poisoned(inputs=everything), recipe=SKIP).run()
+    assert skipped(job) == {2: [0, 1, 2, 3]} and len(job.losses) == 4 and job.dead == []
+
+
+def test_by_default_the_job_halts_before_the_iteration_and_keeps_everything(tmp_path: Path) -> None:
+    wish = CheckpointWish(str(tmp_path / "points"), every=100)
+    identity = Identity("poisoned", 2, 2, 2, 0, vars(Recipe()))
+    job = LocalJob(**GRID, iterations=ITERATIONS, workload=BAD, checkpoints=CheckpointOptions(wish, identity))
+    with pytest.raises(JobFailed, match=r"iteration 3, micro-batch [12].* is the data's fault.*--on-bad-sample skip"):
+        job.run()
+    assert len(job.losses) == 3 and job.dead == []
+    assert sorted(job.said("done")) == ["W0_0", "W0_1", "W1_0", "W1_1"], "nobody was ended by it"
+    assert [c.iteration for c in whole_checkpoints(tmp_path / "points")] == [3]
+
+
+def test_too_many_end_the_job() -> None:
+    recipe = Recipe(on_bad_sample="skip", bad_sample_limit=2)
+    job = LocalJob(**GRID, iterations=ITERATIONS, workload=BAD, recipe=recipe)
+    with pytest.raises(JobFailed, match=r"iteration 6, micro-batch 3.* 2 micro-batches were left out before"):
+        job.run()
+    assert len(job.losses) == 6
+
+
+def test_a_worker_that_fails_at_what_others_can_do_is_taken_out(tmp_path: Path) -> None:
+    workload = poisoned(broken=2, mark=str(tmp_path / "mark"))
+    job = LocalJob(**GRID, iterations=ITERATIONS, workload=workload, recipe=SKIP).run()
+    (out,) = job.dead
+    assert out in ("W0_0", "W1_0") and skipped(job) == {}
+    assert job.losses == fault_free_losses(ITERATIONS, **GRID)
+    assert any(f"{out} (OSError" in line.get("warning", "") for line in job.lines)
+
+
+def test_with_a_console_it_is_the_same_and_the_console_shows_it(undisturbed: LocalJob, tmp_path: Path) -> None:
+    settings = {**TINY, "inputs": [(3, 1, 0)], "targets": [(3, 0, 1), (6, 1, 1)]}
+    grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(ITERATIONS))
+    workload = ("--workload", "tests.agent.poisoned:Poisoned", "--workload-options", json.dumps(settings))
+    with console(tmp_path) as server:
+        options = ("--console", server.root, "--on-bad-sample", "skip", "--kill", "W1_0@3:I1")
+        run = forked(tmp_path / "run.jsonl", *grid, *workload, *options)
+        assert run.status == 0, run.errors
+        assert run.losses == undisturbed.losses
+        assert run.final == next(x["final"] for x in undisturbed.lines if "final" in x)
+        lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+        assert {x["iteration"]: x["skipped"] for x in lines if "skipped" in x} == LEFT_OUT
+        events = server.read(f"/jobs/{server.job_id()}/events?after=0&limit=500")["events"]
+        texts = [event["text"] for event in events]
+        assert any("iteration 6, micro-batch 3" in text and "it is left out" in text for text in texts)
+        workers = server.read(f"/jobs/{server.job_id()}/workers")["workers"]
+        assert [w["name"] for w in workers if w["state"] == "failed"] == ["W1_0"], "the others lived"

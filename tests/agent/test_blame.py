@@ -1,0 +1,201 @@
+"""Whose link it is when transfers break though nobody died: a pure decision, and what a job without a console makes
+of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.blame import Complaint, Limits, Links, Ruling, attribute, judge
+from agent.coordination import Deploy, Halt, LocalCoordination, Remark
+from planner.catalog import Catalog
+from planner.job import Job, MemoryLimit, Technique, Worker
+
+ALL = [str(w) for w in Job(3, 3, 2).workers()]
+
+
+def said(*pairs: str) -> list[Complaint]:
+    """`W0_0>W0_1`: the first complains of the second."""
+    return [Complaint(*pair.split(">")) for pair in pairs]
+
+
+def again(links: Links, *pairs: str, times: int = 1, committed: int = 0, holders: Iterable[str] = ALL) -> Ruling:
+    for _ in range(times):
+        ruling = judge(links, said(*pairs), committed=committed, holders=list(holders))
+        links = ruling.links
+    return ruling
+
+
+@pytest.mark.parametrize(
+    ("complaints", "pair"),
+    [
+        (["W0_0>W0_1", "W0_1>W0_0"], ("W0_0", "W0_1")),
+        # Whoever waits for a worker that waits, or finds the connection closed by one that gave up.
+        (["W0_2>W0_1", "W1_2>W0_2", "W0_1>W0_0", "W0_0>W0_1"], ("W0_0", "W0_1")),
+        (["W0_2>W0_1", "W0_1>W0_0"], ("W0_0", "W0_1")),
+        (["W1_1>W0_1", "W0_2>"], ("W0_1", "W1_1")),
+        (["W0_0>", "W1_1>W1_1"], None),
+        # Round a circle: somebody has to be first.
+        (["W0_0>W0_1", "W0_1>W0_2", "W0_2>W0_0"], ("W0_0", "W0_1")),
+    ],
+)
+def test_complaints_are_followed_to_where_they_end(complaints: list[str], pair: tuple[str, str] | None) -> None:
+    assert attribute(said(*complaints))[0] == pair
+    assert attribute(reversed(said(*complaints)))[0] == pair
+
+
+def test_a_pair_that_breaks_a_third_time_loses_an_end() -> None:
+    once, twice, thrice = (again(Links(), "W0_0>W1_1", "W1_1>W0_0", times=n) for n in (1, 2, 3))
+    for ruling in (once, twice):
+        assert not ruling.out and not ruling.halt and "W0_0 and W1_1" in ruling.text
+    assert thrice.out == "W1_1" and not thrice.for_good, "of equals, the one whose name comes last"
+    assert thrice.links.in_a_row == 0
+
+
+def test_the_end_that_more_peers_complain_of_goes() -> None:
+    links = again(Links(), "W1_1>W0_0", times=2).links
+    links = again(links, "W2_1>W0_0", times=1, committed=1).links
+    assert again(links, "W1_1>W0_0", "W0_0>W1_1", committed=2).out == "W0_0"
+
+
+def test_the_last_holder_of_a_stage_stays() -> None:
+    """Then the other end goes; where both are the last of theirs nobody does, and the job ends with their names."""
+    few = ["W0_0", "W0_1", "W1_1", "W0_2"]
+    assert again(Links(), "W1_1>W0_0", "W0_1>W0_0", times=3, holders=few).out in ("W0_1", "W1_1")
+    last = ["W0_0", "W0_1", "W0_2"]
+    rulings = [again(Links(), "W0_1>W0_0", times=n, holders=last) for n in range(1, 6)]
+    assert [bool(r.halt) for r in rulings] == [False] * 4 + [True] and not any(r.out for r in rulings)
+    assert "W0_0 and W0_1 (5 times)" in rulings[-1].halt
+
+
+def test_committed_iterations_are_progress() -> None:
+    """They end the row; and in time what broke is forgotten."""
+    links = Links()
+    for committed in range(0, 2000, Limits().memory):
+        ruling = again(links, "W0_0>W1_1", committed=committed)
+        assert not ruling.out and not ruling.halt
+        links = ruling.links
+    assert len(links.breaks) == 1 and links.in_a_row == 1
+
+
+def test_one_that_came_back_goes_for_good() -> None:
+    links = again(Links(), "W0_0>W1_1", times=3, committed=7).links
+    ruling = again(links, "W2_0>W1_1", committed=8)
+    assert ruling.out == "W1_1" and ruling.for_good and ruling.links.barred == ("W1_1",)
+    assert not again(links, "W2_0>W1_1", committed=7 + Limits().probation).out
+
+
+def test_what_nobody_can_name_ends_too() -> None:
+    rulings = [again(Links(), "W0_0>", times=n) for n in (Limits().unnamed - 1, Limits().unnamed)]
+    assert [bool(r.halt) for r in rulings] == [False, True] and "W0_0" in rulings[1].halt
+
+
+def test_one_that_has_not_taken_up_the_epoch_is_no_links_fault() -> None:
+    """However often the others give up on it: whether it hangs, or is only slow, is for others to judge."""
+    links = Links()
+    for _ in range(100):
+        ruling = judge(links, said("W0_0>"), committed=0, holders=ALL, late=["W2_2"])
+        assert not ruling.out and not ruling.halt and "W2_2" in ruling.text
+        links = ruling.links
+    assert links == Links()
+
+
+names = st.sampled_from(ALL)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.builds(Complaint, names, names | st.just("")), min_size=1, max_size=6), st.integers(0, 2)
+        ),
+        max_size=60,
+    )
+)
+def test_it_never_goes_on_for_ever_and_never_takes_a_stage(history: list[tuple[list[Complaint], int]]) -> None:
+    """Whatever is said: some epochs without a committed iteration, and it ends; what is remembered can be stored."""
+    links, living, committed, fruitless = Links(), set(ALL), 0, 0
+    for complaints, progress in history:
+        fruitless = 0 if progress else fruitless + 1
+        committed += progress
+        ruling = judge(links, complaints, committed=committed, holders=living)
+        links = Links.from_json(json.loads(json.dumps(ruling.links.to_json())))
+        assert links == ruling.links
+        if ruling.halt:
+            return
+        if ruling.out:
+            assert ruling.out in ruling.text
+            living -= {ruling.out}
+        assert {Worker.parse(name).stage for name in living} == {0, 1, 2}
+    assert fruitless < 200
+
+
+# -- a job without a console ----------------------------------------------------------------------
+
+
+class Run:
+    """A job of 3 x 2 whose links break."""
+
+    def __init__(self) -> None:
+        catalog = Catalog(Job(3, 2, 2), Technique.STAGGERED, MemoryLimit("uniform"))
+        self.coordination = LocalCoordination(catalog)
+        self.epoch, self.now = 0, 0.0
+        self.living: tuple[str, ...] = ()
+        self.remarks: list[str] = []
+        self.refused: list[Worker | None] = []
+        for worker in Job(3, 2, 2).workers():
+            self.coordination.ready(worker, str(worker))
+        self.halt = self.take()
+
+    def take(self) -> str:
+        self.now += 10.0
+        for event in self.coordination.poll(self.now):
+            if isinstance(event, Halt):
+                return event.reason
+            if isinstance(event, Remark):
+                self.remarks.append(event.text)
+                self.refused.append(event.refused)
+            if isinstance(event, Deploy):
+                self.epoch, self.living = event.deployment.epoch, event.deployment.living
+                for name in self.living:
+                    self.coordination.adopted(Worker.parse(name), self.epoch)
+                    self.coordination.formed(Worker.parse(name), self.epoch)
+        return ""
+
+    def broken(self, *pairs: str) -> str:
+        for pair in pairs:
+            reporter, _, peer = pair.partition(">")
+            self.coordination.broken(Worker.parse(reporter), self.epoch, self.now, peer, "timed out")
+        return self.take()
+
+
+def test_a_job_without_a_console_takes_an_end_out_and_then_for_good() -> None:
+    run = Run()
+    for epoch in (2, 3):
+        assert not run.broken("W0_0>W1_1", "W1_1>W0_0") and run.epoch == epoch and len(run.living) == 6
+        assert "W0_0 and W1_1" in run.remarks[-1]
+    run.broken("W0_0>W1_1", "W1_1>W0_0")
+    assert "W1_1" not in run.living and len(run.living) == 5 and "W1_1 is taken out" in run.remarks[-1]
+
+    run.coordination.exited(Worker(1, 1), "W1_1", "put out")
+    run.coordination.ready(Worker(1, 1), "new")
+    run.take()
+    assert "W1_1" in run.living, "it may re-join"
+    run.broken("W1_1>W2_0")
+    assert "W1_1" not in run.living and "for good" in run.remarks[-1]
+    run.coordination.exited(Worker(1, 1), "new", "put out")
+    run.coordination.ready(Worker(1, 1), "newer")
+    run.take()
+    assert run.refused[-1] == Worker(1, 1) and "W1_1" not in run.living
+
+
+def test_a_job_without_a_console_ends_where_nobody_can_be_spared() -> None:
+    run = Run()
+    for name in ("W1_0", "W2_0", "W1_1", "W2_1"):
+        run.coordination.exited(Worker.parse(name), name, "died")
+        run.take()
+    said = [run.broken("W0_1>W0_0") for _ in range(5)]
+    assert not any(said[:4]) and "W0_0 and W0_1 (5 times)" in said[4]
