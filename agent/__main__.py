@@ -8,6 +8,6 @@ if __name__ == "__main__":
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("agent", "planner"):
             raise
-        print(f"error: the command line needs {error.name}: pip install 'openrecycle[cli]'", file=sys.stderr)
+        print(f"error: the command line needs {error.name}: pip install {error.name}", file=sys.stderr)
         sys.exit(2)
     main()

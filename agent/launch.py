@@ -22,9 +22,10 @@ from agent.faults import Kill, Rejoin, Slow
 from agent.holding import Hold
 from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess, preload
-from agent.protocol import Command, Iteration, VerdictReport
+from agent.protocol import Command, VerdictReport
 from agent.recipe import Recipe
 from agent.record import DivergedError, Recorded, RunRecord
+from agent.record_words import iteration_line
 from agent.store import RendezvousStore, StoreError
 from agent.timeouts import HANG_SECONDS, Timeouts
 from agent.workload import WorkloadSource
@@ -67,10 +68,12 @@ class LaunchOptions:
     platform: Platform = field(default_factory=Platform)
     paced_by_profile: bool = False
     slow: tuple[Slow, ...] = ()
+    compare_every: int = 100
 
 
 class Launcher:
-    """Runs one job. listener: called with every line of the record as a dict, in order.
+    """Runs one job. listener: called with every line of the record as a dict, in order, in the thread of
+    `run`: it must return at once, and raise nothing (see agent.delivery).
 
     pool: where worker processes are started; on this node only, unless given (see agent.nodes.pool).
     """
@@ -94,6 +97,13 @@ class Launcher:
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
         self._stop = 0
+        self._iterations = options.iterations
+        self._end_asked = False
+
+    def end_soon(self) -> None:
+        """Ends the run in order, from any thread: all workers stop after the same iteration, one of those under
+        way, and what follows the last iteration of any job follows (checkpoint, weights, final hash)."""
+        self._end_asked = True
 
     def stop(self, number: int) -> None:
         """Ends the run soon; from the handler of signal `number`."""
@@ -112,12 +122,16 @@ class Launcher:
         try:
             for cell in self._options.job.workers():
                 self._start(cell, joins=False)
-            while not self._record.finished(self._options.iterations):
+            while not self._record.finished(self._iterations):
                 if self._stop:
                     raise Stopped(self._stop, self._record.committed)
                 self._turn(0.25)
+                if self._end_asked:
+                    self._end_early()
             self._listener({"final": self._record.final()})
             state, reason = "finished", f"all {self._options.iterations} iterations are committed"
+            if self._iterations < self._options.iterations:
+                reason = f"ended as asked after {self._iterations} of {self._options.iterations} iterations"
             self._end_workers()
         except Stopped as stop:
             reason = str(stop)
@@ -162,11 +176,14 @@ class Launcher:
 
     def _read(self, entry: WorkerProcess) -> None:
         """Takes every message that is there."""
-        try:
-            while entry.pipe.poll():
-                self._hear(entry, channel.receive(entry.pipe))
-        except (EOFError, OSError):
-            pass  # its sentinel tells the rest
+        while True:
+            try:
+                if not entry.pipe.poll():
+                    return
+                message = channel.receive(entry.pipe)
+            except (EOFError, OSError):
+                return  # its sentinel tells the rest
+            self._hear(entry, message)
 
     def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
         if entry.put_out:
@@ -187,14 +204,20 @@ class Launcher:
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
-                self._hold.heard(message["iteration"], self._pool.running.values())
+                self._hold.heard(message["iteration"], self._pool.running.values(), entry.incarnation)
             case "formed":
                 self._certain(self._record.formed(cell, message["epoch"], message["iteration"], at))
                 self._coordination.formed(cell, message["epoch"])
                 if self._record.formed_by_all:
                     self._release_the_leaving()
             case "committed":
-                self._certain(self._record.committed_by(cell, message["iteration"], message["loss"], at))
+                self._certain(
+                    self._record.committed_by(cell, message["iteration"], message["loss"], at, message["skipped"])
+                )
+            case "parameters":
+                self._record.compared(
+                    cell, message["epoch"], message["iteration"], message["settled"], message["sha256"]
+                )
             case "done":
                 self._record.done(cell, message["sha256"])
             case "broken":
@@ -336,6 +359,21 @@ class Launcher:
         elif command.kind == "restart" and (place := self._pool.vacancy(cell, self._options.job.workers())) is not None:
             self._start(place, joins=self._deployed is not None)
 
+    def _end_early(self) -> None:
+        """Holds all workers before the same iteration, and once they stand there, that is the end."""
+        if self._deployed is None or self._hold.last is not None:
+            return
+        entries = self._pool.running.values()
+        self._hold.begin(entries)
+        # Not behind what is recorded, where a checkpoint has led back there.
+        self._hold.heard(self._record.committed - 1, entries)
+        common = self._record.common
+        if common is None or not self._record.formed_by_all or not self._hold.settled(entries):
+            return
+        if self._hold.after is not None and common > self._hold.after:
+            self._iterations = common
+            self._hold.end_at(common, entries)
+
     def _put_out_the_silent(self) -> None:
         """Those that hang, too: an epoch forms with all of its members or not at all."""
         now = time.monotonic()
@@ -356,7 +394,7 @@ class Launcher:
         options = self._options
         loop = LoopOptions(
             options.job,
-            options.iterations,
+            self._iterations,
             options.seed,
             options.pace,
             options.kills,
@@ -368,6 +406,7 @@ class Launcher:
             paced_by_profile=options.paced_by_profile,
             slow=options.slow,
             timeouts=options.timeouts,
+            compare_every=options.compare_every,
         )
         if joins:
             # A worker that comes back is not killed, or slow, a second time by the same wish.
@@ -384,14 +423,3 @@ class Launcher:
         deadline = time.monotonic() + 5.0
         for entry in list(self._pool.running.values()):
             entry.process.join(max(0.0, deadline - time.monotonic()))
-
-
-def iteration_line(iteration: Iteration) -> dict[str, Any]:
-    """A committed iteration as the record has it; loss is a hexadecimal float."""
-    return {
-        "iteration": iteration.iteration,
-        "loss": iteration.loss_hex,
-        "seconds": round(iteration.seconds, 6),
-        "epoch": iteration.epoch,
-        "living": iteration.living,
-    }

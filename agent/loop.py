@@ -54,6 +54,7 @@ class LoopOptions:
     joins: this process replaces a dead one and takes its state from a peer of its stage.
     boundaries: what passes between stages; None: each worker finds out. weights: folder that the
     trained weights are written to, by one worker of each stage. platform: the same for all workers.
+    compare_every: iterations after which a stage's workers compare a hash of their parameters; 0: never.
     """
 
     job: Job
@@ -70,6 +71,7 @@ class LoopOptions:
     paced_by_profile: bool = False
     slow: tuple[Slow, ...] = ()
     timeouts: Timeouts = field(default_factory=Timeouts)
+    compare_every: int = 100
 
 
 class WorkerLoop:
@@ -140,7 +142,7 @@ class WorkerLoop:
         self._checkpointer: Checkpointer | None = None
         if checkpoints is not None:
             self._checkpointer = Checkpointer(
-                checkpoints, me.stage, options.iterations, self._say_checkpoint, self._superseded
+                checkpoints, me.stage, self._iterations, self._say_checkpoint, self._superseded
             )
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
@@ -215,15 +217,18 @@ class WorkerLoop:
         script = Script.of(orders.plan.schedule(), self._me)
         self._executor.timeline.epoch = orders.epoch
         self._status.phase = "training"
-        while (iteration := self._optimizer.committed) < self._options.iterations:
+        while (iteration := self._optimizer.committed) < self._iterations:
             self._status.iteration = iteration
             if self._options.slow:
                 factor = slowness(self._me, iteration, self._options.slow)
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
+            self._compare(living)
             self._checkpoint(living)
             if not self._channel.may_begin(orders.epoch, iteration):
                 self._executor.settle()
                 return
+            if iteration >= self._iterations:
+                break  # the job was told to end while it was held here
             self._executor.run(iteration, script, groups, redo)
             redo = None
             if iteration == agreement.iteration:
@@ -287,19 +292,39 @@ class WorkerLoop:
         self._channel.say("redo", epoch=self._epoch, iteration=agreement.iteration, run=run, kept=kept)
         return left
 
+    @property
+    def _iterations(self) -> int:
+        """How many there are in all, as far as is known."""
+        last = self._channel.last
+        return self._options.iterations if last is None else last
+
     def _superseded(self) -> bool:
         return self._channel.superseded(self._epoch)
 
     def _say_committed(self, iteration: int, loss: float) -> None:
-        self._channel.say("committed", epoch=self._epoch, iteration=iteration, loss=loss.hex())
+        per_pipeline = self._options.job.micro_batches
+        skipped = [pipeline * per_pipeline + number for pipeline, number in self._optimizer.skipped]
+        self._channel.say("committed", epoch=self._epoch, iteration=iteration, loss=loss.hex(), skipped=skipped)
 
     def _checkpoint(self, living: list[Worker]) -> None:
         """At an iteration's boundary; after the last one, waits until everything is written."""
         if self._checkpointer is not None:
             writes = self._me == min(w for w in living if w.stage == self._me.stage)
+            self._checkpointer.iterations = self._iterations
             self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes)
-            if self._optimizer.committed == self._options.iterations:
+            if self._optimizer.committed == self._iterations:
                 self._checkpointer.finish()
+
+    def _compare(self, living: list[Worker]) -> None:
+        """At an iteration's boundary, now and then and with each checkpoint: says what this worker's parameters
+        are, for the launcher to compare with those of its peers. At the end of the job `done` says it."""
+        committed, every = self._optimizer.committed, self._options.compare_every
+        due = bool(every) and committed % every == 0
+        if self._checkpointer is not None:
+            due = due or self._checkpointer.due(committed)
+        if due and committed and sum(w.stage == self._me.stage for w in living) > 1:
+            settled, sha256 = self._optimizer.settled, self._optimizer.parameters_sha256()
+            self._channel.say("parameters", epoch=self._epoch, iteration=committed, settled=settled, sha256=sha256)
 
     def _say_checkpoint(self, iteration: int, problem: str | None) -> None:
         self._channel.say("checkpoint", at_iteration=iteration, problem=problem)

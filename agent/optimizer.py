@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from agent.gradients import GradientSum
+from agent.gradients import GradientSum, MicroBatch
 from agent.recipe import Recipe
 from agent.state import StageState, StateError, decode, encode, pack, sha256, unpack
 from agent.validation import CLEAN, SKIP, Outlook, Slot, Verdict
@@ -33,7 +33,8 @@ class StageOptimizer:
 
     committed: number of iterations whose step has been taken (so also the next iteration). settled:
     is the verdict on the last one known? slot: this stage's share of it. outlook: what the verdicts
-    so far make of the next one. clips: will anybody ask for the gradients' norm?
+    so far make of the next one. skipped: this worker's micro-batches that the last measured sum lacks.
+    clips: will anybody ask for the gradients' norm?
 
     The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or
     scheduler that can't be driven that way.
@@ -59,6 +60,7 @@ class StageOptimizer:
         self.settled = True
         self.slot = Slot()
         self.outlook = Outlook()
+        self.skipped: list[MicroBatch] = []
         self._clips = clips
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._snapshot = _Snapshot(self)
@@ -74,6 +76,7 @@ class StageOptimizer:
     def measure(self) -> Slot:
         """This stage's share of the verdict on the gradients that have just been reduced."""
         rejected = self.gradients.rejected
+        self.skipped = self.gradients.rejecting() if rejected else []
         return Slot(self.gradients.squared_norm() if self._clips and not rejected else 0.0, rejected)
 
     def step(self, verdict: Verdict | None = CLEAN, slot: Slot | None = None) -> float:

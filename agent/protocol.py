@@ -294,7 +294,11 @@ class FailureReport(Message):
 
 
 class Iteration(Message):
-    """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact."""
+    """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact.
+
+    skipped: micro-batches that are in no sum, the loss's neither, since they gave NaN, infinity or numbers out of
+    range; numbered pipeline by pipeline (pipeline x micro-batches per pipeline + micro-batch).
+    """
 
     iteration: Count
     loss: Number
@@ -302,6 +306,7 @@ class Iteration(Message):
     seconds: Seconds
     epoch: Count
     living: Count
+    skipped: Annotated[tuple[Count, ...], Field(max_length=1000, exclude_if=lambda value: not value)] = ()
 
 
 class IterationReport(Message):

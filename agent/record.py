@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from planner.job import Worker
 _MS = 1e6
 REMEMBERED = 4096
 """Losses kept, to compare with when iterations are run again from a checkpoint."""
+MAX_SKIPPED = 1000
+"""As many as agent.protocol.Iteration takes."""
 
 
 class DivergedError(RuntimeError):
@@ -64,10 +66,14 @@ class RunRecord:
         self._living: frozenset[Worker] = frozenset()
         self._epoch = 0
         self._losses: dict[int, str] = {}
+        self._skipped: dict[int, set[int]] = {}
+        """By iteration that is not recorded yet."""
         self._recorded: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._failures: list[_Failure] = []
         self._deaths: dict[Worker, int] = {}
         self._evicted: dict[Worker, int] = {}
+        self._hashes: dict[tuple[int, tuple[int, int, bool]], dict[Worker, str]] = {}
+        """Of parameters: by stage and point of the run, and worker."""
         self._last_at = started_at
         self._before: tuple[int, int, int] | None = None
         """(after, epoch, living): through iteration `after` the epoch before the newest still trains."""
@@ -110,6 +116,12 @@ class RunRecord:
         return max((self._of(w).committed for w in self._living), default=0)
 
     @property
+    def common(self) -> int | None:
+        """How many iterations every living worker has committed, as far as is known; None while they differ."""
+        counts = {self._of(w).committed for w in self._living}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
     def formed_by_all(self) -> bool:
         """Is every member in the groups of the newest epoch?"""
         return all(self._of(w).formed_epoch == self._epoch for w in self._living)
@@ -149,13 +161,18 @@ class RunRecord:
         progress.committed_at = {i: t for i, t in progress.committed_at.items() if i < iteration}
         return self._settle()
 
-    def committed_by(self, worker: Worker, iteration: int, loss: str, at: int) -> Recorded:
-        """The worker has taken the step of `iteration`. loss: hexadecimal; counts on the last stage.
+    def committed_by(
+        self, worker: Worker, iteration: int, loss: str, at: int, skipped: Collection[int] = ()
+    ) -> Recorded:
+        """The worker has taken the step of `iteration`. loss: hexadecimal; counts on the last stage. skipped:
+        micro-batches that it left out of its sum (see agent.protocol.Iteration).
 
         Raises DivergedError when peers disagree about the loss.
         """
         progress = self._of(worker)
         progress.committed, progress.committed_at[iteration] = iteration + 1, at
+        if skipped:
+            self._skipped.setdefault(iteration, set()).update(skipped)
         if worker.stage == self._stages - 1:
             expected = self._loss_of(iteration, loss)
             if expected != loss:
@@ -179,6 +196,19 @@ class RunRecord:
         """Has every living worker committed all iterations and handed in its hash?"""
         return self.committed >= iterations and all(self._of(w).sha256 is not None for w in self._living)
 
+    def compared(self, worker: Worker, epoch: int, iteration: int, settled: bool, sha256: str) -> None:
+        """At the boundary before `iteration` the worker's parameters had this hash. settled: was the verdict on
+        its last step known? Peers that are at the same point of the same epoch answer alike.
+
+        Raises DivergedError when they differ.
+        """
+        point = (epoch, iteration, settled)
+        hashes = self._hashes.setdefault((worker.stage, point), {})
+        hashes[worker] = sha256
+        _check_alike(worker.stage, iteration, hashes)
+        while len(self._hashes) > REMEMBERED:
+            del self._hashes[next(iter(self._hashes))]
+
     def final(self) -> dict[str, Any]:
         """The last line. parameters_sha256: over the stages' own hashes, in order.
 
@@ -186,11 +216,8 @@ class RunRecord:
         """
         digest = hashlib.sha256()
         for stage in range(self._stages):
-            hashes = {w: self._of(w).sha256 for w in sorted(self._living) if w.stage == stage}
-            if len(set(hashes.values())) != 1:
-                raise DivergedError(
-                    f"peers of stage {stage} ended with different parameters: {', '.join(map(str, hashes))}"
-                )
+            hashes = {w: self._of(w).sha256 or "" for w in sorted(self._living) if w.stage == stage}
+            _check_alike(stage, self.committed, hashes)
             digest.update(bytes.fromhex(next(iter(hashes.values())) or ""))
         return {"parameters_sha256": digest.hexdigest(), "iterations": self.committed}
 
@@ -217,6 +244,7 @@ class RunRecord:
                     seconds=max(0.0, (at - self._last_at) / 1e9),
                     epoch=epoch,
                     living=living,
+                    skipped=tuple(sorted(self._skipped.pop(i, ()))[:MAX_SKIPPED]),
                 )
             )
             self._recorded.append((i, loss))
@@ -243,4 +271,18 @@ class RunRecord:
                 death_known=f.known,
             )
             for f in done
+        )
+
+
+def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> None:
+    """hashes: of the parameters that each of a stage's workers has after so many iterations. Raises
+    DivergedError."""
+    if len(set(hashes.values())) > 1:
+        groups: dict[str, list[str]] = {}
+        for worker in sorted(hashes):
+            groups.setdefault(hashes[worker], []).append(str(worker))
+        raise DivergedError(
+            f"after {iterations} iterations the peers of stage {stage} have different parameters: "
+            f"{' and '.join(', '.join(group) for group in groups.values())} differ; "
+            "does something outside the seeds, parameters and optimizer state go into a step?"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.protocol import Recovery
+from agent.protocol import Iteration, Recovery
 
 
 def sentence_of(line: dict[str, Any]) -> str:
@@ -26,10 +26,28 @@ def sentence_of(line: dict[str, Any]) -> str:
     if "final" in line:
         return f"parameters {line['final']['parameters_sha256']}"
     loss = float.fromhex(line["loss"])
+    skipped = f"  without micro-batch {', '.join(map(str, line['skipped']))}" if "skipped" in line else ""
     return (
         f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
-        f"epoch {line['epoch']}  {line['living']} workers"
+        f"epoch {line['epoch']}  {line['living']} workers{skipped}"
     )
+
+
+def iteration_line(iteration: Iteration) -> dict[str, Any]:
+    """A committed iteration as the record has it; loss is a hexadecimal float, skipped only there if there are any."""
+    line: dict[str, Any] = {
+        "iteration": iteration.iteration,
+        "loss": iteration.loss_hex,
+        "seconds": round(iteration.seconds, 6),
+        "epoch": iteration.epoch,
+        "living": iteration.living,
+    }
+    return {**line, "skipped": list(iteration.skipped)} if iteration.skipped else line
+
+
+def iteration_of(line: dict[str, Any]) -> Iteration:
+    """What `iteration_line` made the line of."""
+    return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
 
 
 def is_remark(line: dict[str, Any]) -> bool:

@@ -82,7 +82,8 @@ class Checkpointer:
 
     said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
     whole by this worker's part, and with (iteration, sentence) when it has not been written.
-    interrupted: asked while waiting; training has something more urgent to do then.
+    interrupted: asked while waiting; training has something more urgent to do then. iterations: of the job; the
+    last one always gets a checkpoint.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Checkpointer:
         said: Callable[[int, str | None], None],
         interrupted: Callable[[], bool],
     ) -> None:
-        self._options, self._stage, self._iterations = options, stage, iterations
+        self._options, self._stage = options, stage
+        self.iterations = iterations
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
         self._thread: threading.Thread | None = None
@@ -107,15 +109,18 @@ class Checkpointer:
         committed = optimizer.committed
         self._write_if_final(committed)
         self._copy = None
-        due = committed % self._options.wish.every == 0 or committed == self._iterations
-        if writes and due and committed > self._options.resumed_at:
+        if writes and self.due(committed) and committed > self._options.resumed_at:
             state = optimizer.state()
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
             self._copy = _Copy(committed, attempt, StageState(state.document, tensors))
 
+    def due(self, committed: int) -> bool:
+        """Is there to be a checkpoint of so many iterations?"""
+        return committed % self._options.wish.every == 0 or committed == self.iterations
+
     def finish(self) -> None:
         """Of a job without further iterations, its last step settled: writes what there is, and waits."""
-        self._write_if_final(self._iterations + 1)
+        self._write_if_final(self.iterations + 1)
         self._wait(float("inf"))
 
     def _write_if_final(self, committed: int) -> None:
