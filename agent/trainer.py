@@ -398,16 +398,17 @@ def _full(on_iteration: Callable[..., object] | None) -> Callable[[Iteration], o
     InputError."""
     if on_iteration is None:
         return None
-    takes = 2
-    with contextlib.suppress(ValueError):  # of a builtin, which tells nothing
+    try:
         signature = inspect.signature(on_iteration)
-        fits = [n for n in (2, 3) if _binds(signature, n)]
-        if not fits:
-            raise InputError("on_iteration", str(signature), "a function of (iteration, loss)")
-        takes = fits[0]
-    if takes == 2:
+    except TypeError:
+        raise InputError("on_iteration", on_iteration, "a function of (iteration, loss)") from None
+    except ValueError:  # a builtin, which tells nothing
         return lambda i: on_iteration(i.iteration, i.loss)
-    return lambda i: on_iteration(i.iteration, i.loss, i)
+    if _binds(signature, 2):
+        return lambda i: on_iteration(i.iteration, i.loss)
+    if _binds(signature, 3):
+        return lambda i: on_iteration(i.iteration, i.loss, i)
+    raise InputError("on_iteration", str(signature), "a function of (iteration, loss)")
 
 
 def _binds(signature: inspect.Signature, arguments: int) -> bool:
