@@ -137,8 +137,8 @@ def make_launcher(
     from agent.preflight import check_workload
     from agent.worker import ConsoleLink
 
-    _check_folder("--weights", options.weights)
     _check_folder("--checkpoint", None if options.checkpoints is None else options.checkpoints.directory)
+    _check_folder("--weights", options.weights)
     workload = options.workload.load()
     if not options.checked:
         check_workload(workload, options.job, options.seed, options.recipe)
