@@ -310,9 +310,9 @@ class WorkerLoop:
         """At an iteration's boundary; after the last one, waits until everything is written."""
         if self._checkpointer is not None:
             writes = self._me == min(w for w in living if w.stage == self._me.stage)
-            self._checkpointer.iterations = self._iterations
-            self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes)
-            if self._optimizer.committed == self._iterations:
+            last = self._optimizer.committed == self._iterations
+            self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes, last=last)
+            if last:
                 self._checkpointer.finish()
 
     def _compare(self, living: list[Worker]) -> None:

@@ -294,11 +294,8 @@ class FailureReport(Message):
 
 
 class Iteration(Message):
-    """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact.
-
-    skipped: micro-batches that are in no sum, the loss's neither, since they gave NaN, infinity or numbers out of
-    range; numbered pipeline by pipeline (pipeline x micro-batches per pipeline + micro-batch).
-    """
+    """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact. skipped:
+    micro-batches, numbered over the pipelines, that are not in it: they raised, or gave no finite numbers."""
 
     iteration: Count
     loss: Number
@@ -306,7 +303,7 @@ class Iteration(Message):
     seconds: Seconds
     epoch: Count
     living: Count
-    skipped: Annotated[tuple[Count, ...], Field(max_length=1000, exclude_if=lambda value: not value)] = ()
+    skipped: Annotated[tuple[Count, ...], Field(max_length=65536, exclude_if=lambda value: not value)] = ()
 
 
 class IterationReport(Message):

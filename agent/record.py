@@ -19,8 +19,6 @@ from planner.job import Worker
 _MS = 1e6
 REMEMBERED = 4096
 """Losses kept, to compare with when iterations are run again from a checkpoint."""
-MAX_SKIPPED = 1000
-"""As many as agent.protocol.Iteration takes."""
 
 
 class DivergedError(RuntimeError):
@@ -66,8 +64,6 @@ class RunRecord:
         self._living: frozenset[Worker] = frozenset()
         self._epoch = 0
         self._losses: dict[int, str] = {}
-        self._skipped: dict[int, set[int]] = {}
-        """By iteration that is not recorded yet."""
         self._recorded: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._failures: list[_Failure] = []
         self._deaths: dict[Worker, int] = {}
@@ -78,6 +74,8 @@ class RunRecord:
         self._before: tuple[int, int, int] | None = None
         """(after, epoch, living): through iteration `after` the epoch before the newest still trains."""
         self.committed = committed
+        self.skipped: dict[int, tuple[int, ...]] = {}
+        """By iteration, the micro-batches that are left out of it."""
 
     # -- what happens -------------------------------------------------------------------------
 
@@ -172,7 +170,7 @@ class RunRecord:
         progress = self._of(worker)
         progress.committed, progress.committed_at[iteration] = iteration + 1, at
         if skipped:
-            self._skipped.setdefault(iteration, set()).update(skipped)
+            self.skipped[iteration] = tuple(sorted({*self.skipped.get(iteration, ()), *skipped}))
         if worker.stage == self._stages - 1:
             expected = self._loss_of(iteration, loss)
             if expected != loss:
@@ -244,7 +242,7 @@ class RunRecord:
                     seconds=max(0.0, (at - self._last_at) / 1e9),
                     epoch=epoch,
                     living=living,
-                    skipped=tuple(sorted(self._skipped.pop(i, ()))[:MAX_SKIPPED]),
+                    skipped=self.skipped.get(i, ()),
                 )
             )
             self._recorded.append((i, loss))

@@ -26,11 +26,10 @@ def sentence_of(line: dict[str, Any]) -> str:
     if "final" in line:
         return f"parameters {line['final']['parameters_sha256']}"
     loss = float.fromhex(line["loss"])
-    skipped = f"  without micro-batch {', '.join(map(str, line['skipped']))}" if "skipped" in line else ""
     return (
         f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
-        f"epoch {line['epoch']}  {line['living']} workers{skipped}"
-    )
+        f"epoch {line['epoch']}  {line['living']} workers"
+    ) + (f"  without micro-batches {', '.join(map(str, line['skipped']))}" if line.get("skipped") else "")
 
 
 def iteration_line(iteration: Iteration) -> dict[str, Any]:

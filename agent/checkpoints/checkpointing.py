@@ -82,8 +82,7 @@ class Checkpointer:
 
     said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
     whole by this worker's part, and with (iteration, sentence) when it has not been written.
-    interrupted: asked while waiting; training has something more urgent to do then. iterations: of the job; the
-    last one always gets a checkpoint.
+    interrupted: asked while waiting; training has something more urgent to do then.
     """
 
     def __init__(
@@ -95,13 +94,14 @@ class Checkpointer:
         interrupted: Callable[[], bool],
     ) -> None:
         self._options, self._stage = options, stage
-        self.iterations = iterations
+        self._iterations = iterations
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
         self._thread: threading.Thread | None = None
 
-    def boundary(self, optimizer: StageOptimizer, attempt: int, *, writes: bool) -> None:
-        """Between two iterations. writes: does this worker write for its stage? attempt: the epoch.
+    def boundary(self, optimizer: StageOptimizer, attempt: int, *, writes: bool, last: bool = False) -> None:
+        """Between two iterations. writes: does this worker write for its stage? attempt: the epoch. last: will there
+        be no other?
 
         The copy taken here is written only once the next step has been taken: until then the last
         one may be overturned, or undone by a death elsewhere.
@@ -109,18 +109,18 @@ class Checkpointer:
         committed = optimizer.committed
         self._write_if_final(committed)
         self._copy = None
-        if writes and self.due(committed) and committed > self._options.resumed_at:
+        if writes and (last or self.due(committed)) and committed > self._options.resumed_at:
             state = optimizer.state()
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
             self._copy = _Copy(committed, attempt, StageState(state.document, tensors))
 
     def due(self, committed: int) -> bool:
         """Is there to be a checkpoint of so many iterations?"""
-        return committed % self._options.wish.every == 0 or committed == self.iterations
+        return committed % self._options.wish.every == 0 or committed == self._iterations
 
     def finish(self) -> None:
         """Of a job without further iterations, its last step settled: writes what there is, and waits."""
-        self._write_if_final(self.iterations + 1)
+        self._write_if_final(self._iterations + 1)
         self._wait(float("inf"))
 
     def _write_if_final(self, committed: int) -> None:
