@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -105,35 +107,49 @@ def test_a_closed_standard_output_does_not_end_the_job(tmp_path: Path) -> None:
     assert "Traceback" not in errors and "BrokenPipeError" not in errors
 
 
-@pytest.mark.processes
-def test_nobody_reads_standard_output_and_training_goes_on(tmp_path: Path) -> None:
-    """A pager that is left open: the pipe is full from the beginning. The job reaches its end, and once somebody
-    reads, everything is there."""
-    record = tmp_path / "run.jsonl"
+def full_pipe() -> tuple[int, int, int]:
+    """Its reading end, its writing end, and how many bytes are in it: as many as go in."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     filled = 0
-    try:
+    with contextlib.suppress(BlockingIOError):
         while True:
             filled += os.write(writes, b"." * 4096)
-    except BlockingIOError:
-        os.set_blocking(writes, True)
+    os.set_blocking(writes, True)
+    return reads, writes, filled
+
+
+def wait_for(word: str, record: Path) -> None:
+    for _ in range(1200):
+        if record.exists() and word in record.read_text():
+            return
+        threading.Event().wait(0.1)
+    raise TimeoutError(word)
+
+
+@pytest.mark.processes
+def test_nobody_reads_standard_output_and_training_goes_on(tmp_path: Path) -> None:
+    """A pager that is left open: the pipe is full from the beginning. The job reaches its end, and once somebody
+    reads, everything is there. One that is ended meanwhile does not wait for a reader."""
+    record = tmp_path / "run.jsonl"
+    reads, writes, filled = full_pipe()
+    shown = os.fdopen(reads)
+    endless = subprocess.Popen([*JOB, "--iterations", "100000", "--record", str(tmp_path / "2")], stdout=writes)
     process = subprocess.Popen(
         [*JOB, "--iterations", "6", "--record", str(record)], stdout=writes, stderr=subprocess.PIPE, text=True
     )
     os.close(writes)
     try:
-        for _ in range(1200):
-            if record.exists() and '"final"' in record.read_text():
-                break
-            threading.Event().wait(0.1)
-        assert '"final"' in record.read_text()
+        wait_for('"iteration": 3', tmp_path / "2")
+        endless.terminate()
+        assert endless.wait(60) == 128 + signal.SIGTERM
+        wait_for('"final"', record)
     finally:
-        with os.fdopen(reads) as out:
-            shown = out.read()[filled:]
+        endless.kill()
+        out = shown.read()[filled:]
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert sum(line.startswith("iteration ") for line in shown.splitlines()) == 6
+    assert sum(line.startswith("iteration ") for line in out.splitlines()) == 6
 
 
 @pytest.mark.processes
