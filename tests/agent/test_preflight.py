@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from agent.workload import NamedWorkload
 from planner.errors import InputError
 from planner.job import Job
 from tests.agent import own_jobs, wrong_jobs
+from tests.agent.runs import unruly
 
 W = own_jobs.WIDTH
 
@@ -126,3 +128,26 @@ def test_peers_that_drift_apart_are_found_by_the_checkpoint(tmp_path: Any) -> No
     wrong: dict[str, Any] = {"optimizer": wrong_jobs.Drifting, "compare_every": 0}
     with pytest.raises(JobFailed, match=r"after 3 iterations the peers of stage \d .* differ"):
         own_jobs.trainer(**wrong, checkpoint=tmp_path / "saved", checkpoint_every=3).fit(iterations=400)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("synchronous", [(), ("--synchronous",)])
+def test_peers_that_do_not_drift_are_left_alone(synchronous: tuple[str, ...], tmp_path: Path) -> None:
+    """Compared at every boundary, through updates that are clipped, left out and taken back, a death, and a return:
+    a step that is not settled yet is compared with its like only."""
+    run = unruly(
+        tmp_path / "run.jsonl",
+        *("--compare-every", "1", "--clip-norm", "0.5", *synchronous),
+        *("--kill", "W1_0@6:I0", "--rejoin", "W1_0@9"),
+        *("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3"),
+        iterations=16,
+        options={"loud": [1, 12], "poisoned": [3, 7], "poisoned_all": [5]},
+    )
+    assert run.status == 0, run.errors
+    assert len(run.losses) == 16 and [f["worker"] for f in run.failures] == ["W1_0"]
+    assert any(line.get("verdict", {}).get("redone") for line in run.lines) or synchronous
+    assert {line["iteration"]: line["skipped"] for line in run.iterations if "skipped" in line} == {
+        3: [2],
+        5: [3],
+        7: [2],
+    }

@@ -14,6 +14,7 @@ import pytest
 from agent.protocol import Iteration
 from agent.trainer import TrainingResult
 from tests.agent import own_jobs, wrong_jobs
+from tests.agent.consoles import console
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = pytest.mark.processes
@@ -126,6 +127,16 @@ def test_the_answer_stop_and_the_method_stop_end_the_job_in_order() -> None:
     asked = trainer.fit(iterations=ENDLESS)
     assert 4 <= len(asked.losses) < ENDLESS and same(asked)
     assert len(trainer.fit(iterations=2).losses) == 2, "it was for the `fit` that ran"
+
+
+def test_a_console_is_told_that_the_job_ended_early(tmp_path: Path) -> None:
+    with console(tmp_path) as server:
+        result = own_jobs.trainer(
+            console=server.root, on_iteration=lambda iteration, loss: "stop" if iteration == 2 else None
+        ).fit(iterations=ENDLESS)
+        assert same(result)
+        job = server.read(f"/jobs/{server.job_id()}")
+        assert (job["state"], job["committed"]) == ("finished", len(result.losses))
 
 
 def test_a_death_while_the_job_comes_to_its_early_end() -> None:
