@@ -22,10 +22,9 @@ from agent.faults import Kill, Rejoin, Slow
 from agent.holding import Hold
 from agent.loop import LoopOptions
 from agent.processes import ProcessPool, WorkerProcess, preload
-from agent.protocol import Command, VerdictReport
+from agent.protocol import Command, Iteration, VerdictReport
 from agent.recipe import Recipe
 from agent.record import DivergedError, Recorded, RunRecord
-from agent.record_words import iteration_line
 from agent.store import RendezvousStore, StoreError
 from agent.timeouts import HANG_SECONDS, Timeouts
 from agent.workload import WorkloadSource
@@ -423,3 +422,15 @@ class Launcher:
         deadline = time.monotonic() + 5.0
         for entry in list(self._pool.running.values()):
             entry.process.join(max(0.0, deadline - time.monotonic()))
+
+
+def iteration_line(iteration: Iteration) -> dict[str, Any]:
+    """A committed iteration as the record has it; loss is a hexadecimal float."""
+    return {
+        "iteration": iteration.iteration,
+        "loss": iteration.loss_hex,
+        "seconds": round(iteration.seconds, 6),
+        "epoch": iteration.epoch,
+        "living": iteration.living,
+        **({"skipped": list(iteration.skipped)} if iteration.skipped else {}),
+    }

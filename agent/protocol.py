@@ -295,7 +295,7 @@ class FailureReport(Message):
 
 class Iteration(Message):
     """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact. skipped:
-    micro-batches, numbered over the pipelines, that are not in it: they raised, or gave no finite numbers."""
+    micro-batches, numbered over the pipelines, that are not in it."""
 
     iteration: Count
     loss: Number

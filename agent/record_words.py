@@ -32,26 +32,14 @@ def sentence_of(line: dict[str, Any]) -> str:
     ) + (f"  without micro-batches {', '.join(map(str, line['skipped']))}" if line.get("skipped") else "")
 
 
-def iteration_line(iteration: Iteration) -> dict[str, Any]:
-    """A committed iteration as the record has it; loss is a hexadecimal float, skipped only there if there are any."""
-    line: dict[str, Any] = {
-        "iteration": iteration.iteration,
-        "loss": iteration.loss_hex,
-        "seconds": round(iteration.seconds, 6),
-        "epoch": iteration.epoch,
-        "living": iteration.living,
-    }
-    return {**line, "skipped": list(iteration.skipped)} if iteration.skipped else line
-
-
-def iteration_of(line: dict[str, Any]) -> Iteration:
-    """What `iteration_line` made the line of."""
-    return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
-
-
 def is_remark(line: dict[str, Any]) -> bool:
     """Is it about something out of the ordinary?"""
     return "iteration" not in line and "final" not in line
+
+
+def iteration_of(line: dict[str, Any]) -> Iteration:
+    """What agent.launch.iteration_line made the line of."""
+    return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
 
 
 def _verdict(iteration: int, coefficient: float | None, redone: bool) -> str:
