@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from agent.data import MicroBatchSampler
     from agent.launch import JobFailed
     from agent.reporter import Reporter
+    from agent.timeouts import Timeouts
     from agent.trainer import ResilientTrainer, TrainingResult
     from planner.errors import InputError
     from planner.job import Job
@@ -23,6 +24,7 @@ _HOMES = {
     "Reporter": "agent.reporter",
     "ResilientTrainer": "agent.trainer",
     "TensorSpec": "agent.boundaries",
+    "Timeouts": "agent.timeouts",
     "TrainingResult": "agent.trainer",
 }
 
@@ -34,6 +36,7 @@ __all__ = [
     "Reporter",
     "ResilientTrainer",
     "TensorSpec",
+    "Timeouts",
     "TrainingResult",
 ]
 

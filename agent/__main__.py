@@ -1,13 +1,10 @@
 """`python -m agent`. Kept empty of imports: worker processes import the main module again."""
 
 if __name__ == "__main__":
-    import sys
+    from planner.errors import say_missing
 
     try:
         from agent.cli import main
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in ("agent", "planner"):
-            raise
-        print(f"error: the command line needs {error.name}: pip install 'openrecycle[cli]'", file=sys.stderr)
-        sys.exit(2)
+        say_missing(error, "openrecycle")
     main()

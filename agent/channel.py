@@ -84,6 +84,8 @@ class WorkerChannel:
         self._iteration = -1
         self._hold: int | None = None
         """Paused: no iteration after this one is begun."""
+        self.last: int | None = None
+        """How many iterations there are, where the job ends early."""
         self._sending = threading.Lock()
         self._taken_up = 0
         self._told_at: float | None = None
@@ -164,6 +166,8 @@ class WorkerChannel:
                     self._hold = self._iteration if message["after"] is None else max(before, message["after"])
                 elif message["kind"] == "go":
                     self._hold = None
+                elif message["kind"] == "last":
+                    self.last, self._hold = message["iterations"], None
                 elif message["kind"] == "over":
                     self._over = True
                 elif message["kind"] == "put_out":

@@ -2,7 +2,8 @@
 
 Which iteration that is nobody knows beforehand, for workers are in different ones, and none can finish
 one that another has stopped before. So each stops after the one that it is in and says which that was;
-the last of these is where all go on to.
+the last of these is where all go on to. A job that is to end early is paused first, too: then there is an
+iteration that all have committed, and after which nobody has begun another.
 """
 
 from __future__ import annotations
@@ -13,30 +14,48 @@ from agent.processes import WorkerProcess
 
 
 class Hold:
-    """The launcher's side. after: the iteration through which all go; None: the job is not paused."""
+    """The launcher's side. after: the iteration through which all go; None: the job is not paused.
+    last: how many iterations there are in all, where the job is to end early."""
 
     def __init__(self) -> None:
         self.after: int | None = None
+        self.last: int | None = None
+        self._asked: set[str] = set()
 
     def begin(self, entries: Iterable[WorkerProcess]) -> None:
-        if self.after is None:
+        if self.after is None and self.last is None:
             self.after = -1
             for entry in entries:
+                self._asked.add(entry.incarnation)
                 entry.post("hold", after=None)
 
-    def heard(self, iteration: int, entries: Iterable[WorkerProcess]) -> None:
-        """A worker has stopped, or will, after `iteration`."""
+    def heard(self, iteration: int, entries: Iterable[WorkerProcess], by: str = "") -> None:
+        """A worker, the incarnation `by`, has stopped, or will, after `iteration`."""
+        self._asked.discard(by)
         if self.after is not None and iteration > self.after:
             self.after = iteration
             for entry in entries:
                 entry.post("hold", after=iteration)
 
     def tell(self, entry: WorkerProcess) -> None:
-        """One that was not there when the job was paused."""
-        if self.after is not None:
+        """One that was not there when the job was paused, or told to end."""
+        if self.last is not None:
+            entry.post("last", iterations=self.last)
+        elif self.after is not None:
             entry.post("hold", after=self.after)
+
+    def settled(self, entries: Iterable[WorkerProcess]) -> bool:
+        """Paused, and everybody has said after which iteration?"""
+        return self.after is not None and self._asked.isdisjoint(entry.incarnation for entry in entries)
+
+    def end_at(self, iterations: int, entries: Iterable[WorkerProcess]) -> None:
+        """All have committed as many, and are held before the next: there is none."""
+        self.after, self.last = None, iterations
+        for entry in entries:
+            self.tell(entry)
 
     def end(self, entries: Iterable[WorkerProcess]) -> None:
         self.after = None
+        self._asked.clear()
         for entry in entries:
             entry.post("go")

@@ -71,10 +71,12 @@ class LaunchOptions:
     paced_by_profile: bool = False
     slow: tuple[Slow, ...] = ()
     hand_over: HandOver = field(default_factory=HandOver)
+    compare_every: int = 100
 
 
 class Launcher:
-    """Runs one job. listener: called with every line of the record as a dict, in order.
+    """Runs one job. listener: called with every line of the record as a dict, in order, in the thread of
+    `run`: it must return at once, and raise nothing (see agent.delivery).
 
     catalog: asked for the plans that are run while workers take their state from a peer. pool: where worker
     processes are started; on this node only, unless given (see agent.nodes.pool).
@@ -113,6 +115,13 @@ class Launcher:
         """What each member of the newest epoch is told of micro-batches that raise; see agent.channel.Orders."""
         self._until: int | None = None
         self._why_halted, self._halt_by = "", 0.0
+        self._iterations = options.iterations
+        self._end_asked = False
+
+    def end_soon(self) -> None:
+        """Ends the run in order, from any thread: all workers stop after the same iteration, one of those under
+        way, and what follows the last iteration of any job follows (checkpoint, weights, final hash)."""
+        self._end_asked = True
 
     def stop(self, number: int) -> None:
         """Ends the run soon; from the handler of signal `number`."""
@@ -131,14 +140,18 @@ class Launcher:
         try:
             for cell in self._options.job.workers():
                 self._start(cell, joins=False)
-            while not self._record.finished(self._options.iterations):
+            while not self._record.finished(self._iterations):
                 if self._halted():
                     raise JobFailed(self._why_halted)
                 if self._stop:
                     raise Stopped(self._stop, self._record.committed)
                 self._turn(TURN_SECONDS)
+                if self._end_asked:
+                    self._end_early()
             self._listener({"final": self._record.final()})
             state, reason = "finished", f"all {self._options.iterations} iterations are committed"
+            if self._iterations < self._options.iterations:
+                reason = f"ended as asked after {self._iterations} of {self._options.iterations} iterations"
             self._end_workers()
         except Stopped as stop:
             reason = str(stop)
@@ -188,11 +201,14 @@ class Launcher:
 
     def _read(self, entry: WorkerProcess) -> None:
         """Takes every message that is there."""
-        try:
-            while entry.pipe.poll():
-                self._hear(entry, channel.receive(entry.pipe))
-        except (EOFError, OSError):
-            pass  # its sentinel tells the rest
+        while True:
+            try:
+                if not entry.pipe.poll():
+                    return
+                message = channel.receive(entry.pipe)
+            except (EOFError, OSError):
+                return  # its sentinel tells the rest
+            self._hear(entry, message)
 
     def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
         if entry.put_out:
@@ -219,7 +235,7 @@ class Launcher:
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
-                self._hold.heard(message["iteration"], self._pool.running.values())
+                self._hold.heard(message["iteration"], self._pool.running.values(), entry.incarnation)
             case "hand_over":
                 self._listener({"hand_over": {"worker": str(cell), "text": message["text"]}})
             case "formed":
@@ -230,7 +246,13 @@ class Launcher:
                     self._release_the_leaving()
             case "committed":
                 self._all_live(message["epoch"], message["iteration"])
-                self._certain(self._record.committed_by(cell, message["iteration"], message["loss"], at))
+                self._certain(
+                    self._record.committed_by(cell, message["iteration"], message["loss"], at, message["skipped"])
+                )
+            case "parameters":
+                self._record.compared(
+                    cell, message["epoch"], message["iteration"], message["settled"], message["sha256"]
+                )
             case "done":
                 self._record.done(cell, message["sha256"])
             case "broken":
@@ -455,6 +477,21 @@ class Launcher:
         elif command.kind == "restart" and (place := self._pool.vacancy(cell, self._options.job.workers())) is not None:
             self._start(place, joins=self._deployed is not None)
 
+    def _end_early(self) -> None:
+        """Holds all workers before the same iteration, and once they stand there, that is the end."""
+        if self._deployed is None or self._hold.last is not None:
+            return
+        entries = self._pool.running.values()
+        self._hold.begin(entries)
+        # Not behind what is recorded, where a checkpoint has led back there.
+        self._hold.heard(self._record.committed - 1, entries)
+        common = self._record.common
+        if common is None or not self._record.formed_by_all or not self._hold.settled(entries):
+            return
+        if self._hold.after is not None and common > self._hold.after:
+            self._iterations = common
+            self._hold.end_at(common, entries)
+
     def _heard_of(self, entry: WorkerProcess, told: dict[str, Any]) -> None:
         """What a worker is at."""
         where = told.pop("where", "")
@@ -535,7 +572,7 @@ class Launcher:
         options = self._options
         loop = LoopOptions(
             options.job,
-            options.iterations,
+            self._iterations,
             options.seed,
             options.pace,
             options.kills,
@@ -548,6 +585,7 @@ class Launcher:
             slow=options.slow,
             timeouts=options.timeouts,
             hand_over=options.hand_over,
+            compare_every=options.compare_every,
         )
         if joins:
             # A worker that comes back is not killed, or slow, a second time by the same wish.

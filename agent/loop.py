@@ -62,6 +62,7 @@ class LoopOptions:
     joins: this process replaces a dead one and takes its state from a peer of its stage.
     boundaries: what passes between stages; None: each worker finds out. weights: folder that the
     trained weights are written to, by one worker of each stage. platform: the same for all workers.
+    compare_every: iterations after which a stage's workers compare a hash of their parameters; 0: never.
     """
 
     job: Job
@@ -79,6 +80,7 @@ class LoopOptions:
     slow: tuple[Slow, ...] = ()
     timeouts: Timeouts = field(default_factory=Timeouts)
     hand_over: HandOver = field(default_factory=HandOver)
+    compare_every: int = 100
 
 
 class WorkerLoop:
@@ -116,7 +118,7 @@ class WorkerLoop:
         if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
             self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
         self._epoch = 0
-        self._until = options.iterations
+        self._until: int | None = None
         self._corrected = False
         """Did this epoch's agreement put the last step right?"""
 
@@ -156,7 +158,7 @@ class WorkerLoop:
         self._checkpointer: Checkpointer | None = None
         if checkpoints is not None:
             self._checkpointer = Checkpointer(
-                checkpoints, me.stage, options.iterations, self._say_checkpoint, self._superseded
+                checkpoints, me.stage, self._iterations, self._say_checkpoint, self._superseded
             )
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
@@ -245,8 +247,8 @@ class WorkerLoop:
         formed: int | None = None
         if self._me not in joining:
             formed = self._say_formed(agreement.iteration)
-        self._until = self._options.iterations if orders.until is None else orders.until
-        while (iteration := self._optimizer.committed) < self._until:
+        self._until = orders.until
+        while (iteration := self._optimizer.committed) < self._iterations:
             self._status.iteration = iteration
             if joining and self._steps.counts_on_all(iteration):
                 if formed is None:
@@ -255,10 +257,13 @@ class WorkerLoop:
             if self._options.slow:
                 factor = slowness(self._me, iteration, self._options.slow)
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
+            self._compare(whole)
             self._checkpoint(whole)
             if not self._channel.may_begin(orders.epoch, iteration):
                 self._executor.settle()
                 return
+            if iteration >= self._iterations:
+                break  # the job was told to end while it was held here
             script = scripts[1 if joining else 0]
             self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
@@ -360,11 +365,18 @@ class WorkerLoop:
         of_pipeline = self._options.job.micro_batches
         return frozenset(divmod(number, of_pipeline) for i, number in orders.left_out if i == iteration)
 
+    @property
+    def _iterations(self) -> int:
+        """How many there are in all, as far as is known."""
+        return min(n for n in (self._options.iterations, self._channel.last, self._until) if n is not None)
+
     def _superseded(self) -> bool:
         return self._channel.superseded(self._epoch)
 
     def _say_committed(self, iteration: int, loss: float) -> None:
-        self._channel.say("committed", epoch=self._epoch, iteration=iteration, loss=loss.hex())
+        per_pipeline = self._options.job.micro_batches
+        skipped = [pipeline * per_pipeline + number for pipeline, number in self._optimizer.skipped]
+        self._channel.say("committed", epoch=self._epoch, iteration=iteration, loss=loss.hex(), skipped=skipped)
 
     def _say_formed(self, iteration: int) -> int:
         self._channel.say("formed", epoch=self._epoch, iteration=iteration)
@@ -376,10 +388,22 @@ class WorkerLoop:
         hold all of their stage's state."""
         if self._checkpointer is not None:
             writes = self._me == min(w for w in whole if w.stage == self._me.stage)
-            last = self._optimizer.committed == self._until
+            last = self._optimizer.committed == self._iterations
             self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes, last=last)
             if last:
                 self._checkpointer.finish()
+
+    def _compare(self, whole: list[Worker]) -> None:
+        """At an iteration's boundary, now and then and with each checkpoint: says what this worker's parameters
+        are, for the launcher to compare with those of its peers. At the end of the job `done` says it."""
+        committed, every = self._optimizer.committed, self._options.compare_every
+        due = bool(every) and committed % every == 0
+        if self._checkpointer is not None:
+            due = due or self._checkpointer.due(committed)
+        peers = [w for w in whole if w.stage == self._me.stage]
+        if due and committed and self._me in peers and len(peers) > 1:
+            settled, sha256 = self._optimizer.settled, self._optimizer.parameters_sha256()
+            self._channel.say("parameters", epoch=self._epoch, iteration=committed, settled=settled, sha256=sha256)
 
     def _say_checkpoint(self, iteration: int, problem: str | None) -> None:
         self._channel.say("checkpoint", at_iteration=iteration, problem=problem)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from agent.gradients import GradientSum
+from agent.gradients import GradientSum, MicroBatch
 from agent.recipe import Recipe
 from agent.state import StageState, StateError, decode, encode, sha256
 from agent.validation import CLEAN, SKIP, Outlook, Slot, Verdict
@@ -58,8 +58,9 @@ class StageOptimizer:
 
     committed: number of iterations whose step has been taken (so also the next iteration). settled:
     is the verdict on the last one known? slot: this stage's share of it. outlook: what the verdicts
-    so far make of the next one. clips: will anybody ask for the gradients' norm? lock: held while anything
-    changes. corrections: how often a verdict has changed a step; with `committed` it says which values these are.
+    so far make of the next one. skipped: this worker's micro-batches that the last measured sum lacks.
+    clips: will anybody ask for the gradients' norm? lock: held while anything changes. corrections: how
+    often a verdict has changed a step; with `committed` it says which values these are.
 
     The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or
     scheduler that can't be driven that way.
@@ -87,6 +88,7 @@ class StageOptimizer:
         self.outlook = Outlook()
         self.lock = threading.RLock()
         self.corrections = 0
+        self.skipped: list[MicroBatch] = []
         self._clips = clips
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._snapshot = _Snapshot(self)
@@ -102,6 +104,7 @@ class StageOptimizer:
     def measure(self) -> Slot:
         """This stage's share of the verdict on the gradients that have just been reduced."""
         rejected = self.gradients.rejected
+        self.skipped = self.gradients.rejecting() if rejected else []
         return Slot(self.gradients.squared_norm() if self._clips and not rejected else 0.0, rejected)
 
     @_changing

@@ -29,6 +29,8 @@ class Outbox(Generic[T]):
         self._waiting: deque[T] = deque()
         self._in_hand: T | None = None
         self._lock = threading.Lock()
+        self.dropped = 0
+        """Messages that went because there were too many."""
 
     def __len__(self) -> int:
         return len(self._waiting) + (self._in_hand is not None)
@@ -43,6 +45,7 @@ class Outbox(Generic[T]):
             if len(self._waiting) > self._limit:
                 index = next((i for i, waiting in enumerate(self._waiting) if self._droppable(waiting)), 0)
                 del self._waiting[index]
+                self.dropped += 1
 
     def take(self) -> T | None:
         """The oldest; the same again until `sent`. None when there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,8 @@ class RunRecord:
         self._failures: list[_Failure] = []
         self._deaths: dict[Worker, int] = {}
         self._evicted: dict[Worker, int] = {}
+        self._hashes: dict[tuple[int, tuple[int, int, bool]], dict[Worker, str]] = {}
+        """Of parameters: by stage and point of the run, and worker."""
         self._last_at = started_at
         self._before: tuple[int, int, int] | None = None
         """(after, epoch, living): through iteration `after` the epoch before the newest still trains."""
@@ -115,9 +117,15 @@ class RunRecord:
         return max((self._of(w).committed for w in self._living), default=0)
 
     @property
+    def common(self) -> int | None:
+        """How many iterations every living worker has committed, as far as is known; None while they differ."""
+        counts = {self._of(w).committed for w in self._living}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
     def formed_by_all(self) -> bool:
-        """Is every member in the groups of the newest epoch?"""
-        return all(self._of(w).formed_epoch == self._epoch for w in self._living)
+        """Has every member that has its state taken up the newest epoch?"""
+        return all(self._of(w).formed_epoch == self._epoch for w in self._living - self._joining)
 
     def dying(self, worker: Worker, at: int) -> None:
         """The moment of a death that is about to be seen."""
@@ -155,13 +163,18 @@ class RunRecord:
         progress.committed_at = {i: t for i, t in progress.committed_at.items() if i < iteration}
         return self._settle()
 
-    def committed_by(self, worker: Worker, iteration: int, loss: str, at: int) -> Recorded:
-        """The worker has taken the step of `iteration`. loss: hexadecimal; counts on the last stage.
+    def committed_by(
+        self, worker: Worker, iteration: int, loss: str, at: int, skipped: Collection[int] = ()
+    ) -> Recorded:
+        """The worker has taken the step of `iteration`. loss: hexadecimal; counts on the last stage. skipped:
+        micro-batches that it left out of its sum (see agent.protocol.Iteration).
 
         Raises DivergedError when peers disagree about the loss.
         """
         progress = self._of(worker)
         progress.committed, progress.committed_at[iteration] = iteration + 1, at
+        if skipped:
+            self.skipped[iteration] = tuple(sorted({*self.skipped.get(iteration, ()), *skipped}))
         if worker.stage == self._stages - 1:
             expected = self._loss_of(iteration, loss)
             if expected != loss:
@@ -186,6 +199,19 @@ class RunRecord:
         """Has every living worker committed all iterations and handed in its hash?"""
         return self.committed >= iterations and all(self._of(w).sha256 is not None for w in self._living)
 
+    def compared(self, worker: Worker, epoch: int, iteration: int, settled: bool, sha256: str) -> None:
+        """At the boundary before `iteration` the worker's parameters had this hash. settled: was the verdict on
+        its last step known? Peers that are at the same point of the same epoch answer alike.
+
+        Raises DivergedError when they differ.
+        """
+        point = (epoch, iteration, settled)
+        hashes = self._hashes.setdefault((worker.stage, point), {})
+        hashes[worker] = sha256
+        _check_alike(worker.stage, iteration, hashes)
+        while len(self._hashes) > REMEMBERED:
+            del self._hashes[next(iter(self._hashes))]
+
     def final(self) -> dict[str, Any]:
         """The last line. parameters_sha256: over the stages' own hashes, in order.
 
@@ -193,11 +219,9 @@ class RunRecord:
         """
         digest = hashlib.sha256()
         for stage in range(self._stages):
-            hashes = {w: self._of(w).sha256 for w in sorted(self._living) if w.stage == stage and self._of(w).sha256}
-            if len(set(hashes.values())) != 1:
-                raise DivergedError(
-                    f"peers of stage {stage} ended with different parameters: {', '.join(map(str, hashes))}"
-                )
+            known = {w: self._of(w).sha256 or "" for w in sorted(self._living) if w.stage == stage}
+            hashes = {w: sha256 for w, sha256 in known.items() if sha256}
+            _check_alike(stage, self.committed, hashes)
             digest.update(bytes.fromhex(next(iter(hashes.values())) or ""))
         return {"parameters_sha256": digest.hexdigest(), "iterations": self.committed}
 
@@ -234,9 +258,9 @@ class RunRecord:
 
     def _survived(self) -> tuple[Recovery, ...]:
         """Failures after which a whole iteration has been committed, by all, in a later epoch."""
-        members = [self._of(w) for w in self._living - self._joining]
-        if any(member.formed_epoch != self._epoch for member in members):
+        if not self.formed_by_all:
             return ()
+        members = [self._of(w) for w in self._living - self._joining]
         done = [f for f in self._failures if 0 < f.epoch <= self._epoch]
         self._failures = [f for f in self._failures if f not in done]
         left, formed = max(p.left_at for p in members), max(p.formed_at for p in members)
@@ -251,4 +275,18 @@ class RunRecord:
                 death_known=f.known,
             )
             for f in done
+        )
+
+
+def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> None:
+    """hashes: of the parameters that each of a stage's workers has after so many iterations. Raises
+    DivergedError."""
+    if len(set(hashes.values())) > 1:
+        groups: dict[str, list[str]] = {}
+        for worker in sorted(hashes):
+            groups.setdefault(hashes[worker], []).append(str(worker))
+        raise DivergedError(
+            f"after {iterations} iterations the peers of stage {stage} have different parameters: "
+            f"{' and '.join(', '.join(group) for group in groups.values())} differ; "
+            "does something outside the seeds, parameters and optimizer state go into a step?"
         )

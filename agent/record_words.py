@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.protocol import Recovery
+from agent.protocol import Iteration, Recovery
 
 
 def sentence_of(line: dict[str, Any]) -> str:
@@ -39,6 +39,11 @@ def sentence_of(line: dict[str, Any]) -> str:
 def is_remark(line: dict[str, Any]) -> bool:
     """Is it about something out of the ordinary?"""
     return "iteration" not in line and "final" not in line
+
+
+def iteration_of(line: dict[str, Any]) -> Iteration:
+    """What agent.launch.iteration_line made the line of."""
+    return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
 
 
 def _verdict(iteration: int, coefficient: float | None, redone: bool) -> str:

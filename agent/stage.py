@@ -120,7 +120,7 @@ class Stage:
             self.gradients.add_change(buffer, change)
         if flight.loss is not None:
             self.gradients.add_loss(flight.loss)
-        self.gradients.settled.add(key)
+        self.gradients.settle(key)
 
     def _precision(self, like: Tensor) -> AbstractContextManager[Any]:
         if self._autocast is None:

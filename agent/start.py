@@ -6,6 +6,7 @@ torch is imported only by `make_launcher`: bad input should not have to wait for
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,7 +50,9 @@ class StartOptions:
     that decides alone. demo: the console may kill and restart these processes. weights: folder for
     the trained weights. role: where this launcher leads a job of several nodes. migrate: workers may
     change their stage: where that shortens the plan (without a console), or trains clearly more until the
-    expected repair (with one). None: only with a console.
+    expected repair (with one). None: only with a console. compare_every: iterations after which the workers
+    of a stage compare their parameters; 0: only in checkpoints and at the end. checked: agent.preflight has
+    seen the workload.
     """
 
     job: Job
@@ -75,6 +78,8 @@ class StartOptions:
     slow: tuple[Slow, ...] = ()
     timeouts: Timeouts = field(default_factory=Timeouts)
     hand_over: HandOver = field(default_factory=HandOver)
+    compare_every: int = 100
+    checked: bool = False
 
     def __post_init__(self) -> None:
         """Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
@@ -83,6 +88,8 @@ class StartOptions:
             raise InputError("--iterations", self.iterations, "a whole number of at least 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**53:
             raise InputError("--seed", self.seed, "a whole number from 0 to 2^53")
+        if isinstance(self.compare_every, bool) or not isinstance(self.compare_every, int) or self.compare_every < 0:
+            raise InputError("--compare-every", self.compare_every, "a whole number of at least 0")
         if self.weights is not None:
             folder = Path(self.weights)
             if not folder.absolute().parent.is_dir() or (folder.exists() and not folder.is_dir()):
@@ -128,9 +135,14 @@ def make_launcher(
     from agent.console_link import ConsoleCoordination, create_job
     from agent.coordination import Coordination, LocalCoordination
     from agent.nodes.pool import open_pool
+    from agent.preflight import check_workload
     from agent.worker import ConsoleLink
 
+    _check_folder("--checkpoint", None if options.checkpoints is None else options.checkpoints.directory)
+    _check_folder("--weights", options.weights)
     workload = options.workload.load()
+    if not options.checked:
+        check_workload(workload, options.job, options.seed, options.recipe)
     boundaries = None
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
     if options.platform.device == "cpu" or options.recipe.autocast is None:
@@ -198,6 +210,7 @@ def make_launcher(
             slow=options.slow,
             timeouts=timeouts,
             hand_over=options.hand_over,
+            compare_every=options.compare_every,
         ),
         coordination,
         listener,
@@ -245,6 +258,21 @@ def parse_pace(text: str | None) -> dict[str, float]:
         if missing:
             raise InputError("--pace", text, f"a time above 0 for {', '.join(missing)} too")
     return out
+
+
+def _check_folder(field: str, path: str | None) -> None:
+    """Makes the folder, and a file in it, so that a disk that is full is no surprise at the end. Raises InputError."""
+    if path is None:
+        return
+    probe = Path(path) / f".writable-{os.getpid()}"
+    try:
+        Path(path).mkdir(exist_ok=True)
+        try:
+            probe.write_bytes(bytes(4096))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(field, path, f"a folder that can be written ({error.strerror})") from None
 
 
 def _workers_here(options: StartOptions) -> int:
@@ -336,6 +364,14 @@ def job_spec(
         first = error.errors()[0]
         option = "--" + str(first["loc"][0]).replace("_", "-")
         raise InputError(option, first["input"], f"what a console accepts: {first['msg']}") from None
+
+
+def check_writable(path: Path, *, field: str) -> None:
+    """Raises InputError unless a file can be written there."""
+    if not path.parent.is_dir():
+        raise InputError(field, str(path), "a file in a folder that exists")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(field, str(path), "a file that can be written")
 
 
 @contextmanager

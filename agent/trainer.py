@@ -10,6 +10,8 @@ result.state_dict(0)                       # the trained weights of stage 0
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import multiprocessing
 import os
@@ -18,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch.utils.data import default_collate
@@ -35,22 +37,38 @@ from agent.callables import (
 )
 from agent.checkpoints.weights import load_weights
 from agent.data import DatasetBatches, MicroBatchSampler, Sampler
+from agent.delivery import Delivery, RecordFile
 from agent.devices import Platform
 from agent.faults import Kill, Rejoin, Slow
+from agent.preflight import check_workload
 from agent.processes import preload, start_server
-from agent.protocol import Recovery
+from agent.protocol import Iteration, Recovery
 from agent.recipe import Autocast, CheckpointWish, Mode, NonFinite, OnBadSample, Recipe
-from agent.record_words import is_remark, sentence_of
-from agent.start import BY_PROFILE, StartOptions, argument_names, make_launcher, parse_pace, with_profile
+from agent.record_words import is_remark, iteration_of, sentence_of
+from agent.start import (
+    BY_PROFILE,
+    StartOptions,
+    argument_names,
+    check_writable,
+    make_launcher,
+    parse_pace,
+    with_profile,
+)
+from agent.timeouts import Timeouts
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
 from planner.plan import JobDoc
 from planner.profiles import Profile
 
+if TYPE_CHECKING:
+    from agent.launch import Launcher
+
 log = logging.getLogger("openrecycle")
 
 _UNGUARDED = 77
 _IMPORT_SECONDS = 300.0
+
+OnError = Literal["stop", "log"]
 
 
 @dataclass(frozen=True)
@@ -103,8 +121,19 @@ class ResilientTrainer:
         checkpoint_keep stay. resume: which one to go on from, "newest" or an iteration.
     migrate: may workers change their stage to shorten the plan? None: only where a console decides.
     kill, rejoin, slow: faults to train through, such as "W1_2@10:F3", "W1_2@15" and "W1_2@10:2".
-    on_iteration: called with (iteration, loss) of each that is committed. on_recovery: with each
-        failure that was survived. Both in the process that called `fit`.
+    timeouts: how long workers wait for each other. compare_every: iterations after which the workers of a
+        stage compare a hash of their parameters (0: only in checkpoints and at the end).
+    record: JSON-lines file for losses, failures and the final hash, as of `launch --record`.
+    on_iteration: called with (iteration, loss) of each that is committed; one that takes a third argument
+        gets the agent.protocol.Iteration, with `skipped`: the micro-batches that count in no sum, since
+        they gave NaN or infinity, numbered pipeline by pipeline. on_recovery: called with each failure that
+        was survived. Both are called one after the other in one thread of the process that called `fit`,
+        beside the training, and may take their time: training goes on, and before `fit` returns all calls
+        have been made. More than 10,000 lines behind, the oldest iterations are left out, which is said.
+        One that returns "stop" ends the training in order, as `stop` does.
+    on_error: what an exception of theirs does, once it has been logged with its traceback. "stop": the
+        training ends in order and `fit` raises it, with the TrainingResult so far as its `result`.
+        "log": nothing more.
 
     Raises InputError naming the argument.
     """
@@ -151,8 +180,12 @@ class ResilientTrainer:
         kill: Sequence[str] = (),
         rejoin: Sequence[str] = (),
         slow: Sequence[str] = (),
-        on_iteration: Callable[[int, float], None] | None = None,
-        on_recovery: Callable[[Recovery], None] | None = None,
+        timeouts: Timeouts | None = None,
+        compare_every: int = 100,
+        record: str | Path | None = None,
+        on_iteration: Callable[[int, float], object] | Callable[[int, float, Iteration], object] | None = None,
+        on_recovery: Callable[[Recovery], object] | None = None,
+        on_error: OnError = "stop",
     ) -> None:
         with argument_names():
             if not isinstance(job, Job):
@@ -164,6 +197,12 @@ class ResilientTrainer:
             for argument, value in (("loss", loss), ("optimizer", optimizer)):
                 if not callable(value):
                     raise InputError(argument, value, "something that can be called")
+            if on_error not in get_args(OnError):
+                raise InputError("on_error", on_error, "stop or log")
+            if timeouts is not None and not isinstance(timeouts, Timeouts):
+                raise InputError("timeouts", timeouts, "agent.Timeouts(...)")
+            if record is not None:
+                check_writable(Path(record), field="record")
             job = with_profile(job, profile)
             by_profile = pace == BY_PROFILE
             paced = {} if by_profile else parse_pace(pace)
@@ -184,7 +223,10 @@ class ResilientTrainer:
             if resume is not None and checkpoint is None:
                 raise InputError("resume", resume, "checkpoint too, the folder to resume from")
             self._weights = None if weights is None else str(weights)
-            self._on_iteration, self._on_recovery = on_iteration, on_recovery
+            self._record = None if record is None else Path(record)
+            self._callbacks = partial(_Callbacks, _full(on_iteration), on_recovery, on_error)
+            self._launcher: Launcher | None = None
+            self._stop_asked = False
             self._workload = SentWorkload.of(workload)
             self._options = partial(
                 StartOptions,
@@ -207,6 +249,9 @@ class ResilientTrainer:
                 name=name,
                 demo=demo,
                 migrate=migrate,
+                timeouts=timeouts or Timeouts(),
+                compare_every=compare_every,
+                checked=True,
                 checkpoints=None
                 if checkpoint is None
                 else CheckpointWish(
@@ -214,65 +259,187 @@ class ResilientTrainer:
                 ),
             )
             self._options(iterations=1, weights=self._weights)  # what is wrong is said here, not when training begins
+            check_workload(workload, job, seed, self._options.keywords["recipe"])
 
     def fit(self, *, iterations: int) -> TrainingResult:
-        """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed.
+        """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed, or
+        `stop` is called.
 
         What is worth a remark on the way goes to the log `openrecycle`.
 
-        Raises InputError, JobFailed where the job can't go on (no process is left behind), and
-        ConsoleUnavailable or ConsoleRefused where a console was asked for and does not take it.
+        Raises InputError, JobFailed where the job can't go on (no process is left behind), ConsoleUnavailable
+        or ConsoleRefused where a console was asked for and does not take it, and what a callback raised (see
+        on_error), once the weights are written.
         """
+        from agent.launch import JobFailed
+
+        self._stop_asked = False
         with argument_names():
             options = self._options(iterations=iterations, weights=self._weights)
         _check_script(self._workload)
         folder = self._weights or tempfile.mkdtemp(prefix="openrecycle-")
         try:
-            # The caller's own random numbers must not depend on what is tried out first.
-            with argument_names(), torch.random.fork_rng(devices=[]):
-                lines = _Lines(self._on_iteration, self._on_recovery)
-                launcher = make_launcher(replace(options, weights=folder), lines, log.info)
-            launcher.run()
+            lines = _Lines()
+            callbacks = self._callbacks(self.stop)
+            with contextlib.ExitStack() as ending:
+                targets: list[Callable[[dict[str, Any]], None]] = [lines]
+                if self._record is not None:
+                    targets.append(_open_record(self._record, ending))
+                delivery = Delivery(callbacks, "on_iteration", log.warning)
+                targets.append(delivery)
+
+                def listener(line: dict[str, Any]) -> None:
+                    for take in targets:
+                        take(line)
+
+                # The caller's own random numbers must not depend on what is tried out first.
+                with argument_names(), torch.random.fork_rng(devices=[]):
+                    launcher = make_launcher(replace(options, weights=folder), listener, log.info)
+                self._launcher = launcher
+                if self._stop_asked:
+                    launcher.end_soon()
+                try:
+                    try:
+                        launcher.run()
+                    except JobFailed:
+                        delivery.close()
+                        raise
+                    delivery.close()
+                except BaseException:
+                    callbacks.over = True  # Ctrl-C ends the calls, too
+                    raise
             if self._weights is not None:
-                return lines.result(partial(load_weights, folder))
-            kept = [load_weights(folder, stage) for stage in range(options.job.stages)]
-            return lines.result(kept.__getitem__)
+                weights: Callable[[int], dict[str, Any]] = partial(load_weights, folder)
+            else:
+                weights = [load_weights(folder, stage) for stage in range(options.job.stages)].__getitem__
+            result = lines.result(weights)
+            if callbacks.error is not None:
+                with contextlib.suppress(AttributeError):  # a class with slots
+                    callbacks.error.result = result  # type: ignore[attr-defined]
+                raise callbacks.error
+            return result
         finally:
+            self._launcher = None
             if self._weights is None:
                 _remove(Path(folder))
 
+    def stop(self) -> None:
+        """Has `fit` end in order, after one of the iterations under way: weights, and the last checkpoint where
+        there are any, are written, and `fit` returns what a run of that many iterations returns.
+
+        From any thread; returns at once. Without a `fit` that runs, nothing happens.
+        """
+        self._stop_asked = True
+        launcher = self._launcher
+        if launcher is not None:
+            launcher.end_soon()
+
 
 class _Lines:
-    """Takes the record's lines."""
+    """Takes the record's lines, and keeps what the result has of them."""
 
-    def __init__(
-        self,
-        on_iteration: Callable[[int, float], None] | None,
-        on_recovery: Callable[[Recovery], None] | None,
-    ) -> None:
-        self._on_iteration, self._on_recovery = on_iteration, on_recovery
+    def __init__(self) -> None:
         self._losses: dict[int, float] = {}
         self._recoveries: list[Recovery] = []
         self._sha256 = ""
 
     def __call__(self, line: dict[str, Any]) -> None:
-        if is_remark(line):
-            log.info("%s", sentence_of(line))
         if "loss" in line:
             # By number: a job that fell back to a checkpoint runs some iterations again.
-            loss = self._losses[line["iteration"]] = float.fromhex(line["loss"])
-            if self._on_iteration is not None:
-                self._on_iteration(line["iteration"], loss)
+            self._losses[line["iteration"]] = float.fromhex(line["loss"])
         elif "failure" in line:
             self._recoveries.append(Recovery(**line["failure"]))
-            if self._on_recovery is not None:
-                self._on_recovery(self._recoveries[-1])
         elif "final" in line:
             self._sha256 = line["final"]["parameters_sha256"]
 
     def result(self, weights: Callable[[int], dict[str, Any]]) -> TrainingResult:
         losses = tuple(self._losses[i] for i in sorted(self._losses))
         return TrainingResult(losses, tuple(self._recoveries), self._sha256, weights)
+
+
+class _Callbacks:
+    """Takes the record's lines to the user's functions, and to the log. stop: ends the training in order.
+
+    error: the first exception that is to be raised, if any.
+    """
+
+    def __init__(
+        self,
+        on_iteration: Callable[[Iteration], object] | None,
+        on_recovery: Callable[[Recovery], object] | None,
+        on_error: OnError,
+        stop: Callable[[], None],
+    ) -> None:
+        self._on_iteration, self._on_recovery, self._on_error, self._stop = on_iteration, on_recovery, on_error, stop
+        self.error: BaseException | None = None
+        self.over = False
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        if self.over:
+            return
+        if is_remark(line):
+            log.info("%s", sentence_of(line))
+        if "loss" in line and self._on_iteration is not None:
+            self._call("on_iteration", self._on_iteration, iteration_of(line))
+        elif "failure" in line and self._on_recovery is not None:
+            self._call("on_recovery", self._on_recovery, Recovery(**line["failure"]))
+
+    def _call(self, name: str, callback: Callable[[Any], object], argument: Any) -> None:
+        try:
+            answer = callback(argument)
+        except BaseException as error:  # sys.exit() in a callback, too: this thread is not the one to end
+            log.exception("%s raised %s", name, type(error).__name__)
+            if self._on_error == "stop":
+                self.error = self.error or error
+                self._stop()
+        else:
+            if isinstance(answer, str) and answer == "stop":
+                self._stop()
+
+
+def _full(on_iteration: Callable[..., object] | None) -> Callable[[Iteration], object] | None:
+    """The user's function of (iteration, loss), or (iteration, loss, details), as one of the details. Raises
+    InputError."""
+    if on_iteration is None:
+        return None
+    try:
+        signature = inspect.signature(on_iteration)
+    except TypeError:
+        raise InputError("on_iteration", on_iteration, "a function of (iteration, loss)") from None
+    except ValueError:  # a builtin, which tells nothing
+        return lambda i: on_iteration(i.iteration, i.loss)
+    if _binds(signature, 2):
+        return lambda i: on_iteration(i.iteration, i.loss)
+    if _binds(signature, 3):
+        return lambda i: on_iteration(i.iteration, i.loss, i)
+    raise InputError("on_iteration", str(signature), "a function of (iteration, loss)")
+
+
+def _binds(signature: inspect.Signature, arguments: int) -> bool:
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        return False
+    return True
+
+
+def _open_record(path: Path, ending: contextlib.ExitStack) -> Delivery:
+    """Writes what it is called with to the file; at the end of `ending` everything is there, or that it is not
+    is said. Raises InputError."""
+    try:
+        file = RecordFile(path, log.warning)
+    except OSError as error:
+        raise InputError("record", str(path), f"a file that can be written ({error.strerror})") from None
+    delivery = Delivery(file, f"the record {path}", log.warning)
+
+    def end() -> None:
+        file.end()
+        delivery.close()
+        if missing := file.lost + delivery.left_out:
+            log.warning("the record %s is not whole: %d lines are missing", path, missing)
+
+    ending.callback(end)
+    return delivery
 
 
 def _batches(

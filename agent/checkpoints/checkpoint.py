@@ -205,7 +205,7 @@ def write_part(directory: Path, state: StageState, stage: int, identity: Identit
     except (Exception, CheckpointException) as error:
         # A full disk gets its space back.
         shutil.rmtree(part, ignore_errors=True)
-        raise CheckpointError(f"{part}: can't be written: {_reason(error)}") from None
+        raise CheckpointError(f"{part}: can't be written: {reason_of(error)}") from None
     return _make_whole(directory, partial, iteration, identity, keep)
 
 
@@ -305,11 +305,11 @@ def _read_part(part: Path) -> StageState:
         load(tensors, storage_reader=_PlainReader(part), no_dist=True)
         document = json.loads(bytes(tensors.pop(_DOCUMENT).tolist()))
     except (OSError, ValueError, KeyError, pickle.UnpicklingError, CheckpointException) as error:
-        raise CheckpointError(f"{part}: can't be read: {_reason(error)}") from None
+        raise CheckpointError(f"{part}: can't be read: {reason_of(error)}") from None
     return StageState(document, tensors)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """In a line. torch wraps what went wrong into an exception that is no Exception."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))

@@ -93,7 +93,8 @@ class Checkpointer:
         said: Callable[[int, str | None], None],
         interrupted: Callable[[], bool],
     ) -> None:
-        self._options, self._stage, self._iterations = options, stage, iterations
+        self._options, self._stage = options, stage
+        self._iterations = iterations
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
         self._thread: threading.Thread | None = None
@@ -108,11 +109,14 @@ class Checkpointer:
         committed = optimizer.committed
         self._write_if_final(committed)
         self._copy = None
-        due = last or committed % self._options.wish.every == 0 or committed == self._iterations
-        if writes and due and committed > self._options.resumed_at:
+        if writes and (last or self.due(committed)) and committed > self._options.resumed_at:
             state = optimizer.state()
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
             self._copy = _Copy(committed, attempt, StageState(state.document, tensors))
+
+    def due(self, committed: int) -> bool:
+        """Is there to be a checkpoint of so many iterations?"""
+        return committed % self._options.wish.every == 0 or committed == self._iterations
 
     def finish(self) -> None:
         """Of a job without further iterations, its last step settled: writes what there is, and waits."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from agent.checkpoints.checkpoint import reason_of
+
 
 class WeightsError(RuntimeError):
     """The weights could not be written; the sentence says where and why."""
@@ -24,12 +26,14 @@ def save_weights(folder: str, stage: int, module: nn.Module) -> None:
         state = module.state_dict()
         for name, value in state.items():
             state[name] = value.cpu() if isinstance(value, torch.Tensor) else value
-        torch.save(state, partial)
+        with partial.open("wb") as out:  # torch itself does not tell a full disk from other faults
+            torch.save(state, out)
         partial.replace(file)
-    # torch reports a full disk as a RuntimeError of its own.
+    # torch makes a full disk a RuntimeError of its own.
     except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)
-        raise WeightsError(f"the weights of stage {stage} could not be written to {file}: {error}") from None
+        reason = reason_of(error)
+        raise WeightsError(f"the weights of stage {stage} could not be written to {file}: {reason}") from None
 
 
 def load_weights(folder: str, stage: int) -> dict[str, Any]:

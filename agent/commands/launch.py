@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,18 +22,18 @@ from agent.commands.shared import (
     SilenceTimeout,
     StartTimeout,
     TransferTimeout,
-    check_writable,
     json_object,
     parse_bytes,
     read_token,
     sentences,
 )
+from agent.delivery import Delivery, Line, RecordFile
 from agent.devices import Platform
 from agent.faults import Kill, Rejoin, Slow
 from agent.nodes.role import check_token, role_of
 from agent.recipe import CheckpointWish, HandOver, Recipe
 from agent.record_words import is_remark, sentence_of
-from agent.start import BY_PROFILE, StartOptions, make_launcher, parse_pace
+from agent.start import BY_PROFILE, StartOptions, check_writable, make_launcher, parse_pace
 from agent.timeouts import Timeouts
 from agent.workload import NamedWorkload
 from planner.errors import InputError
@@ -40,6 +42,8 @@ from planner.profiles import job_on, load
 
 GRID = (3, 4, 6)
 """Pipelines, stages and micro-batches of a job that says nothing else."""
+INCOMPLETE = 3
+"""Exit status of a job that trained to its end, but whose record lacks lines."""
 
 
 def launch(
@@ -129,6 +133,9 @@ def launch(
         str | None,
         typer.Option(help="Bytes a second that a worker gives of its state to one that joins: 50MB."),
     ] = None,
+    compare_every: Annotated[
+        int, typer.Option(help="Iterations after which a stage's workers compare their parameters; 0: at the end.")
+    ] = 100,
     nodes: Annotated[int | None, typer.Option(help="Launchers of this job, one per node.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="This one's number; 0 leads.")] = None,
     lead: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, as every node reaches it.")] = None,
@@ -145,7 +152,8 @@ def launch(
         if role is not None:
             check_token(role, token)
             if not role.leads:
-                return serve_node(role, token, node_address, NamedWorkload(workload))
+                serve_node(role, token, node_address, NamedWorkload(workload))
+                return
         if resume is not None and checkpoint is None:
             raise InputError("--resume", resume, "--checkpoint too, with the folder to resume from")
         by_profile = pace == BY_PROFILE
@@ -193,24 +201,54 @@ def launch(
             hand_over=HandOver()
             if hand_over_rate is None
             else HandOver(rate=parse_bytes(hand_over_rate, field="--hand-over-rate")),
+            compare_every=compare_every,
         )
         if record is not None:
             check_writable(record, field="--record")
 
-        launcher = make_launcher(options, _Record(record), lambda text: typer.echo(text, err=True))
-        # Only now, so that bad input has not waited for torch.
-        from agent.launch import JobFailed, Stopped
+        stopped: list[int] = []
+        printing = _Printing()
+        terminal = Delivery(printing, "printing", printing.remark)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda n, _: launcher.stop(n))
+        def say(text: str) -> None:
+            terminal({"warning": text})
+
+        written = _Written(record, say)
+
+        def listener(line: Line) -> None:
+            written(line)
+            terminal(line)
+
+        status, last = 0, ""
         try:
-            launcher.run()
-        except Stopped as stop:
-            typer.echo(str(stop))
-            raise typer.Exit(128 + stop.signal) from None
-        except JobFailed as failure:
-            typer.echo(f"the job ended early: {failure}", err=True)
-            raise typer.Exit(1) from None
+            launcher = make_launcher(options, listener, say)
+            # Only now, so that bad input has not waited for torch.
+            from agent.launch import JobFailed, Stopped
+
+            def stop(number: int, _frame: object) -> None:
+                stopped.append(number)
+                launcher.stop(number)
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, stop)
+            try:
+                launcher.run()
+            except Stopped as stop_asked:
+                status, last = 128 + stop_asked.signal, str(stop_asked)
+            except JobFailed as failure:
+                status = 1
+                say(f"the job ended early: {failure}")
+        finally:
+            missing = written.close(lambda: bool(stopped))
+            if missing:
+                say(f"the record {record} is not whole: {missing} lines are missing")
+            told = terminal.close(lambda: bool(stopped))
+        if not told:
+            os._exit(status or 128 + stopped[0])  # standard output takes nothing, and Python would wait for it
+        if last:
+            printing.show(last)
+        if status or missing:
+            raise typer.Exit(status or INCOMPLETE)
 
 
 def _job(
@@ -227,14 +265,58 @@ def _job(
     return job_on(load(profile), *grid)
 
 
-class _Record:
-    """Writes the record's lines to a file and, in words, to the terminal."""
+class _Written:
+    """The record's file, where there is one."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = path.open("w") if path else None
+    def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
+        self._delivery: Delivery | None = None
+        if path is not None:
+            try:
+                self._file = RecordFile(path, say)
+            except OSError as error:
+                raise InputError("--record", str(path), f"a file that can be written ({error.strerror})") from None
+            self._delivery = Delivery(self._file, f"the record {path}", say)
 
-    def __call__(self, line: dict[str, Any]) -> None:
-        if self._file:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-        typer.echo(sentence_of(line), err=is_remark(line))
+    def __call__(self, line: Line) -> None:
+        if self._delivery is not None:
+            self._delivery(line)
+
+    def close(self, hurried: Callable[[], bool]) -> int:
+        """Returns how many lines the file lacks."""
+        if self._delivery is None:
+            return 0
+        self._file.end()
+        whole = self._delivery.close(hurried)
+        return self._file.lost + self._delivery.left_out + (not whole)
+
+
+class _Printing:
+    """Shows the record's lines, in words: iterations on standard output, what is out of the ordinary on standard
+    error. One that is closed, or full, is said on the other, and left alone from then on."""
+
+    def __call__(self, line: Line) -> None:
+        if is_remark(line):
+            self.remark(sentence_of(line))
+        else:
+            self.show(sentence_of(line))
+
+    def show(self, text: str) -> None:
+        try:
+            typer.echo(text)
+        except OSError as error:
+            _leave(sys.stdout)
+            self.remark(f"warning: nothing can be printed any more ({error.strerror}); training goes on")
+
+    def remark(self, text: str) -> None:
+        try:
+            typer.echo(text, err=True)
+        except OSError:
+            _leave(sys.stderr)
+
+
+def _leave(stream: Any) -> None:
+    """What is written to it goes nowhere, from now on and when Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

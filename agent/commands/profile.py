@@ -8,8 +8,9 @@ from typing import Annotated, get_args
 
 import typer
 
-from agent.commands.shared import check_writable, json_object, parse_bytes, refuse, sentences
+from agent.commands.shared import json_object, parse_bytes, refuse, sentences
 from agent.recipe import Recipe
+from agent.start import check_writable
 from planner.errors import InputError
 from planner.job import Job
 from planner.profiles import Clock, Profile

@@ -65,14 +65,6 @@ def json_object(text: str, *, field: str = "--workload-options") -> dict[str, An
     return value
 
 
-def check_writable(path: Path, *, field: str) -> None:
-    """Raises InputError unless a file can be written there."""
-    if not path.parent.is_dir():
-        raise InputError(field, str(path), "a file in a folder that exists")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(field, str(path), "a file that can be written")
-
-
 def read_token(path: Path | None) -> str | None:
     """The console's token from a file, else from OPENRECYCLE_TOKEN. Raises InputError."""
     if path is None:

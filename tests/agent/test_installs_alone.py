@@ -1,7 +1,9 @@
-"""Beside a training job the agent needs torch, requests and pydantic, and nothing else that pip installs."""
+"""Beside a training job the agent needs torch and what a plain `pip install` of this project brings: requests,
+pydantic, typer and rich. What needs more says so in a sentence."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+PLAIN = ("pydantic", "requests", "rich", "typer")
 ROOT = Path(__file__).resolve().parents[2]
 TRAINS = """
 import sys
@@ -53,7 +56,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like site-packages, with those packages only."""
     folder = tmp_path_factory.mktemp("bare")
     names: set[str] = set()
-    for name in ("torch", "requests", "pydantic"):
+    for name in ("torch", *PLAIN):
         needs(name, names)
     for name in names:
         installed = distribution(name)
@@ -92,19 +95,37 @@ def test_reporting_needs_no_torch(bare: Path) -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-def test_a_command_line_without_its_packages_says_which(bare: Path) -> None:
-    done = run(bare, "-m", "agent", "--help")
-    assert done.returncode == 2
-    assert done.stderr == "error: the command line needs typer: pip install 'openrecycle[cli]'\n"
+@pytest.mark.processes
+def test_the_command_line_trains_through_a_death(bare: Path, tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", "3")
+    task = ("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}')
+    done = run(bare, "-m", "agent", "launch", *grid, *task, "--kill", "W0_1@1:F0", "--record", str(record))
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [line["iteration"] for line in lines if "loss" in line] == [0, 1, 2]
+    assert [line["failure"]["worker"] for line in lines if "failure" in line] == ["W0_1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("planner", "plan"), "error: this needs numpy: pip install 'openrecycle[planner]'\n"),
+        (("app", "serve"), "error: this needs sqlalchemy: pip install 'openrecycle[console]'\n"),
+    ],
+)
+def test_what_needs_an_extra_says_which(bare: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    done = run(bare, "-m", *arguments)
+    assert (done.returncode, done.stderr) == (2, sentence)
 
 
 def test_what_pip_installs_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert sorted(re.split(r"[<>=]", line)[0] for line in project["dependencies"]) == ["pydantic", "requests"]
+    assert tuple(sorted(re.split(r"[<>=]", line)[0] for line in project["dependencies"])) == PLAIN
     pinned = {
         re.split(r"[\[=]", line)[0]
         for line in (ROOT / "requirements.txt").read_text().splitlines()
         if line and not line.startswith("#")
     }
     extras = {re.split(r"[\[<>=]", line)[0] for lines in project["optional-dependencies"].values() for line in lines}
-    assert pinned - extras - {"torch", "pydantic", "requests", "openrecycle"} == set()
+    assert pinned - extras - {"torch", "openrecycle", *PLAIN} == set()

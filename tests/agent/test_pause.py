@@ -53,7 +53,8 @@ def test_all_stop_before_the_same_iteration_also_when_one_dies_meanwhile() -> No
 class Told:
     """A worker's process, as far as a Hold knows it."""
 
-    def __init__(self) -> None:
+    def __init__(self, incarnation: str = "") -> None:
+        self.incarnation = incarnation
         self.messages: list[tuple[str, Any]] = []
 
     def post(self, kind: str, **fields: Any) -> None:

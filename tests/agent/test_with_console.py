@@ -115,18 +115,18 @@ def test_a_halted_job_says_why_at_the_launcher_too(tmp_path: Path) -> None:
 
 
 def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(tmp_path: Path) -> None:
-    """The factory works in the launcher and not in the workers: an optimizer that torch refuses."""
+    """The factory works in the launcher and not in the workers."""
     with console(tmp_path) as server:
         run = small(
             tmp_path / "run.jsonl",
             "--console",
             server.root,
-            "--workload-options",
-            '{"learning_rate": -1}',
+            "--workload",
+            "tests.agent.unruly:Absent",
             iterations=2,
         )
         assert run.status == 1 and "Traceback" not in run.errors
-        assert "no worker process is left" in run.errors and "Invalid learning rate" in run.errors
+        assert "no worker process is left" in run.errors and "no such library here" in run.errors
         job_id = server.job_id()
         until(lambda: server.read(f"/jobs/{job_id}")["state"] == "stopped", "the job's end")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -87,3 +88,15 @@ class Unruly:
 
     def _random(self, *parts: int | str) -> Tensor:
         return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed_for(*parts)))
+
+
+class Absent(Unruly):
+    """Its optimizer can be made in every process but a worker's."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if multiprocessing.current_process().name.startswith("W"):
+            raise ImportError("no such library here")
+        return super().optimizer(parameters)

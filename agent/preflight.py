@@ -1,0 +1,208 @@
+"""What can be known of a job's model, data and optimizer before any worker starts: it is said then, by its name.
+
+Stages are built without memory where torch can (meta tensors), one at a time otherwise. Optimizers are tried on a
+few numbers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agent.boundaries import BoundaryError, TensorSpec, tensors_of
+from agent.gradients import gradient_sum
+from agent.optimizer import StageOptimizer, stage_optimizer
+from agent.recipe import Recipe
+from agent.state import StateError, pack, unpack
+from agent.workload import Workload
+from planner.errors import InputError
+from planner.job import Job
+
+_SIDE = 3
+"""Elements along each dimension of the parameters that an optimizer is tried on."""
+_MOST = 256
+"""So many of a stage's parameters are enough."""
+_STEPS = 6
+"""Before what is tried, and after it: optimizers that do something every fifth step are not rare."""
+
+
+def check_workload(workload: Workload, job: Job, seed: int, recipe: Recipe) -> None:
+    """Raises InputError for data that the stages can't be given, for a parameter or buffer that two stages share,
+    and for an optimizer or scheduler that can't be driven, or whose state can't be handed over."""
+    # The caller's own random numbers must not depend on what is tried out here.
+    with torch.random.fork_rng(devices=[]):
+        _check_data(workload, job, seed)
+        shapes = _check_stages(workload, job.stages, seed)
+        _check_optimizer(workload, shapes, recipe)
+
+
+# -- data -------------------------------------------------------------------------------------
+
+
+def _check_data(workload: Workload, job: Job, seed: int) -> None:
+    """The first and the last micro-batch of the first iteration."""
+    first = _micro_batch(workload, seed, 0, 0)
+    last = (job.pipelines - 1, job.micro_batches - 1)
+    if (other := _micro_batch(workload, seed, *last)) != first:
+        raise InputError(
+            "data",
+            f"{_specs(first)} in the first micro-batch, {_specs(other)} in another",
+            "inputs of one shape and type in all micro-batches; pad those that are shorter",
+        )
+
+
+def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int) -> tuple[tuple[int, ...] | str, ...]:
+    try:
+        inputs = tensors_of(workload.inputs(seed, 0, pipeline, micro_batch), "inputs")
+        workload.targets(seed, 0, pipeline, micro_batch)
+    except InputError:
+        raise
+    except BoundaryError as error:
+        raise InputError("data", str(error).partition("got ")[2].partition(",")[0], _TENSORS) from None
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError("data", text[:200], f"micro-batch {micro_batch} of pipeline {pipeline} to be there") from error
+    return tuple(part for t in inputs for part in (tuple(t.shape), str(t.dtype).removeprefix("torch.")))
+
+
+_TENSORS = "inputs that are a tensor, or a tuple of tensors, the positional arguments of stage 0 (no dict)"
+
+
+def _specs(parts: tuple[Any, ...]) -> str:
+    return ", ".join(str(TensorSpec(shape, dtype)) for shape, dtype in zip(parts[::2], parts[1::2], strict=True))
+
+
+# -- stages -----------------------------------------------------------------------------------
+
+
+def _check_stages(workload: Workload, stages: int, seed: int) -> list[list[Tensor]]:
+    """Per stage its parameters' stand-ins, without memory; of all stages that could be built."""
+    try:
+        with torch.device("meta"):
+            return _build(workload, stages, seed)
+    except InputError:
+        raise
+    except Exception:  # a builder that reads a file, or looks at numbers, needs them
+        return _build(workload, stages, seed)
+
+
+def _build(workload: Workload, stages: int, seed: int) -> list[list[Tensor]]:
+    # Of what is still alive when its stage is gone, a later stage may hold the same.
+    seen: list[tuple[weakref.ref[Tensor], int, str]] = []
+    shapes = []
+    for stage in range(stages):
+        try:
+            module = workload.build_stage(stage, stages, seed)
+        except InputError:
+            raise
+        except Exception as error:
+            if torch.empty(0).device.type == "meta":
+                raise
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise InputError("stages", text[:200], f"a builder that makes stage {stage}") from error
+        mine = [*module.named_parameters(), *module.named_buffers()]
+        alive = {id(t): (other, name) for ref, other, name in seen if (t := ref()) is not None}
+        for name, tensor in mine:
+            if id(tensor) in alive:
+                other, its_name = alive[id(tensor)]
+                raise InputError(
+                    "stages",
+                    f"{its_name} of stage {other}, which is {name} of stage {stage}, too",
+                    "parameters and buffers that belong to one stage each: every stage is trained on its own, so "
+                    "shared ones would drift apart (give each stage a copy, or put what shares them into one stage)",
+                )
+        seen += [(weakref.ref(tensor), stage, name) for name, tensor in mine]
+        shapes.append([torch.empty_like(p, device="meta").requires_grad_(p.requires_grad) for p in module.parameters()])
+        del module, mine, alive
+    return shapes
+
+
+# -- the optimizer ----------------------------------------------------------------------------
+
+
+def _check_optimizer(workload: Workload, shapes: list[list[Tensor]], recipe: Recipe) -> None:
+    """Tries each stage's, where it differs from those before, on a few numbers: a state that was handed over, or
+    taken back, must lead to the same bits."""
+    tried = set()
+    for parameters in shapes:
+        small = [(tuple(min(_SIDE, n) for n in p.shape), p.dtype, p.requires_grad) for p in parameters[:_MOST]]
+        key = tuple(sorted({(len(shape), str(dtype), grad) for shape, dtype, grad in small}))
+        if key in tried:
+            continue
+        tried.add(key)
+        _make(workload, [nn.Parameter(p.clone(), p.requires_grad) for p in parameters], recipe)
+        _try(workload, small, recipe)
+
+
+def _make(workload: Workload, parameters: list[nn.Parameter], recipe: Recipe) -> None:
+    """On the stage's own shapes, without memory. Raises InputError."""
+    try:
+        optimizer = workload.optimizer(iter(parameters))
+        text = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError("optimizer", text, "a function that returns a torch.optim.Optimizer")
+        scheduler = getattr(workload, "scheduler", None)
+    except InputError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(
+            "optimizer", text[:200], "a function of a stage's parameters that returns an optimizer"
+        ) from error
+    try:
+        made = scheduler(optimizer) if scheduler is not None else None
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError("scheduler", text[:200], "a function of an optimizer that returns an LRScheduler") from error
+    StageOptimizer(nn.Module(), optimizer, gradient_sum(recipe.mode, (), terms=1), made)
+
+
+def _try(workload: Workload, small: list[tuple[tuple[int, ...], torch.dtype, bool]], recipe: Recipe) -> None:
+    def stage() -> StageOptimizer:
+        generator = torch.Generator().manual_seed(0)
+        module = nn.ParameterList(
+            nn.Parameter(torch.randn(shape, generator=generator).to(dtype), grad) for shape, dtype, grad in small
+        )
+        return stage_optimizer(workload, module, gradient_sum(recipe.mode, module.parameters(), terms=1), recipe)
+
+    try:
+        mine, peer = stage(), stage()
+        _steps(mine, range(_STEPS))
+    except Exception:
+        return  # it wants its real parameters: the comparison of peers while they train is left
+    name = type(mine.optimizer).__name__
+    if mine.scheduler is not None:
+        name += f" with {type(mine.scheduler).__name__}"
+    advice = (
+        "one that keeps all that a step depends on in `state` and `param_groups` (a scheduler: in its state_dict): a "
+        "worker that re-joins is given that, and nothing else"
+    )
+    try:
+        peer.load_state(unpack(*pack(mine.state())))
+        _steps(mine, range(_STEPS, 2 * _STEPS))
+        _steps(peer, range(_STEPS, 2 * _STEPS))
+        if not _equal(mine, peer):
+            raise InputError("optimizer", name, advice)
+        mine.roll_back()
+        _steps(mine, range(2 * _STEPS - 1, 2 * _STEPS))
+        if not _equal(mine, peer):
+            raise InputError("optimizer", name, advice)
+    except StateError as error:
+        raise InputError("optimizer", f"{name} ({error})", advice) from None
+
+
+def _steps(stage: StageOptimizer, numbers: range) -> None:
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in stage.gradients.parameters:
+            stage.gradients.add(parameter, torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+        torch.manual_seed(number)  # of steps that draw noise
+        stage.step()
+
+
+def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
+    (header, body), (other_header, other_body) = pack(one.state()), pack(other.state())
+    return header == other_header and torch.equal(body, other_body)

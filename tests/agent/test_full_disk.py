@@ -1,0 +1,226 @@
+"""A disk that is full, a standard output that is closed or that nobody reads: said at once, and training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.delivery import Delivery, RecordFile
+from planner.errors import InputError
+from tests.agent import own_jobs
+from tests.agent.runs import GRID, TINY
+
+FULL = Path("/dev/full")
+JOB = [sys.executable, "-m", "agent", "launch", *GRID, *TINY]
+
+
+def limited(size: int) -> Callable[[], None]:
+    """As a full disk: no file of the process, or of those it starts, grows beyond so many bytes."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def launch(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*JOB, *arguments], stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options)
+
+
+@pytest.mark.processes
+def test_a_full_disk_is_said_at_once_and_training_goes_on() -> None:
+    """Under the record, and under standard output."""
+    with FULL.open("w") as full:
+        done = launch("--iterations", "4", "--record", str(FULL), stdout=full)
+    assert done.returncode == 3, "trained to its end; the record lacks lines"
+    said = [line for line in done.stderr.splitlines() if "/dev/full" in line]
+    assert len(said) == 2 and "can't be written (No space left on device); training goes on" in said[0]
+    assert "is not whole: 5 lines are missing" in said[1]
+    assert done.stderr.count("nothing can be printed any more (No space left on device)") == 1
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_disk_that_has_space_again_gets_the_whole_record(tmp_path: Path) -> None:
+    """In a process of its own, whose files may not grow until it has said that they can't."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import resource, sys
+from pathlib import Path
+import agent.delivery as delivery
+delivery.RETRY_SECONDS = 0.01
+resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
+said = []
+def say(text):
+    said.append(text)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+file = delivery.RecordFile(Path({str(tmp_path / "run.jsonl")!r}), say)
+record = delivery.Delivery(file, "the record", say)
+for i in range(100):
+    record({{"iteration": i, "loss": (1.0).hex()}})
+assert record.close() and not record.left_out and not file.lost
+print(len(said), "File too large" in said[0], "lacks nothing" in said[1])
+"""
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False, env={"PYTHONPATH": root}
+    )
+    assert done.stdout == "2 True True\n", done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(100))
+
+
+@pytest.mark.processes
+def test_a_trainers_record_is_said_to_lack_lines_and_the_result_is_whole(caplog: pytest.LogCaptureFixture) -> None:
+    result = own_jobs.trainer(record=FULL).fit(iterations=3)
+    assert len(result.losses) == 3
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 2 and "can't be written (No space left on device)" in said[0]
+    assert "is not whole: 4 lines are missing" in said[1]
+
+
+@pytest.mark.processes
+def test_a_closed_standard_output_does_not_end_the_job(tmp_path: Path) -> None:
+    """As with `| head -1`: the reader goes after the first line."""
+    record = tmp_path / "run.jsonl"
+    reads, writes = os.pipe()
+    process = subprocess.Popen(
+        [*JOB, "--iterations", "6", "--record", str(record)], stdout=writes, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writes)
+    assert os.read(reads, 1)
+    os.close(reads)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert len(record.read_text().splitlines()) == 7
+    assert [line for line in errors.splitlines() if "printed" in line] == [
+        "warning: nothing can be printed any more (Broken pipe); training goes on"
+    ]
+    assert "Traceback" not in errors and "BrokenPipeError" not in errors
+
+
+def full_pipe() -> tuple[int, int, int]:
+    """Its reading end, its writing end, and how many bytes are in it: as many as go in."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    filled = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            filled += os.write(writes, b"." * 4096)
+    os.set_blocking(writes, True)
+    return reads, writes, filled
+
+
+def wait_for(word: str, record: Path) -> None:
+    for _ in range(1200):
+        if record.exists() and word in record.read_text():
+            return
+        threading.Event().wait(0.1)
+    raise TimeoutError(word)
+
+
+@pytest.mark.processes
+def test_nobody_reads_standard_output_and_training_goes_on(tmp_path: Path) -> None:
+    """A pager that is left open: the pipe is full from the beginning. The job reaches its end, and once somebody
+    reads, everything is there. One that is ended meanwhile does not wait for a reader."""
+    record = tmp_path / "run.jsonl"
+    reads, writes, filled = full_pipe()
+    shown = os.fdopen(reads)
+    endless = subprocess.Popen([*JOB, "--iterations", "100000", "--record", str(tmp_path / "2")], stdout=writes)
+    process = subprocess.Popen(
+        [*JOB, "--iterations", "6", "--record", str(record)], stdout=writes, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writes)
+    try:
+        wait_for('"iteration": 3', tmp_path / "2")
+        endless.terminate()
+        assert endless.wait(60) == 128 + signal.SIGTERM
+        wait_for('"final"', record)
+    finally:
+        endless.kill()
+        out = shown.read()[filled:]
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert sum(line.startswith("iteration ") for line in out.splitlines()) == 6
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("folder", ["weights", "checkpoint"])
+def test_a_folder_that_can_not_be_written_is_refused_before_the_training(folder: str, tmp_path: Path) -> None:
+    trainer = own_jobs.trainer(**{folder: tmp_path / "f"})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limited(1000)()
+    try:
+        with pytest.raises(InputError, match=rf"{folder}: got .* a folder that can be written \(File too large\)"):
+            trainer.fit(iterations=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.processes
+def test_a_disk_too_small_costs_the_checkpoints_and_says_so_of_the_weights(tmp_path: Path) -> None:
+    folders = ("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2", "--weights", str(tmp_path / "w"))
+    done = launch("--iterations", "4", *folders, stdout=subprocess.PIPE, preexec_fn=limited(20_000))
+    assert done.returncode == 1
+    assert sum(line.startswith("iteration ") for line in done.stdout.splitlines()) == 4
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: no checkpoint of iteration")]
+    assert {line.split(":")[1].rpartition(" ")[2] for line in warned} == {"2", "4"}
+    assert all("training goes on" in line for line in warned) and "Traceback" not in done.stderr
+    (last,) = [line for line in done.stderr.splitlines() if line.startswith("the job ended early")]
+    assert "could not be written to" in last and "File too large" in last
+
+
+# -- the queue itself -------------------------------------------------------------------------
+
+
+def test_a_target_that_stands_still_holds_up_nobody_and_what_it_missed_is_said() -> None:
+    """Beyond the limit the oldest iterations go, never anything else; their number comes in their place."""
+    go, begun = threading.Event(), threading.Event()
+    got: list[dict[str, Any]] = []
+    warned: list[str] = []
+
+    def target(line: dict[str, Any]) -> None:
+        begun.set()
+        assert go.wait(60)
+        got.append(line)
+
+    delivery = Delivery(target, "the target", warned.append, limit=10)
+    delivery({"iteration": 0, "loss": "0x0p+0"})
+    assert begun.wait(60)
+    delivery({"failure": {}})
+    for i in range(1, 31):
+        delivery({"iteration": i, "loss": "0x0p+0"})
+    delivery({"final": {}})
+    assert delivery.left_out == 22
+    go.set()
+    assert delivery.close()
+    assert [line.get("iteration") for line in got if "loss" in line] == [0, *range(23, 31)]
+    assert [next(iter(line)) for line in got if "loss" not in line] == ["warning", "failure", "final"]
+    assert "22 iterations are missing here" in str(got)
+    (behind,) = warned
+    assert behind.startswith("the target is 10 lines behind; training goes on")
+
+
+def test_a_hurry_ends_the_wait_for_a_target_that_hangs() -> None:
+    never = threading.Event()
+    delivery = Delivery(lambda line: never.wait(60) and None, "the target", print)
+    delivery({"final": {}})
+    assert not delivery.close(hurried=lambda: True)
+    never.set()
+
+
+def test_a_record_ends_without_a_gap(tmp_path: Path) -> None:
+    """What is given up when the job is over is the end of the record, and its length is known."""
+    file = RecordFile(FULL, lambda text: None)
+    file.end()
+    for _ in range(3):
+        file({"final": {}})
+    assert file.lost == 3

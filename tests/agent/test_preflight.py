@@ -1,0 +1,153 @@
+"""A model, data or an optimizer that can't be trained is refused before any worker starts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from agent import JobFailed, Timeouts
+from agent.preflight import check_workload
+from agent.recipe import Recipe
+from agent.workload import NamedWorkload
+from planner.errors import InputError
+from planner.job import Job
+from tests.agent import own_jobs, wrong_jobs
+from tests.agent.runs import unruly
+
+W = own_jobs.WIDTH
+
+
+class Slow(torch.optim.lr_scheduler.LRScheduler):
+    """Its factor depends on what its state_dict leaves out."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor = 0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        self.factor += 1
+        return [0.1 / self.factor for _ in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in super().state_dict().items() if k != "factor"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"stages": wrong_jobs.tied_by_builder},
+            ["stages: got '0.weight of stage 0, which is table.weight of"],
+        ),
+        ({"stages": wrong_jobs.numbers_needed_and_tied}, ["table.weight of stage 0, which is table.weight of stage 1"]),
+        ({"stages": [wrong_jobs.WithStatistics, wrong_jobs.WithStatistics]}, ["statistics of stage 0, which is"]),
+        ({"stages": [wrong_jobs.TABLE] * 2}, ["weight of stage 0, which is weight of stage 1"]),
+        ({"optimizer": wrong_jobs.Ticking}, ["optimizer: got 'Ticking'", "a worker that re-joins"]),
+        ({"optimizer": wrong_jobs.Remembering}, ["optimizer: got 'Remembering (", "object"]),
+        ({"optimizer": wrong_jobs.lbfgs}, ["optimizer: got 'LBFGS'", "no closure"]),
+        ({"optimizer": wrong_jobs.no_optimizer}, ["optimizer: got 'NoneType'", "torch.optim.Optimizer"]),
+        ({"optimizer": partial(torch.optim.SGD, rate=1)}, ["optimizer: got", "TypeError: ", "rate"]),
+        ({"scheduler": wrong_jobs.plateau}, ["scheduler: got 'ReduceLROnPlateau'", "no metric"]),
+        ({"scheduler": wrong_jobs.NoScheduler}, ["scheduler: got 'ArithmeticError: no'"]),
+        ({"scheduler": Slow}, ["optimizer: got 'SGD with Slow'", "state_dict"]),
+        ({"data": wrong_jobs.dictionaries}, ["data: got 'dict'", "a tensor, or a tuple of tensors"]),
+        ({"data": wrong_jobs.singles}, ["data: got 'Tensor', expected a pair (inputs, targets)"]),
+        ({"data": wrong_jobs.uneven}, ["data: got 'float32[4, 6] in the first", "float32[6, 6] in another", "pad"]),
+        ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
+        ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each tensor"]),
+        ({"data": wrong_jobs.Unreadable(), "batch_size": 4}, ["data: got 'NotImplementedError"]),
+        ({"data": own_jobs.Squares(0), "batch_size": 4}, ["data: got 0, expected at least 24 samples"]),
+        ({"data": 7}, ["data: got 'int', expected"]),
+        ({"on_error": "ignore"}, ["on_error: got 'ignore', expected stop or log"]),
+        ({"on_iteration": lambda: None}, ["on_iteration: got '()'", "(iteration, loss)"]),
+        ({"timeouts": 5.0}, ["timeouts: got 5.0, expected agent.Timeouts"]),
+        ({"timeouts": Timeouts(transfer=10.0)}, ["transfer_timeout: got 10.0, expected more than the 20 s"]),
+        ({"compare_every": -1}, ["compare_every: got -1"]),
+        ({"record": "/no/such/folder/run.jsonl"}, ["record: got", "a folder that exists"]),
+    ],
+)
+def test_what_can_be_known_is_refused_by_the_constructor(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        own_jobs.trainer(**changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages": wrong_jobs.numbers_needed},
+        {"stages": [nn.Linear(W, W), nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W))]},
+        {"stages": [nn.Sequential(nn.Linear(W, W), act), nn.Sequential(nn.Linear(W, W), act)]}
+        if (act := nn.GELU())
+        else {},
+        *({"optimizer": partial(kind, lr=0.1)} for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Rprop)),
+        *({"optimizer": kind} for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor)),
+        {"scheduler": own_jobs.halving, "clip_norm": 1.0, "mode": "fast"},
+        {"scheduler": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=100)},
+        {"scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=5)},
+    ],
+)
+def test_what_can_be_trained_is_not(changes: dict[str, Any]) -> None:
+    """And the caller's random numbers are left as they were."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    own_jobs.trainer(**changes)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_command_line_refuses_the_same() -> None:
+    """Its workloads are checked by the launcher, before it starts workers."""
+    check_workload(NamedWorkload("tests.agent.unruly:Unruly").load(), Job(2, 2, 2), 0, Recipe())
+    with pytest.raises(InputError, match="ReduceLROnPlateau"):
+        check_workload(NamedWorkload("tests.agent.test_preflight:Plateau").load(), Job(2, 2, 2), 0, Recipe())
+
+
+def Plateau() -> Any:
+    from tests.agent.unruly import Unruly
+
+    task = Unruly()
+    task.scheduler = wrong_jobs.plateau  # type: ignore[method-assign,assignment]
+    return task
+
+
+@pytest.mark.processes
+def test_peers_that_drift_apart_end_the_job_within_the_interval() -> None:
+    """Not only at the end, 400 iterations later; and the checkpoints compare, too, where nothing else does."""
+    with pytest.raises(JobFailed, match=r"after 2 iterations the peers of stage \d .* W0_\d and W1_\d differ"):
+        own_jobs.trainer(optimizer=wrong_jobs.Drifting, compare_every=2).fit(iterations=400)
+
+
+@pytest.mark.processes
+def test_peers_that_drift_apart_are_found_by_the_checkpoint(tmp_path: Any) -> None:
+    wrong: dict[str, Any] = {"optimizer": wrong_jobs.Drifting, "compare_every": 0}
+    with pytest.raises(JobFailed, match=r"after 3 iterations the peers of stage \d .* differ"):
+        own_jobs.trainer(**wrong, checkpoint=tmp_path / "saved", checkpoint_every=3).fit(iterations=400)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("synchronous", [(), ("--synchronous",)])
+def test_peers_that_do_not_drift_are_left_alone(synchronous: tuple[str, ...], tmp_path: Path) -> None:
+    """Compared at every boundary, through updates that are clipped, left out and taken back, a death, and a return:
+    a step that is not settled yet is compared with its like only."""
+    run = unruly(
+        tmp_path / "run.jsonl",
+        *("--compare-every", "1", "--clip-norm", "0.5", *synchronous),
+        *("--kill", "W1_0@6:I0", "--rejoin", "W1_0@9"),
+        *("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3"),
+        iterations=16,
+        options={"loud": [1, 12], "poisoned": [3, 7], "poisoned_all": [5]},
+    )
+    assert run.status == 0, run.errors
+    assert len(run.losses) == 16 and [f["worker"] for f in run.failures] == ["W1_0"]
+    assert any(line.get("verdict", {}).get("redone") for line in run.lines) or synchronous
+    assert {line["iteration"]: line["skipped"] for line in run.iterations if "skipped" in line} == {
+        3: [2],
+        5: [3],
+        7: [2],
+    }

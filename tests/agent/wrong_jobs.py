@@ -1,0 +1,146 @@
+"""What users give to ResilientTrainer by mistake, at the top level of a file as it must be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from tests.agent.own_jobs import WIDTH
+
+TABLE = nn.Embedding(9, WIDTH)
+STATISTICS = torch.zeros(WIDTH)
+
+
+def tied_by_builder(stage: int, stages: int) -> nn.Module:
+    """The same object in the first stage and the last."""
+    return nn.Sequential(TABLE, nn.Linear(WIDTH, WIDTH)) if stage == 0 else Tied()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.table = nn.Linear(WIDTH, WIDTH), TABLE
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.own(x) @ self.table.weight.T
+        return scores
+
+
+class WithStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("statistics", STATISTICS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+def numbers_needed(stage: int, stages: int) -> nn.Module:
+    """A builder that looks at its numbers, as one that loads a file does: it can't do without memory."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    assert layer.weight.abs().sum().item() > 0
+    return nn.Sequential(layer, TABLE if stage else nn.Identity(), nn.Linear(WIDTH, WIDTH))
+
+
+def numbers_needed_and_tied(stage: int, stages: int) -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    assert layer.weight.abs().sum().item() > 0
+    return nn.ModuleDict({"layer": layer, "table": TABLE})
+
+
+class Ticking(torch.optim.SGD):
+    """Its learning rate falls with a count that is in no state_dict."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(parameters, lr=lr)
+        self.ticks = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.ticks += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.ticks
+        return super().step(closure)
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps what no worker can be sent."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = object()
+        return super().step(closure)
+
+
+class Drifting(torch.optim.SGD):
+    """The step is another in every process."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1 + (os.getpid() % 1000) / 1e6
+        return super().step(closure)
+
+
+def no_optimizer(parameters: Iterable[nn.Parameter]) -> Any:
+    return None
+
+
+class NoScheduler:
+    def __init__(self, optimizer: Any) -> None:
+        raise ArithmeticError("no")
+
+
+lbfgs = partial(torch.optim.LBFGS, lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+
+
+def dictionaries(iteration: int, pipeline: int, micro_batch: int) -> tuple[dict[str, Tensor], Tensor]:
+    x = torch.randn(4, WIDTH)
+    return {"x": x}, x
+
+
+def singles(iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+    return torch.randn(4, WIDTH)
+
+
+def uneven(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(4 + micro_batch, WIDTH)
+    return x, x
+
+
+def absent(iteration: int, pipeline: int, micro_batch: int) -> Any:
+    raise FileNotFoundError("points.csv")
+
+
+def not_a_number(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """In iteration 1 micro-batch 2 of pipeline 1 has no number in its targets."""
+    x = torch.randn(4, WIDTH)
+    y = x.clone()
+    if (iteration, pipeline, micro_batch) == (1, 1, 2):
+        y[0, 0] = float("nan")
+    return x, y
+
+
+class Ragged(Dataset[tuple[Tensor, Tensor]]):
+    """Samples of different lengths."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1 + index % 3), torch.zeros(1)
+
+
+class Unreadable(Dataset[tuple[Tensor, Tensor]]):
+    """Has a length, and no samples."""
+
+    def __len__(self) -> int:
+        return 100
