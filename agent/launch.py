@@ -553,7 +553,9 @@ class Launcher:
         # Where a whole stage is at something for long, a disk is slow, or the data: and nobody would be left.
         alone = all(e.standing is not None and e.standing.lags for e in peers)
         limit = max(standing.limit, limits.first_op) if alone else standing.limit
-        if standing.seconds <= limit:
+        if alone:
+            entry.excused_until = now + standing.limit
+        if standing.seconds <= limit or (not alone and now < entry.excused_until):
             return None
         known = limit == limits.first_op or limit == limits.op
         why = "" if known else f", {TIMES_LONGEST:g} times its longest so far"

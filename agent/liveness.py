@@ -8,7 +8,6 @@ a callback that takes half a minute, a machine that sleeps) is held against nobo
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -225,13 +224,3 @@ def activity(pid: int) -> Activity | None:
         return Activity(fields[0], int(fields[11]) + int(fields[12]))
     except (OSError, IndexError, ValueError):
         return None
-
-
-def wait_awake(event: threading.Event, seconds: float) -> bool:
-    """As event.wait(seconds), of time in which this process could run."""
-    left = seconds
-    while left > 0:
-        if event.wait(min(left, ALIVE_SECONDS)):
-            return True
-        left -= ALIVE_SECONDS
-    return event.is_set()

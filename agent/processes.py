@@ -59,7 +59,8 @@ class WorkerProcess:
     its place before, came_from. slot: the lowest number that no other process of this node had at its
     start, so also its GPU's where it has one. whole: it has all of its stage's state. lived_at: when its
     system last showed that it is at work. stopped: by a signal. looked_at: when that was asked last.
-    op_limit: seconds that any of its ops may take. standing: what it said last that it is at.
+    op_limit: seconds that any of its ops may take. standing: what it said last that it is at. excused_until:
+    then it is time that it was through with that, whose peers were late, too.
     """
 
     worker: Worker
@@ -81,6 +82,7 @@ class WorkerProcess:
     looked_at: float = float("-inf")
     op_limit: float | None = None
     standing: Standing | None = None
+    excused_until: float = float("-inf")
     _activity: Activity | None = None
 
     def look(self, now: float) -> None:

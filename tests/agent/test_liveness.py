@@ -8,14 +8,13 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from multiprocessing import Pipe
 
 import pytest
 
 from agent.heartbeat import doing
-from agent.liveness import AT_REST, DATA, WAITING, Progress, Silences, Turns, activity, wait_awake
+from agent.liveness import AT_REST, DATA, WAITING, Progress, Silences, Turns, activity
 from agent.nodes.server import NodeServer
 from agent.processes import WorkerProcess
 from agent.timeouts import TIMES_LONGEST, Timeouts
@@ -305,20 +304,6 @@ def test_a_process_that_computes_sleeps_or_is_stopped_is_told_apart() -> None:
             process.kill()
             process.communicate()
     assert activity(busy.pid) is None
-
-
-def test_a_wait_that_was_suspended_has_the_rest_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    class Suspended(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            assert timeout is not None
-            waits.append(timeout)
-            return len(waits) == 30  # each may have lasted for hours
-
-    assert wait_awake(Suspended(), 120.0)
-    assert len(waits) == 30 and max(waits) <= 1.0
-    assert not wait_awake(threading.Event(), 0.01)
 
 
 class Sent(list[dict[str, object]]):
