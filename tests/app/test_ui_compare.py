@@ -60,7 +60,7 @@ def chart(test: AppTest) -> dict[str, Any]:
 
 def titles(test: AppTest) -> list[str]:
     texts = [a["text"] for a in chart(test)["layout"]["annotations"]]
-    return [t.removeprefix("<b>").removesuffix("</b>") for t in texts if t.startswith("<b>") and "failed" not in t]
+    return [t.removeprefix("<b>").rpartition("</b> · period")[0] for t in texts if "</b> · period" in t]
 
 
 def test_without_a_job_the_page_says_what_to_do_and_shows_the_papers_example(tmp_path: Path) -> None:
@@ -183,6 +183,10 @@ def test_every_op_of_each_plan_is_drawn_in_its_own_rows() -> None:
     lines = [s for s in figure.layout.shapes if s.type == "line"]
     assert [s.x0 for s in lines if s.name != "baseline"] == [p.metrics.period for p in plans]
     assert [s.x0 for s in lines if s.name == "baseline"] == [plans[0].metrics.period]
+    titles = [(note.y, note.text) for note in figure.layout.annotations if note.yref == "paper"]
+    assert len(titles) == len({y for y, _ in titles}) == len(plans), "one line of words above each, which none overprint"
+    for (_, words), plan in zip(titles, plans, strict=True):
+        assert f"period {text.planned(plan.metrics.period, plan.job.time_unit)}" in words
     domains = [figure.layout[f"yaxis{i + 1}" if i else "yaxis"].domain for i in range(3)]
     assert all(upper[0] > lower[1] for upper, lower in pairwise(domains)), "nothing overlaps"
 

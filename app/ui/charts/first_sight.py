@@ -122,15 +122,25 @@ def _bar(area: Area, base: float, length: float, top: str, bottom: str) -> str:
 
 
 def _curve(area: Area, trace: Document) -> Iterator[str]:
-    """Areas and lines, broken where there is no value."""
-    steps, pen = [], "M"
+    """Areas and lines, broken where there is no value. Of areas made of many boxes each has its outline."""
+    line = trace.get("line") or {}
+    boxes = trace.get("fill") == "toself"
+    if not trace.get("fill") and not line.get("width"):
+        return
+    rows: dict[float, str] = {}
+    steps, pen, axis = [], "M", trace.get("yaxis", "y")
     for x, y in zip(trace["x"], trace["y"], strict=True):
         if x is None:
             pen = "M"
             continue
-        steps.append(f"{pen}{area.x(x)} {area.y(y, trace.get('yaxis', 'y')):.1f}")
+        if y not in rows:
+            rows[y] = f"{area.y(y, axis):.1f}"
+        steps.append(f"{pen}{area.x(x)} {rows[y]}")
         pen = "L"
-    look = f'fill="{_paint(trace["fillcolor"])}"' if trace.get("fill") else _stroke(trace.get("line"))
+    look = f'fill="{_paint(trace["fillcolor"])}"' if trace.get("fill") else _stroke(line)
+    if boxes and line.get("width"):
+        look += f' vector-effect="non-scaling-stroke" stroke="{line["color"]}" stroke-width="{line["width"]}"'
+    look += f' opacity="{trace["opacity"]}"' if trace.get("opacity") is not None else ""
     if steps and look:
         yield f'<path {look} d="{"".join(steps)}"/>'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,10 +70,11 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
                 help="`python -m agent profile --out FILE.json` writes profiles.",
             )
             if found.job is not None:
+                document = job_doc(found.job).model_dump_json(indent=2)
                 st.download_button(
                     "Download this profile",
-                    job_doc(found.job).model_dump_json(indent=2),
-                    file_name="profile.json",
+                    document,
+                    file_name=f"profile-{hashlib.sha256(document.encode()).hexdigest()[:8]}.json",
                     mime="application/json",
                     on_click="ignore",
                     icon=":material/download:",

@@ -68,7 +68,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
         with st.container(horizontal=True, width="content", key="planner-result-actions"):
             _save(console, plan, question)
             applying.apply(console, plan)
-            export_button(plan, facts.plan_name(plan.failed), key="planner-export")
+            export_button(plan, "what-if", key="planner-export")
     if words := said(SAVED):
         st.success(words)
     components.cards(facts.plan_cards(plan, schedule))
