@@ -12,6 +12,7 @@ from app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, 
 from app.plans.references import Reference, parse_reference
 from app.plans.sources import NOT_KEPT, Awaited, Source, find, pinned
 from app.ui import bound, components, facts, standing, text
+from app.ui.charts.bars import MAX_NODES
 from app.ui.charts.compare import Strip, comparison, last_time, short_unit, time_factors
 from app.ui.charts.overview import MAX_BARS
 from app.ui.exports import export_source
@@ -194,6 +195,9 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
             alt="Gantt charts below each other: " + "; ".join(map(facts.schedule_words, *_pairs(sources, schedules))),
         )
         follow("compare-chart", time)
+    ops = sum(strip.ops for strip in strips)
+    if MAX_NODES < ops <= MAX_BARS:
+        components.quiet(f"All {ops:,} ops are drawn; so many have no numbers. Fewer workers, or fewer plans, have them.")
     mixed = " Their units differ, so each is measured by its own job's fault-free 1F1B iteration." * (
         len(set(time_factors([s.plan for s in sources]))) > 1
     )

@@ -12,12 +12,13 @@ from app.errors import ConsoleError
 from app.plans.references import Made, OfJob
 from app.plans.sources import Source
 from app.ui import bound, components, facts, standing
+from app.ui.charts.bars import MAX_NODES
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import MAX_BARS, Detail
 from app.ui.exports import export_source
 from app.ui.picker import open_job
 from app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead
-from app.ui.schedule_facts import critical_words
+from app.ui.schedule_facts import critical_words, many_words
 from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
 from app.ui.schedule_large import large_chart
 from app.ui.tables import Table, of_workers, operations_table, workers_table
@@ -114,7 +115,10 @@ def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, co
             alt=facts.schedule_words(plan, schedule),
         )
         follow("gantt", wish.time)
-    st.caption(f"{facts.reading_help(plan)} Click a bar to see its micro-batch's path through all stages.")
+    if ops > MAX_NODES:
+        st.caption(many_words(ops, "show fewer workers"))
+    else:
+        st.caption(f"{facts.reading_help(plan)} Click a bar to see its micro-batch's path through all stages.")
     if "critical" in wish.draw:
         st.caption(critical_words(schedule))
     return None

@@ -20,6 +20,8 @@ KIND_ORDER = ("F", "I", "W", "B", "O")
 BAR_HEIGHT = 0.86
 # Each bar is three and more elements of the page. More ops than this are drawn as one shape a kind, without numbers.
 MAX_NODES = 1_000
+# Of the length of such a bar.
+GAP = 0.06
 GHOST_OPACITY = {"light": 0.32, "dark": 0.5}
 ASIDE_OPACITY = 0.3
 """Of what is not on the path that is looked at."""
@@ -74,20 +76,14 @@ def op_shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[g
             own = [op for op in ops if op.kind == kind and op.rerouted == moved]
             if own:
                 traces.append(_shape(sheet, own, kind, moved=moved, aside=aside))
-    middles: list[float | int | None] = []
-    rows: list[float | None] = []
-    words: list[str | None] = []
-    for op in ops:
-        middles += [sheet.x(op.start + op.duration / 2), None]
-        rows += [sheet.rows.at[op.worker], None]
-        words += [op_sentence(op, sheet.job), None]
+    # A line without width or a break, which is one element, over the middles of all.
     under = go.Scatter(
-        x=middles,
-        y=rows,
+        x=[sheet.x(op.start + op.duration / 2) for op in ops],
+        y=[sheet.rows.at[op.worker] for op in ops],
         yaxis=sheet.axis,
         mode="lines",
-        line={"width": 0, "color": "rgba(0,0,0,0)"},
-        hovertext=words,
+        line={"width": 0, "simplify": False},
+        hovertext=[op_sentence(op, sheet.job) for op in ops],
         hoverinfo="text",
         meta={"kind": "under"},
     )
@@ -96,12 +92,11 @@ def op_shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[g
 
 def _shape(sheet: Sheet, ops: Sequence[Op], kind: str, *, moved: bool, aside: bool) -> go.Scatter:
     colours = sheet.colours
-    instant = kind == "O" and all(op.duration == 0 for op in ops)
-    outline = colours.ops[kind] if instant else colours.failed if moved else colours.background
+    # A step of no duration still shows.
+    least = sheet.schedule.end / 500 if kind == "O" else 0
     return go.Scatter(
-        **_boxes(sheet, [(op.worker, op.start, op.end) for op in ops]),
+        **_boxes(sheet, [(op.worker, op.start, max(op.end, op.start + least)) for op in ops]),
         name=OP_WORDS[kind],
-        line={"width": 2 if instant else 1, "color": outline},
         fillcolor=colours.ops[kind],
         fillpattern=_hatch(colours) if moved else None,
         opacity=ASIDE_OPACITY if aside else None,
@@ -110,15 +105,32 @@ def _shape(sheet: Sheet, ops: Sequence[Op], kind: str, *, moved: bool, aside: bo
 
 
 def _boxes(sheet: Sheet, boxes: Iterable[tuple[Worker, float, float]]) -> dict[str, Any]:
-    """What one trace of them has in common with others. boxes: worker, from and to in ticks."""
-    x: list[float | int | None] = []
-    y: list[float | None] = []
+    """What a trace of them has in common with others. boxes: worker, from and to in ticks.
+
+    One outline without a break, which Plotly would make an element of: along the bottom of a row, up and down at each
+    box, back along the bottom, and on to the next row by the line on which it will come back. A gap on the right of
+    each tells it from the next.
+    """
+    rows: dict[Worker, list[tuple[float, float]]] = {}
     for worker, begin, end in boxes:
-        left, right, middle = sheet.x(begin), sheet.x(end), sheet.rows.at[worker]
-        top, bottom = middle - BAR_HEIGHT / 2, middle + BAR_HEIGHT / 2
-        x += [left, right, right, left, left, None]
-        y += [top, top, bottom, bottom, top, None]
-    return {"x": x, "y": y, "yaxis": sheet.axis, "mode": "lines", "fill": "toself", "hoverinfo": "skip"}
+        rows.setdefault(worker, []).append((begin, end))
+    edge = sheet.x(min((begin for row in rows.values() for begin, _ in row), default=0))
+    x: list[float | int] = []
+    y: list[float] = []
+    for worker, row in rows.items():
+        top, bottom = (sheet.rows.at[worker] + side * BAR_HEIGHT / 2 for side in (-1, 1))
+        x.append(edge)
+        y.append(bottom)
+        for begin, end in sorted(row):
+            left, right = sheet.x(begin), sheet.x(end - GAP * (end - begin))
+            x += [left, left, right, right]
+            y += [bottom, top, top, bottom]
+        x.append(edge)
+        y.append(bottom)
+    return {
+        **{"x": x, "y": y, "yaxis": sheet.axis, "mode": "lines", "line": {"width": 0, "simplify": False}},
+        **{"fill": "toself", "hoverinfo": "skip"},
+    }
 
 
 def track(sheet: Sheet, start: float, end: float) -> go.Bar:
@@ -152,7 +164,6 @@ def ghost(sheet: Sheet, start: float, end: float, *, shapes: bool = False) -> li
                     sheet,
                     [(o.worker, o.start + period, min(o.end + period, end)) for o in ops if o.kind == kind],
                 ),
-                line={"width": 1, "color": colours.background},
                 fillcolor=colours.ops[kind],
                 opacity=opacity,
                 meta={"kind": "ghost"},

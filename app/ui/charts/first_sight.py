@@ -122,9 +122,8 @@ def _bar(area: Area, base: float, length: float, top: str, bottom: str) -> str:
 
 
 def _curve(area: Area, trace: Document) -> Iterator[str]:
-    """Areas and lines, broken where there is no value. Of areas made of many boxes each has its outline."""
+    """Areas and lines, broken where there is no value."""
     line = trace.get("line") or {}
-    boxes = trace.get("fill") == "toself"
     if not trace.get("fill") and not line.get("width"):
         return
     rows: dict[float, str] = {}
@@ -138,8 +137,6 @@ def _curve(area: Area, trace: Document) -> Iterator[str]:
         steps.append(f"{pen}{area.x(x)} {rows[y]}")
         pen = "L"
     look = f'fill="{_paint(trace["fillcolor"])}"' if trace.get("fill") else _stroke(line)
-    if boxes and line.get("width"):
-        look += f' vector-effect="non-scaling-stroke" stroke="{line["color"]}" stroke-width="{line["width"]}"'
     look += f' opacity="{trace["opacity"]}"' if trace.get("opacity") is not None else ""
     if steps and look:
         yield f'<path {look} d="{"".join(steps)}"/>'

@@ -15,12 +15,14 @@ from app.plans.whatif import WhatIf, parse_word
 from app.ui import bound, components, facts, standing, text
 from app.ui.access import acting
 from app.ui.charts import overview as large
+from app.ui.charts.bars import MAX_NODES
 from app.ui.charts.gantt import KIND_ORDER, gantt
 from app.ui.exports import export_button
 from app.ui.planning import applying, state
 from app.ui.planning.controls import question_words
 from app.ui.planning.search import drawn
 from app.ui.planning.state import BEFORE, SAVED, SHOW, WINDOW, change, now, said, say
+from app.ui.schedule_facts import many_words
 from app.ui.tables import beside_html, of_workers, workers_table
 from app.ui.theme import Palette
 from app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
@@ -134,7 +136,10 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         components.until_drawn(figure)
         st.plotly_chart(figure, theme=None, key=GANTT, config=FOLLOWED_CONFIG, alt=facts.schedule_words(plan, schedule))
         follow(GANTT, time)
-    st.caption(facts.reading_help(plan))
+    if plan.op_count > MAX_NODES:
+        st.caption(many_words(plan.op_count, "save it, and show fewer workers on Schedule"))
+    else:
+        st.caption(facts.reading_help(plan))
 
 
 def _choose() -> None:
