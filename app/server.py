@@ -38,6 +38,7 @@ from app.heap import HouseKeeping
 from app.leadership.gate import Gate
 from app.leadership.host import ConsoleHost, set_host
 from app.leadership.start import make_host
+from app.documents import PLAN_MIB
 from app.logs import configure_logging
 from app.metrics.requests import Metering
 from app.process import prepare
@@ -234,6 +235,7 @@ def _streamlit(settings: Settings) -> Any:
             "server.port": settings.port,
             "server.headless": True,
             "server.fileWatcherType": "none",
+            "server.maxUploadSize": PLAN_MIB,
             # It would look through all that the console has, in one piece, after each refresh of each viewer's
             # page (app.heap); Python's own rounds come when there is something to free.
             "runner.postScriptGC": False,

@@ -169,7 +169,7 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: Console) -> None:
     assert figure(test)["layout"]["yaxis"]["ticktext"][0] == "W0_0"
     table = compared(test)
     assert table["figure"] == ["This plan", "Fault-free 1F1B"] and table["period"] == ["27 slots", "27 slots"]
-    assert table["gap"][0] == "0 %" and table["period vs our best fault-free"][0] == "+42.1 %"
+    assert table["gap"][0] == "0 %" and table["period vs best fault-free"][0] == "+42.1 %"
     assert test.button(key="planner-plan").disabled, "it is planned already"
     assert "no other distribution" in page, "leaving the failure where it is, is best"
     # Another question: its result stands beside the one before.

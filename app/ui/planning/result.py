@@ -27,6 +27,7 @@ from app.ui.tables import beside_html, of_workers, workers_table
 from app.ui.theme import Palette
 from app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
 from planner.errors import PlannerError
+from planner.export.compare import against_best, comparable
 from planner.plan import Plan
 from planner.reference import reference_plan
 from planner.schedule import Schedule
@@ -62,7 +63,8 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
     if not large_one:
         compared[REFERENCE] = Shown("Fault-free 1F1B", _reference(plan))
     if before is not None:
-        compared[BEFORE] = Shown(f"Before: {before.name}", before.plan)
+        other = "" if before.plan.job.profiles == plan.job.profiles else ", other op times"
+        compared[BEFORE] = Shown(f"Before: {before.name}{other}", before.plan)
     with st.container(
         horizontal=True, vertical_alignment="center", horizontal_alignment="distribute", key="planner-result-head"
     ):
@@ -164,7 +166,7 @@ def _comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
         ("lower bound", [text.planned(m.lower_bound, unit, 5) for m, unit in zip(metrics, units, strict=True)]),
         ("gap", [text.percent(max(m.gap, 0)) for m in metrics]),
         ("period vs fault-free 1F1B", [text.percent(m.slowdown_vs_1f1b, sign=True) for m in metrics]),
-        ("period vs our best fault-free", [text.percent(m.slowdown_vs_best, sign=True) for m in metrics]),
+        ("period vs best fault-free", [text.percent(over, sign=True) for over in against_best(plans)]),
         ("bubbles", [text.percent(m.bubble_fraction) for m in metrics]),
         ("peak activations", [f"{max(m.peak_activations.values(), default=0):,}" for m in metrics]),
         ("peak memory", [_peak_memory(plan) for plan in plans]),
@@ -224,17 +226,20 @@ def _forget(console: Console, plan: Plan) -> None:
 
 
 def _before(console: Console, shown: Shown) -> Shown | None:
-    """Notes what is shown; returns the newest plan that was shown before it and is another one, here or to whoever
-    sent the link."""
+    """Notes what is shown; returns the newest plan that was shown before it, here or to whoever sent the link, is
+    another one, and of the same grid and unit."""
     known: list[Shown] = st.session_state.setdefault(RESULTS, [])
     if not known and (sent := st.query_params.get(BEFORE)) and (found := _sent(console, sent)):
         known.append(found)
     if shown.plan.op_count <= MAX_BEFORE_OPS and (not known or known[-1].plan.fingerprint != shown.plan.fingerprint):
         others = [s for s in known if s.plan.fingerprint != shown.plan.fingerprint]
         known[:] = [*others[-MAX_BEFORE:], shown]
-    before = next((s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint), None)
+    others = [s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint]
+    before = next((s for s in others if comparable(shown.plan, s.plan)), None)
     if before is not None:
         st.query_params[BEFORE] = before.link
+    elif st.query_params.get(BEFORE) and known[:1] == others[-1:]:
+        components.quiet("What was planned before is of another grid or unit, so nothing stands beside this plan.")
     return before
 
 
