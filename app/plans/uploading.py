@@ -39,8 +39,9 @@ MOST_WAITING = 8
 # Beyond this a process has gone astray: 31 MB take some 12 s and 0.7 GB, 128 MB four times that.
 PATIENCE = 300.0
 MOST_BYTES = 4 << 30
-# Of 128 MiB of ops, and what else a document of that size may have.
-MOST_CONTAINERS, MOST_FIELDS = 2_400_000, 12_800_000
+# Eight megabytes of ops have no more; of larger ones so many bytes at least belong to each.
+MOST_CONTAINERS, MOST_FIELDS = 150_000, 800_000
+CONTAINER_BYTES, FIELD_BYTES = 40, 10
 
 
 class PlanToSave(BaseModel):
@@ -166,7 +167,9 @@ class Uploads:
 def answer(body: bytes) -> bytes:
     """A line of JSON: {"wrong": sentence}, {"name", "solve"}, or all of a ReadPlan but its document, which follows."""
     try:
-        bounded(body, containers=MOST_CONTAINERS, fields=MOST_FIELDS)
+        size = len(body)
+        containers, fields = max(MOST_CONTAINERS, size // CONTAINER_BYTES), max(MOST_FIELDS, size // FIELD_BYTES)
+        bounded(body, containers=containers, fields=fields)
         message = PlanToSave.model_validate_json(body)
     except ConsoleError as error:
         return json.dumps({"wrong": error.detail}).encode()
