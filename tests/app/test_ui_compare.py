@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ui_factory as factory
 from streamlit.testing.v1 import AppTest
-from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere
+from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from app.console import Console, set_console
 from app.plans.comparing import MOST, WORKED_EXAMPLE, stage_table
@@ -217,3 +217,18 @@ def test_stages_add_up() -> None:
     assert idle == pytest.approx(schedule.bubble_fraction)
     table = stage_table(["a", "b"], [schedule, factory.plan().schedule()])
     assert [(table["stage"][i], table["plan"][i]) for i in range(3)] == [(0, "a"), (0, "b"), (1, "a")]
+
+
+def test_a_file_with_a_plan_is_compared_and_what_is_of_another_grid_is_said_to_be(
+    console: Console, job: JobHere
+) -> None:
+    plan = factory.plan(grid=(2, 3, 4))
+    test = open_page(job=job.job_id)
+    test.file_uploader[0].set_value(("mine.json", plan.to_json().encode(), "application/json")).run()
+    name = f"saved:{plan.fingerprint}"
+    until(lambda: name in test.run().query_params.get("plans", []), "the plan is among those compared")
+    page = words(settled(test))
+    assert "of 2 × 3 × 4, the baseline of 3 × 4 × 6" in page, "its period says nothing about the baseline's"
+    assert '<h1 class="or-title">compared job</h1>' in page
+    test = open_page(job=job.job_id, plans=[name])
+    assert '<h1 class="or-title">Compare</h1>' in words(test), "none of the plans is the job's"
