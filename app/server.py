@@ -32,13 +32,13 @@ from app.api.lane import Lane
 from app.api.problems import problem
 from app.api.routes import create_routes
 from app.console import Console
+from app.documents import PLAN_MIB
 from app.errors import SettingsError
 from app.frontend import PAGES, PageBase
 from app.heap import HouseKeeping
 from app.leadership.gate import Gate
 from app.leadership.host import ConsoleHost, set_host
 from app.leadership.start import make_host
-from app.documents import PLAN_MIB
 from app.logs import configure_logging
 from app.metrics.requests import Metering
 from app.process import prepare

@@ -83,7 +83,9 @@ def _kept(whole: CountLine, line: CountLine) -> Card:
     fault_free = whole.worst.period
     living = text.percent(fault_free / line.linear)  # as linear is drawn: throughput falls as the workers do
     at = f"at {text.count(line.failures, 'failure')}{', at worst' * (len(line.plans) > 1)}"
-    return Card(label, text.percent(fault_free / line.worst.period), f"{at}; {living} of workers live", of="of fault-free")
+    return Card(
+        label, text.percent(fault_free / line.worst.period), f"{at}; {living} of workers live", of="of fault-free"
+    )
 
 
 def counts_table(report: CatalogReport) -> Table:

@@ -220,7 +220,9 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
         follow("compare-chart", time)
     ops = sum(strip.ops for strip in strips)
     if MAX_NODES < ops <= MAX_BARS:
-        components.quiet(f"All {ops:,} ops are drawn; so many have no numbers. Fewer workers, or fewer plans, have them.")
+        components.quiet(
+            f"All {ops:,} ops are drawn; so many have no numbers. Fewer workers, or fewer plans, have them."
+        )
     mixed = " Their units differ, so each is measured by its own job's fault-free 1F1B iteration." * (
         len(set(time_factors([s.plan for s in sources]))) > 1
     )
@@ -253,7 +255,11 @@ def _cards(labels: list[str], sources: list[Source]) -> list[Card]:
             change = metrics.period / first.metrics.period - 1
             note, tone = f"{text.percent(change, sign=True)} against the baseline", "good" if change < 0 else ""
         else:
-            why = "" if _grid(first) == _grid(source.plan) else f"of {_grid(source.plan)}, the baseline of {_grid(first)}; "
+            why = (
+                ""
+                if _grid(first) == _grid(source.plan)
+                else f"of {_grid(source.plan)}, the baseline of {_grid(first)}; "
+            )
             note, tone = f"{why}{text.percent(metrics.slowdown_vs_1f1b, sign=True)} against its fault-free 1F1B", ""
         cards.append(Card(label, text.planned(metrics.period, unit), note, tone, of="period"))
     return cards

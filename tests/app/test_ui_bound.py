@@ -233,7 +233,7 @@ def strange() -> None:
 
     from app.ui import bound
 
-    bound.enter(st.session_state["page"] if "page" in st.session_state else "schedule")
+    bound.enter(st.session_state.get("page", "schedule"))
     bound.say_unknown()
 
 
@@ -250,9 +250,7 @@ def test_a_name_that_a_page_has_nothing_for_is_said() -> None:
 
 
 @pytest.mark.parametrize("page", list(bound.NAMES))
-def test_what_the_pages_put_into_their_addresses_they_know(
-    page: str, here: ConsoleHere, console: Console
-) -> None:
+def test_what_the_pages_put_into_their_addresses_they_know(page: str, here: ConsoleHere, console: Console) -> None:
     """Opened as people open them; nothing of what is in an address afterwards, or has a control, is called unknown."""
     JobHere(console, "known names").register().commit(0, 9, 1)
     test = AppTest.from_file(MAIN, default_timeout=60).run()

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from app.ui.charts import overview as large
 from app.ui.charts import bars, rows
+from app.ui.charts import overview as large
 from app.ui.charts.bars import ASIDE_OPACITY, BAR_HEIGHT
 from app.ui.charts.first_sight import first_sight
 from app.ui.charts.gantt import gantt

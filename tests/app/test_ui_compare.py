@@ -184,7 +184,9 @@ def test_every_op_of_each_plan_is_drawn_in_its_own_rows() -> None:
     assert [s.x0 for s in lines if s.name != "baseline"] == [p.metrics.period for p in plans]
     assert [s.x0 for s in lines if s.name == "baseline"] == [plans[0].metrics.period]
     titles = [(note.y, note.text) for note in figure.layout.annotations if note.yref == "paper"]
-    assert len(titles) == len({y for y, _ in titles}) == len(plans), "one line of words above each, which none overprint"
+    assert len(titles) == len({y for y, _ in titles}) == len(plans), (
+        "one line of words above each, which none overprint"
+    )
     for (_, words), plan in zip(titles, plans, strict=True):
         assert f"period {text.planned(plan.metrics.period, plan.job.time_unit)}" in words
     domains = [figure.layout[f"yaxis{i + 1}" if i else "yaxis"].domain for i in range(3)]

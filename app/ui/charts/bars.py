@@ -128,8 +128,13 @@ def _boxes(sheet: Sheet, boxes: Iterable[tuple[Worker, float, float]]) -> dict[s
         x.append(edge)
         y.append(bottom)
     return {
-        **{"x": x, "y": y, "yaxis": sheet.axis, "mode": "lines", "line": {"width": 0, "simplify": False}},
-        **{"fill": "toself", "hoverinfo": "skip"},
+        "x": x,
+        "y": y,
+        "yaxis": sheet.axis,
+        "mode": "lines",
+        "line": {"width": 0, "simplify": False},
+        "fill": "toself",
+        "hoverinfo": "skip",
     }
 
 

@@ -47,9 +47,9 @@ def comparison(
 ) -> go.Figure:
     """The first one is the baseline: its period is drawn through all of them.
 
-    Above bars.MAX_NODES ops in all, bars have no numbers; above MAX_BARS, each is a picture. Where time units differ, each plan's times are
-    shares of its own job's fault-free 1F1B iteration. shown: from and to of the time axis, all else
-    can be moved to (default: all).
+    Above bars.MAX_NODES ops in all, bars have no numbers; above MAX_BARS, each is a picture. Where time units differ,
+    each plan's times are shares of its own job's fault-free 1F1B iteration. shown: from and to of the time axis, all
+    else can be moved to (default: all).
     """
     factors = time_factors([s.plan for s in strips])
     ops = sum(s.ops for s in strips)
