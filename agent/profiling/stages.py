@@ -32,7 +32,7 @@ from agent.recipe import Recipe
 from agent.script import MicroBatch, Script
 from agent.transport.transfers import Transfers
 from agent.verdicts import Steps
-from agent.workload import NamedWorkload
+from agent.workload import NamedWorkload, WorkloadSource
 from planner.job import Job, Worker
 from planner.schedule import Op
 
@@ -52,7 +52,7 @@ class StageRun:
 
     cell: Worker
     job: Job
-    workload: NamedWorkload
+    workload: WorkloadSource
     recipe: Recipe
     effort: Effort
     threads: int
@@ -88,7 +88,7 @@ def measure_stages(
     return found
 
 
-def measure_step(workload: NamedWorkload, job: Job, recipe: Recipe) -> float:
+def measure_step(workload: WorkloadSource, job: Job, recipe: Recipe) -> float:
     """Milliseconds of a stage's reduction and step, on the CPU, in about a second: what a plan is to reckon with
     whose other ops are paced. The steps are taken in this process, those of all stages, and their median stands for
     each; the reduction is measured among as many processes as a stage has workers.
