@@ -119,6 +119,16 @@ class StartOptions:
                 raise InputError("--rejoin", str(rejoin.worker), "a worker that --kill names")
 
 
+def _with_step(options: StartOptions, say: Callable[[str], None]) -> StartOptions:
+    """Its plans reckon with the step as this machine takes it; what is paced leaves it as it is."""
+    from agent.profiling.stages import measure_step
+
+    step = measure_step(options.workload, options.job, options.recipe)
+    say(f"a step takes {step:g} ms here, which plans reckon with")
+    profiles = tuple(replace(profile, optimizer=step) for profile in options.job.profiles)
+    return replace(options, job=replace(options.job, profiles=profiles))
+
+
 def make_launcher(
     options: StartOptions, listener: Callable[[dict[str, Any]], None], say: Callable[[str], None]
 ) -> Launcher:
@@ -147,6 +157,8 @@ def make_launcher(
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
     if options.platform.device == "cpu" or options.recipe.autocast is None:
         boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
+    if options.console is not None and options.pace and "O" not in options.pace and options.platform.device == "cpu":
+        options = _with_step(options, say)
     checkpoints = _checkpoints(options, say)
     pool = open_pool(options.role, options.job, options.workload, options.token, say) if options.role else None
     link: ConsoleLink | None = None

@@ -21,6 +21,8 @@ MOST_CONTAINERS = 65_536
 MOST_FIELDS = 131_072
 # Of one object: plans and jobs have one for each worker; no other object has nearly as many as are not looked at.
 MOST_FIELDS_OF_ONE, FEW_OF_ONE = 16_384, 256
+# A plan's document: one of 2,048 workers has 31 MB. And its bodies or files of more than 8 MiB that are held at once.
+PLAN_MIB, MOST_LARGE = 128, 2
 # With fewer fields in all, none of the objects needs to be looked at.
 FEW_FIELDS = 1_000
 

@@ -32,6 +32,7 @@ from app.api.lane import Lane
 from app.api.problems import problem
 from app.api.routes import create_routes
 from app.console import Console
+from app.documents import PLAN_MIB
 from app.errors import SettingsError
 from app.frontend import PAGES, PageBase
 from app.heap import HouseKeeping
@@ -234,6 +235,7 @@ def _streamlit(settings: Settings) -> Any:
             "server.port": settings.port,
             "server.headless": True,
             "server.fileWatcherType": "none",
+            "server.maxUploadSize": PLAN_MIB,
             # It would look through all that the console has, in one piece, after each refresh of each viewer's
             # page (app.heap); Python's own rounds come when there is something to free.
             "runner.postScriptGC": False,

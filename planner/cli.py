@@ -191,7 +191,7 @@ def _summary(made: Plan) -> list[str]:
         f"most activations on a worker {max(m.peak_activations.values())}",
         f"period {m.period} {unit}, lower bound {m.lower_bound} ({proof}), makespan {m.makespan}",
         f"slowdown {m.slowdown_vs_1f1b:+.1%} against fault-free 1F1B, "
-        f"{m.slowdown_vs_best:+.1%} against our best fault-free plan",
+        f"{m.slowdown_vs_best:+.1%} against the best fault-free plan",
         f"bubbles {m.bubble_fraction:.1%}; solver {made.solver.name}, {made.solver.seconds:.2f} s; "
         f"fingerprint {made.fingerprint}",
     ]

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,17 +26,20 @@ from agent.executor import Executor
 from agent.faults import FaultInjector
 from agent.optimizer import stage_optimizer
 from agent.processes import ProcessPool, WorkerProcess, preload
-from agent.profiling.profiler import CLOCKS, Effort
+from agent.profiling.profiler import CLOCKS, Effort, size_of
+from agent.profiling.traffic import measure_traffic
 from agent.recipe import Recipe
 from agent.script import MicroBatch, Script
 from agent.transport.transfers import Transfers
 from agent.verdicts import Steps
-from agent.workload import NamedWorkload
+from agent.workload import NamedWorkload, WorkloadSource
 from planner.job import Job, Worker
 from planner.schedule import Op
 
 _PATIENCE_SECONDS = 600.0
 _FAILED = 1
+# Of `measure_step`.
+STEP_ROUNDS, STEP_WARM_UP = 5, 2
 
 
 class StageError(RuntimeError):
@@ -49,7 +52,7 @@ class StageRun:
 
     cell: Worker
     job: Job
-    workload: NamedWorkload
+    workload: WorkloadSource
     recipe: Recipe
     effort: Effort
     threads: int
@@ -83,6 +86,30 @@ def measure_stages(
         finally:
             pool.kill_all()
     return found
+
+
+def measure_step(workload: WorkloadSource, job: Job, recipe: Recipe) -> float:
+    """Milliseconds of a stage's reduction and step, on the CPU, in about a second: what a plan is to reckon with
+    whose other ops are paced. The steps are taken in this process, those of all stages, and their median stands for
+    each; the reduction is measured among as many processes as a stage has workers.
+    """
+    one, threads = replace(job, micro_batches=1), torch.get_num_threads()
+    rounds: list[float] = []
+    reduced = 0
+    torch.set_num_threads(1)  # as workers have
+    try:
+        for stage in range(job.stages):
+            bench = Bench(StageRun(Worker(0, stage), one, workload, recipe, Effort(), 1))
+            for number in range(STEP_WARM_UP + STEP_ROUNDS):
+                seconds = bench.round()["O"]
+                if number >= STEP_WARM_UP:
+                    rounds.append(seconds)
+            reduced = max(reduced, bench.reduced_bytes)
+    finally:
+        torch.set_num_threads(threads)
+    _, sums = measure_traffic((), reduced, job.pipelines, repeats=STEP_ROUNDS, warm_up=STEP_WARM_UP)
+    reduction = sums.by_peers[-1].median if sums is not None else 0.0
+    return round(1000 * statistics.median(rounds) + reduction, 1)
 
 
 def batches(job: Job, width: int) -> list[list[Worker]]:
@@ -138,6 +165,7 @@ class Bench:
         stage, _ = assemble(workload, job, me.stage, 0, run.recipe, between)
         optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.recipe)
         steps = Steps(me, run.recipe, optimizer, lambda *_: None)
+        self._gradients = stage.gradients.buffer
         self._clock, self._marks = clock or CLOCKS[run.effort.clock], list[float]()
         self._executor = Executor(
             *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda: None), {}),
@@ -148,6 +176,11 @@ class Bench:
         steps.begin(groups, [me], 0, {})
         self._groups = groups
         self._iteration = 0
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Of the sum over the stage's workers."""
+        return size_of(self._gradients)
 
     def round(self) -> dict[str, float]:
         """Mean of one op of each kind, over one iteration; in seconds, unless the clock has another unit."""

@@ -38,7 +38,8 @@ def router(console: Console) -> APIRouter:
 def _export(console: Console, reference: Reference, wanted: str, pipeline: int | None) -> Response:
     source = find(console, reference)
     assert isinstance(source, Source), "plans of jobs and of the library are there or are not"
-    offer = offer_named(source.plan, source.name, wanted)
-    content = render(export_of(console, source), offer, pipeline)
+    export = export_of(console, source)
+    offer = offer_named(export.plan, export.name, wanted, export.job_id)
+    content = render(export, offer, pipeline)
     headers = {"Content-Disposition": f'attachment; filename="{offer.file_name}"'}
     return Response(content, media_type=offer.media_type, headers=headers)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -61,18 +62,19 @@ class Offer:
 class Export:
     """What is exported. name: how people call the plan.
 
-    spec, catalog: of the job that it belongs to, if it does; the catalog is called for by the bundle alone.
+    spec, catalog, job_id: of the job that it belongs to, if it does; the catalog is called for by the bundle alone.
     """
 
     plan: Plan
     name: str
     spec: JobSpec | None = None
     catalog: Callable[[], Catalog] | None = None
+    job_id: str | None = None
 
 
-def offers(plan: Plan, name: str) -> list[Offer]:
-    """Every format, those that are refused for this plan too."""
-    stem = file_stem(plan, name)
+def offers(plan: Plan, name: str, job_id: str | None = None) -> list[Offer]:
+    """Every format, those that are refused for this plan too. job_id: of the job that the plan belongs to."""
+    stem = file_stem(plan, name, job_id)
     out = []
     for entry in EXPORTERS.values():
         # torch's CSV has one line per stage, so it holds one pipeline.
@@ -84,9 +86,9 @@ def offers(plan: Plan, name: str) -> list[Offer]:
     return [*out, bundle]
 
 
-def offer_named(plan: Plan, name: str, wanted: str) -> Offer:
+def offer_named(plan: Plan, name: str, wanted: str, job_id: str | None = None) -> Offer:
     """Raises ConsoleError (422) for a format that there is none of."""
-    found = {offer.name: offer for offer in offers(plan, name)}
+    found = {offer.name: offer for offer in offers(plan, name, job_id)}
     if wanted not in found:
         raise ConsoleError(422, "invalid", f"format: got {wanted!r}, expected one of {', '.join(found)}")
     return found[wanted]
@@ -110,14 +112,21 @@ def render(export: Export, offer: Offer, pipeline: int | None = None) -> bytes:
         _CHILDREN.release()
 
 
-def file_stem(plan: Plan, name: str) -> str:
-    """`demo-3x4x6-without-W1_2-staggered-1a2b3c4d`."""
-    words = re.sub(r"[^0-9A-Za-z._]+", "-", name.partition(":")[0]).strip("-.")[:40]
+def file_stem(plan: Plan, name: str, job_id: str | None = None, at: float | None = None) -> str:
+    """`demo-6f1c2a-3x4x6-without-W1_2-staggered-1a2b3c4d-2026-11-22`: the job and the plan, and the day (UTC).
+
+    Of the name what comes before a colon or what the rest of the file's name says too. at: POSIX seconds (default:
+    now).
+    """
+    called = re.split(r":|,? *without |, memory ", name)[0]
+    words = re.sub(r"[^0-9A-Za-z._]+", "-", called).strip("-.")[:40].strip("-.")
     job = plan.job
     lost = "-".join(plan.failed) if len(plan.failed) <= 3 else f"{len(plan.failed)}-workers"
-    parts = [words or "plan", f"{job.pipelines}x{job.stages}x{job.micro_batches}"]
+    parts = [words or "plan", *([job_id[:8]] if job_id else [])]
+    parts += [f"{job.pipelines}x{job.stages}x{job.micro_batches}"]
     parts += [f"without-{lost}"] if plan.failed else []
-    return "-".join([*parts, plan.technique.value, plan.fingerprint[:8]])
+    parts += [plan.technique.value, plan.fingerprint[:8], time.strftime("%Y-%m-%d", time.gmtime(at))]
+    return "-".join(parts)
 
 
 def _refusal(plan: Plan, name: str) -> Refusal | None:

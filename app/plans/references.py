@@ -96,6 +96,16 @@ class Made:
 Reference = OfJob | Saved | Measured | OfCatalog | Made
 
 
+def job_of(reference: Reference) -> str | None:
+    """The id of the job whose plan it is, or for whose grid it is made; None: of no job."""
+    match reference:
+        case OfJob(job_id) | Measured(job_id):
+            return job_id
+        case Made():
+            return None if reference.of_slots else reference.grid
+    return None
+
+
 def parse_reference(text: str, *, field: str = "plan") -> Reference:
     """Raises InputError unless `text` is a reference; whether anything stands behind it is not looked at."""
     kind, _, rest = text.strip().partition(":")

@@ -78,7 +78,7 @@ def export_of(console: Console, source: Source) -> Export:
     if source.job_id is None:
         return Export(source.plan, source.name)
     job = console.job(source.job_id)
-    return Export(source.plan, source.name, job.spec, partial(job_catalog, console, job))
+    return Export(source.plan, source.name, job.spec, partial(job_catalog, console, job), job.job_id)
 
 
 def job_catalog(console: Console, job: LiveJob) -> Catalog:

@@ -6,11 +6,13 @@ import asyncio
 import re
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agent.protocol import API
 from app.api.problems import problem
 from app.api.replay import replayed
+from app.documents import MOST_LARGE, PLAN_MIB
 from app.security.hosts import UNSAFE
 
 BODY_LIMIT = 64 * 1024
@@ -19,7 +21,7 @@ _KIB, _MIB = 1024, 1024 * 1024
 # What may stand for thousands of ops, stages or workers; plans are read in a process of their own. By the end of
 # the path below /api/v1.
 _LARGER = {
-    "/plans": 8 * _MIB,
+    "/plans": PLAN_MIB * _MIB,
     "/measured": 4 * _MIB,
     "/heartbeats/batch": 4 * _MIB,
     "/jobs": 2 * _MIB,
@@ -33,6 +35,8 @@ _NAMED_PROFILE = re.compile(rf"{API}/profiles/[^/]*", re.DOTALL)
 _PROFILE_LIMIT = 2 * _MIB
 
 
+# Of bodies beyond this only a few are held at once (MOST_LARGE).
+LARGE_BODY = 8 * _MIB
 # A body that takes longer holds its memory for nothing.
 BODY_SECONDS = 60.0
 
@@ -43,12 +47,25 @@ class BodyLimit:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self._large = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = _limit(scope)
         if limit is None:
             await self.app(scope, receive, send)
-            return
+        elif limit <= LARGE_BODY or 0 < _said(scope) <= LARGE_BODY or _said(scope) > limit:
+            await self._limited(scope, receive, send, limit)
+        elif self._large >= MOST_LARGE:
+            why = f"{MOST_LARGE} bodies of more than {LARGE_BODY:,} bytes, or of unknown size, are being read already"
+            await _refuse(problem(429, "too_many", f"{why}; try again later"), scope, receive, send)
+        else:
+            self._large += 1
+            try:
+                await self._limited(scope, receive, send, limit)
+            finally:
+                self._large -= 1
+
+    async def _limited(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await _read(scope, receive, limit)
@@ -60,8 +77,12 @@ class BodyLimit:
             if body is not None:
                 await self.app(scope, replayed(body, receive), send)
             return
-        response.headers["Connection"] = "close"
-        await response(scope, receive, send)
+        await _refuse(response, scope, receive, send)
+
+
+async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    response.headers["Connection"] = "close"
+    await response(scope, receive, send)
 
 
 class _TooLarge(Exception):
@@ -71,7 +92,7 @@ class _TooLarge(Exception):
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
     """None: the client has gone. Raises _TooLarge as soon as that is known."""
     body, more = bytearray(), True
-    if int(Headers(scope=scope).get("content-length") or 0) > limit:
+    if _said(scope) > limit:
         raise _TooLarge
     while more:
         message = await receive()
@@ -82,6 +103,11 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
         if len(body) > limit:
             raise _TooLarge
     return bytes(body)
+
+
+def _said(scope: Scope) -> int:
+    """Bytes that the body has by its header; 0: it does not say."""
+    return int(Headers(scope=scope).get("content-length") or 0)
 
 
 def _limit(scope: Scope) -> int | None:

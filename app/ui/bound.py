@@ -11,11 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from html import escape
 from typing import Any, Literal, TypeVar, cast
 
 import streamlit as st
+
+from app.plans.whatif import PARAMS
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -26,6 +29,24 @@ DEFAULT, LEFT_OUT = "The default is shown.", "It is left out."
 SWITCH = "true or false"
 # In the session: the page that is open, and what has been noted of each name since it was opened.
 PAGE, NOTES = "bound-page", "bound-notes"
+JOB = "job"
+_SHARED = (JOB, "show", "pipeline", "stage", "time", "figures")
+# What each page, by its address, may have in it; `name*`: with anything behind it. Any may have a job's.
+NAMES: dict[str, tuple[str, ...]] = {
+    "": (
+        *(JOB, "worker", "worker-tabs", "worker-span", "events", "find", "refresh", "iterations"),
+        *("worker-figures", "progress-figures", "ways-folded"),
+    ),
+    "schedule": (*_SHARED, "plan", "follow", "draw", "path", "first-row", "box"),
+    "planner": (
+        *(*PARAMS, "saved", "example", "before", "show", "window", "details"),
+        *("planner-stage-times", "planner-bytes"),
+    ),
+    "compare": (*_SHARED, "plans", "baseline"),
+    "catalog": (JOB, "catalog", "cat_*"),
+    "simulate": ("model", "trace", "policies", "covers", "simulation-mtbf-figures", "sim_*"),
+    "help": ("section",),
+}
 # Of many possible values the first few are named; of a long one its beginning.
 MOST_NAMED, LONGEST = 8, 60
 WIDTH = 260
@@ -52,6 +73,22 @@ def enter(page: str) -> None:
         st.session_state[NOTES] = {}
     for name, note in _notes().items():
         note.put = note.put and st.query_params.get(name) == note.chosen
+
+
+def say_unknown() -> None:
+    """Says which names of the address the page that was entered has nothing for. Call it before the page runs."""
+    known = NAMES[st.session_state[PAGE]]
+    begins = tuple(name[:-1] for name in known if name.endswith("*"))
+    strange = [
+        name
+        for name in st.query_params
+        if name not in (*known, JOB) and name not in _notes() and not name.startswith(begins or ("*",))
+    ]
+    for name in strange[:MOST_NAMED]:
+        near = get_close_matches(name, [each for each in known if not each.endswith("*")], 1)
+        short = name if len(name) <= LONGEST else name[:LONGEST] + "…"
+        hint = f" Did you mean {near[0]}?" if near else ""
+        field_error(f"{short!r} in the link: this page knows nothing of that name, and leaves it out.{hint}", "stretch")
 
 
 def moved() -> None:

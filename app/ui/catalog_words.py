@@ -14,7 +14,7 @@ Table = dict[str, list[Any]]
 
 
 def cards(report: CatalogReport) -> list[Card]:
-    """Plans, cover, the cost of the worst single failure, gap, against the linear bound."""
+    """Plans, cover, the cost of the worst single failure and what it keeps of the throughput, gap."""
     unit = report.question.job.time_unit
     asked = f"up to {text.count(report.tolerance, 'failure')}" if report.tolerance else "without failures"
     covered = report.covered
@@ -55,7 +55,7 @@ def cards(report: CatalogReport) -> list[Card]:
                 of="longest" if len(last.plans) > 1 else "",
             )
         )
-        out.append(_linear(last))
+        out.append(_kept(whole, last))
     gaps = [line.gap for line in report.lines if line.gap is not None]
     proven = sum(plan.optimal for line in report.lines for plan in line.plans)
     worst = max(gaps)
@@ -75,12 +75,17 @@ def _cover(report: CatalogReport, covered: int) -> str:
     return what if covered >= report.tolerance else f"{what}; asked for {report.tolerance}"
 
 
-def _linear(line: CountLine) -> Card:
-    if line.linear is None:
-        return Card("No worse than linear", "–", "the fault-free plan is missing")
-    kept = sum(plan.period <= line.linear for plan in line.plans)
-    note = f"at {text.count(line.failures, 'failure')}, of the fault-free plan"
-    return Card("No worse than linear", f"{kept:,}", note, of=f"of {text.count(len(line.plans), 'plan')}")
+def _kept(whole: CountLine, line: CountLine) -> Card:
+    """How much of the fault-free plan's throughput the longest plan of a count keeps, beside how many workers live."""
+    label = "Throughput kept"
+    if whole.worst is None or line.worst is None or line.linear is None:
+        return Card(label, "–", "the fault-free plan is missing")
+    fault_free = whole.worst.period
+    living = text.percent(fault_free / line.linear)  # as linear is drawn: throughput falls as the workers do
+    at = f"at {text.count(line.failures, 'failure')}{', at worst' * (len(line.plans) > 1)}"
+    return Card(
+        label, text.percent(fault_free / line.worst.period), f"{at}; {living} of workers live", of="of fault-free"
+    )
 
 
 def counts_table(report: CatalogReport) -> Table:

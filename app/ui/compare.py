@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import streamlit as st
 
 from app.console import Console, get_console
 from app.errors import ConsoleError
 from app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
-from app.plans.references import Reference, parse_reference
+from app.plans.references import Reference, job_of, parse_reference
 from app.plans.sources import NOT_KEPT, Awaited, Source, find, pinned
 from app.ui import bound, components, facts, standing, text
+from app.ui.charts.bars import MAX_NODES
 from app.ui.charts.compare import Strip, comparison, last_time, short_unit, time_factors
 from app.ui.charts.overview import MAX_BARS
 from app.ui.exports import export_source
 from app.ui.facts import Card
 from app.ui.picker import BEGAN_WITH, open_job
 from app.ui.plan_source import clock, newest, say_measured, schedule_of, wait_for
+from app.ui.plan_upload import open_file
 from app.ui.schedule_filters import choose_rows
 from app.ui.tables import beside_html, differences
 from app.ui.theme import Palette
 from app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
+from app.view import JobHead
 from planner.errors import InputError
+from planner.export.compare import comparable
 from planner.plan import Plan
 from planner.schedule import Schedule
 
 PICKER = "compare-picker"
 BASELINE = "compare-baseline"
+TITLE = '<h1 class="or-title">Compare</h1><div class="or-about">Two to four plans on one time axis.</div>'
 
 
 def page() -> None:
     colours = components.use_style()
     console = get_console()
-    opened = open_job(console, pace=False) if console.list_jobs() else None
+    opened = open_job(console, pace=False, title=_title) if console.list_jobs() else None
     job_id = opened[0].job_id if opened else None
     if opened is None:
-        st.html('<h1 class="or-title">Compare</h1><div class="or-about">Two to four plans on one time axis.</div>')
+        st.html(TITLE)
     found = _choose(console, job_id)
     waiting = [each for each in found if isinstance(each, Awaited)]
     sources = [each for each in found if isinstance(each, Source)]
@@ -48,6 +54,18 @@ def page() -> None:
         for source in sources:
             say_measured(console, source, _replace)
         _compare(console, sources, colours)
+
+
+def _title(head: JobHead) -> bool:
+    """The head does not name a job that none of the plans is of."""
+    try:
+        asked = [parse_reference(each, field="plans") for each in st.query_params.get_all("plans")]
+    except InputError:
+        return False  # the page says so
+    if not asked or any(job_of(each) == head.job_id for each in asked):
+        return False
+    st.html(TITLE)
+    return True
 
 
 def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
@@ -85,6 +103,7 @@ def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
             on_change=_remember,
             wrap=True,
         )
+        open_file(console, partial(_add, list(found)))
         if len(found) > 1:
             names = list(found)
             wished = bound.read(
@@ -142,6 +161,11 @@ def _replace(old: Reference, new: Reference) -> None:
             st.query_params[name] = [str(new) if each == str(old) else each for each in asked]
 
 
+def _add(shown: list[str], reference: str) -> None:
+    """One more beside those that are shown; in the place of the last one where there is room for no more."""
+    st.query_params["plans"] = [*[each for each in shown if each != reference][: MOST - 1], reference]
+
+
 def _remember() -> None:
     bound.moved()
     st.query_params["plans"] = st.session_state[PICKER]
@@ -194,6 +218,11 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
             alt="Gantt charts below each other: " + "; ".join(map(facts.schedule_words, *_pairs(sources, schedules))),
         )
         follow("compare-chart", time)
+    ops = sum(strip.ops for strip in strips)
+    if MAX_NODES < ops <= MAX_BARS:
+        components.quiet(
+            f"All {ops:,} ops are drawn; so many have no numbers. Fewer workers, or fewer plans, have them."
+        )
     mixed = " Their units differ, so each is measured by its own job's fault-free 1F1B iteration." * (
         len(set(time_factors([s.plan for s in sources]))) > 1
     )
@@ -215,21 +244,29 @@ def _labels(sources: list[Source]) -> list[str]:
 
 
 def _cards(labels: list[str], sources: list[Source]) -> list[Card]:
-    """One per plan: its period, and by how much it differs from the baseline's."""
+    """One per plan: its period, and by how much it differs from the baseline's, where that is of the same question."""
     first = sources[0].plan
-    same = len({s.plan.job.time_unit for s in sources}) == 1
     cards = []
     for i, (label, source) in enumerate(zip(labels, sources, strict=True)):
         metrics, unit = source.plan.metrics, source.plan.job.time_unit
         if i == 0:
             note, tone = f"baseline · {facts.gap_words(source.plan)}", ""
-        elif same:
+        elif comparable(first, source.plan):
             change = metrics.period / first.metrics.period - 1
             note, tone = f"{text.percent(change, sign=True)} against the baseline", "good" if change < 0 else ""
         else:
-            note, tone = f"{text.percent(metrics.slowdown_vs_1f1b, sign=True)} against its fault-free 1F1B", ""
+            why = (
+                ""
+                if _grid(first) == _grid(source.plan)
+                else f"of {_grid(source.plan)}, the baseline of {_grid(first)}; "
+            )
+            note, tone = f"{why}{text.percent(metrics.slowdown_vs_1f1b, sign=True)} against its fault-free 1F1B", ""
         cards.append(Card(label, text.planned(metrics.period, unit), note, tone, of="period"))
     return cards
+
+
+def _grid(plan: Plan) -> str:
+    return f"{plan.job.pipelines} × {plan.job.stages} × {plan.job.micro_batches}"
 
 
 def _tables(console: Console, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:

@@ -24,6 +24,7 @@ from app.ui.facts import Card, op_time_words
 from app.ui.theme import OP_WORDS, Palette, palette
 from app.view import JobHead, JobView, RecoveryView
 from planner.job import Worker
+from planner.plan import Plan
 from planner.schedule import Schedule
 
 JOB_TONE = {
@@ -179,6 +180,16 @@ def job_title(head: JobHead, *, pace: bool = True) -> None:
             "The computation inside is real."
         )
     st.html(f'<h1 class="or-title">{escape(spec.name)}</h1><div class="or-about">{escape(about)}{paced}</div>')
+
+
+def plan_title(name: str, plan: Plan, aside: str) -> None:
+    """The name of a plan that is no job's, what it is for, and what it has to do with the job."""
+    about = (
+        f"{text.count(plan.job.pipelines, 'pipeline')} × {text.count(plan.job.stages, 'stage')}, "
+        f"{text.count(plan.job.micro_batches, 'micro-batch', 'micro-batches')} each · {plan.technique.value} · "
+        f"memory limit {'by bytes' if plan.memory == 'bytes' else plan.memory} · {aside}"
+    )
+    st.html(f'<h1 class="or-title">{escape(name)}</h1><div class="or-about">{escape(about)}</div>')
 
 
 def until_drawn(figure: go.Figure) -> None:

@@ -37,7 +37,7 @@ def export_source(console: Console, source: Source, *, key: str = "export") -> N
 
 def _button(export: Export, key: str) -> None:
     with st.popover("Export", icon=":material/download:", key=key):
-        for offer in offers(export.plan, export.name):
+        for offer in offers(export.plan, export.name, export.job_id):
             st.download_button(
                 offer.title,
                 partial(render, export, offer),

@@ -195,7 +195,7 @@ def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
         Card(
             "Period vs fault-free",
             text.percent(metrics.slowdown_vs_1f1b, sign=True),
-            f"{text.percent(metrics.slowdown_vs_best, sign=True)} vs our best plan",
+            f"{text.percent(metrics.slowdown_vs_best, sign=True)} vs the best fault-free plan",
             of="vs 1F1B",
         ),
         Card("Bubbles", text.percent(metrics.bubble_fraction), "of living workers' time"),

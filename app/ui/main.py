@@ -30,6 +30,7 @@ _page = st.navigation(
 if _standing is None:
     st.set_page_config(page_title=f"{_page.title} · OpenReCycle")
     bound.enter(_page.url_path)
+    bound.say_unknown()
     _page.run()
 else:
     standby.show(_standing)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
@@ -16,10 +18,13 @@ PICKER = "job-picker"
 BEGAN_WITH = "compare-began-with"
 
 
-def open_job(console: Console, *, pace: bool = True) -> tuple[JobHead, DeltaGenerator] | None:
+def open_job(
+    console: Console, *, pace: bool = True, title: Callable[[JobHead], bool] = lambda head: False
+) -> tuple[JobHead, DeltaGenerator] | None:
     """Draws the page's head; returns the job and the place for the page's own controls.
 
-    pace: also say whether the job is paced. None: there is no job, or none with the URL's id; the
+    pace: also say whether the job is paced. title: draws what the page shows in the place of the job's name, and
+    returns True, where that is not the job's. None: there is no job, or none with the URL's id; the
     page has then said so. Raises ConsoleError.
     """
     jobs = sorted(console.list_jobs(), key=lambda job: job.created_at, reverse=True)
@@ -34,11 +39,11 @@ def open_job(console: Console, *, pace: bool = True) -> tuple[JobHead, DeltaGene
     if unknown:
         st.html('<h1 class="or-title">Which job?</h1>')
     with st.container(horizontal=True, vertical_alignment="bottom", key="page-head"):
-        title = st.empty()
+        place = st.empty()
         controls = st.container(horizontal=True, vertical_alignment="bottom", width="content", key="page-controls")
     job_id = jobs[0].job_id if wanted is None else wanted
     # Before the controls, which on a narrow page are below it and would be moved by it.
-    head = None if unknown else _titled(title, console, job_id, pace=pace)
+    head = None if unknown else _titled(place, console, job_id, title, pace=pace)
     if len(jobs) > 1 or unknown:
         with controls:
             chosen = _pick(known, None if unknown else job_id)
@@ -50,14 +55,17 @@ def open_job(console: Console, *, pace: bool = True) -> tuple[JobHead, DeltaGene
     if st.query_params.get("job") != job_id:
         st.query_params["job"] = job_id  # so that a link shows what its sender saw
     if head is None or head.job_id != job_id:
-        head = _titled(title, console, job_id, pace=pace)
+        head = _titled(place, console, job_id, title, pace=pace)
     return head, controls
 
 
-def _titled(title: DeltaGenerator, console: Console, job_id: str, *, pace: bool) -> JobHead:
+def _titled(
+    place: DeltaGenerator, console: Console, job_id: str, title: Callable[[JobHead], bool], *, pace: bool
+) -> JobHead:
     head = console.head(job_id)
-    with title.container():
-        components.job_title(head, pace=pace)
+    with place.container():
+        if not title(head):
+            components.job_title(head, pace=pace)
     return head
 
 

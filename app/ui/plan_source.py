@@ -13,10 +13,11 @@ from app.console import Console
 from app.errors import ConsoleError
 from app.heap import settle
 from app.observing.measured import measured_iteration
-from app.plans.references import Measured, OfJob, Reference, parse_reference
+from app.plans.references import Measured, OfJob, Reference, job_of, parse_reference
 from app.plans.sources import NOT_KEPT, Awaited, Source, find, measured_name, names, pinned, saved_names
-from app.ui import bound, text
+from app.ui import bound, components, text
 from app.ui.schedule_facts import measured_words
+from app.view import JobHead
 from planner.columnar import ColumnarSchedule
 from planner.errors import InputError
 from planner.plan import Plan
@@ -72,6 +73,20 @@ def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator, *, wi
     if found is not None and understood and (wanted is not None or found.reference == OfJob(job_id or "")):
         _into_address(found, job_id)
     return found
+
+
+def title_of(console: Console, head: JobHead) -> bool:
+    """For `open_job`: the head names the plan that the address asks for, where that is not the job's."""
+    said = st.query_params.get("plan", "")
+    try:
+        reference = parse_reference(said) if ":" in said else None
+        found = find(console, reference) if reference is not None and job_of(reference) != head.job_id else None
+    except (InputError, ConsoleError):
+        return False  # the page says why, and shows the job's
+    if not isinstance(found, Source):
+        return False
+    components.plan_title(found.name, found.plan, f"not a plan of {head.spec.name}, the job chosen here")
+    return True
 
 
 def _into_address(source: Source, job_id: str | None) -> None:

@@ -12,12 +12,14 @@ from app.errors import ConsoleError
 from app.plans.references import Made, OfJob
 from app.plans.sources import Source
 from app.ui import bound, components, facts, standing
+from app.ui.charts.bars import MAX_NODES
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import MAX_BARS, Detail
 from app.ui.exports import export_source
 from app.ui.picker import open_job
-from app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead
-from app.ui.schedule_facts import critical_words
+from app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead, title_of
+from app.ui.plan_upload import open_file
+from app.ui.schedule_facts import critical_words, many_words
 from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
 from app.ui.schedule_large import large_chart
 from app.ui.tables import Table, of_workers, operations_table, workers_table
@@ -36,8 +38,10 @@ def page() -> None:
     console = get_console()
     # Without a job there may still be plans of the library, or one that a link names.
     jobless = not console.list_jobs() and bool(console.library.saved() or "plan" in st.query_params)
-    opened = None if jobless else open_job(console, pace=False)
+    opened = None if jobless else open_job(console, pace=False, title=partial(title_of, console))
     if opened is None and not jobless:
+        if not console.list_jobs():
+            open_file(console, partial(show_instead, None))
         return
     head = opened[0] if opened else None
     if head is None:
@@ -48,6 +52,7 @@ def page() -> None:
     filters = st.container(horizontal=True, vertical_alignment="bottom", key="filters")
     with filters:
         source = pick_plan(console, head.job_id if head else None, notes)
+        open_file(console, partial(show_instead, None))
     if head is not None and head.plan is None:
         components.quiet(
             "No plan is in force yet: the first one is rolled out when all workers have registered. "
@@ -114,7 +119,10 @@ def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, co
             alt=facts.schedule_words(plan, schedule),
         )
         follow("gantt", wish.time)
-    st.caption(f"{facts.reading_help(plan)} Click a bar to see its micro-batch's path through all stages.")
+    if ops > MAX_NODES:
+        st.caption(many_words(ops, "show fewer workers"))
+    else:
+        st.caption(f"{facts.reading_help(plan)} Click a bar to see its micro-batch's path through all stages.")
     if "critical" in wish.draw:
         st.caption(critical_words(schedule))
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from app.observing.measured import MeasuredIteration
 from app.ui import text
+from app.ui.charts.bars import MAX_NODES
 from planner.paths import critical_path, waited, workers_of
 from planner.schedule import Schedule
 
@@ -36,3 +37,11 @@ def critical_words(schedule: Schedule) -> str:
     if still:
         return words + f" For {text.planned(job.units(still), unit)} of that it waits (outlined): an order or a limit."
     return words + " It never waits, so only shorter ops, or another order, would make the period shorter."
+
+
+def many_words(ops: int, instead: str) -> str:
+    """Of a chart of more ops than have an element each: what it lacks. instead: what to do about it."""
+    return (
+        f"All {ops:,} ops are drawn; so many have no numbers and can't be clicked. Point at one to read what it is, or "
+        f"{instead}: up to {MAX_NODES:,} ops have both."
+    )

@@ -9,8 +9,10 @@ import streamlit as st
 from app.ui import bound, components, standing
 from app.ui.box_select import box_select, drawn_box
 from app.ui.charts import overview as large
+from app.ui.charts.bars import MAX_NODES
 from app.ui.charts.gantt import gantt
 from app.ui.charts.overview import Detail
+from app.ui.schedule_facts import many_words
 from app.ui.schedule_filters import Wish, clicked
 from app.ui.theme import Palette
 from app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow, show_all, within
@@ -79,6 +81,8 @@ def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wis
             alt="The chosen part, op by op.",
         )
         follow("detail", wish.time)
+    if detail.ops > MAX_NODES:
+        st.caption(many_words(detail.ops, "draw a smaller box"))
     return detail
 
 

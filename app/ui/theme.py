@@ -1,7 +1,7 @@
 """Colours and figure defaults, light and dark. No Streamlit here: charts import it.
 
-The op colours were searched for the largest smallest distance under full deutan-, protan- and
-tritanomaly; wherever two states are near in colour, shape and words carry the difference.
+The colours of ops and of policies were searched for the largest smallest distance under full deutan-,
+protan- and tritanomaly; wherever two states are near in colour, shape and words carry the difference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FONT = '"Source Sans", "Source Sans Pro", system-ui, sans-serif'
 
 @dataclass(frozen=True)
 class Palette:
-    """One theme. `ops` and `ops_text`: fill and number colour of each op kind."""
+    """One theme. `ops` and `ops_text`: fill and number colour of each op kind. `policies`: of a simulation's curves."""
 
     name: str
     background: str
@@ -38,6 +38,7 @@ class Palette:
     good: str
     ops: dict[str, str]
     ops_text: dict[str, str]
+    policies: dict[str, str]
 
 
 LIGHT = Palette(
@@ -62,6 +63,16 @@ LIGHT = Palette(
     good="#2E7D53",
     ops={"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#666F35", "O": "#652742"},
     ops_text={"F": "#FFFFFF", "I": "#16222E", "W": "#16222E", "B": "#FFFFFF", "O": "#FFFFFF"},
+    policies={
+        "ours": "#2862B2",
+        "recycle": "#2DA569",
+        "repartition": "#879600",
+        "oobleck": "#783C0F",
+        "drop-replica": "#FF4B5A",
+        "checkpoint-restart": "#C300B4",
+        "spares": "#1E4BF0",
+        "fault-free": "#566573",
+    },
 )
 
 DARK = Palette(
@@ -86,6 +97,16 @@ DARK = Palette(
     good="#5CC08D",
     ops={"F": "#4771C5", "I": "#37CDA6", "W": "#EFC11D", "B": "#8C5638", "O": "#ECE2FD"},
     ops_text={"F": "#FFFFFF", "I": "#10181F", "W": "#10181F", "B": "#FFFFFF", "O": "#10181F"},
+    policies={
+        "ours": "#7FA6EA",
+        "recycle": "#009669",
+        "repartition": "#D2F000",
+        "oobleck": "#E1E196",
+        "drop-replica": "#FF782D",
+        "checkpoint-restart": "#A55AFF",
+        "spares": "#B45AA5",
+        "fault-free": "#9DACBA",
+    },
 )
 
 OP_WORDS = {

@@ -22,7 +22,7 @@ class Row:
     """key: for programs. kind: how to write the values; a time is in its own plan's unit.
 
     values: one per plan; None where the plan can't be compared with the first one.
-    changes: of times, each as a fraction of the first (-0.1 = 10 % less), where the unit is the same.
+    changes: of times, each as a fraction of the first (-0.1 = 10 % less), where they are `comparable`.
     """
 
     key: str
@@ -58,7 +58,6 @@ _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("gap", "gap", "fraction", lambda p: p.metrics.gap),
     ("bubble_fraction", "bubbles", "fraction", lambda p: p.metrics.bubble_fraction),
     ("slowdown_vs_1f1b", "slowdown vs fault-free 1F1B", "fraction", lambda p: p.metrics.slowdown_vs_1f1b),
-    ("slowdown_vs_best", "slowdown vs best fault-free", "fraction", lambda p: p.metrics.slowdown_vs_best),
     ("peak_activations", "most activations on a worker", "count", lambda p: _peak(p)),
     ("ops", "ops", "count", lambda p: sum(map(len, p.workers.values()))),
     ("rerouted_ops", "re-routed ops", "count", lambda p: _rerouted(p)),
@@ -109,6 +108,25 @@ def by_stage(schedule: Schedule) -> list[StageFigures]:
     return out
 
 
+def comparable(first: Plan, other: Plan) -> bool:
+    """Do their times say something about each other? They do in one unit, of one grid with as many micro-batches."""
+    return first.job.time_unit == other.job.time_unit and _grid(first) == _grid(other)
+
+
+def against_best(plans: Sequence[Plan]) -> tuple[float, ...]:
+    """Of each plan how much longer its period is than the best fault-free one that is known of its job, as a fraction.
+
+    The best of all techniques at each memory limit that is among the plans of that job, and the plans themselves: one
+    mark for all that stand beside each other, where each plan's own `slowdown_vs_best` knows its own limit only.
+    """
+
+    def best(of: Plan) -> float:
+        own = [p.metrics for p in plans if p.job == of.job and p.solver.name != MEASURED] or [of.metrics]
+        return min(min(m.period / (1 + m.slowdown_vs_best), m.period) for m in own)
+
+    return tuple(plan.metrics.period / best(plan) - 1 for plan in plans)
+
+
 def compare(plans: Sequence[Plan]) -> tuple[Row, ...]:
     """The numbers of all plans, then what moved against the first.
 
@@ -116,7 +134,11 @@ def compare(plans: Sequence[Plan]) -> tuple[Row, ...]:
     They are counted only for plans whose grid is the first one's, and starts only where the time
     unit is too.
     """
-    rows = [_row(plans, key, label, kind, read) for key, label, kind, read in _NUMBERS]
+    rows = []
+    for key, label, kind, read in _NUMBERS:
+        rows.append(_row(plans, key, label, kind, read))
+        if key == "slowdown_vs_1f1b":
+            rows.append(Row("slowdown_vs_best", "slowdown vs best fault-free", "fraction", against_best(plans)))
     moved = [_moved(plans[0], plan) for plan in plans]
     for i, (key, label) in enumerate(
         (
@@ -134,7 +156,7 @@ def _row(plans: Sequence[Plan], key: str, label: str, kind: Kind, read: Callable
     if kind != "time":
         return Row(key, label, kind, values)
     first = values[0]
-    same_unit = [plan.job.time_unit == plans[0].job.time_unit for plan in plans]
+    alike = [comparable(plans[0], plan) for plan in plans]
     return Row(
         key,
         label,
@@ -144,7 +166,7 @@ def _row(plans: Sequence[Plan], key: str, label: str, kind: Kind, read: Callable
             value / first - 1
             if same and isinstance(value, int | float) and isinstance(first, int | float) and first
             else None
-            for value, same in zip(values, same_unit, strict=True)
+            for value, same in zip(values, alike, strict=True)
         ),
     )
 

@@ -77,6 +77,8 @@ def test_a_worker_that_hangs_is_put_out(reference: Run, tmp_path: Path) -> None:
         job(server, tmp_path / "run.jsonl", ITERATIONS, "--pace", "F=20ms,I=20ms,W=20ms") as launcher,
     ):
         job_id = server.job_id()
+        planned = server.read(f"/jobs/{job_id}")["spec"]["durations"]
+        assert planned["F"] == 20 and 0 < planned["O"] < 5_000, "the step was measured before anything was planned"
         until(lambda: _committed(server, job_id) >= 1, "training")
         workers = server.read(f"/jobs/{job_id}/workers")["workers"]
         pid = next(w["pid"] for w in workers if w["name"] == "W0_1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +15,13 @@ from ui_factory import plan
 
 from app.api import plans
 from app.api.routes import create_routes
+from app.documents import MOST_LARGE, PLAN_MIB
 from app.errors import ConsoleError
 from app.plans.uploading import MOST_WAITING, Uploads, answer
-from planner.job import Job
+from app.security.bodies import LARGE_BODY, BodyLimit
+from planner.job import Job, MemoryLimit, Problem
 from planner.plan import Plan, job_doc
+from planner.solvers.portfolio import make_plan
 
 API = "/api/v1"
 JOB = job_doc(Job.uniform(3, 4, 6)).model_dump(mode="json")
@@ -159,6 +163,73 @@ def test_a_large_upload_is_read_in_a_process_of_its_own(client: TestClient, monk
         assert json.loads(answer(data))["wrong"] == here.json()["detail"]
     assert json.loads(answer(b'["x"]'))["wrong"] == "the body: got ['x'], expected an object"
     assert "the body is not JSON: " in json.loads(answer(b"{" * 9))["wrong"]
+
+
+def large_document(pipelines: int) -> bytes:
+    """Of a plan of `pipelines` x 32 workers, 64 micro-batches each."""
+    problem = Problem(Job.uniform(pipelines, 32, 64), memory=MemoryLimit("uniform"))
+    return make_plan(problem, solver="list").to_json().encode()
+
+
+def test_a_plan_of_more_than_ten_megabytes_is_taken(client: TestClient) -> None:
+    """As `python -m planner plan --out` writes one for a thousand workers."""
+    document = large_document(32)
+    assert 14 << 20 < len(document) < PLAN_MIB << 20
+    body = b'{"name":"large","plan":' + document + b"}"
+    kept = client.post(f"{API}/plans", content=body, headers={"Content-Type": "application/json"})
+    assert kept.status_code == 201, kept.text
+    assert kept.json()["fingerprint"] == json.loads(document)["fingerprint"]
+    row = next(r for r in client.get(f"{API}/plans").json()["plans"] if r["name"] == "large")
+    assert row["workers"] == 1024
+
+
+def test_a_large_plan_that_breaks_a_rule_is_refused_in_words() -> None:
+    document = json.loads(large_document(8))
+    op = document["workers"]["W3_3"][5]
+    op["start"] -= 0.5
+    said = json.loads(answer(json.dumps({"name": "x", "plan": document}).encode()))
+    assert said["wrong"].startswith("plan: ")
+
+
+def test_few_bodies_of_many_megabytes_are_held_at_once() -> None:
+    async def run() -> list[int]:
+        held, go = asyncio.Event(), asyncio.Event()
+        inside = 0
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal inside
+            inside += 1
+            if inside == MOST_LARGE:
+                held.set()
+            await go.wait()
+            await send({"type": "http.response.start", "status": 201, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        limited, statuses = BodyLimit(app), list[int]()
+
+        async def post(size: int) -> None:
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+
+            headers = [(b"content-length", str(size).encode())]
+            scope = {"type": "http", "method": "POST", "path": f"{API}/plans", "headers": headers}
+            await limited(scope, receive, send)
+
+        first = [asyncio.create_task(post(LARGE_BODY + 1)) for _ in range(MOST_LARGE)]
+        await asyncio.wait_for(held.wait(), 30)
+        await post(LARGE_BODY + 1)
+        small = asyncio.create_task(post(100))
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(*first, small)
+        await post(129 << 20)
+        return statuses
+
+    assert sorted(asyncio.run(run())) == [201] * (MOST_LARGE + 1) + [413, 429]
 
 
 def test_so_many_large_uploads_wait(monkeypatch: pytest.MonkeyPatch) -> None:

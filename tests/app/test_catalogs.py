@@ -17,7 +17,7 @@ from app.catalogs.fill import CatalogRequest, parse_request
 from app.catalogs.report import stale, summary
 from app.catalogs.service import Catalogs, Filling
 from app.errors import ConsoleError
-from app.ui import catalog_words
+from app.ui import catalog_words, text
 from app.ui.charts.catalog import catalog_curves
 from app.ui.theme import DARK, LIGHT
 from db.session import Database
@@ -296,3 +296,8 @@ def test_curves_and_tables_say_the_same(catalogs: Catalogs, colours: object, val
     words = catalog_words.chart_words(report)
     assert words.startswith("Period by number of failures. 0 failures: ")
     assert {card.label for card in catalog_words.cards(report)} >= {"Plans", "Covered", "Proven optimal"}
+    kept = next(card for card in catalog_words.cards(report) if card.label == "Throughput kept")
+    whole, longest = report.lines[0].plans[0].period, table["longest period (slots)"][request.tolerance]
+    assert kept.value == text.percent(whole / longest), "of the longest plan, against the fault-free one"
+    living = 1 - request.tolerance / (report.question.job.pipelines * report.question.job.stages)
+    assert f"{text.percent(living)} of workers live" in kept.note

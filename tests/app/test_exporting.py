@@ -84,10 +84,17 @@ def test_each_format_opens(failed: tuple[str, ...]) -> None:
 
 def test_names_say_what_the_file_is() -> None:
     plan = made_plan(("W1_2",))
-    assert (
-        file_stem(plan, "my job/../x: in force") == f"my-job-..-x-3x4x6-without-W1_2-staggered-{plan.fingerprint[:8]}"
-    )
+    said = f"3x4x6-without-W1_2-staggered-{plan.fingerprint[:8]}"
+    assert file_stem(plan, "my job/../x: in force", at=1_790_000_000) == f"my-job-..-x-{said}-2026-09-21"
     assert file_stem(plan, "…").startswith("plan-3x4x6-")
+
+
+def test_the_same_plan_of_two_jobs_of_one_name_and_on_two_days_makes_files_of_their_own() -> None:
+    plan, day = made_plan(("W1_2",)), 86_400.0
+    stems = {file_stem(plan, "demo", job, at) for job in (None, "a1b2c3d4e5", "f6a7b8c9d0") for at in (day, 2 * day)}
+    assert len(stems) == 6
+    for name in ("without W1_2", "Adaptive pipelining, without W1_2, memory uniform", "demo in force: without W1_2"):
+        assert file_stem(plan, name).count("W1_2") == 1, "what the rest says too is not repeated"
 
 
 def test_a_large_plan_is_exported_by_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:

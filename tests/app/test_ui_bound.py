@@ -225,3 +225,40 @@ def test_every_page_says_what_of_its_link_cannot_be(
         test.segmented_control(key="events").set_value("open")
         test.toggle(key="refresh").set_value(False).run()
         assert [words.split(":")[0] for words in said(test)] == ["iterations", "progress-figures"]
+
+
+def strange() -> None:
+    """A page of which only the names in its address count."""
+    import streamlit as st
+
+    from app.ui import bound
+
+    bound.enter(st.session_state.get("page", "schedule"))
+    bound.say_unknown()
+
+
+def test_a_name_that_a_page_has_nothing_for_is_said() -> None:
+    test = AppTest.from_function(strange, default_timeout=60)
+    for name in ("paln", "plan", "show", "sim_seed"):
+        test.query_params[name] = "x"
+    test.run()
+    first, second = said(test)
+    assert first.startswith("'paln' in the link") and "Did you mean plan?" in first
+    assert second.startswith("'sim_seed' in the link")
+    test.session_state["page"] = "simulate"
+    assert [words.partition(" ")[0] for words in said(test.run())] == ["'paln'", "'plan'", "'show'"]
+
+
+@pytest.mark.parametrize("page", list(bound.NAMES))
+def test_what_the_pages_put_into_their_addresses_they_know(page: str, here: ConsoleHere, console: Console) -> None:
+    """Opened as people open them; nothing of what is in an address afterwards, or has a control, is called unknown."""
+    JobHere(console, "known names").register().commit(0, 9, 1)
+    test = AppTest.from_file(MAIN, default_timeout=60).run()
+    if page:
+        test.switch_page(f"{page}.py").run()
+    assert not test.exception, test.exception[0].message
+    known = bound.NAMES[page]
+    begins = tuple(name[:-1] for name in known if name.endswith("*"))
+    for name in [*test.query_params, *test.session_state[bound.NOTES]]:
+        assert name in (*known, "job") or (begins and name.startswith(begins)), name
+    assert not [words for words in said(test) if "in the link" in words]

@@ -6,6 +6,7 @@ import base64
 import io
 import re
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from app.ui.charts import bars, rows
 from app.ui.charts import overview as large
-from app.ui.charts import rows
 from app.ui.charts.bars import ASIDE_OPACITY, BAR_HEIGHT
+from app.ui.charts.first_sight import first_sight
 from app.ui.charts.gantt import gantt
 from app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
 from planner.job import Worker
@@ -221,6 +223,34 @@ def test_large_schedule_is_drawn_quickly_and_small_enough() -> None:
     assert detail.ops <= large.MAX_DETAIL
     assert len(html) < 200_000
     assert seconds < 2, f"the overview took {seconds:.1f} s of CPU"
+
+
+def test_many_ops_are_one_shape_a_kind_and_each_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = schedule_of(("W1_2",), unit="slot")
+    monkeypatch.setattr(bars, "MAX_NODES", 100)
+    figure = gantt(schedule, LIGHT, path=(1, 2))
+    workers = rows.Rows.of(list(schedule.problem.job.workers())).at
+    found: dict[str, list[Any]] = {}
+    for trace in figure.data:
+        if trace.type == "scatter" and trace.meta["kind"] in OP_WORDS:
+            assert None not in trace.x, "a gap would make another element"
+            corners = list(zip(trace.x, trace.y, strict=True))
+            tops = [
+                (left, (upper + lower) / 2)
+                for (left, lower), (same, upper) in pairwise(corners)
+                if left == same and lower - upper == pytest.approx(BAR_HEIGHT)
+            ]
+            found.setdefault(trace.meta["kind"], []).extend(tops)
+    on_path = set(micro_batch_path(schedule, 1, 2))
+    others = [op for op in schedule.compute_ops() if op not in on_path]
+    for kind in ("F", "I", "W"):
+        begun = sorted((op.start, workers[op.worker]) for op in others if op.kind == kind)
+        assert sorted(found[kind]) == [(start, pytest.approx(row)) for start, row in begun]
+    under = next(t for t in figure.data if t.meta["kind"] == "under")
+    assert len([words for words in under.hovertext if words]) == sum(map(len, found.values()))
+    elements = sum(len(t.x) for t in figure.data if t.type == "bar")
+    assert elements < 100, "only the path's own ops, which can be clicked, and the rows' tracks"
+    assert first_sight(figure).count("or-first-middle") == 1
 
 
 # -- paths and memory ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ui_factory as factory
 from streamlit.testing.v1 import AppTest
-from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere
+from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from app.console import Console, set_console
 from app.plans.comparing import MOST, WORKED_EXAMPLE, stage_table
@@ -60,7 +60,7 @@ def chart(test: AppTest) -> dict[str, Any]:
 
 def titles(test: AppTest) -> list[str]:
     texts = [a["text"] for a in chart(test)["layout"]["annotations"]]
-    return [t.removeprefix("<b>").removesuffix("</b>") for t in texts if t.startswith("<b>") and "failed" not in t]
+    return [t.removeprefix("<b>").rpartition("</b> · period")[0] for t in texts if "</b> · period" in t]
 
 
 def test_without_a_job_the_page_says_what_to_do_and_shows_the_papers_example(tmp_path: Path) -> None:
@@ -183,6 +183,12 @@ def test_every_op_of_each_plan_is_drawn_in_its_own_rows() -> None:
     lines = [s for s in figure.layout.shapes if s.type == "line"]
     assert [s.x0 for s in lines if s.name != "baseline"] == [p.metrics.period for p in plans]
     assert [s.x0 for s in lines if s.name == "baseline"] == [plans[0].metrics.period]
+    titles = [(note.y, note.text) for note in figure.layout.annotations if note.yref == "paper"]
+    assert len(titles) == len({y for y, _ in titles}) == len(plans), (
+        "one line of words above each, which none overprint"
+    )
+    for (_, words), plan in zip(titles, plans, strict=True):
+        assert f"period {text.planned(plan.metrics.period, plan.job.time_unit)}" in words
     domains = [figure.layout[f"yaxis{i + 1}" if i else "yaxis"].domain for i in range(3)]
     assert all(upper[0] > lower[1] for upper, lower in pairwise(domains)), "nothing overlaps"
 
@@ -213,3 +219,18 @@ def test_stages_add_up() -> None:
     assert idle == pytest.approx(schedule.bubble_fraction)
     table = stage_table(["a", "b"], [schedule, factory.plan().schedule()])
     assert [(table["stage"][i], table["plan"][i]) for i in range(3)] == [(0, "a"), (0, "b"), (1, "a")]
+
+
+def test_a_file_with_a_plan_is_compared_and_what_is_of_another_grid_is_said_to_be(
+    console: Console, job: JobHere
+) -> None:
+    plan = factory.plan(grid=(2, 3, 4))
+    test = open_page(job=job.job_id)
+    test.file_uploader[0].set_value(("mine.json", plan.to_json().encode(), "application/json")).run()
+    name = f"saved:{plan.fingerprint}"
+    until(lambda: name in test.run().query_params.get("plans", []), "the plan is among those compared")
+    page = words(settled(test))
+    assert "of 2 × 3 × 4, the baseline of 3 × 4 × 6" in page, "its period says nothing about the baseline's"
+    assert '<h1 class="or-title">compared job</h1>' in page
+    test = open_page(job=job.job_id, plans=[name])
+    assert '<h1 class="or-title">Compare</h1>' in words(test), "none of the plans is the job's"

@@ -15,7 +15,7 @@ import pytest
 import ui_factory as factory
 
 from agent.protocol import WorkerState
-from app.ui.charts.progress import epoch_marks, losses, progress_rows, throughput
+from app.ui.charts.progress import LATE, WORDS, Mark, epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.vega import LiveChart
 from app.ui.charts.worker_grid import LOOKS, worker_grid
 from app.ui.theme import DARK, LIGHT, Palette
@@ -69,6 +69,21 @@ def test_words_of_a_late_change_stand_on_its_left_and_dots_only_where_there_is_r
     assert np.isnan(few["reference"][:-1]).all() and few["reference"][-1] == pytest.approx(36.7)
     assert few["headroom"][-1] == pytest.approx(1.15 * max(36.7, few["samples_per_second"].max()))
     assert all(len(column) == 0 for column in progress_rows((), [], None).values())
+
+
+def test_words_of_changes_that_come_soon_after_each_other_do_not_overprint() -> None:
+    marks = [Mark(i, f"✕ W0_{i}", True, "") for i in (10, 12, 14, 16, 18, 20, 90, 97, 99)]
+    rows = progress_rows(factory.iteration_views(101), marks, 36.7)
+    shown = [(i, words, rows["height"][i]) for i, words in enumerate(rows["mark"]) if words]
+    boxes = [
+        (at - 100 * WORDS, at, height) if at > 100 * LATE else (at, at + 100 * WORDS, height) for at, _, height in shown
+    ]
+    for n, (begin, end, height) in enumerate(boxes):
+        for other_begin, other_end, other_height in boxes[:n]:
+            assert end <= other_begin or begin >= other_end or abs(height - other_height) >= 13
+    assert "✕ W0_16 +2" in rows["mark"], "what has no room is counted"
+    assert [i for i, change in enumerate(rows["change"]) if change] == [10, 12, 14, 16, 18, 20, 90, 97, 99]
+    assert rows["height"].min() > 40, "below the curve's top"
 
 
 def test_live_specs_stand_still_while_the_job_runs() -> None:

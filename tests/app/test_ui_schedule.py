@@ -283,3 +283,26 @@ def test_a_job_that_ended_unmeasured_says_so(console: Console) -> None:
     test = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
     assert "no iteration of job 'over' was measured" in test.error[0].value
     assert test.get("plotly_chart"), "the plan in force is shown instead"
+
+
+def test_the_head_names_the_plan_that_is_shown(console: Console, job: JobHere) -> None:
+    def head(test: AppTest) -> str:
+        return next(e.proto.body for e in test.get("html") if '<h1 class="or-title">' in e.proto.body)
+
+    kept = console.library.save(factory.plan(grid=(2, 3, 5)), "two by three")
+    other = head(open_page(job=job.job_id, plan=f"saved:{kept}"))
+    assert "two by three" in other and "2 pipelines × 3 stages, 5 micro-batches each" in other
+    assert f"not a plan of {job.spec.name}" in other
+    assert f'<h1 class="or-title">{job.spec.name}</h1>' in head(open_page(job=job.job_id))
+
+
+def test_a_file_with_a_plan_is_read_and_shown(console: Console, job: JobHere) -> None:
+    plan = factory.plan(("W0_1",), grid=(2, 3, 4))
+    test = open_page(job=job.job_id)
+    test.file_uploader[0].set_value(("mine.json", plan.to_json().encode(), "application/json")).run()
+    until(lambda: any(row["fingerprint"] == plan.fingerprint for row in console.library.saved()), "the plan is kept")
+    until(lambda: test.run().query_params.get("plan") == f"saved:{plan.fingerprint}", "the plan is shown")
+    assert "mine" in words(test) and "2 pipelines × 3 stages" in words(test)
+    test.file_uploader[0].set_value(("other.json", b'{"no": "plan"}', "application/json")).run()
+    until(lambda: "other.json: " in words(test.run()), "what is wrong with the file is said")
+    assert test.query_params["plan"] == f"saved:{plan.fingerprint}"

@@ -66,6 +66,11 @@ def bars(page: Page) -> Locator:
     return page.locator(".js-plotly-plot .bars text")
 
 
+COUNTS = """e => { const n = {}; for (const x of e.querySelectorAll(".main-svg *")) {
+  const k = x.tagName + "." + (x.getAttribute("class") ?? ""); n[k] = (n[k] ?? 0) + 1 }
+  return Object.entries(n).sort((a, b) => b[1] - a[1]).slice(0, 8) }"""
+
+
 def parameter(page: Page, name: str) -> str | None:
     found = re.search(rf"[?&]{name}=([^&]*)", page.url)
     return found[1] if found else None
@@ -91,7 +96,8 @@ def test_files_are_downloaded_and_open(site: Site, page: Page) -> None:
     name, content = downloaded(page, "Chrome trace")
     events = json.loads(content)["traceEvents"]
     assert sum(e["ph"] == "X" for e in events) == sum(map(len, site.plan.workers.values()))
-    assert name.startswith("small-job-in-force-3x4x6-without-W1_2-staggered-") and name.endswith(".trace.json")
+    assert name.startswith(f"small-job-in-force-{site.small[:8]}-3x4x6-without-W1_2-staggered-")
+    assert name.endswith(".trace.json")
     name, content = downloaded(page, "JSON plan document")
     assert Plan.from_json(content) == site.plan
     name, content = downloaded(page, "PNG picture")
@@ -172,7 +178,8 @@ def test_techniques_of_the_papers_example_stand_on_one_axis(site: Site, page: Pa
     page.goto(f"{site.root}/compare?{link}")
     titles = page.locator(".js-plotly-plot .annotation-text", has_text="period")
     expect(titles).to_have_count(4)
-    assert titles.all_text_contents() == [f"period {n} slots" for n in (27, 36, 29, 27)]
+    periods = [words.rpartition(" · ")[2] for words in titles.all_text_contents()]
+    assert periods == [f"period {n} slots" for n in (27, 36, 29, 27)]
     assert page.locator(".or-card .or-value").all_inner_texts() == [f"{n} slots period" for n in (27, 36, 29, 27)]
     expect(page.locator(".js-plotly-plot .annotation-text", has_text="W0_2 and W2_2")).to_have_count(3)
 
@@ -219,6 +226,24 @@ def test_a_box_on_a_large_plan_opens_its_ops(site: Site, page: Page) -> None:
     expect(heading).to_have_text(before)
 
 
+def test_a_box_of_thousands_of_ops_does_not_fill_the_page_with_elements(site: Site, page: Page) -> None:
+    page.goto(f"{site.root}/schedule?job={site.large}&box=0,999999,0,20")
+    plot = page.locator(".js-plotly-plot[data-zoom]")
+    plot.wait_for()
+    expect(page.locator("[data-testid=stCaptionContainer]", has_text="so many have no numbers")).to_be_visible()
+    said = page.locator(".or-heading", has_text="Detail").inner_text()
+    found = re.search(r"([\d,]+) ops", said)
+    assert found and int(found[1].replace(",", "")) > 2500
+    count = plot.locator(".main-svg *").count()
+    assert count < 2000, plot.evaluate(COUNTS)
+    settle(page)
+    plot.scroll_into_view_if_needed()
+    place = plot.bounding_box()
+    assert place is not None
+    page.mouse.move(place["x"] + 0.5 * place["width"], place["y"] + 80)
+    expect(plot.locator(".hoverlayer .hovertext").first).to_contain_text("micro-batch")
+
+
 def test_a_large_plan_is_seen_and_takes_a_box_before_the_code_of_charts_is_there(site: Site, page: Page) -> None:
     held: list[Route] = []
     page.route("**/PlotlyChart.*.js", lambda route: held.append(route))
@@ -251,6 +276,17 @@ def test_a_large_plan_is_seen_and_takes_a_box_before_the_code_of_charts_is_there
     assert {name for name in scripts if name.endswith(".js")} <= named, "nothing that it draws with is asked for late"
 
 
+def says_that_it_scrolls(page: Page, frame: str) -> bool | None:
+    """Of the first such frame, whose content must be wider than it if it does; None: there is none."""
+    found = page.locator(frame).first
+    if not found.count():
+        return None
+    words = "e => { const cue = getComputedStyle(e, '::before'); return cue.display === 'none' ? '' : cue.content }"
+    wider, said = found.evaluate("e => e.scrollWidth > e.clientWidth"), "Scroll sideways" in found.evaluate(words)
+    assert wider == said
+    return said
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 390])
 def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int) -> None:
@@ -262,6 +298,10 @@ def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any,
             settle(page)
             shifts.assert_few("as it came")
             assert_it_fits(page, ".or-card *", ".or-heading", ".or-title")
+            assert says_that_it_scrolls(page, "[class*=st-key-wide-chart]") in (None, width == 390)
+        page.goto(f"{site.root}/help")
+        page.locator(".or-idea img").first.wait_for()
+        assert says_that_it_scrolls(page, ".or-idea > div") == (width == 390)
         page.goto(f"{site.root}/?job={site.wide}")
         page.locator(".stVegaLiteChart .marks").first.wait_for()
         settle(page)

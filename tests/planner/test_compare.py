@@ -8,6 +8,7 @@ from planner.catalog import rename_pipelines
 from planner.export.compare import Row, compare
 from planner.job import Job, MemoryLimit, Problem, Technique
 from planner.plan import MEASURED, Plan, SolverDoc
+from planner.reference import reference_plan
 from planner.solvers.portfolio import make_plan
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
@@ -30,6 +31,19 @@ def test_the_numbers_are_those_of_the_plans() -> None:
     change = b.metrics.period / a.metrics.period - 1
     assert found["period"].shown(1) == f"{b.metrics.period} ({change:+.1%})"
     assert found["bubble_fraction"].shown(1) == f"{b.metrics.bubble_fraction:.2%}"
+
+
+def test_all_plans_of_a_job_stand_beside_one_best() -> None:
+    """1F1B of 27 slots keeps a tighter memory limit and is of another technique than ours of 21, and is 29 % longer."""
+    job = Job.uniform(3, 4, 6)
+    plain = reference_plan(job, "1f1b")
+    ours = make_plan(Problem(job, memory=MemoryLimit("uniform")), solver="list")
+    other = make_plan(Problem(Job.uniform(2, 2, 4)), solver="list")
+    found = rows(plain, ours, other)
+    assert found["period"].values == (27, 21, other.metrics.period)
+    assert found["slowdown_vs_best"].values == (27 / 21 - 1, 0, other.metrics.slowdown_vs_best)
+    assert found["slowdown_vs_best"].shown(0) == "+28.57%"
+    assert found["period"].changes[1] is not None and found["period"].changes[2] is None, "another grid is not compared"
 
 
 def test_an_iteration_as_it_ran_was_made_by_no_solver() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -17,6 +18,10 @@ from planner.schedule import Op, Schedule
 
 KIND_ORDER = ("F", "I", "W", "B", "O")
 BAR_HEIGHT = 0.86
+# Each bar is three and more elements of the page. More ops than this are drawn as one shape a kind, without numbers.
+MAX_NODES = 1_000
+# Of the length of such a bar.
+GAP = 0.06
 GHOST_OPACITY = {"light": 0.32, "dark": 0.5}
 ASIDE_OPACITY = 0.3
 """Of what is not on the path that is looked at."""
@@ -63,6 +68,76 @@ def op_bars(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False, suffix: str
     return traces
 
 
+def op_shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.Scatter]:
+    """As `op_bars`, for many ops: one element a kind, and one more that says what is under the pointer."""
+    traces = []
+    for kind in KIND_ORDER:
+        for moved in (False, True):
+            own = [op for op in ops if op.kind == kind and op.rerouted == moved]
+            if own:
+                traces.append(_shape(sheet, own, kind, moved=moved, aside=aside))
+    # A line without width or a break, which is one element, over the middles of all.
+    under = go.Scatter(
+        x=[sheet.x(op.start + op.duration / 2) for op in ops],
+        y=[sheet.rows.at[op.worker] for op in ops],
+        yaxis=sheet.axis,
+        mode="lines",
+        line={"width": 0, "simplify": False},
+        hovertext=[op_sentence(op, sheet.job) for op in ops],
+        hoverinfo="text",
+        meta={"kind": "under"},
+    )
+    return [*traces, under]
+
+
+def _shape(sheet: Sheet, ops: Sequence[Op], kind: str, *, moved: bool, aside: bool) -> go.Scatter:
+    colours = sheet.colours
+    # A step of no duration still shows.
+    least = sheet.schedule.end / 500 if kind == "O" else 0
+    return go.Scatter(
+        **_boxes(sheet, [(op.worker, op.start, max(op.end, op.start + least)) for op in ops]),
+        name=OP_WORDS[kind],
+        fillcolor=colours.ops[kind],
+        fillpattern=_hatch(colours) if moved else None,
+        opacity=ASIDE_OPACITY if aside else None,
+        meta={"kind": kind, "rerouted": moved, "aside": aside},
+    )
+
+
+def _boxes(sheet: Sheet, boxes: Iterable[tuple[Worker, float, float]]) -> dict[str, Any]:
+    """What a trace of them has in common with others. boxes: worker, from and to in ticks.
+
+    One outline without a break, which Plotly would make an element of: along the bottom of a row, up and down at each
+    box, back along the bottom, and on to the next row by the line on which it will come back. A gap on the right of
+    each tells it from the next.
+    """
+    rows: dict[Worker, list[tuple[float, float]]] = {}
+    for worker, begin, end in boxes:
+        rows.setdefault(worker, []).append((begin, end))
+    edge = sheet.x(min((begin for row in rows.values() for begin, _ in row), default=0))
+    x: list[float | int] = []
+    y: list[float] = []
+    for worker, row in rows.items():
+        top, bottom = (sheet.rows.at[worker] + side * BAR_HEIGHT / 2 for side in (-1, 1))
+        x.append(edge)
+        y.append(bottom)
+        for begin, end in sorted(row):
+            left, right = sheet.x(begin), sheet.x(end - GAP * (end - begin))
+            x += [left, left, right, right]
+            y += [bottom, top, top, bottom]
+        x.append(edge)
+        y.append(bottom)
+    return {
+        "x": x,
+        "y": y,
+        "yaxis": sheet.axis,
+        "mode": "lines",
+        "line": {"width": 0, "simplify": False},
+        "fill": "toself",
+        "hoverinfo": "skip",
+    }
+
+
 def track(sheet: Sheet, start: float, end: float) -> go.Bar:
     """What stays visible of it is idle: the bubbles. start, end: ticks."""
     living = sheet.living
@@ -80,31 +155,48 @@ def track(sheet: Sheet, start: float, end: float) -> go.Bar:
     )
 
 
-def ghost(sheet: Sheet, start: float, end: float) -> go.Bar | None:
-    """The next iteration's ops between two ticks, one period later, faint; None when there are none."""
-    period = sheet.schedule.period
+def ghost(sheet: Sheet, start: float, end: float, *, shapes: bool = False) -> list[go.Bar | go.Scatter]:
+    """The next iteration's ops between two ticks, one period later, faint. shapes: one element a kind."""
+    period, colours = sheet.schedule.period, sheet.colours
     ops = [
         op for w in sheet.living for op in sheet.schedule.ops[w] if op.start + period < end and op.end + period > start
     ]
+    opacity = GHOST_OPACITY[colours.name]
+    if shapes:
+        return [
+            go.Scatter(
+                **_boxes(
+                    sheet,
+                    [(o.worker, o.start + period, min(o.end + period, end)) for o in ops if o.kind == kind],
+                ),
+                fillcolor=colours.ops[kind],
+                opacity=opacity,
+                meta={"kind": "ghost"},
+            )
+            for kind in KIND_ORDER
+            if any(o.kind == kind for o in ops)
+        ]
     if not ops:
-        return None
-    return go.Bar(
-        orientation="h",
-        name="Next iteration",
-        base=[sheet.x(op.start + period) for op in ops],
-        x=[sheet.x(min(op.duration, end - op.start - period)) for op in ops],
-        y=[sheet.rows.at[op.worker] for op in ops],
-        yaxis=sheet.axis,
-        width=BAR_HEIGHT,
-        opacity=GHOST_OPACITY[sheet.colours.name],
-        marker={
-            "color": [sheet.colours.ops[op.kind] for op in ops],
-            "line": {"width": 1, "color": sheet.colours.background},
-        },
-        hovertext=["next iteration<br>" + op_sentence(op, sheet.job) for op in ops],
-        hoverinfo="skip",
-        meta={"kind": "ghost"},
-    )
+        return []
+    return [
+        go.Bar(
+            orientation="h",
+            name="Next iteration",
+            base=[sheet.x(op.start + period) for op in ops],
+            x=[sheet.x(min(op.duration, end - op.start - period)) for op in ops],
+            y=[sheet.rows.at[op.worker] for op in ops],
+            yaxis=sheet.axis,
+            width=BAR_HEIGHT,
+            opacity=opacity,
+            marker={
+                "color": [colours.ops[op.kind] for op in ops],
+                "line": {"width": 1, "color": colours.background},
+            },
+            hovertext=["next iteration<br>" + op_sentence(op, sheet.job) for op in ops],
+            hoverinfo="skip",
+            meta={"kind": "ghost"},
+        )
+    ]
 
 
 def thread(sheet: Sheet, ops: Sequence[Op], name: str, *, dash: str = "solid") -> list[go.Bar | go.Scatter]:

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from app.ui import text
 from app.ui.charts import bars
 from app.ui.charts.bars import Sheet
-from app.ui.charts.gantt import DENSE_OPS_PER_ROW
+from app.ui.charts.gantt import DENSE_OPS_PER_ROW, HOVER
 from app.ui.charts.overview import MAX_BARS, picture
 from app.ui.charts.rows import Rows
 from app.ui.theme import Palette, style
@@ -47,12 +47,13 @@ def comparison(
 ) -> go.Figure:
     """The first one is the baseline: its period is drawn through all of them.
 
-    Above MAX_BARS ops in all, each is a picture. Where time units differ, each plan's times are
-    shares of its own job's fault-free 1F1B iteration. shown: from and to of the time axis, all else
-    can be moved to (default: all).
+    Above bars.MAX_NODES ops in all, bars have no numbers; above MAX_BARS, each is a picture. Where time units differ,
+    each plan's times are shares of its own job's fault-free 1F1B iteration. shown: from and to of the time axis, all
+    else can be moved to (default: all).
     """
     factors = time_factors([s.plan for s in strips])
-    as_pictures = sum(s.ops for s in strips) > MAX_BARS
+    ops = sum(s.ops for s in strips)
+    as_pictures, shapes = ops > MAX_BARS, ops > bars.MAX_NODES
     sheets = [
         Sheet(s.schedule, Rows.of(s.workers), colours, factor, f"y{i + 1}" if i else "y")
         for i, (s, factor) in enumerate(zip(strips, factors, strict=True))
@@ -68,7 +69,7 @@ def comparison(
         if as_pictures:
             _add_picture(figure, strip, sheet)
         else:
-            _add_bars(figure, sheet, end / sheet.factor * sheet.job.ticks_per_unit)
+            _add_bars(figure, sheet, end / sheet.factor * sheet.job.ticks_per_unit, shapes=shapes)
         _add_title(figure, strip, sheet, top / whole)
         top -= height + BETWEEN
     _add_baseline(figure, sheets[0], end)
@@ -79,6 +80,7 @@ def comparison(
         margin={"l": 62, "r": 14, "t": TOP, "b": BOTTOM},
         showlegend=False,
         uniformtext={"mode": "hide", "minsize": 7} if _dense(strips) else None,
+        hoverdistance=HOVER if shapes else None,
     )
     figure.update_xaxes(
         title_text=f"time ({_axis_unit(strips)})",
@@ -160,11 +162,10 @@ def _axis(figure: go.Figure, sheet: Sheet, domain: tuple[float, float], *, pictu
     )
 
 
-def _add_bars(figure: go.Figure, sheet: Sheet, end: float) -> None:
+def _add_bars(figure: go.Figure, sheet: Sheet, end: float, *, shapes: bool) -> None:
     figure.add_trace(bars.track(sheet, 0, end))
-    if (ghost := bars.ghost(sheet, 0, end)) is not None:
-        figure.add_trace(ghost)
-    figure.add_traces(bars.op_bars(sheet, sheet.ops()))
+    figure.add_traces(bars.ghost(sheet, 0, end, shapes=shapes))
+    figure.add_traces((bars.op_shapes if shapes else bars.op_bars)(sheet, sheet.ops()))
     bars.mark_failed(figure, sheet)
 
 
@@ -188,21 +189,16 @@ def _add_picture(figure: go.Figure, strip: Strip, sheet: Sheet) -> None:
 
 
 def _add_title(figure: go.Figure, strip: Strip, sheet: Sheet, top: float) -> None:
-    """The plan's name above its rows, and its period where it ends."""
-    colours = sheet.colours
+    """The plan's name and its period above its rows, in one line, so that neither runs into the other; and a line where
+    the period ends."""
+    period = text.planned(sheet.job.units(sheet.schedule.period), sheet.job.time_unit)
     figure.add_annotation(
         x=0, xref="paper", xanchor="left", y=top, yref="paper", yanchor="bottom", yshift=2, showarrow=False,
-        text=f"<b>{_plain(strip.name)}</b>", font={"size": 13, "color": colours.text},
+        text=f"<b>{_plain(strip.name)}</b> · period {_plain(period)}", font={"size": 13, "color": sheet.colours.text},
     )  # fmt: skip
     x = sheet.x(sheet.schedule.period)
-    figure.add_shape(
-        type="line", x0=x, x1=x, yref=f"{sheet.axis} domain", y0=0, y1=1, line={"color": colours.text, "width": 2}
-    )  # fmt: skip
-    figure.add_annotation(
-        x=x, xanchor="right", y=top, yref="paper", yanchor="bottom", yshift=2, showarrow=False,
-        text=f"period {text.planned(sheet.job.units(sheet.schedule.period), sheet.job.time_unit)}",
-        font={"size": 12, "color": colours.text},
-    )  # fmt: skip
+    line = {"color": sheet.colours.text, "width": 2}
+    figure.add_shape(type="line", x0=x, x1=x, yref=f"{sheet.axis} domain", y0=0, y1=1, line=line)
 
 
 def _add_baseline(figure: go.Figure, sheet: Sheet, end: float) -> None:

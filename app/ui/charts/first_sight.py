@@ -123,14 +123,21 @@ def _bar(area: Area, base: float, length: float, top: str, bottom: str) -> str:
 
 def _curve(area: Area, trace: Document) -> Iterator[str]:
     """Areas and lines, broken where there is no value."""
-    steps, pen = [], "M"
+    line = trace.get("line") or {}
+    if not trace.get("fill") and not line.get("width"):
+        return
+    rows: dict[float, str] = {}
+    steps, pen, axis = [], "M", trace.get("yaxis", "y")
     for x, y in zip(trace["x"], trace["y"], strict=True):
         if x is None:
             pen = "M"
             continue
-        steps.append(f"{pen}{area.x(x)} {area.y(y, trace.get('yaxis', 'y')):.1f}")
+        if y not in rows:
+            rows[y] = f"{area.y(y, axis):.1f}"
+        steps.append(f"{pen}{area.x(x)} {rows[y]}")
         pen = "L"
-    look = f'fill="{_paint(trace["fillcolor"])}"' if trace.get("fill") else _stroke(trace.get("line"))
+    look = f'fill="{_paint(trace["fillcolor"])}"' if trace.get("fill") else _stroke(line)
+    look += f' opacity="{trace["opacity"]}"' if trace.get("opacity") is not None else ""
     if steps and look:
         yield f'<path {look} d="{"".join(steps)}"/>'
 

@@ -23,6 +23,8 @@ DENSE_OPS_PER_ROW = 90
 # Above this many rows their figures at the right edge would run into each other.
 MAX_FIGURES = 64
 TOP, BOTTOM, BETWEEN = 24, 46, 34
+# Pixels from the middle of a bar, where bars have no element of their own.
+HOVER = 60
 MARGIN = 70
 
 
@@ -40,7 +42,7 @@ def gantt(
     next_iteration: bool = True,
     revision: str = "gantt",
 ) -> go.Figure:
-    """Draws `schedule`, times in the job's own unit.
+    """Draws `schedule`, times in the job's own unit; above bars.MAX_NODES ops without numbers, and deaf to clicks.
 
     workers: the rows to show (default: all). fault_free_end: where fault-free 1F1B would end, in
     ticks. window: the only ticks to draw; ops outside are left out. shown: from and to of the time
@@ -54,11 +56,16 @@ def gantt(
     ops = sheet.ops(window)
     start, end = window or (0, _axis_end(schedule, fault_free_end))
 
+    shapes = len(ops) > bars.MAX_NODES
     figure = go.Figure(bars.track(sheet, start, end))
-    if next_iteration and (ghost := bars.ghost(sheet, start, end)) is not None:
-        figure.add_trace(ghost)
+    if next_iteration:
+        figure.add_traces(bars.ghost(sheet, start, end, shapes=shapes))
     on_path = set(micro_batch_path(schedule, *path)) if path else set()
-    figure.add_traces(bars.op_bars(sheet, [op for op in ops if op not in on_path], aside=bool(on_path)))
+    others = [op for op in ops if op not in on_path]
+    figure.add_traces(
+        bars.op_shapes(sheet, others, aside=bool(on_path)) if shapes
+        else bars.op_bars(sheet, others, aside=bool(on_path))
+    )  # fmt: skip
     if on_path:
         _add_path(figure, sheet, [op for op in ops if op in on_path])
     if critical:
@@ -70,6 +77,8 @@ def gantt(
     if fault_free_end is not None and start <= fault_free_end <= end:
         _mark_fault_free_end(figure, sheet, fault_free_end)
     style(figure, colours, height=rows.pixels() + TOP + BOTTOM, revision=revision)
+    if shapes:
+        figure.update_layout(hoverdistance=HOVER)
     dense = len(ops) > DENSE_OPS_PER_ROW * max(1, len(sheet.living))
     _lay_out(figure, sheet, shown or (sheet.x(start), sheet.x(end)), dense=dense)
     if held:

@@ -24,6 +24,10 @@ _OPENED = re.compile(r"epoch (\d+)[^:]*: (.*); plan ", re.DOTALL)
 _LONGEST = 160
 # Beyond this share of the axis a mark's words stand on its left.
 LATE = 0.85
+# A mark's words take at most this share of the axis, on a narrow screen; where others stand there they go a line up,
+# and where all lines are taken they are left to the tooltip, counted by the last words that stand.
+WORDS = 0.22
+LINES, LINE_HEIGHT = 4, 14
 # Room above the highest value, for words.
 HEADROOM = 1.15
 
@@ -114,7 +118,8 @@ def losses(rows: Columns, colours: Palette, shown: tuple[float, float] | None = 
 def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], fault_free: float | None) -> Columns:
     """One row per iteration, in narrow types: it is sent at each refresh.
 
-    mark: words at iterations that open a new epoch, else empty; change: `lost`, `other` or empty. late: so near
+    mark: words at iterations that open a new epoch, where there is room for them, else empty; height: where they stand,
+    in pixels from the panel's top; change: `lost`, `other` or empty. late: so near
     the right edge that they stand on the left. before, after: where the iteration begins and ends on the axis.
     reference: the fault-free rate; headroom: what the axis has to reach; both in the last row only, NaN elsewhere.
 
@@ -126,6 +131,8 @@ def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], faul
     rate = np.array([i.samples_per_second for i in iterations], dtype=np.float32)
     first, last = np.arange(len(number)) == 0, np.arange(len(number)) == len(number) - 1
     span = int(number[-1] - number[0]) if len(number) else 0
+    placed = _laid_out([m for m in found if m], int(number[0]) if len(number) else 0, span)
+    words = [placed.get(int(i), ("", 0)) for i in number]
     return {
         "iteration": number,
         "samples_per_second": rate,
@@ -133,7 +140,8 @@ def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], faul
         "loss": np.array([i.loss for i in iterations], dtype=np.float32),
         "epoch": np.array([i.epoch for i in iterations], dtype=np.int32),
         "living": np.array([i.living for i in iterations], dtype=np.int32),
-        "mark": [m.text if m else "" for m in found],
+        "mark": [text for text, _ in words],
+        "height": np.array([PANEL_HEIGHT - 4 - LINE_HEIGHT * line for _, line in words], dtype=np.float32),
         "change": [("lost" if m.lost else "other") if m else "" for m in found],
         "happened": [m.detail if m else "" for m in found],
         "first": first,
@@ -145,6 +153,34 @@ def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], faul
         "reference": np.where(last, np.float32(np.nan if fault_free is None else fault_free), np.float32(np.nan)),
         "headroom": np.where(last, HEADROOM * max([*rate, fault_free or 0.0]), np.nan).astype(np.float32),
     }
+
+
+def _laid_out(marks: list[Mark], first: int, span: int) -> dict[int, tuple[str, int]]:
+    """By iteration the words that stand there, and in which line, from 0: no two words overprint each other."""
+    taken: list[list[tuple[float, float]]] = [[] for _ in range(LINES)]
+    placed: dict[int, tuple[str, int]] = {}
+    left_out = 0
+    for mark in marks:
+        at = (mark.iteration - first) / max(span, 1)
+        begin, end = (at - WORDS, at) if at > LATE else (at, at + WORDS)
+        line = next((i for i, parts in enumerate(taken) if all(end <= b or begin >= e for b, e in parts)), None)
+        if line is None:
+            left_out += 1
+            continue
+        if left_out:
+            _count(placed, left_out)
+            left_out = 0
+        taken[line].append((begin, end))
+        placed[mark.iteration] = mark.text, line
+    if left_out:
+        _count(placed, left_out)
+    return placed
+
+
+def _count(placed: dict[int, tuple[str, int]], more: int) -> None:
+    last = next(reversed(placed))
+    words, line = placed[last]
+    placed[last] = f"{words} +{more}", line
 
 
 def _panel(title: str, layers: list[Any], colours: Palette, axis_title: str | None = None) -> dict[str, Any]:
@@ -243,7 +279,7 @@ def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
         },
         "encoding": {
             "x": x,
-            "y": {"value": PANEL_HEIGHT - 4},
+            "y": {"field": "height", "type": "quantitative", "scale": None},
             "text": {"field": "mark"},
             "color": by_change(colours.failed_text, colours.joining),
         },

@@ -11,16 +11,16 @@ from app.ui.theme import Palette, fixed, style
 
 Curve = Sequence[tuple[float, float]]
 
-# Words, colour (a field of the palette, or an op kind) and dash of each policy: none has both of another.
-POLICIES: dict[str, tuple[str, str, str]] = {
-    "ours": ("Ours, best per failure", "accent", "solid"),
-    "recycle": ("Re-route (ReCycle)", "I", "solid"),
-    "repartition": ("Re-partition layers", "W", "solid"),
-    "oobleck": ("Oobleck's templates", "W", "dash"),
-    "drop-replica": ("Drop the replica", "failed", "solid"),
-    "checkpoint-restart": ("Checkpoint and restart", "failed", "dot"),
-    "spares": ("Spares stand by", "good", "dash"),
-    "fault-free": ("Nothing ever fails", "muted", "dot"),
+# Words and dash of each policy; the palette has its colour under the same name.
+POLICIES: dict[str, tuple[str, str]] = {
+    "ours": ("Ours, best per failure", "solid"),
+    "recycle": ("Re-route (ReCycle)", "solid"),
+    "repartition": ("Re-partition layers", "solid"),
+    "oobleck": ("Oobleck's templates", "dash"),
+    "drop-replica": ("Drop the replica", "solid"),
+    "checkpoint-restart": ("Checkpoint and restart", "dashdot"),
+    "spares": ("Spares stand by", "dash"),
+    "fault-free": ("Nothing ever fails", "dot"),
 }
 # A curve is drawn in at most so many spans of time; what is shorter (a pause of seconds in a run of
 # weeks) shows by what it takes off its span's mean.
@@ -36,8 +36,12 @@ def policy_words(name: str) -> str:
 
 
 def _look(name: str, colours: Palette) -> tuple[str, str]:
-    _, colour, dash = POLICIES.get("spares" if name.startswith("spares") else name, ("", "muted", "solid"))
-    return (colours.ops[colour] if colour in colours.ops else getattr(colours, colour)), dash
+    """Colour and dash; one colour for any number of spares, whose dashes tell them apart."""
+    base, _, number = name.partition("-") if name.startswith("spares") else (name, "", "")
+    dash = POLICIES[base][1] if base in POLICIES else "solid"
+    if number not in ("", "1"):
+        dash = f"{4 + 3 * int(number)}px,4px"
+    return colours.policies.get(base, colours.muted), dash
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> list[tuple[float, float]]:

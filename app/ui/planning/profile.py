@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import streamlit as st
 
 from app.console import Console
+from app.documents import PLAN_MIB
 from app.errors import ConsoleError
 from app.plans.measured_profile import measured_profile
 from app.plans.profile_table import HELP, edited, table
@@ -17,11 +20,12 @@ from app.plans.whatif import WhatIf, read_upload, uploaded
 from app.plans.whatif_check import PROFILE, Checked
 from app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
 from app.ui import bound, text
+from app.ui.plan_upload import read_file, show_reading
 from app.ui.planning import keeping
 from app.ui.planning.controls import wrong
 from app.ui.planning.pieces import field_error
 from app.ui.planning.state import PROFILE_NOTE, change, entered, now, said, say, shown
-from planner.errors import PlannerError
+from planner.errors import InputError, PlannerError
 from planner.job import Job
 from planner.plan import JobDoc, job_doc
 from planner.profiles import Profile, shipped
@@ -33,6 +37,8 @@ NAMES = {
     OWN: "Your own",
 }
 UPLOAD = "planner-upload"
+# Bytes. A larger plan is read elsewhere; no profile or job is as large as that.
+LARGE_FILE, MOST_PROFILE = 1 << 20, 8 << 20
 MEASURED = "measured"
 # Rows that the table shows without scrolling.
 ROWS = 12
@@ -65,14 +71,16 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
                 type="json",
                 key=f"{UPLOAD}-{st.session_state.get(UPLOAD, 0)}",
                 on_change=_upload,
-                max_upload_size=8,
+                args=(console,),
+                max_upload_size=PLAN_MIB,
                 help="`python -m agent profile --out FILE.json` writes profiles.",
             )
             if found.job is not None:
+                document = job_doc(found.job).model_dump_json(indent=2)
                 st.download_button(
                     "Download this profile",
-                    job_doc(found.job).model_dump_json(indent=2),
-                    file_name="profile.json",
+                    document,
+                    file_name=f"profile-{hashlib.sha256(document.encode()).hexdigest()[:8]}.json",
                     mime="application/json",
                     on_click="ignore",
                     icon=":material/download:",
@@ -81,6 +89,7 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
                 )
         if found.job is not None:
             keeping.keep(console, question, known)
+    show_reading(partial(_show_plan, console))
     wrong(found, PROFILE)
     if words := said(keeping.KEPT):
         st.success(words)
@@ -189,16 +198,28 @@ def _edit(key: str, document: JobDoc) -> None:
         say("table", str(error))
 
 
-def _upload() -> None:
+def _show_plan(console: Console, reference: str) -> None:
+    """Asks what the plan answers, and shows it as the answer."""
+    fingerprint = reference.partition(":")[2]
+    change(WhatIf.of_plan(console.library.saved_plan(fingerprint)), saved=fingerprint)
+
+
+def _upload(console: Console) -> None:
     turn = st.session_state.get(UPLOAD, 0)
     file = st.session_state[f"{UPLOAD}-{turn}"]
     if file is None:
         return
     st.session_state[UPLOAD] = turn + 1  # an empty uploader: the file is in the question now
+    document = file.getvalue()
     try:
-        read = read_upload(file.getvalue())
+        if len(document) > LARGE_FILE and b'"workers"' in document:
+            read_file(console, file.name, document)
+            return
+        if len(document) > MOST_PROFILE:
+            raise InputError("the file", f"{len(document):,} bytes", f"a plan, or at most {MOST_PROFILE:,} bytes")
+        read = read_upload(document)
         change(uploaded(read, now()))
-    except PlannerError as error:
+    except (ConsoleError, PlannerError) as error:
         say(PROFILE, f"{file.name}: {error}")
         return
     if isinstance(read, Profile):

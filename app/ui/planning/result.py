@@ -15,16 +15,19 @@ from app.plans.whatif import WhatIf, parse_word
 from app.ui import bound, components, facts, standing, text
 from app.ui.access import acting
 from app.ui.charts import overview as large
+from app.ui.charts.bars import MAX_NODES
 from app.ui.charts.gantt import KIND_ORDER, gantt
 from app.ui.exports import export_button
 from app.ui.planning import applying, state
 from app.ui.planning.controls import question_words
 from app.ui.planning.search import drawn
 from app.ui.planning.state import BEFORE, SAVED, SHOW, WINDOW, change, now, said, say
+from app.ui.schedule_facts import many_words
 from app.ui.tables import beside_html, of_workers, workers_table
 from app.ui.theme import Palette
 from app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
 from planner.errors import PlannerError
+from planner.export.compare import against_best, comparable
 from planner.plan import Plan
 from planner.reference import reference_plan
 from planner.schedule import Schedule
@@ -60,7 +63,8 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
     if not large_one:
         compared[REFERENCE] = Shown("Fault-free 1F1B", _reference(plan))
     if before is not None:
-        compared[BEFORE] = Shown(f"Before: {before.name}", before.plan)
+        other = "" if before.plan.job.profiles == plan.job.profiles else ", other op times"
+        compared[BEFORE] = Shown(f"Before: {before.name}{other}", before.plan)
     with st.container(
         horizontal=True, vertical_alignment="center", horizontal_alignment="distribute", key="planner-result-head"
     ):
@@ -68,7 +72,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
         with st.container(horizontal=True, width="content", key="planner-result-actions"):
             _save(console, plan, question)
             applying.apply(console, plan)
-            export_button(plan, facts.plan_name(plan.failed), key="planner-export")
+            export_button(plan, "what-if", key="planner-export")
     if words := said(SAVED):
         st.success(words)
     components.cards(facts.plan_cards(plan, schedule))
@@ -134,7 +138,10 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         components.until_drawn(figure)
         st.plotly_chart(figure, theme=None, key=GANTT, config=FOLLOWED_CONFIG, alt=facts.schedule_words(plan, schedule))
         follow(GANTT, time)
-    st.caption(facts.reading_help(plan))
+    if plan.op_count > MAX_NODES:
+        st.caption(many_words(plan.op_count, "save it, and show fewer workers on Schedule"))
+    else:
+        st.caption(facts.reading_help(plan))
 
 
 def _choose() -> None:
@@ -159,7 +166,7 @@ def _comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
         ("lower bound", [text.planned(m.lower_bound, unit, 5) for m, unit in zip(metrics, units, strict=True)]),
         ("gap", [text.percent(max(m.gap, 0)) for m in metrics]),
         ("period vs fault-free 1F1B", [text.percent(m.slowdown_vs_1f1b, sign=True) for m in metrics]),
-        ("period vs our best fault-free", [text.percent(m.slowdown_vs_best, sign=True) for m in metrics]),
+        ("period vs best fault-free", [text.percent(over, sign=True) for over in against_best(plans)]),
         ("bubbles", [text.percent(m.bubble_fraction) for m in metrics]),
         ("peak activations", [f"{max(m.peak_activations.values(), default=0):,}" for m in metrics]),
         ("peak memory", [_peak_memory(plan) for plan in plans]),
@@ -219,17 +226,20 @@ def _forget(console: Console, plan: Plan) -> None:
 
 
 def _before(console: Console, shown: Shown) -> Shown | None:
-    """Notes what is shown; returns the newest plan that was shown before it and is another one, here or to whoever
-    sent the link."""
+    """Notes what is shown; returns the newest plan that was shown before it, here or to whoever sent the link, is
+    another one, and of the same grid and unit."""
     known: list[Shown] = st.session_state.setdefault(RESULTS, [])
     if not known and (sent := st.query_params.get(BEFORE)) and (found := _sent(console, sent)):
         known.append(found)
     if shown.plan.op_count <= MAX_BEFORE_OPS and (not known or known[-1].plan.fingerprint != shown.plan.fingerprint):
         others = [s for s in known if s.plan.fingerprint != shown.plan.fingerprint]
         known[:] = [*others[-MAX_BEFORE:], shown]
-    before = next((s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint), None)
+    others = [s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint]
+    before = next((s for s in others if comparable(shown.plan, s.plan)), None)
     if before is not None:
         st.query_params[BEFORE] = before.link
+    elif st.query_params.get(BEFORE) and known[:1] == others[-1:]:
+        components.quiet("What was planned before is of another grid or unit, so nothing stands beside this plan.")
     return before
 
 
