@@ -18,7 +18,7 @@ from planner.catalog_engines import Engine
 from planner.catalog_store import Blobs, StoredCatalog, create_folder, plan_name
 from planner.catalog_task import LARGE as LARGE  # (where it was)
 from planner.catalog_task import Heir, Rows, Target, Task, workers_of
-from planner.distribution import Counts, LoadModel, PeriodModel, best_distributions
+from planner.distribution import Counts, best_distributions, models
 from planner.errors import InputError
 from planner.failures import patterns
 from planner.job import Job, Worker
@@ -154,8 +154,8 @@ def _by_count(question: Question, tolerance: int) -> list[Target]:
     The failures of all stages lie in the same pipelines, which makes shorter plans (measured:
     up to 3 % on 64 x 32) and makes the plan of a count one for every smaller count as well.
     """
-    models = [kind(question.job, question.technique, question.memory) for kind in (LoadModel, PeriodModel)]
-    found: list[list[Counts]] = [list(best_distributions(model, tolerance)) for model in models]
+    ranked = models(question.job, question.technique, question.memory)
+    found: list[list[Counts]] = [list(best_distributions(model, tolerance)) for model in ranked]
     out = []
     for count in range(tolerance + 1):
         options = dict.fromkeys(f[count] for f in found if count < len(f))
