@@ -5,7 +5,9 @@ Each is a fixed order of ops per worker, the same in all pipelines; times follow
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from planner.errors import InfeasibleError
 from planner.job import Job, MemoryLimit, Problem, StageTicks, Technique, Worker
@@ -62,6 +64,59 @@ def reference_period(job: Job) -> int:
     rows = {_lengths(problem, pipeline) for pipeline in _unlike(job)}
     ends = [start + length for row in rows for ops in _starts(problem, orders, row) for _, _, start, length in ops]
     return max(ends) + problem.longest_optimizer
+
+
+class Timed(NamedTuple):
+    """A reference of a problem without failures, timed. period: ticks. starts: of each of `pipelines`, by stage
+    (kind, micro-batch, start, duration); one pipeline stands for all where none has speeds of its own."""
+
+    name: str
+    period: int
+    orders: list[Order]
+    starts: list[list[tuple[str, int, int, int]]]
+
+
+def references(problem: Problem) -> Iterator[Timed]:
+    """Those that `problem`, without failures, allows: its technique has their ops, its memory what they hold.
+
+    starts: of the first of the pipelines that are unlike each other.
+    """
+    job = problem.job
+    stages, m = range(job.stages), job.micro_batches
+    known: dict[str, Callable[[int], Order]] = {
+        "1f1b": lambda s: _one_f_one_b(m, job.stages - s),
+        "gpipe": lambda s: [("F", j) for j in range(m)] + [("B", j) for j in range(m)],
+    }
+    if problem.technique.splits:
+        known["zb-h1"] = lambda s: _zero_bubble(m, job.stages - s, s)
+        known["zb-h2"] = lambda s: _zero_bubble(m, 2 * (job.stages - s) - 1, 2 * s)
+    rows = {_lengths(problem, pipeline): pipeline for pipeline in reversed(_unlike(job))}
+    for name, order in known.items():
+        if not all(limit is None or _held(name, job, s) <= limit for s, limit in enumerate(problem.limits)):
+            continue
+        orders = [order(s) for s in stages]
+        made = [_starts(problem, orders, row) for row in rows]
+        first = [min(starts[s][0][2] for starts in made) for s in stages]
+        last = [max(starts[s][-1][2] + starts[s][-1][3] for starts in made) for s in stages]
+        if problem.technique.staggers:
+            period = max(last[s] + problem.fastest[s].optimizer - first[s] for s in stages)
+        else:
+            period = max(last) - min(first) + problem.longest_optimizer
+        yield Timed(name, period, orders, made[0])
+
+
+def _held(name: str, job: Job, stage: int) -> int:
+    """Most activations that a reference holds on a stage: F's that may start before the first W or B has ended."""
+    below = job.stages - stage
+    depth, lag = {"1f1b": (below, 0), "zb-h1": (below, stage), "zb-h2": (2 * below - 1, 2 * stage)}.get(
+        name, (job.micro_batches, 0)
+    )
+    return min(job.micro_batches, depth + lag)
+
+
+def timed_schedule(problem: Problem, reference: Timed) -> Schedule:
+    """The whole grid's schedule, op by op."""
+    return _timed(problem, reference.orders)
 
 
 def _one_f_one_b(micro_batches: int, depth: int) -> Order:

@@ -143,6 +143,8 @@ class MetricsDoc(_Model):
     gap: float
     bubble_fraction: float
     slowdown_vs_1f1b: float
+    # Against planner.fault_free.best_fault_free; against this very plan where it is shorter than that, since
+    # a plan around failures is one without them too.
     slowdown_vs_best: float
     peak_activations: dict[WorkerName, int]
 

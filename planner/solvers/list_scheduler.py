@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from planner.baseline import one_forward_one_backward, reference_period
+from planner.baseline import Timed, one_forward_one_backward, references, timed_schedule
 from planner.bounds import period_bound
-from planner.job import MemoryLimit, Problem
+from planner.job import Problem
 from planner.schedule import Schedule
 from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
 from planner.solvers.rules import rules
@@ -62,9 +62,12 @@ class ListScheduler:
             if best.period <= target or time.perf_counter() - begin > time_limit or (cancelled and cancelled()):
                 break
         assert best is not None and settings is not None
-        schedule = table.schedule(_less_split(table, best, settings))
-        if not problem.failed and best.period > reference_period(problem.job) and _admits_1f1b(problem):
-            schedule = one_forward_one_backward(problem)
+        best = _less_split(table, best, settings)
+        schedule = table.schedule(best)
+        if not problem.failed and best.period > bound:
+            reference = min(references(problem), key=lambda r: r.period, default=None)
+            if reference is not None and reference.period < best.period:
+                schedule = _as_schedule(table, reference)
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
         return Solution(schedule, bound, self.name, time.perf_counter() - begin)
@@ -84,7 +87,18 @@ def _less_split(table: Table, best: Result, settings: Settings) -> Result:
     return best
 
 
-def _admits_1f1b(problem: Problem) -> bool:
-    needed = MemoryLimit("1f1b").limits(problem.job)
-    pairs = zip(problem.limits, needed, strict=True)
-    return all(limit is None or held is None or limit >= held for limit, held in pairs)
+def _as_schedule(table: Table, reference: Timed) -> Schedule:
+    """A reference on the whole grid; in the table's form where one pipeline stands for all."""
+    problem = table.problem
+    if problem.job.speeds:
+        return timed_schedule(problem, reference)
+    m = problem.job.micro_batches
+    starts: dict[str, list[int]] = {"F": [], "I": [], "W": []}
+    for row in reference.starts:
+        own: dict[str, list[int]] = {kind: [0] * m for kind in starts}
+        for kind, j, start, _ in row:
+            own["I" if kind == "B" else kind][j] = start
+        for kind, times in starts.items():
+            times += own[kind] * problem.job.pipelines
+    splits = any(kind == "W" for kind, _ in reference.orders[0])
+    return table.schedule(table.timed(starts["F"], starts["I"], starts["W"], "all" if splits else "none"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Protocol
 
 from planner.baseline import reference_period
 from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Problem, Technique
+from planner.fault_free import best_fault_free
+from planner.job import Problem
 from planner.plan import MetricsDoc, Plan, SolverDoc
-from planner.schedule import Schedule
 from planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
 from planner.solvers.list_scheduler import ListScheduler
 from planner.solvers.rearranger import Rearranger, rearrangeable
@@ -106,7 +105,8 @@ def metrics_of(solution: Solution) -> MetricsDoc:
     schedule = solution.schedule
     job = schedule.problem.job
     reference = reference_period(job)
-    best = _best_fault_free(schedule)
+    # A plan around failures is one without them too, so it may show the baseline to be loose.
+    best = min(best_fault_free(job, schedule.problem.memory).period, schedule.period)
     bound = min(solution.bound, schedule.period)
     return MetricsDoc(
         makespan=job.units(schedule.makespan),
@@ -182,19 +182,3 @@ def _better(first: Solution, second: Solution) -> Solution:
         return replace(second, bound=bound)
     name = second.solver if bound > first.bound else first.solver
     return replace(first, bound=bound, solver=name, message=second.message)
-
-
-def _best_fault_free(schedule: Schedule) -> int:
-    """Ticks of our best plan for the same job without failures, by the list scheduler."""
-    problem = schedule.problem
-    if not problem.failed:
-        return schedule.period
-    return _fault_free_period(problem.job, problem.technique, problem.memory)
-
-
-@lru_cache(maxsize=64)
-def _fault_free_period(job: Job, technique: Technique, memory: MemoryLimit) -> int:
-    # Pipelines without failures are independent of each other: where their workers are equally
-    # fast, one stands for all.
-    alone = Problem(job if job.speeds else replace(job, pipelines=1), technique=technique, memory=memory)
-    return ListScheduler().solve(alone, time_limit=float("inf")).schedule.period

@@ -140,6 +140,10 @@ class Table:
             again(self.n, self.route, *self.times, *self.transfers, split, sequence, started, *starts, free)
         return self.result(starts, settings.split)
 
+    def timed(self, forward: Sequence[int], backward: Sequence[int], weight: Sequence[int], split: str) -> Result:
+        """Starts in ticks by item, as a result of this table. split: as in Settings."""
+        return self.result((self._vector(forward), self._vector(backward), self._vector(weight)), split)
+
     def schedule(self, result: Result) -> Schedule:
         return ArraySchedule(self, result)
 

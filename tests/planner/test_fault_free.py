@@ -1,0 +1,94 @@
+"""No fault-free plan is longer than a published schedule that its constraints allow, and one baseline is for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
+from planner.check import check
+from planner.errors import InfeasibleError
+from planner.fault_free import best_fault_free
+from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from planner.schedule import Schedule
+from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.portfolio import make_plan
+
+REFERENCES: tuple[Callable[[Problem], Schedule], ...] = (one_forward_one_backward, gpipe, zb_h1, zb_h2)
+TIMES = st.integers(1, 9).map(float)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Uneven stages with transfers, one memory limit for all, or none."""
+    stages = draw(st.integers(1, 6))
+    profiles = tuple(
+        StageProfile(draw(TIMES), draw(TIMES), draw(TIMES), draw(st.sampled_from((0.0, 1.0, 5.0))))
+        for _ in range(stages)
+    )
+    transfers = tuple(draw(st.sampled_from((0.0, 0.5, 1.0, 4.0))) for _ in range(stages - 1))
+    pipelines = draw(st.integers(1, 2))
+    speeds = draw(st.sampled_from(((), ((Worker(0, 0), 0.5),)))) if pipelines > 1 else ()
+    job = Job(pipelines, stages, draw(st.integers(1, 12)), profiles=profiles, transfers=transfers, speeds=speeds)
+    memory = draw(st.sampled_from(("1f1b", "uniform", "none", str(2 * stages - 1), str(stages), "2")))
+    technique = draw(st.sampled_from((Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)))
+    return Problem(job, technique=technique, memory=MemoryLimit(memory))
+
+
+def _allowed(problem: Problem) -> list[Schedule]:
+    """The references that planner.check finds no fault with, under the constraints of `problem`."""
+    found = []
+    for build in REFERENCES:
+        try:
+            schedule = build(problem)
+        except InfeasibleError:
+            continue
+        if not check(schedule):
+            found.append(schedule)
+    return found
+
+
+@settings(max_examples=150)
+@given(problems())
+def test_no_plan_is_longer_than_a_reference_that_its_constraints_allow(problem: Problem) -> None:
+    made = ListScheduler().solve(problem).schedule
+    assert check(made) == []
+    for reference in _allowed(problem):
+        assert made.period <= reference.period
+
+
+@pytest.mark.parametrize("micro_batches", [4, 6, 8, 12, 16])
+@pytest.mark.parametrize("stages", [3, 4, 6, 8])
+def test_with_transfers_a_plan_is_no_longer_than_zb_h1(stages: int, micro_batches: int) -> None:
+    for transfer in (0.1, 0.25, 0.5, 1.0):
+        job = Job.uniform(2, stages, micro_batches, durations={"transfer": transfer})
+        problem = Problem(job, memory=MemoryLimit("uniform"))
+        plan = make_plan(problem, solver="list")
+        assert check(plan) == []
+        assert plan.metrics.period <= job.units(zb_h1(problem).period)
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_the_baseline_is_the_best_of_all_techniques_and_references(problem: Problem) -> None:
+    job, memory = problem.job, problem.memory
+    best = best_fault_free(job, memory)
+    assert check(best.schedule) == [] and best.schedule.period == best.period
+    for technique in (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED):
+        question = Problem(job, technique=technique, memory=memory)
+        plan = make_plan(question, solver="list").metrics
+        assert job.units(best.period) <= plan.period
+        assert plan.slowdown_vs_best == pytest.approx(plan.period / job.units(best.period) - 1)
+        for reference in _allowed(question):
+            assert best.period <= reference.period
+
+
+def test_the_worked_example_has_one_baseline() -> None:
+    job = Job.uniform(3, 4, 6)
+    assert [best_fault_free(job, MemoryLimit(m)).period for m in ("uniform", "none")] == [21, 19]
+    for technique in (Technique.FAULT_FREE, Technique.ADAPTIVE, Technique.STAGGERED):
+        metrics = make_plan(Problem(job, technique=technique), solver="list").metrics
+        assert metrics.slowdown_vs_best == pytest.approx(metrics.period / 21 - 1)
