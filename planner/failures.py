@@ -8,6 +8,7 @@ Where workers have speeds of their own, no pipeline stands for another: each set
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from planner.job import Job, Worker
 
@@ -43,6 +44,38 @@ def canonical_pattern(failed: Iterable[Worker], job: Job) -> tuple[frozenset[Wor
         permutation[pipeline] = position
     pattern = frozenset(Worker(permutation[p], s) for p, row in enumerate(rows) for s in row)
     return pattern, tuple(permutation)
+
+
+def levelled(failed: Iterable[Worker], job: Job) -> frozenset[Worker]:
+    """`failed` and as many more as give every stage as many failures as the stage that has most, where they can
+    be in the pipelines that have failures already.
+
+    A plan for them is one for `failed`, and often as short: what sets its period is the stage that has most.
+    """
+    dead = set(failed)
+    counts = failures_per_stage(dead, job)
+    per_pipeline = [0] * job.pipelines
+    for worker in dead:
+        per_pipeline[worker.pipeline] += 1
+    order = sorted(range(job.pipelines), key=lambda p: (-per_pipeline[p], p))
+    for stage, count in enumerate(counts):
+        spare = (Worker(p, stage) for p in order if Worker(p, stage) not in dead)
+        dead.update(islice(spare, max(counts) - count))
+    return frozenset(dead)
+
+
+def with_one_more(failed: Iterable[Worker], job: Job) -> Iterator[frozenset[Worker]]:
+    """`failed` and one worker more, once for each pattern that leaves every stage a living peer."""
+    dead = frozenset(failed)
+    counts = failures_per_stage(dead, job)
+    seen: set[frozenset[Worker]] = set()
+    for worker in job.workers():
+        if worker in dead or counts[worker.stage] == job.pipelines - 1:
+            continue
+        pattern = canonical_pattern(dead | {worker}, job)[0]
+        if pattern not in seen:
+            seen.add(pattern)
+            yield dead | {worker}
 
 
 def patterns(job: Job, count: int) -> Iterator[frozenset[Worker]]:
