@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
 from planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
+from planner.catalog_build import build_catalog
+from planner.catalog_engines import InlineEngine
 from planner.check import check
 from planner.errors import InfeasibleError
 from planner.failures import canonical_pattern, failures_per_stage, levelled, with_one_more
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.plan_codec import Effort, Question
 from planner.schedule import Op, Schedule
 from planner.solvers.list_scheduler import ListScheduler
 from planner.solvers.portfolio import of_more_failures
@@ -91,3 +95,19 @@ def test_one_more_is_each_pattern_once() -> None:
     assert all(len(f) == 2 and Worker(1, 2) in f for f in found)
     full = frozenset({Worker(0, s) for s in range(4)} | {Worker(1, s) for s in range(4)})
     assert list(with_one_more(full, job)) == []
+
+
+def test_no_plan_of_a_catalog_is_longer_than_one_for_a_failure_more(tmp_path: Path) -> None:
+    """By pattern; by count tests/planner/test_catalog_build.py has it."""
+    job = Job.uniform(4, 4, 8, durations={"F": 1, "I": 1.1, "W": 0.9, "transfer": 0.2})
+    question = Question(job, Technique.ADAPTIVE, MemoryLimit("1f1b"))
+    catalog = build_catalog(question, 3, tmp_path, engine=InlineEngine(), effort=Effort(solver="list"), per="pattern")
+    plans = {frozenset(map(Worker.parse, p.failed)): p for p in catalog.catalog.catalog().plans}
+    assert len(plans) > 50
+    for failed, plan in plans.items():
+        for more in with_one_more(failed, job):
+            other = plans.get(canonical_pattern(more, job)[0])
+            assert other is None or plan.metrics.period <= other.metrics.period
+        if "serves for" in plan.solver.message:
+            assert check(plan) == []
+    assert any("serves for" in plan.solver.message for plan in plans.values())
