@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from planner.check import check as find_violations
+from planner.check import claim
 from planner.cli_shared import interruptible, job_of_options
 from planner.commands_bench import bench_command
 from planner.commands_catalog import catalog_command, normalize_command
@@ -131,7 +132,8 @@ def check(
     violations = find_violations(loaded)
     if as_json:
         found = [{"sentence": v.sentence, "ops": [str(op) for op in v.ops]} for v in violations]
-        sys.stdout.write(json.dumps({"valid": not violations, "violations": found}) + "\n")
+        believed = None if violations else claim(loaded)
+        sys.stdout.write(json.dumps({"valid": not violations, "violations": found, "claim": believed}) + "\n")
     elif violations:
         for violation in violations[:SHOWN_VIOLATIONS]:
             print(f"{path}: {violation}")
@@ -139,7 +141,7 @@ def check(
             print(f"{path}: and {len(violations) - SHOWN_VIOLATIONS} more")
     else:
         print(f"{path} is valid")
-        print("\n".join(_summary(loaded)))
+        print("\n".join(filter(None, [*_summary(loaded), claim(loaded)])))
     raise typer.Exit(1 if violations else 0)
 
 
