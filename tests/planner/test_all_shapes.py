@@ -28,7 +28,8 @@ SECONDS = 20.0
 
 @pytest.fixture(params=SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def job(request: pytest.FixtureRequest) -> Job:
-    return Job.uniform(*request.param, 1)
+    pipelines, stages = request.param
+    return Job.uniform(pipelines, stages, 1)
 
 
 def _dead(job: Job) -> frozenset[Worker]:
