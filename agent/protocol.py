@@ -8,15 +8,25 @@ start, so that a report of a dead process can't be taken for one of its successo
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StringConstraints,
+    model_validator,
+)
 
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
@@ -33,16 +43,36 @@ MEASURED_OPS = 100_000
 # Of one post of a worker's log: lines, and characters in each.
 LOG_LINES, LOG_LINE = 100, 500
 
+
+def _no_bool(value: Any) -> Any:
+    """JSON's true is no number, though Python's is."""
+    if isinstance(value, bool):
+        raise ValueError("got true or false, expected a number")
+    return value
+
+
+def _hexadecimal(text: str) -> str:
+    """As float.hex writes it, which is how a history reads it."""
+    if not _HEXADECIMAL.fullmatch(text):
+        raise ValueError(f"got {text!r}, expected a hexadecimal float such as {math.pi.hex()}")
+    try:
+        float.fromhex(text)
+    except OverflowError:
+        raise ValueError(f"got {text!r}, expected a hexadecimal float of 64 bits") from None
+    return text
+
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[\w .:@/()+-]+$")]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 WorkerName = Annotated[str, StringConstraints(pattern=r"^W\d{1,6}_\d{1,6}$")]
 Text = Annotated[str, StringConstraints(max_length=2000)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-PosixSeconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Microseconds = Annotated[int, Field(ge=0, le=10**12)]
+Count = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(_no_bool)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), BeforeValidator(_no_bool)]
+PosixSeconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False), BeforeValidator(_no_bool)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), BeforeValidator(_no_bool)]
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_bool)]
+Microseconds = Annotated[int, Field(ge=0, le=10**12), BeforeValidator(_no_bool)]
+_HEXADECIMAL = re.compile(r"-?(0x[0-9a-f]{1,20}(\.[0-9a-f]{0,20})?(p[+-]?[0-9]{1,5})?|inf|nan)")
 OpKind = Literal["F", "I", "W", "B", "O"]
 
 
@@ -90,11 +120,11 @@ class JobSpec(Message):
     """
 
     name: Name
-    pipelines: Annotated[int, Field(ge=1, le=4096)]
-    stages: Annotated[int, Field(ge=1, le=4096)]
-    micro_batches: Annotated[int, Field(ge=1, le=65536)]
-    iterations: Annotated[int, Field(ge=1, le=2**53)]
-    samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] = 1
+    pipelines: Annotated[int, Field(ge=1, le=4096), BeforeValidator(_no_bool)]
+    stages: Annotated[int, Field(ge=1, le=4096), BeforeValidator(_no_bool)]
+    micro_batches: Annotated[int, Field(ge=1, le=65536), BeforeValidator(_no_bool)]
+    iterations: Annotated[int, Field(ge=1, le=2**53), BeforeValidator(_no_bool)]
+    samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31), BeforeValidator(_no_bool)] = 1
     technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
     memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9]\d{0,8})$")] = "uniform"
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
@@ -228,18 +258,18 @@ class MeasuredOps(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[int, Field(ge=1)]
+    epoch: Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
     iteration: Count
     clock: Identifier
     started_us: Count
-    offset_us: Annotated[int, Field(ge=-(2**53), le=2**53)]
+    offset_us: Annotated[int, Field(ge=-(2**53), le=2**53), BeforeValidator(_no_bool)]
     uncertainty_us: Count
     kinds: Annotated[str, StringConstraints(min_length=1, max_length=MEASURED_OPS, pattern=r"^[FIWBO]+$")]
     pipelines: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+        tuple[Annotated[int, Field(strict=True, ge=0, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
     ]
     micro_batches: Annotated[
-        tuple[Annotated[int, Field(ge=-1, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+        tuple[Annotated[int, Field(strict=True, ge=-1, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
     ]
     starts_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
     durations_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
@@ -262,7 +292,7 @@ class Deployment(Message):
     leaving: of those that were living, who is to go when the iteration in hand is done.
     """
 
-    epoch: Annotated[int, Field(ge=1)]
+    epoch: Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
     plan_fingerprint: Identifier
     living: tuple[WorkerName, ...]
     failed: tuple[WorkerName, ...]
@@ -282,7 +312,7 @@ class Acknowledgement(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[int, Field(ge=1)]
+    epoch: Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
     state: Literal["adopted", "formed", "resumed"]
     iteration: Count = 0
 
@@ -313,7 +343,7 @@ class Iteration(Message):
 
     iteration: Count
     loss: Number
-    loss_hex: Annotated[str, StringConstraints(max_length=40)]
+    loss_hex: Annotated[str, StringConstraints(max_length=40), AfterValidator(_hexadecimal)]
     seconds: Seconds
     epoch: Count
     living: Count

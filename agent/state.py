@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,3 +142,52 @@ def memory(tensor: Tensor) -> memoryview:
     view = (ctypes.c_ubyte * raw.numel()).from_address(raw.data_ptr())
     view._keep = raw  # type: ignore[attr-defined]  # the memory lives as long as the view
     return memoryview(view).cast("B")
+
+
+# -- in files ------------------------------------------------------------------------------------
+
+
+def describe(state: StageState) -> dict[str, Any]:
+    """JSON: the document, and each tensor's name, type and shape in the order of `write_tensors`."""
+    specs = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()]
+    return {"document": state.document, "tensors": specs}
+
+
+def write_tensors(file: Path, tensors: Iterable[Tensor]) -> None:
+    """The tensors' bytes, one after the other, on the disk when it returns. Raises OSError."""
+    with file.open("wb") as out:
+        for tensor in tensors:
+            out.write(memory(tensor.detach().cpu()))
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def read_tensors(description: Any, file: Path) -> StageState:
+    """What `describe` and `write_tensors` were given. Nothing is allocated before the file's size is known to be
+    that of the tensors. Raises StateError; OSError.
+    """
+    try:
+        document, listed = description["document"], description["tensors"]
+        specs = [(n, DTYPES[d], [_extent(x) for x in shape]) for n, d, shape in listed]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"unreadable description: {type(error).__name__}: {error}") from None
+    if not isinstance(document, dict) or not all(isinstance(n, str) for n, _, _ in specs):
+        raise StateError("unreadable description: the document is no object, or a tensor's name no text")
+    sizes = [dtype.itemsize * prod(shape) for _, dtype, shape in specs]
+    with file.open("rb") as data:
+        there = os.fstat(data.fileno()).st_size
+        if there != sum(sizes) or len({n for n, _, _ in specs}) != len(specs):
+            raise StateError(f"{file.name} has {there} bytes and its description says {sum(sizes)}, each name once")
+        tensors = {}
+        for (name, dtype, shape), size in zip(specs, sizes, strict=True):
+            tensor = torch.empty(shape, dtype=dtype)
+            if size and data.readinto(memory(tensor)) != size:
+                raise StateError(f"{file.name} ended early")
+            tensors[name] = tensor
+    return StageState(document, tensors)
+
+
+def _extent(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**48:
+        raise ValueError(f"{value!r} is no size of a tensor")
+    return value

@@ -18,11 +18,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from planner.job import Problem, StageTicks, Worker
+from planner.job import Job, MemoryLimit, Problem, StageTicks, Technique, Worker
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,32 @@ def period_bound(problem: Problem) -> int:
 @lru_cache(maxsize=256)
 def best_bound(problem: Problem) -> Bound:
     """The largest of the bounds of this module, with the reason for it."""
-    stages = _stages(problem)
-    bounds = _staggered(problem, stages) if problem.technique.staggers else _barrier(problem, stages)
-    return max(bounds, key=lambda b: b.ticks)
+    return max(_all(problem, _stages(problem)), key=lambda b: b.ticks)
+
+
+class CountBounds:
+    """The bounds of one job with its failures all on one stage, for any stage and number, each in time that
+    grows with the number of stages alone. Without speeds and reductions, under which all peers are alike.
+
+    Raises InfeasibleError where the job has no schedule even without failures.
+    """
+
+    def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
+        plain = tuple(replace(profile, reductions=()) for profile in job.profiles)
+        self._problem = Problem(replace(job, profiles=plain, speeds=()), frozenset(), technique, memory)
+        self._stages = _stages(self._problem)
+
+    def ticks(self, stage: int, dead: int) -> int:
+        """period_bound with `dead` failures (fewer than pipelines) on `stage`."""
+        stages = list(self._stages)
+        was = stages[stage]
+        living = was.living - dead
+        stages[stage] = replace(was, n=-(-was.total // living), living=living, rows=((was.rows[0][0], living),))
+        return max(b.ticks for b in _all(self._problem, stages))
+
+
+def _all(problem: Problem, stages: list[_Stage]) -> list[Bound]:
+    return _staggered(problem, stages) if problem.technique.staggers else _barrier(problem, stages)
 
 
 def _stages(problem: Problem) -> list[_Stage]:
@@ -236,6 +259,7 @@ def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
     wire = list(accumulate(map(sum, both), initial=0))
     way = [p + t for p, t in zip(path, wire, strict=True)]
     best_above: int | None = None  # max over a of W(a) + O(a) - way[a]
+    fewest = 0  # the first stage above with the fewest living peers
     for s, x in enumerate(stages):
         bounds.append(Bound(x.span + x.O, f"stage {s} has {x.n} micro-batches per worker to run"))
         held = x.n if x.C is None else min(x.n, x.C)
@@ -247,11 +271,12 @@ def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
                     f"the last backward of stage {s} must still reach the stages above",
                 )
             )
-            fewest = min(range(s), key=lambda a: stages[a].living)
             least = max(_supplied(stages[a], x, way[s] - way[a]) for a in {0, fewest})
             bounds.append(Bound(least, f"the last backwards of stage {s} must still be taken in by the stages above"))
         above = x.W + x.O - way[s]
         best_above = above if best_above is None else max(best_above, above)
+        if x.living < stages[fewest].living:
+            fewest = s
     return bounds
 
 

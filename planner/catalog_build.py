@@ -8,8 +8,8 @@ migrations (planner.normalization), and failures with equal counts per stage nee
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +18,9 @@ from planner.catalog_engines import Engine
 from planner.catalog_store import Blobs, StoredCatalog, create_folder, plan_name
 from planner.catalog_task import LARGE as LARGE  # (where it was)
 from planner.catalog_task import Heir, Rows, Target, Task, workers_of
-from planner.distribution import Counts, LoadModel, PeriodModel, best_distributions
+from planner.distribution import Counts, best_distributions, models
 from planner.errors import InputError
-from planner.failures import patterns
+from planner.failures import canonical_pattern, patterns
 from planner.job import Job, Worker
 from planner.plan import PlanError, job_doc
 from planner.plan_codec import Effort, Header, Question, decode_columns, decode_header
@@ -154,8 +154,8 @@ def _by_count(question: Question, tolerance: int) -> list[Target]:
     The failures of all stages lie in the same pipelines, which makes shorter plans (measured:
     up to 3 % on 64 x 32) and makes the plan of a count one for every smaller count as well.
     """
-    models = [kind(question.job, question.technique, question.memory) for kind in (LoadModel, PeriodModel)]
-    found: list[list[Counts]] = [list(best_distributions(model, tolerance)) for model in models]
+    ranked = models(question.job, question.technique, question.memory)
+    found: list[list[Counts]] = [list(best_distributions(model, tolerance)) for model in ranked]
     out = []
     for count in range(tolerance + 1):
         options = dict.fromkeys(f[count] for f in found if count < len(f))
@@ -233,6 +233,9 @@ def _inherit(question: Question, folder: Keeper, wanted: Sequence[Target]) -> No
     names: dict[int, list[str]] = {}
     for name in folder.names():
         names.setdefault(int(name.split("-")[0]), []).append(name)
+    if any(len(row) > 1 for row in names.values()):
+        _inherit_patterns(question, folder, names)
+        return
     heir: tuple[Header, bytes] | None = None
     for count in range(max((t.failures for t in wanted), default=0), -1, -1):
         if len(names.get(count, [])) != 1:  # patterns, not counts
@@ -251,3 +254,37 @@ def _inherit(question: Question, folder: Keeper, wanted: Sequence[Target]) -> No
                 header = decode_header(blob, source=name)
                 folder.put(name, blob)
         heir = (header, blob)
+
+
+def _inherit_patterns(question: Question, folder: Keeper, names: Mapping[int, Sequence[str]]) -> None:
+    """The same where each pattern has a plan: one that is longer than that of a pattern with one failure more
+    is replaced by it, its pipelines renamed; from the most failures down, so that it holds for any number more."""
+    job = question.job
+    headers: dict[str, Header] = {}
+    for name in chain.from_iterable(names.values()):
+        blob = folder.get(name)
+        if blob is not None:
+            headers[name] = decode_header(blob, source=name)
+    for count in sorted(names, reverse=True):
+        for name in names[count]:
+            if name not in headers:
+                continue
+            for worker in sorted(headers[name].workers):
+                failed = headers[name].workers - {worker}
+                pattern, places = canonical_pattern(failed, job)
+                kept = headers.get(plan_name(pattern))
+                if kept is None or kept.metrics.period <= headers[name].metrics.period:
+                    continue
+                blob = folder.get(name)
+                more = decode_columns(blob, question) if blob is not None else None
+                made = more and Heir(more[0], count, headers[name].solver.name).for_fewer(question.problem(failed))
+                if not made:
+                    continue
+                if list(places) != sorted(places):
+                    same = [range(job.pipelines)] * job.stages
+                    made = replace(made, columns=made.columns.renamed(places, same))
+                bound = round(kept.metrics.lower_bound * job.ticks_per_unit)
+                if made.period < round(kept.metrics.period * job.ticks_per_unit):
+                    stored, blob = made.stored(bound, kept.effort)
+                    folder.put(stored, blob)
+                    headers[stored] = decode_header(blob, source=stored)

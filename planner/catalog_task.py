@@ -10,7 +10,7 @@ from functools import cached_property
 from planner.bounds import period_bound
 from planner.catalog_store import plan_name
 from planner.job import MemoryLimit, Problem, Technique, Worker
-from planner.plan import JobDoc
+from planner.plan import PROVERS, JobDoc
 from planner.plan_codec import Effort, Question, encode_columns, encode_plan
 from planner.plan_columns import Columns, NotColumnar
 from planner.solvers.base import Solution
@@ -112,6 +112,8 @@ class Heir:
 
     def stored(self, bound: int, effort: Effort) -> tuple[str, bytes]:
         fewer = len(self.columns.problem.failed)
+        if self.solver not in PROVERS:  # a bound that another solver has proven is not this one's to claim
+            bound = min(bound, period_bound(self.columns.problem))
         message = f"the plan for {self.made_for} failures, which serves for {fewer} as well"
         solution = Solution(self.columns.summary(), bound, self.solver, 0.0, message)
         return plan_name(self.columns.problem.failed), _encoded(self.columns, solution, effort)

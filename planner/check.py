@@ -1,7 +1,10 @@
 """Says whether a schedule is valid, and whether a plan tells the truth about itself.
 
 Written from the definitions and nothing else: no code is shared with the solvers or with the
-metrics of planner.schedule, so that a mistake in one is not repeated in the other.
+metrics of planner.schedule, so that a mistake in one is not repeated in the other. Two numbers are no
+matter of the ops alone. The baseline of `slowdown_vs_best` is looked for anew, and its schedule checked here like
+any other. Of the lower bound, what planner.bounds proves is established; a search that went further left no
+proof in the document, so a bound above that is believed of PROVERS only, and `claim` says so.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from fractions import Fraction
 from itertools import pairwise
 
 from planner.baseline import reference_period
+from planner.bounds import period_bound
 from planner.errors import PlannerError
+from planner.fault_free import best_fault_free
 from planner.job import Job, Problem, Worker
-from planner.plan import MetricsDoc, Plan
+from planner.plan import PROVERS, MetricsDoc, Plan
 from planner.schedule import Op, Schedule
 
 _Key = tuple[int, int, int]  # pipeline, micro-batch, stage
@@ -47,6 +52,31 @@ def check(subject: Schedule | Plan) -> list[Violation]:
         return [Violation(f"the plan describes no problem: {error}")]
     found = [*_document(subject, schedule), *_Checker(schedule).violations()]
     return found or list(_numbers(subject, schedule))
+
+
+def claim(plan: Plan) -> str | None:
+    """What a valid plan says of its bound that can't be established here, in a sentence; None: nothing."""
+    problem = plan.problem()
+    job = problem.job
+    proven = established_bound(problem, round(plan.metrics.period * job.ticks_per_unit))
+    if plan.metrics.lower_bound <= job.units(proven):
+        return None
+    what = "optimal" if plan.solver.status == "optimal" else f"lower bound {plan.metrics.lower_bound}"
+    return (
+        f"{what}: claimed by {plan.solver.name}, whose proof is not in the plan; "
+        f"the lower bound that is established here is {job.units(proven)}"
+    )
+
+
+def established_bound(problem: Problem, period: int) -> int:
+    """Ticks that no plan of `problem` can beat, by planner.bounds. period: of a valid one.
+
+    What is called fault-free runs in 1F1B's order, or as GPipe, which may be the shorter.
+    """
+    bound = period_bound(problem)
+    if not problem.technique.reroutes and reference_period(problem.job) <= period:
+        bound = max(bound, reference_period(problem.job))
+    return bound
 
 
 class _Checker:
@@ -329,12 +359,36 @@ def _numbers(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
     for name, value in _ratios(schedule, said, true).items():
         if not math.isclose(getattr(said, name), value, rel_tol=1e-9, abs_tol=1e-9):
             yield Violation(f"metrics.{name} is {getattr(said, name)}, and it should be {value:.6g}")
+    yield from _baseline(schedule, said, true["period"])
     if said.lower_bound > said.period:
         yield Violation(f"metrics.lower_bound {said.lower_bound} is above the period {said.period}")
+    proven = job.units(established_bound(schedule.problem, true["period"]))
+    if said.lower_bound > proven and plan.solver.name not in PROVERS:
+        yield Violation(
+            f"metrics.lower_bound is {said.lower_bound}, and what is proven is {proven}; "
+            f"{plan.solver.name} proves no more than that"
+        )
+    if said.lower_bound <= 0:
+        yield Violation(f"metrics.lower_bound is {said.lower_bound}, and no iteration takes no time")
+    if not 0 <= plan.solver.seconds < math.inf:
+        yield Violation(f"solver.seconds is {plan.solver.seconds}, expected a number of seconds of at least 0")
     if (plan.solver.status == "optimal") != (said.lower_bound == said.period):
         yield Violation(
             f"solver.status is {plan.solver.status} with period {said.period} and lower bound {said.lower_bound}"
         )
+
+
+def _baseline(schedule: Schedule, said: MetricsDoc, period: int) -> Iterator[Violation]:
+    """slowdown_vs_best: against the best fault-free plan, or this one where it is shorter."""
+    best = best_fault_free(schedule.problem.job, schedule.problem.memory)
+    wrong = next(_Checker(best.schedule).violations(), None)
+    if wrong is not None:
+        yield Violation(f"the best fault-free plan, which this one is compared with, is invalid: {wrong}")
+        return
+    mark = min(_recomputed(best.schedule)["period"], period)
+    expected = period / mark - 1
+    if not math.isclose(said.slowdown_vs_best, expected, rel_tol=1e-9, abs_tol=1e-9):
+        yield Violation(f"metrics.slowdown_vs_best is {said.slowdown_vs_best}, and it should be {expected:.6g}")
 
 
 def _recomputed(schedule: Schedule) -> dict[str, int]:

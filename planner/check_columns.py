@@ -15,17 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.baseline import reference_period
+from planner.check import established_bound
 from planner.columnar import ColumnarPlan
 from planner.job import Job, Problem, Worker
 from planner.op_rows import Ints
+from planner.plan import PROVERS
 from planner.plan_columns import Columns
 
 F, I, W, O = range(4)  # noqa: E741 -- the field's names
 
 
 def check_columns(plan: ColumnarPlan) -> list[str]:
-    """A sentence for each rule that the plan breaks; empty when it is valid. Of what the plan says of itself all but
-    the fingerprint is compared, which is a hash and no promise."""
+    """A sentence for each rule that the plan breaks; empty when it is valid. Of what the plan says of itself all is
+    compared but the fingerprint, which is a hash and no promise, and slowdown_vs_best, which takes planning."""
     columns = plan.columns
     return list(_shapes(columns)) or list(_each(columns)) or [*_Timed(columns).broken()] or list(_numbers(plan))
 
@@ -174,6 +176,9 @@ def _numbers(plan: ColumnarPlan) -> Iterator[str]:
             break
     if said.lower_bound > said.period:
         yield f"metrics.lower_bound {said.lower_bound} is above the period {said.period}"
+    proven = job.units(established_bound(problem, period))
+    if said.lower_bound > proven and plan.solver.name not in PROVERS:
+        yield f"metrics.lower_bound is {said.lower_bound}, and what is proven is {proven}"
     if (plan.solver.status == "optimal") != (said.lower_bound == said.period):
         yield f"solver.status is {plan.solver.status} with period {said.period} and lower bound {said.lower_bound}"
 

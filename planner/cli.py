@@ -10,21 +10,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from planner.check import check as find_violations
+from planner.check import claim
 from planner.cli_shared import interruptible, job_of_options
 from planner.commands_bench import bench_command
 from planner.commands_catalog import catalog_command, normalize_command
 from planner.commands_export import compare_command, export_command
 from planner.commands_simulate import simulate_command
-from planner.errors import InputError, PlannerError
+from planner.errors import InputError
 from planner.failures import parse_failed
 from planner.gantt_text import gantt_lines
 from planner.job import Job, MemoryLimit, Problem, Technique
+from planner.output import check_out, console, is_stdout, run, write_out
 from planner.plan import Plan
 from planner.reference import reference_plan
 from planner.solvers.base import Progress
@@ -51,18 +53,7 @@ _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def main() -> None:
     """Runs the command line; every refusal is one sentence and exit status 2."""
-    try:
-        app()
-    except PlannerError as error:
-        _refuse(str(error))
-    except KeyboardInterrupt:
-        _err.print("stopped")
-        sys.exit(130)
-
-
-def _refuse(sentence: str) -> NoReturn:
-    _err.print(f"error: {sentence}", markup=False)
-    sys.exit(2)
+    run(app)
 
 
 @app.command()
@@ -104,8 +95,7 @@ def plan(
             Technique.of(technique or "staggered"),
             MemoryLimit.parse("uniform" if memory is None else memory),
         )
-    if out is not None and not out.absolute().parent.is_dir():  # said before time is spent on solving
-        raise InputError("--out", str(out), "a file in a folder that exists")
+    check_out(out)  # said before time is spent on solving
     if reference is not None:
         made = reference_plan(job, reference)
     else:
@@ -113,20 +103,23 @@ def plan(
             made = make_plan(
                 problem, solver=solver, time_limit=time_limit, on_progress=report, cancelled=lambda: bool(stop)
             )
-    if out is not None:
-        _write(out, made.to_json() + "\n")
+    document = (made.to_json() + "\n").encode()
+    if out is not None and is_stdout(out):
+        as_json = True
+    elif out is not None:
+        write_out(out, document)
     if as_json:
-        sys.stdout.write(made.to_json() + "\n")
+        write_out(None, document)
         return
-    console = Console(highlight=False, soft_wrap=True)
+    shown = console()
     for line in _summary(made):
-        console.print(line, markup=False)
+        shown.print(line, markup=False, soft_wrap=True)
     if out is not None:
-        console.print(f"written to {out}", markup=False)
+        shown.print(f"written to {out}", markup=False, soft_wrap=True)
         return
-    console.print()
-    for text in gantt_lines(made.schedule(), width=console.width):
-        console.print(text)
+    shown.print()
+    for text in gantt_lines(made.schedule(), width=Console().width):
+        shown.print(text, soft_wrap=True)
 
 
 @app.command()
@@ -139,7 +132,8 @@ def check(
     violations = find_violations(loaded)
     if as_json:
         found = [{"sentence": v.sentence, "ops": [str(op) for op in v.ops]} for v in violations]
-        sys.stdout.write(json.dumps({"valid": not violations, "violations": found}) + "\n")
+        believed = None if violations else claim(loaded)
+        sys.stdout.write(json.dumps({"valid": not violations, "violations": found, "claim": believed}) + "\n")
     elif violations:
         for violation in violations[:SHOWN_VIOLATIONS]:
             print(f"{path}: {violation}")
@@ -147,7 +141,7 @@ def check(
             print(f"{path}: and {len(violations) - SHOWN_VIOLATIONS} more")
     else:
         print(f"{path} is valid")
-        print("\n".join(_summary(loaded)))
+        print("\n".join(filter(None, [*_summary(loaded), claim(loaded)])))
     raise typer.Exit(1 if violations else 0)
 
 
@@ -167,16 +161,6 @@ def _refuse_beside_reference(options: dict[str, object]) -> None:
     for option, value in options.items():
         if value:
             raise InputError(option, value, "nothing beside --reference: it is fault-free and holds what it holds")
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: a reader never sees half a plan."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise InputError("--out", str(path), f"a file that can be written ({error.strerror or error})") from None
 
 
 def _summary(made: Plan) -> list[str]:

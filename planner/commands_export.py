@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +16,7 @@ from planner.errors import InputError
 from planner.export import EXPORTERS, format_named
 from planner.export.compare import Row, compare
 from planner.export.yaml_document import parse_yaml
+from planner.output import check_out, console, write_out
 from planner.plan import Plan, PlanError
 
 MAX_COMPARED = 4
@@ -38,11 +37,8 @@ def export_command(
     chosen = format_named(format_name)
     if out is None and chosen.name == "png" and sys.stdout.isatty():
         raise InputError("--out", None, "a file, since png is no text for a terminal")
-    content = chosen.render(_valid_plan(path), pipeline=pipeline)
-    if out is None:
-        _print(content)
-    else:
-        write_file(out, content)
+    check_out(out)
+    write_out(out, chosen.render(_valid_plan(path), pipeline=pipeline))
 
 
 def compare_command(
@@ -55,26 +51,9 @@ def compare_command(
     rows = compare([_valid_plan(path) for path in paths])
     if as_json:
         values = {row.key: row.values for row in rows}
-        _print((json.dumps({"plans": [str(path) for path in paths], **values}) + "\n").encode())
+        write_out(None, (json.dumps({"plans": [str(path) for path in paths], **values}) + "\n").encode())
         return
-    Console(highlight=False).print(_table(_short_names(paths), rows))
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """All of it or nothing: a reader never sees half a file. Raises InputError when it can't be written."""
-    try:
-        if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced
-            path.write_bytes(content)
-            return
-        part = path.with_name(path.name + ".part")
-        try:
-            part.write_bytes(content)
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise InputError("--out", str(path), f"a file that can be written ({error.strerror or error})") from None
+    console().print(_table(_short_names(paths), rows))
 
 
 def _valid_plan(path: Path) -> Plan:
@@ -92,16 +71,6 @@ def _valid_plan(path: Path) -> Plan:
         more = f" (and {len(violations) - 1} more; see the check command)" if len(violations) > 1 else ""
         raise PlanError(f"{path} is not a valid plan: {violations[0]}{more}")
     return plan
-
-
-def _print(content: bytes) -> None:
-    try:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(content)
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        # The reader (head, a pager) has seen enough; nothing more may be flushed at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _short_names(paths: list[Path]) -> list[str]:

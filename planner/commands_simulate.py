@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from planner.catalog_store import open_folder
@@ -18,6 +17,7 @@ from planner.cli_shared import job_of_options
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
 from planner.models import analytic_job, model_shape
+from planner.output import console
 from planner.simulation.costs import RecoveryCosts
 from planner.simulation.engine import simulate
 from planner.simulation.outcome import Outcome
@@ -248,7 +248,7 @@ def _print(outcomes: Sequence[Outcome], show: _Show) -> None:
             price = outcome.dollars_per_million_samples(dollars)
             row.append("-" if price is None else f"{price:,.2f}")
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def _print_sweep(made: Sweep, show: _Show) -> None:
@@ -263,7 +263,7 @@ def _print_sweep(made: Sweep, show: _Show) -> None:
         table.add_column(outcome.policy, justify="right")
     for value, row in zip(made.hours, made.outcomes, strict=True):
         table.add_row(f"{value:g} h", *(f"{outcome.trace_samples_per_second:.4g}" for outcome in row))
-    console = Console(highlight=False)
-    console.print(table)
+    shown = console()
+    shown.print(table)
     for crossing in made.crossings:
-        console.print(f"{crossing.after} overtakes {crossing.before} at an MTBF of about {crossing.hours:.3g} h")
+        shown.print(f"{crossing.after} overtakes {crossing.before} at an MTBF of about {crossing.hours:.3g} h")

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
-from planner.bounds import period_bound
+from planner.bounds import CountBounds
 from planner.errors import InfeasibleError, InputError
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from planner.job import Job, MemoryLimit, Problem, Technique
 
 Counts = tuple[int, ...]
+
+# Beyond so many stages distributions are ranked by load alone: the bound of one takes a pass over all stages,
+# and there are at least as many to rank as there are stages.
+MOST_BOUNDED_STAGES = 512
 
 
 class PeriodModel:
@@ -28,11 +33,18 @@ class PeriodModel:
     """
 
     def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
-        plain = tuple(replace(profile, reductions=()) for profile in job.profiles)
-        self.job = replace(job, profiles=plain, speeds=())
+        self.job = job
         self.technique = technique
         self.memory = memory
         self._known: dict[tuple[int, int], int | None] = {}
+
+    @cached_property
+    def _bounds(self) -> CountBounds | None:
+        """None: the job has no schedule even without failures."""
+        try:
+            return CountBounds(self.job, self.technique, self.memory)
+        except InfeasibleError:
+            return None
 
     def period(self, stage: int, count: int) -> int | None:
         """g(stage, count) in ticks; None when no schedule exists, as with no living peer."""
@@ -42,11 +54,11 @@ class PeriodModel:
         return self._known[key]
 
     def _period(self, stage: int, count: int) -> int | None:
-        failed = frozenset(Worker(p, stage) for p in range(count))
-        try:
-            return period_bound(Problem(self.job, failed, self.technique, self.memory))
-        except InfeasibleError:
-            return None
+        return self._none_failed if not count else self._bounds.ticks(stage, count) if self._bounds else None
+
+    @cached_property
+    def _none_failed(self) -> int | None:
+        return self._bounds.ticks(0, 0) if self._bounds else None
 
     def of(self, counts: Sequence[int]) -> int | None:
         """The period of a distribution; None when no schedule exists."""
@@ -78,6 +90,12 @@ class LoadModel(PeriodModel):
         job, ticks = self.job, self.job.ticks[stage]
         per_worker = -(-job.pipelines * job.micro_batches // (job.pipelines - count))
         return per_worker * ticks.work + ticks.optimizer
+
+
+def models(job: Job, technique: Technique, memory: MemoryLimit) -> list[PeriodModel]:
+    """Those by which a job's distributions are ranked, the load first."""
+    load = LoadModel(job, technique, memory)
+    return [load, PeriodModel(job, technique, memory)] if job.stages <= MOST_BOUNDED_STAGES else [load]
 
 
 def best_distributions(model: PeriodModel, most: int) -> Iterator[Counts]:

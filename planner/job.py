@@ -39,11 +39,13 @@ __all__ = [
     "parse_durations",
 ]
 
-# Refused before memory is taken: 3 ops per micro-batch and stage, about 100 bytes each.
-MAX_OPS = 20_000_000
+# Refused before memory is taken: 3 ops per micro-batch and stage. An op takes up to BYTES_PER_OP while it is
+# planned, made a document and printed, measured as the growth of the process's peak; so no plan takes more than 8 GB.
+BYTES_PER_OP = 2_000
+MAX_OPS = 4_000_000
 SLOWEST, FASTEST = 0.01, 100.0
 
-_WORKER = re.compile(r"W(\d{1,6})_(\d{1,6})")
+_WORKER = re.compile(r"W([0-9]{1,6})_([0-9]{1,6})")
 
 
 class Worker(NamedTuple):
@@ -249,7 +251,7 @@ class MemoryLimit:
     def parse(cls, text: str, *, field: str = "--memory") -> MemoryLimit:
         text = text.strip().lower()
         named = text in ("1f1b", "uniform", "none", "bytes")
-        if not named and (not re.fullmatch(r"\d{1,9}", text) or int(text) < 1):
+        if not named and (not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1):
             raise InputError(field, text, "1f1b, uniform, none, bytes, or a whole number of at least 1")
         return cls(text)
 
@@ -374,7 +376,8 @@ def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
             raise InputError(name, value, "a whole number of at least 1")
     ops = 3 * pipelines * stages * micro_batches
     if ops > MAX_OPS:
-        raise InputError("pipelines x stages x micro_batches x 3 ops", ops, f"at most {MAX_OPS:,} ops")
+        most = f"at most {MAX_OPS:,} ops, which take up to {MAX_OPS * BYTES_PER_OP / 1e9:.0f} GB"
+        raise InputError("pipelines x stages x micro_batches x 3 ops", ops, most)
 
 
 def _bytes_limit(job: Job, stage: int, technique: Technique) -> int | None:

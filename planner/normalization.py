@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.distribution import Candidate, CopyCost, Counts, LoadModel, PeriodModel, candidates
+from planner.distribution import Candidate, CopyCost, Counts, candidates, models
 from planner.errors import InfeasibleError, InputError
 from planner.failures import failures_per_stage
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
@@ -101,7 +101,7 @@ def normalize(
     stay = _planned(job, dead, technique, memory, present)
     options = [stay] if stay else []
     worth: dict[Counts, Candidate] = {}
-    for model in (PeriodModel(job, technique, memory), LoadModel(job, technique, memory)):
+    for model in reversed(models(job, technique, memory)):
         ranked = sorted(
             (c for c in candidates(model, present, cost) if c.counts != present),
             key=lambda c: (-_iterations(c.period * tick, c.pause, heals_in), c.pause, c.moved),

@@ -18,6 +18,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    StrictFloat,
     StrictInt,
     TypeAdapter,
     ValidationError,
@@ -32,10 +33,10 @@ from planner.schedule import Op, Schedule
 SCHEMA_VERSION: Literal[1] = 1
 
 # Bounded: a whole number may be too large for a float, and would pass for finite.
-Time = Annotated[int | Annotated[float, Field(allow_inf_nan=False)], Field(ge=0, le=1e18)]
+Time = Annotated[StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)], Field(ge=0, le=1e18)]
 WorkerName = Annotated[str, Field(pattern=r"^W\d{1,6}_\d{1,6}$")]
 Bytes = Annotated[StrictInt, Field(ge=0)]
-Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Speed = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
 # What a document need not say is left out where it says nothing, so that documents, and with them
 # fingerprints, of jobs without it stay what they were.
 _WHERE_GIVEN = Field(exclude_if=lambda value: not value)
@@ -140,14 +141,17 @@ class MetricsDoc(_Model):
     makespan: Time
     period: Time
     lower_bound: Time
-    gap: float
-    bubble_fraction: float
-    slowdown_vs_1f1b: float
+    gap: StrictFloat
+    bubble_fraction: StrictFloat
+    slowdown_vs_1f1b: StrictFloat
     # Against planner.fault_free.best_fault_free; against this very plan where it is shorter than that, since
     # a plan around failures is one without them too.
-    slowdown_vs_best: float
-    peak_activations: dict[WorkerName, int]
+    slowdown_vs_best: StrictFloat
+    peak_activations: dict[WorkerName, StrictInt]
 
+
+# Solvers whose search may prove a bound above those of planner.bounds. The proof is not in the document.
+PROVERS = ("cp-sat", "milp")
 
 # A solver's name where none made it: no plan, but an iteration as it ran.
 MEASURED = "measured"
@@ -158,7 +162,7 @@ class SolverDoc(_Model):
 
     name: Annotated[str, Field(max_length=80, pattern=PRINTABLE)]
     status: Literal["optimal", "feasible"]
-    seconds: float
+    seconds: StrictFloat
     message: Annotated[str, Field(max_length=2000, pattern=PRINTABLE)] = ""
 
 
@@ -248,7 +252,13 @@ class Plan(_Model):
     def from_json(cls, text: str | bytes, *, source: str = "plan") -> Plan:
         """Raises PlanError naming the first field that is wrong."""
         try:
-            return (cls._piecemeal(text) if len(text) > _PIECEMEAL else None) or cls.model_validate_json(text)
+            read = cls._piecemeal(text) if len(text) > _PIECEMEAL else None
+            if read is None:
+                read = cls.model_validate_json(text)
+                refuse_duplicates(text)
+            return read
+        except DuplicateKey as error:
+            raise PlanError(f"{source} is not a plan: {error}") from None
         except ValidationError as error:
             raise PlanError(f"{source} is not a plan: {first_problem(error)}") from None
 
@@ -258,11 +268,16 @@ class Plan(_Model):
         try:
             text = text if isinstance(text, str) else text.decode()
             begin = text.index(_NO_WORKERS[:-1]) + len(_NO_WORKERS) - 1
-            workers, at = {}, begin
+            workers, at, count = {}, begin, 0
             while found := _WORKER.match(text, at):
-                workers[found[1]] = _OPS.validate_json(found[2])
-                at = found.end()
+                ops = workers[found[1]] = _OPS.validate_json(found[2])
+                at, count = found.end(), count + 1
+                if "\\" in found[2] or any(found[2].count(key) != len(ops) for key in _OP_KEYS):
+                    return None  # some key is there twice, or spelt in another way
+            if len(workers) != count:
+                return None
             plan = cls.model_validate_json(text[:begin] + text[at:])
+            refuse_duplicates(text[:begin] + text[at:])
         except ValueError:
             return None
         if plan.workers:  # `workers` is there twice
@@ -310,6 +325,24 @@ _OPS = TypeAdapter(_Ops)
 _PIECEMEAL = 1_000_000
 _NO_WORKERS = '"workers":{}'
 _WORKER = re.compile(r'"(W\d{1,6}_\d{1,6})":(\[[^\[\]]*\])(?:,(?=")|(?=\}))')
+
+
+_OP_KEYS = tuple(f'"{name}"' for name in OpDoc.model_fields)
+
+
+class DuplicateKey(PlannerError):
+    """An object of a JSON document has a key twice, so that two readers may read two documents."""
+
+
+def refuse_duplicates(text: str | bytes) -> None:
+    """Raises DuplicateKey for a document (valid JSON) in which an object has a key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> None:
+        if len({key for key, _ in pairs}) != len(pairs):
+            keys = [key for key, _ in pairs]
+            raise DuplicateKey(f"the key {next(k for k in keys if keys.count(k) > 1)!r} is there twice in one object")
+
+    json.loads(text, object_pairs_hook=unique)
 
 
 def _canonical(value: Any) -> bytes:

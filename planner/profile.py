@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -85,6 +86,10 @@ class StageTicks(NamedTuple):
         return StageTicks._make(math.ceil(ticks / exact) for ticks in self)
 
 
+# As JSON and people write it: `float` takes 1_000 and the digits of every script.
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?|[+-]?(inf|nan)", re.IGNORECASE)
+
+
 def parse_durations(text: str, *, field: str = "--durations") -> dict[str, float]:
     """Reads `F=1,I=1,W=1,O=0,transfer=0` (any subset). Raises InputError."""
     known = ("F", "I", "W", "O", "transfer")
@@ -93,10 +98,11 @@ def parse_durations(text: str, *, field: str = "--durations") -> dict[str, float
         key, _, raw = part.partition("=")
         if key not in known:
             raise InputError(field, part, "comma-separated NAME=NUMBER with NAME one of " + ", ".join(known))
-        try:
-            out[key] = float(raw)
-        except ValueError:
-            raise InputError(field, part, f"{key}=NUMBER") from None
+        if key in out:
+            raise InputError(field, part, f"each name once; {key} is there already")
+        if not _NUMBER.fullmatch(raw.strip()):
+            raise InputError(field, part, f"{key}=NUMBER, such as {key}=1.5")
+        out[key] = float(raw)
         check_duration(f"{field} {key}", out[key])
     return out
 

@@ -76,6 +76,10 @@ class Schedule:
             ops.append(Op("O", worker.pipeline, -1, worker.stage, worker, start, length))
         return cls(problem, {w: tuple(ops) for w, ops in by_worker.items()})
 
+    def for_fewer(self, problem: Problem) -> Schedule:
+        """The same ops for `problem`, whose failures are among this one's: whoever lives after all stays idle."""
+        return Schedule.build(problem, self.compute_ops())
+
     def compute_ops(self) -> Iterable[Op]:
         """Every op but the O's, worker by worker."""
         return (op for ops in self.ops.values() for op in ops if op.kind != "O")

@@ -1,9 +1,13 @@
-"""Checkpoints: a directory per checkpoint, a directory per stage in it, written by
-`torch.distributed.checkpoint` and read back bit by bit.
+"""Checkpoints: a directory per checkpoint, a directory per stage in it, read back bit by bit.
 
     DIRECTORY/iteration-0000000010/manifest.json
-                                   stage-0/part.json .metadata __0_0.distcp
+                                   stage-0/part.json state.json tensors.bin
                                    stage-1/...
+
+state.json is the state's document and, in order, each tensor's name, type and shape; tensors.bin is their
+bytes, one after the other, in the machine's order (little-endian wherever torch runs). Nothing in a
+checkpoint is pickled, so reading one runs nothing, whoever wrote it. Until version 2 it held torch's
+pickled description of tensors; such a checkpoint is refused.
 
 A checkpoint exists wholly or not at all. One living worker per stage writes its part into a hidden
 directory, with its checksums last; whoever sees that all parts are there writes the manifest and
@@ -16,46 +20,39 @@ not to the same bits.
 
 To read one stage's state, on any machine and without a running job:
 `load_stage(directory, stage) -> StageState`, where directory is a checkpoint or a folder of them.
-Nothing in a checkpoint is unpickled but torch's own description of tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import pickle
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from agent.state import StageState, StateError
+from agent.state import StageState, StateError, describe, read_tensors, write_tensors
 
-FORMAT, VERSION = "openrecycle-checkpoint", 1
+FORMAT, VERSION = "openrecycle-checkpoint", 2
+# Asked for before a file is read. A state of 100,000 tensors has a description of 20 MB, a job of 16,384
+# stages a manifest of 4 MB; nothing that is larger is one.
+MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**24, 2**28
+_STATE, _TENSORS = "state.json", "tensors.bin"
 _NAME = re.compile(r"iteration-(\d{10,})")
-_DOCUMENT = "document"
-"""The tensor that holds the state's JSON document, as bytes."""
-
-# Said by every save and load: here each stage is saved by one process on its own, on purpose.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class CheckpointError(StateError):
     """A checkpoint is missing, damaged or of another job; the sentence says which and how."""
+
+
+class OldCheckpointError(CheckpointError):
+    """A checkpoint of the pickled form. It is whole, and must not be taken for missing or written over."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +83,17 @@ class Checkpoint:
     def open(cls, path: Path) -> Checkpoint:
         """Reads the manifest. Raises CheckpointError."""
         try:
-            doc = json.loads((path / "manifest.json").read_text())
+            doc = _read(path / "manifest.json", MAX_MANIFEST_BYTES)
+            if (doc["format"], doc["version"]) == (FORMAT, 1):
+                raise OldCheckpointError(
+                    f"{path}: a checkpoint of version 1, which is pickled and not read any more; resume it with the "
+                    f"version that wrote it, or take another --checkpoint folder"
+                )
             if (doc["format"], doc["version"]) != (FORMAT, VERSION):
                 raise CheckpointError(f"{path}: got {doc['format']} {doc['version']}, expected {FORMAT} {VERSION}")
-            return cls(path, int(doc["iteration"]), Identity(**doc["job"]), tuple(dict(s) for s in doc["stages"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            stages = tuple({name: str(files[name]) for name in (_STATE, _TENSORS)} for files in doc["stages"])
+            return cls(path, _count(doc["iteration"]), _identity(doc["job"], len(stages)), stages)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: no whole checkpoint: {type(error).__name__}: {error}") from None
 
     def verify(self) -> None:
@@ -117,12 +120,17 @@ class Checkpoint:
 
 
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
-    """Newest first. One whose manifest can't be read counts as missing; parts are not read."""
+    """Newest first. One whose manifest can't be read counts as missing; parts are not read.
+
+    Raises OldCheckpointError.
+    """
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if _NAME.fullmatch(path.name):
             try:
                 found.append(Checkpoint.open(path))
+            except OldCheckpointError:
+                raise
             except CheckpointError:
                 continue
     return sorted(found, key=lambda c: c.iteration, reverse=True)
@@ -193,16 +201,15 @@ def write_part(directory: Path, state: StageState, stage: int, identity: Identit
     partial = directory / f".partial-{iteration:010d}-{attempt}"
     part = _part(partial, stage)
     shutil.rmtree(part, ignore_errors=True)
-    text = json.dumps(state.document).encode()
-    tensors = {**state.tensors, _DOCUMENT: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     try:
         part.mkdir(parents=True)
-        save(tensors, storage_writer=FileSystemWriter(part, sync_files=True), no_dist=True)
-        files = {file.name: _sha256(file) for file in sorted(part.iterdir())}
+        _write(part / _STATE, describe(state))
+        write_tensors(part / _TENSORS, state.tensors.values())
+        files = {name: _sha256(part / name) for name in (_STATE, _TENSORS)}
         _sync(partial)
         # From here on another writer may make the checkpoint whole, and this directory be renamed.
         _write(part / "part.json", {"files": files})
-    except (Exception, CheckpointException) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         # A full disk gets its space back.
         shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(f"{part}: can't be written: {reason_of(error)}") from None
@@ -295,48 +302,41 @@ def _sha256(file: Path) -> str:
 
 def _read_part(part: Path) -> StageState:
     try:
-        reader = _PlainReader(part)
-        metadata = reader.read_metadata().state_dict_metadata
-        tensors: dict[str, Tensor] = {
-            name: torch.empty(what.size, dtype=what.properties.dtype)
-            for name, what in metadata.items()
-            if isinstance(what, TensorStorageMetadata)
-        }
-        load(tensors, storage_reader=_PlainReader(part), no_dist=True)
-        document = json.loads(bytes(tensors.pop(_DOCUMENT).tolist()))
-    except (OSError, ValueError, KeyError, pickle.UnpicklingError, CheckpointException) as error:
+        return read_tensors(_read(part / _STATE, MAX_STATE_BYTES), part / _TENSORS)
+    except (OSError, ValueError, StateError, RecursionError) as error:
         raise CheckpointError(f"{part}: can't be read: {reason_of(error)}") from None
-    return StageState(document, tensors)
+
+
+def _read(file: Path, most: int) -> Any:
+    """A JSON document of at most so many bytes, whatever the file has grown to meanwhile."""
+    with file.open("rb") as data:
+        text = data.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"{file.name} has more than {most:,} bytes")
+    return json.loads(text)
 
 
 def reason_of(error: BaseException) -> str:
-    """In a line. torch wraps what went wrong into an exception that is no Exception."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
+    """In a line."""
     # What failed first: a full disk shows again when the half-written file is closed.
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-class _PlainReader(FileSystemReader):
-    """Reads the description of the tensors, which torch pickles, with nothing but its own classes."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _Unpickler(io.BytesIO(file.read())).load()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"got {value!r}, expected a whole number of at least 0")
+    return value
 
 
-class _Unpickler(pickle.Unpickler):
-    _ALLOWED = re.compile(
-        r"torch\.distributed\.checkpoint\.(metadata\.\w+|filesystem\._StorageInfo)"
-        r"|torch\.(Size|float\w+|bfloat16|complex\w+|int\w+|uint\w+|bool|serialization\._get_layout)"
-        r"|pathlib\.(Pure)?(Posix|Windows)?Path"
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if not self._ALLOWED.fullmatch(f"{module}.{name}"):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
-        return super().find_class(module, name)
+def _identity(document: Any, stages: int) -> Identity:
+    """Raises ValueError, KeyError or TypeError where it is none, or of another number of stages."""
+    values = {field.name: document[field.name] for field in fields(Identity)}
+    for name in ("stages", "pipelines", "micro_batches"):
+        _count(values[name])
+    if values["stages"] != stages or isinstance(values["seed"], bool) or not isinstance(values["seed"], int):
+        raise ValueError(f"a job of {values['stages']!r} stages and the seed {values['seed']!r} with {stages} parts")
+    if not isinstance(values["workload"], str) or not isinstance(values["recipe"], dict):
+        raise ValueError("the job's workload is no text, or its recipe no object")
+    return Identity(**values)

@@ -37,7 +37,10 @@ def prepare(wish: CheckpointWish, identity: Identity, iterations: int, say: Call
     """
     directory = Path(wish.directory)
     if wish.resume is None:
-        there = whole_checkpoints(directory)
+        try:
+            there = whole_checkpoints(directory)
+        except CheckpointError as error:
+            raise InputError("--checkpoint", wish.directory, f"a folder without old checkpoints ({error})") from None
         if there:
             raise InputError(
                 "--checkpoint",

@@ -10,9 +10,9 @@ import typer
 
 from agent.commands.shared import json_object, parse_bytes, refuse, sentences
 from agent.recipe import Recipe
-from agent.start import check_writable
 from planner.errors import InputError
 from planner.job import Job
+from planner.output import check_out, is_stdout, write_out
 from planner.profiles import Clock, Profile
 
 MODELS_HELP = "gpt3-medium, gpt3-3.35b or gpt3-6.7b: one layer, the embedding and the head are measured."
@@ -45,7 +45,7 @@ def profile_command(
     """Measure op times, steps, memory, transfers and reductions of a model on this machine."""
     with sentences():
         Job.uniform(pipelines, stages, micro_batches)
-        check_writable(out, field="--out")
+        check_out(out)
         if (model is None) == (workload is None):
             raise InputError("--model", model, "a model's name, or --workload instead")
         for option, value, least, most in (
@@ -90,10 +90,10 @@ def profile_command(
                 f"times that vary less: those of {worst.name} vary by {made.spread:.0%} (p10 to p90, of the median). "
                 "Measure on a quiet machine, with more --repeats or --clock cpu; or write it with --allow-spread",
             )
-        out.write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_out(out, (made.model_dump_json(indent=1) + "\n").encode())
     for line in _summary(made):
-        typer.echo(line)
-    typer.echo(f"written to {out}")
+        typer.echo(line, err=is_stdout(out))
+    typer.echo(f"written to {out}", err=is_stdout(out))
 
 
 def _say(sentence: str) -> None:

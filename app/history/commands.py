@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import getpass
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from tempfile import TemporaryDirectory
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,6 +23,8 @@ from db.job_index import OVER
 from db.job_rows import JobRows
 from db.session import Database, DatabaseError
 from db.store import Store
+from planner.errors import InputError
+from planner.output import destination, is_stdout
 
 DatabaseUrl = Annotated[
     str,
@@ -37,16 +41,34 @@ def install(cli: typer.Typer) -> None:
 
 def export_command(
     job: JobId,
-    out: Annotated[Path, typer.Option(help="File to write; an old one of that name is replaced.")],
+    out: Annotated[
+        Path, typer.Option(help="File to write, - for standard output; an old one of that name is replaced.")
+    ],
     database_url: DatabaseUrl = "",
 ) -> None:
     """Write all that is stored of a job into a file (zip)."""
+    if is_stdout(out):
+        with TemporaryDirectory() as folder:
+            whole = Path(folder) / "job.zip"
+            _export(job, whole, database_url, file=sys.stderr)
+            with whole.open("rb") as data:
+                shutil.copyfileobj(data, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        return
+    try:
+        target = destination(out)
+    except InputError as error:
+        _fail(str(error))
+    _export(job, target, database_url, file=sys.stdout)
+
+
+def _export(job: str, out: Path, database_url: str, *, file: TextIO) -> None:
     with _opened(database_url) as database:
         manifest = export(database, job, out)
     if manifest is None:
         _fail(f"--job: got {job!r}, expected the id of a job of this database")
     rows = sum(table.rows for table in manifest.tables.values())
-    print(f"{out}: job {job}, {rows:,} rows, {len(manifest.plans):,} plans, {out.stat().st_size:,} bytes")
+    print(f"{out}: job {job}, {rows:,} rows, {len(manifest.plans):,} plans, {out.stat().st_size:,} bytes", file=file)
 
 
 def import_command(

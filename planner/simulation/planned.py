@@ -9,7 +9,7 @@ from functools import cached_property
 from planner.baseline import reference_period
 from planner.catalog_store import StoredCatalog
 from planner.catalog_task import LARGE
-from planner.distribution import Counts, LoadModel, PeriodModel, best_distributions
+from planner.distribution import Counts, best_distributions, models
 from planner.errors import InfeasibleError, InputError
 from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from planner.normalization import SECONDS
@@ -89,8 +89,8 @@ class PlannedJob:
         if not self.technique.reroutes:
             return ([(0,) * self.job.stages],)
         most = self.workers - self.job.stages
-        kinds = [LoadModel] if self._large else [LoadModel, PeriodModel]
-        return tuple(list(best_distributions(k(self.job, self.technique, self.memory), most)) for k in kinds)
+        ranked = models(self.job, self.technique, self.memory)[: 1 if self._large else None]
+        return tuple(list(best_distributions(model, most)) for model in ranked)
 
     @property
     def _large(self) -> bool:

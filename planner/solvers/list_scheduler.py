@@ -12,13 +12,15 @@ from dataclasses import replace
 
 from planner.baseline import Timed, one_forward_one_backward, references, timed_schedule
 from planner.bounds import period_bound
-from planner.job import Problem
-from planner.schedule import Schedule
+from planner.failures import levelled
+from planner.job import Problem, Worker
+from planner.schedule import Op, Schedule
 from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
 from planner.solvers.rules import rules
 from planner.solvers.table import Result, Settings, Table
 
-# Above so many items a second look at who must split takes longer than it is worth.
+# Above so many items a second look at who must split, and at more failures than there are, takes longer than
+# it is worth.
 SELECTIVE_ITEMS = 30_000
 
 
@@ -64,13 +66,56 @@ class ListScheduler:
         assert best is not None and settings is not None
         best = _less_split(table, best, settings)
         schedule = table.schedule(best)
-        if not problem.failed and best.period > bound:
-            reference = min(references(problem), key=lambda r: r.period, default=None)
+        if not problem.failed:
+            reference = None if best.period <= bound else min(references(problem), key=lambda r: r.period, default=None)
             if reference is not None and reference.period < best.period:
                 schedule = _as_schedule(table, reference)
+        elif (
+            best.period > bound
+            and table.items <= SELECTIVE_ITEMS
+            and time.perf_counter() - begin <= time_limit
+            and not (cancelled and cancelled())
+        ):
+            schedule = _of_references(_of_levelled(schedule, compiled=self._compiled))
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
         return Solution(schedule, bound, self.name, time.perf_counter() - begin)
+
+
+def _of_levelled(schedule: Schedule, *, compiled: bool | None) -> Schedule:
+    """The plan for as many failures on every stage, which is one for these too, where it is shorter."""
+    problem = schedule.problem
+    more = replace(problem, failed=levelled(problem.failed, problem.job))
+    if more.failed == problem.failed or period_bound(more) >= schedule.period:
+        return schedule
+    other = ListScheduler(compiled=compiled).solve(more).schedule.for_fewer(problem)
+    return other if other.period < schedule.period else schedule
+
+
+def _of_references(schedule: Schedule) -> Schedule:
+    """The best of the references on the pipelines without failures, which share all micro-batches, where it is
+    shorter. Whatever lives in the other pipelines stays idle."""
+    problem = schedule.problem
+    job = problem.job
+    whole = sorted(set(range(job.pipelines)) - {worker.pipeline for worker in problem.failed})
+    if not whole or job.speeds:
+        return schedule
+    homes = [(p, j) for j in range(job.micro_batches) for p in range(job.pipelines)]
+    shares = [homes[place :: len(whole)] for place in range(len(whole))]
+    alone = replace(job, pipelines=1, micro_batches=len(shares[0]))
+    fault_free = Problem(alone, technique=problem.technique, memory=problem.memory)
+    reference = min(references(fault_free), key=lambda r: r.period, default=None)
+    if reference is None or reference.period >= schedule.period:
+        return schedule
+    ops = (
+        Op(kind, *share[j], stage, Worker(pipeline, stage), start, length)
+        for pipeline, share in zip(whole, shares, strict=True)
+        for stage, row in enumerate(reference.starts)
+        for kind, j, start, length in row
+        if j < len(share)
+    )
+    other = Schedule.build(problem, ops)
+    return other if other.period < schedule.period else schedule
 
 
 def _less_split(table: Table, best: Result, settings: Settings) -> Result:

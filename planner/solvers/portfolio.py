@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from planner.baseline import reference_period
+from planner.bounds import period_bound
 from planner.errors import InputError
+from planner.failures import with_one_more
 from planner.fault_free import best_fault_free
 from planner.job import Problem
 from planner.plan import MetricsDoc, Plan, SolverDoc
 from planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
-from planner.solvers.list_scheduler import ListScheduler
+from planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler
 from planner.solvers.rearranger import Rearranger, rearrangeable
 from planner.solvers.tuning import COMPILED_SECONDS, Tuner
 
@@ -22,6 +24,8 @@ SOLVERS = ("auto", "list", "cp-sat", "milp")
 SMALL, LARGE = 800, 4_000
 # Beyond so many ops, where pipelines differ, CP-SAT has not begun when its time is over.
 HUGE = 100_000
+# Part of the time in which plans for more failures are looked at.
+SUPERSETS = 0.1
 
 
 class PlanForm(Protocol):
@@ -73,6 +77,8 @@ def best_solution(
         return time_limit - (time.perf_counter() - begin)
 
     solution = ListScheduler().solve(problem, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled)
+    if solver != "list" and not solution.optimal:
+        solution = of_more_failures(solution, until=begin + SUPERSETS * time_limit, cancelled=cancelled)
     for find, share in _steps(solver, problem, time_limit):
         if solution.optimal:
             break
@@ -92,6 +98,25 @@ def best_solution(
             cancelled=cancelled,
         )
         solution = _better(solution, found)
+    return solution
+
+
+def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled | None = None) -> Solution:
+    """The plan for one failure more, which is one for these too, where it is shorter."""
+    problem = solution.schedule.problem
+    job = problem.job
+    if not problem.failed or job.pipelines * job.stages * job.micro_batches > SELECTIVE_ITEMS:
+        return solution
+    for failed in with_one_more(problem.failed, job):
+        if solution.optimal or time.perf_counter() > until or (cancelled and cancelled()):
+            break
+        more = replace(problem, failed=failed)
+        if period_bound(more) >= solution.schedule.period:
+            continue
+        left = until - time.perf_counter()
+        other = ListScheduler().solve(more, time_limit=left, cancelled=cancelled).schedule.for_fewer(problem)
+        if other.period < solution.schedule.period:
+            solution = replace(solution, schedule=other)
     return solution
 
 

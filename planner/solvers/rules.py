@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, count, islice
+from itertools import accumulate, chain, count, islice
 
 from planner.job import Problem
 from planner.solvers.table import ALWAYS, UNLIMITED, Settings
@@ -47,10 +47,13 @@ class Rule:
         job = problem.job
         stages = range(job.stages)
         depths = {"eager": 0, "1f1b": 1, "zb": 2}[self.depth]
+        # By stage, F's and I's from there to the last: the time in which a micro-batch turns round.
+        turns = [*accumulate((t.forward + t.input_backward for t in reversed(job.ticks)), initial=0)][:0:-1]
+        slowest = max(t.work for t in job.ticks)
         return Settings(
             depth=tuple(depths * (job.stages - s) - (depths > 1) for s in stages),
-            final=tuple(self._final(problem, s) for s in stages),
-            open_limit=tuple(self._open_limit(problem, s) for s in stages),
+            final=tuple(int(self.final * turns[s] / job.ticks[s].work) for s in stages),
+            open_limit=tuple(self._open_limit(problem, s, turns[s], slowest) for s in stages),
             patience=(self.patience,) * job.stages,
             patience_w=(self.patience_w,) * job.stages,
             target=int(bound * self.target),
@@ -59,12 +62,7 @@ class Rule:
             alike=self.alike,
         )
 
-    def _final(self, problem: Problem, stage: int) -> int:
-        job = problem.job
-        turn = sum(t.forward + t.input_backward for t in job.ticks[stage:])
-        return int(self.final * turn / job.ticks[stage].work)
-
-    def _open_limit(self, problem: Problem, stage: int) -> int:
+    def _open_limit(self, problem: Problem, stage: int, turn: int, slowest: int) -> int:
         if self.open_limit == "never":
             return UNLIMITED
         if self.open_limit == "one":
@@ -78,8 +76,7 @@ class Rule:
         name, _, less = self.open_limit.partition("-")
         if name == "full":
             return max(1, limit - 1 - int(less))
-        turn = sum(t.forward + t.input_backward for t in job.ticks[stage:])
-        return max(1, limit - int(less) - -(-turn // max(t.work for t in job.ticks)))
+        return max(1, limit - int(less) - -(-turn // slowest))
 
 
 # depth, open_limit, patience, patience_w, target, final

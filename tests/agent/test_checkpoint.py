@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,6 @@ from agent.optimizer import StageOptimizer
 from agent.recipe import CheckpointWish
 from agent.state import pack
 from planner.errors import InputError
-
-# pytest brings its own filters; the product has one for this.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 JOB = Identity("tests:job", stages=2, pipelines=2, micro_batches=3, seed=7, recipe={"clip_norm": 1.0})
 
@@ -142,7 +140,7 @@ def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="has stages 0 to 1, not 2"):
         load_stage(tmp_path, 2)
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 2}))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 3}))
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         find(tmp_path)
 
@@ -152,16 +150,121 @@ class _Harm:
         return os.mkdir, ("harm",)
 
 
-def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even with checksums that fit, torch's description of the tensors is unpickled with its own classes alone."""
+def _crafted(folder: Path) -> Path:
+    """A checkpoint of the pickled form with checksums that fit, as its reader took it: `dataclass` of a class
+    with crafted annotations runs what they say, by names of torch's metadata module alone."""
+    module, harm = "torch.distributed.checkpoint.metadata", "__import__('os').mkdir('harm')"
+    # Names of fields: `dataclass` writes them into the text of an __init__, which Python then runs.
+    fields = (f'x={harm},*y,v=\\"\\"\\"', 'z=1,w=\\"\\"\\"')
+    annotations = "".join(f"S\"{field}\"\nS'InitVar'\ns" for field in fields)
+    by_annotation = (
+        f"c{module}\nStorageMeta\n(N(dS'__module__'\nS'dataclasses'\nsS'__annotations__'\n(d{annotations}stbp0\n0"
+        f"c{module}\ndataclass\n(g0\ntR."
+    ).encode()
+    path = folder / "iteration-0000000005"
+    digests = []
+    for stage in range(2):
+        part = path / f"stage-{stage}"
+        part.mkdir(parents=True)
+        (part / ".metadata").write_bytes(by_annotation if stage else pickle.dumps(_Harm()))
+        (part / "__0_0.distcp").write_bytes(pickle.dumps(_Harm()))
+        digests.append({f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in part.iterdir()})
+    job = {"workload": "tests:job", "stages": 2, "pipelines": 2, "micro_batches": 3, "seed": 7, "recipe": {}}
+    manifest = {"format": "openrecycle-checkpoint", "version": 1, "iteration": 5, "job": job, "stages": digests}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def test_a_pickled_checkpoint_is_refused_and_nothing_in_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = _crafted(tmp_path / "checkpoints")
+    tries: list[Callable[[], object]] = [
+        lambda: find(tmp_path / "checkpoints"),
+        lambda: find(tmp_path / "checkpoints", "newest-intact"),
+        lambda: load_stage(path, 0),
+        lambda: load_stage(path, 1),
+    ]
+    for attempt in tries:
+        with pytest.raises(CheckpointError, match=r"version 1, which is pickled and not read any more"):
+            attempt()
+    # Nor is it written over by a job that begins anew in its folder.
+    for resume in (None, "newest"):
+        with pytest.raises(InputError, match="version 1, which is pickled"):
+            prepare(CheckpointWish(str(tmp_path / "checkpoints"), resume=resume), JOB, 10, print)
+    # Called the new form, it has no files of that form.
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        find(tmp_path / "checkpoints")
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("file", ["state.json", "tensors.bin"])
+def test_pickles_in_the_place_of_a_checkpoint_s_files_do_not_run(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can write the folder can make the checksums fit: the files themselves must do no harm."""
     monkeypatch.chdir(tmp_path)
     _write(tmp_path / "checkpoints", 1)
-    checkpoint = find(tmp_path / "checkpoints")
-    (checkpoint.path / "stage-0" / ".metadata").write_bytes(pickle.dumps(_Harm()))
-    without_checksum = type(checkpoint)(checkpoint.path, 1, JOB, ({}, {}))
-    with pytest.raises(CheckpointError, match="mkdir does not belong into a checkpoint"):
-        without_checksum.load(0)
+    path = find(tmp_path / "checkpoints").path
+    harm = pickle.dumps(_Harm())
+    (path / "stage-0" / file).write_bytes(harm)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["stages"][0][file] = hashlib.sha256(harm).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="can't be read"):
+        find(tmp_path / "checkpoints").load(0)
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_description_that_lies_about_sizes_takes_no_memory(tmp_path: Path) -> None:
+    _write(tmp_path, 1)
+    path = find(tmp_path).path
+    state = path / "stage-0" / "state.json"
+    document = json.loads(state.read_text())
+    for shape in ([2**40], [2**40, 2**40], [-4], [True], ["4"], [1.5], "44"):
+        document["tensors"][0][2] = shape
+        state.write_text(json.dumps(document))
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["stages"][0]["state.json"] = hashlib.sha256(state.read_bytes()).hexdigest()
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="stage-0: can't be read"):
+            find(tmp_path).load(0)
+
+
+def test_files_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path, 1)
+    checkpoint = find(tmp_path)
+    monkeypatch.setattr("agent.checkpoints.checkpoint.MAX_STATE_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"state\.json has more than 100 bytes"):
+        checkpoint.load(0)
+    manifest = tmp_path / "iteration-0000000001" / "manifest.json"
+    manifest.write_text(manifest.read_text() + " " * 2**24)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stages": "two"},
+        {"seed": "7"},
+        {"seed": True},
+        {"stages": 3},
+        {"recipe": []},
+        {"workload": {}},
+        {"pipelines": -1},
+    ],
+)
+def test_a_manifest_of_wrong_types_is_no_checkpoint(change: dict[str, object], tmp_path: Path) -> None:
+    _write(tmp_path, 1)
+    file = tmp_path / "iteration-0000000001" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | {"job": manifest["job"] | change}))
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        find(tmp_path)
 
 
 # -- beside the training ---------------------------------------------------------------------------

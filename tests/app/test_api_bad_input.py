@@ -57,7 +57,7 @@ def assert_problem(answer: requests.Response, status: int, code: str, detail: st
             "weights and optimizer state take 9 bytes on stage 0, which has 8",
         ),
         ({"pipelines": 4096, "stages": 4096}, "pipelines x stages: got 16777216, expected at most 16384 workers"),
-        ({"pipelines": 64, "stages": 64, "micro_batches": 65536}, "expected at most 20,000,000 ops"),
+        ({"pipelines": 64, "stages": 64, "micro_batches": 65536}, "expected at most 4,000,000 ops"),
     ],
 )
 def test_a_job_that_is_none(server: ConsoleServer, change: dict[str, Any], detail: str) -> None:

@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.baseline import gpipe, one_forward_one_backward
-from planner.check import check
+from planner.check import check, claim
+from planner.check_columns import check_columns
+from planner.columnar import ColumnarPlan
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.plan import Plan
+from planner.plan_columns import Columns
 from planner.schedule import Op, Schedule
 from planner.solvers.list_scheduler import ListScheduler
 from planner.solvers.portfolio import make_plan
@@ -213,6 +216,8 @@ def test_what_the_technique_forbids(schedule: Schedule) -> None:
         ("gap", 0.5),
         ("bubble_fraction", 0.0),
         ("slowdown_vs_1f1b", -0.9),
+        ("slowdown_vs_best", 0.0),
+        ("slowdown_vs_best", 9.0),
         ("lower_bound", 1_000),
         ("peak_activations", {"W0_0": 1}),
     ],
@@ -242,3 +247,58 @@ def test_names_and_times_have_one_spelling(plan: Plan) -> None:
     first = plan.workers["W0_0"][0].model_copy(update={"start": 0.01})
     rows = {**plan.workers, "W0_0": (first, *plan.workers["W0_0"][1:])}
     assert "finer than the job's durations" in sentences(plan.model_copy(update={"workers": rows}))
+
+
+OPEN = Problem(
+    Job.uniform(4, 4, 8, durations={"F": 1, "I": 1.1, "W": 0.9, "transfer": 0.2}),
+    frozenset({Worker(0, 1), Worker(1, 2)}),
+    Technique.ADAPTIVE,
+    MemoryLimit("1f1b"),
+)
+"""The list scheduler leaves a gap here."""
+
+
+def _claiming(solver: str, bound: float | None = None) -> Plan:
+    """Its plan with the period, or `bound`, as its bound."""
+    plan = make_plan(OPEN, solver="list")
+    assert plan.metrics.gap > 0
+    bound = plan.metrics.period if bound is None else bound
+    status = "optimal" if bound == plan.metrics.period else "feasible"
+    metrics = plan.metrics.model_copy(update={"lower_bound": bound, "gap": plan.metrics.period / bound - 1})
+    return plan.model_copy(
+        update={"metrics": metrics, "solver": plan.solver.model_copy(update={"name": solver, "status": status})}
+    )
+
+
+def _columnar(plan: Plan) -> ColumnarPlan:
+    return ColumnarPlan.of_columns(Columns.of(plan.schedule()), plan.metrics, plan.solver)
+
+
+@pytest.mark.parametrize("solver", ["list", "list+tuning", "list+windows", "zb-h1", "me"])
+def test_a_bound_above_the_proven_one_is_invalid(solver: str) -> None:
+    proven = make_plan(OPEN, solver="list").metrics.lower_bound
+    assert check(_claiming(solver, proven)) == []
+    for bound in (None, proven + 0.1):
+        lying = _claiming(solver, bound)
+        assert "what is proven is" in sentences(lying)
+        assert any("what is proven is" in said for said in check_columns(_columnar(lying)))
+
+
+def test_a_bound_of_a_search_is_said_to_be_a_claim() -> None:
+    believed = _claiming("cp-sat")
+    assert check(believed) == []
+    said = claim(believed)
+    proven = make_plan(OPEN, solver="list").metrics.lower_bound
+    assert said is not None and "claimed by cp-sat" in said and said.endswith(f" {proven}")
+    assert claim(make_plan(OPEN, solver="list")) is None
+
+
+def test_a_plan_takes_a_finite_time(plan: Plan) -> None:
+    for seconds in (-1.0, float("inf"), float("nan")):
+        solver = plan.solver.model_copy(update={"seconds": seconds})
+        assert "solver.seconds" in sentences(plan.model_copy(update={"solver": solver}))
+
+
+def test_a_bound_of_nothing_is_none(plan: Plan) -> None:
+    metrics = plan.metrics.model_copy(update={"lower_bound": 0})
+    assert "no iteration takes no time" in sentences(plan.model_copy(update={"metrics": metrics}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -162,12 +161,6 @@ def test_out_is_all_or_nothing(
     assert "No space left on device" in said
     assert out.read_text() == "before"
     assert not list(tmp_path.glob("*.part"))
-
-
-def test_a_device_is_written_to_and_not_replaced(tmp_path: Path, plan_file: Path) -> None:
-    assert invoke("export", plan_file, "--format", "csv", "--out", os.devnull).exit_code == 0
-    assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
-    assert not Path(os.devnull + ".part").exists()
 
 
 def test_compare_shows_a_table(plan_file: Path, healthy_file: Path) -> None:
