@@ -90,8 +90,8 @@ class JobSpec(Message):
     """
 
     name: Name
-    pipelines: Annotated[int, Field(ge=1, le=4096)]
-    stages: Annotated[int, Field(ge=1, le=4096)]
+    pipelines: Annotated[int, Field(ge=1, le=16_384)]
+    stages: Annotated[int, Field(ge=1, le=16_384)]
     micro_batches: Annotated[int, Field(ge=1, le=65536)]
     iterations: Annotated[int, Field(ge=1, le=2**53)]
     samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] = 1

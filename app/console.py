@@ -64,6 +64,8 @@ from planner.plan_codec import Question
 log = structlog.get_logger()
 
 MAX_WORKERS = 16_384
+# Of all jobs that have not ended: the time that the console takes to start, and its memory, go by them.
+MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 
 # What a console that is killed forgets of its workers' newest heartbeats; each sends another within a second.
 FLUSH_SECONDS = 5.0
@@ -200,6 +202,12 @@ class Console(Reports, Readings):
                 "invalid",
                 f"pipelines x stages: got {spec.pipelines * spec.stages}, expected at most {MAX_WORKERS} workers",
             )
+        live = sum(len(job.state.members) for job in self.live_jobs() if not job.state.over)
+        if live + spec.pipelines * spec.stages > MAX_LIVE_WORKERS:
+            detail = (
+                f"this console looks after {live:,} workers of jobs that have not ended, at most {MAX_LIVE_WORKERS:,}"
+            )
+            raise ConsoleError(409, "full", f"{detail}; end or delete some of them first")
         job_id, created_at = secrets.token_hex(6), time.time()
         try:
             self.ladder.check_above(spec.transfer_timeout, spec.group_timeout)

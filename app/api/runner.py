@@ -18,8 +18,17 @@ T = TypeVar("T")
 _pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="api")
 
 
+# Jobs are made one after the other: one of 16,384 workers takes half a second, and all threads would be taken by eight.
+_maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="new jobs")
+
+
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return await asyncio.get_running_loop().run_in_executor(_pool, partial(function, *args, **kwargs))
+
+
+async def in_turn(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For making what may have thousands of workers: whoever asks for something else meanwhile waits for none of it."""
+    return await asyncio.get_running_loop().run_in_executor(_maker, partial(function, *args, **kwargs))
 
 
 async def answer_in_thread(function: Callable[P, BaseModel], *args: P.args, **kwargs: P.kwargs) -> Response:

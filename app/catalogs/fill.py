@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.catalogs.report import most_failures
+from app.catalogs.outlook import most_failures
 from app.logs import configure_logging
 from planner.catalog_build import fill, targets
 from planner.catalog_engines import make_engine
