@@ -131,7 +131,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=express(app),
+            http=express(app, settings.connections_per_address or None, settings.is_proxy),
             ws="websockets-sansio",
             lifespan="on",
             log_config=None,
