@@ -69,6 +69,8 @@ MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 
 # What a console that is killed forgets of its workers' newest heartbeats; each sends another within a second.
 FLUSH_SECONDS = 5.0
+# For one job's turn; a database that does not answer takes a tenth of it.
+STUCK_SECONDS = 120.0
 # Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
 FLUSH_AT_ONCE = 512
 
@@ -129,6 +131,7 @@ class Console(Reports, Readings):
         self.solves = Solves(on_made=self.metrics.plan_made)
         self.replanning = Replanning(self.job, self.plan, self.solves, self._keep_plan)
         self._stop = threading.Event()
+        self._got_on = self._clock()
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
 
     # -- life -------------------------------------------------------------------------------
@@ -146,6 +149,7 @@ class Console(Reports, Readings):
             if job is not None and not job.state.over:
                 self._check_ladder(job)
                 self._planning.make_ahead(job)
+        self._got_on = self._clock()
         self._ticker.start()
         self.recorder.start()
         self.histories.start()
@@ -179,6 +183,13 @@ class Console(Reports, Readings):
         self.recorder.close()
         self._flush()
         self._unwatch()
+
+    def stuck(self) -> str:
+        """Which threads of the console have not got on for longer than anything takes; empty: none."""
+        if not self._ticker.ident or self._stop.is_set():
+            return ""
+        still = not self._ticker.is_alive() or self._clock() - self._got_on > STUCK_SECONDS
+        return self._ticker.name if still else ""
 
     def ready(self) -> None:
         """Raises ConsoleError when the database does not answer."""
@@ -342,7 +353,9 @@ class Console(Reports, Readings):
         last_flush, turns = time.monotonic(), 0
         resting: set[str] = set()  # jobs that are over, and of which nothing is left to be done
         while not self._stop.wait(TICK_SECONDS):
+            self._got_on = self._clock()
             for job in list(self._jobs.values()):
+                self._got_on = self._clock()
                 if job.job_id in resting and job.quiet:
                     continue
                 try:

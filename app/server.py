@@ -10,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import structlog
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -54,9 +58,13 @@ from app.warming import BUSY_SECONDS, CALM_SECONDS, Warming
 from db.session import Database
 from db.store import Store
 
+log = structlog.get_logger()
+
 HERE = Path(__file__).resolve().parent
 UI_SCRIPT = HERE / "ui" / "main.py"
 
+# Seconds from a signal to the end of the process, whatever stands still in it: all that ends in order takes less.
+END_SECONDS = 20.0
 # Seconds for open requests to end after a signal; long-polls are sent home at once.
 GRACE = 1
 
@@ -158,6 +166,18 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         listener.close()
 
 
+def end_within(seconds: float) -> None:
+    """Ends this process, at the latest then: a thread that hangs would hold it for ever."""
+
+    def end() -> None:
+        log.error("the console did not end in order; its process is ended", seconds=seconds)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises SettingsError when the port is taken or the address is not ours."""
     try:
@@ -187,6 +207,10 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._host = host
         self._ready = ready
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        end_within(END_SECONDS)
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -38,7 +38,7 @@ class HostGuard:
             return
         headers = Headers(scope=scope)
         host, given = headers.get("host", ""), headers.getlist("host")
-        if len(given) > 1 or (given and not _HOST.fullmatch(host)):
+        if len(given) > 1 or (host and not _HOST.fullmatch(host)):
             detail = f"Host: got {', '.join(given)!r:.200}, expected one name or address, with or without a port"
             await refuse(scope, receive, send, problem(400, "invalid", detail))
             return
