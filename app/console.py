@@ -6,6 +6,7 @@ app.operators.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -71,6 +72,8 @@ MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 FLUSH_SECONDS = 5.0
 # For one job's turn; a database that does not answer takes a tenth of it.
 STUCK_SECONDS = 120.0
+# Between two looks whether the database can be written.
+PROBE_SECONDS = 1.0
 # Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
 FLUSH_AT_ONCE = 512
 
@@ -132,6 +135,7 @@ class Console(Reports, Readings):
         self.replanning = Replanning(self.job, self.plan, self.solves, self._keep_plan)
         self._stop = threading.Event()
         self._got_on = self._clock()
+        self._probing, self._stored_at = threading.Lock(), -math.inf
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
 
     # -- life -------------------------------------------------------------------------------
@@ -192,9 +196,14 @@ class Console(Reports, Readings):
         return self._ticker.name if still else ""
 
     def ready(self) -> None:
-        """Raises ConsoleError when the database does not answer."""
-        with storing():
-            self._store.ping()
+        """Raises ConsoleError when the database does not answer, or can't store anything, which is asked for once a
+        second at most."""
+        with self._probing, storing():
+            if self._clock() - self._stored_at >= PROBE_SECONDS:
+                self._store.try_to_write()
+                self._stored_at = self._clock()
+            else:
+                self._store.ping()
 
     @property
     def database(self) -> Database:

@@ -96,7 +96,7 @@ class Readings(ABC):
         """The same as it is stored: a tenth, or less. Raises ConsoleError (404)."""
         self.job(job_id)
         with storing():
-            document = PlanColumns(self._store.database).deflated_document(plain(fingerprint))
+            document = PlanColumns(self._store.database).deflated_document(plain(fingerprint), job_id)
         if document is None:
             raise unknown_plan(fingerprint)
         return document

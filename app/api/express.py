@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.api.crowd import PATIENCE, Crowd
 from app.api.lane import RAW, Lane, Raw
+from app.api.lean import Unusual
 from app.api.problems import problem
 from app.errors import ConsoleError
 
@@ -157,7 +158,7 @@ class ExpressProtocol(HttpToolsProtocol):
         began = time.perf_counter()
         try:
             answer = known.at_once(body)
-        except (ConsoleError, ValidationError):
+        except (ConsoleError, ValidationError, Unusual):
             return False  # nothing has come of it: said once more, it is refused with all due words
         head = [b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d" % len(answer)]
         head += [b"%b: %b" % header for header in (*known.headers, *self.server_state.default_headers)]

@@ -431,4 +431,4 @@ def storing() -> Iterator[None]:
     try:
         yield
     except SQLAlchemyError as error:
-        raise unavailable(type(error).__name__) from error
+        raise unavailable(error) from error
