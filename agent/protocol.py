@@ -35,14 +35,14 @@ LOG_LINES, LOG_LINE = 100, 500
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[\w .:@/()+-]+$")]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
-WorkerName = Annotated[str, StringConstraints(pattern=r"^W\d{1,6}_\d{1,6}$")]
+WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
 Text = Annotated[str, StringConstraints(max_length=2000)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-PosixSeconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Microseconds = Annotated[int, Field(ge=0, le=10**12)]
+Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Microseconds = Annotated[int, Field(strict=True, ge=0, le=10**12)]
 OpKind = Literal["F", "I", "W", "B", "O"]
 
 
@@ -90,13 +90,13 @@ class JobSpec(Message):
     """
 
     name: Name
-    pipelines: Annotated[int, Field(ge=1, le=16_384)]
-    stages: Annotated[int, Field(ge=1, le=16_384)]
-    micro_batches: Annotated[int, Field(ge=1, le=65536)]
-    iterations: Annotated[int, Field(ge=1, le=2**53)]
-    samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] = 1
+    pipelines: Annotated[int, Field(strict=True, ge=1, le=16_384)]
+    stages: Annotated[int, Field(strict=True, ge=1, le=16_384)]
+    micro_batches: Annotated[int, Field(strict=True, ge=1, le=65536)]
+    iterations: Annotated[int, Field(strict=True, ge=1, le=2**53)]
+    samples_per_micro_batch: Annotated[int, Field(strict=True, ge=1, le=2**31)] = 1
     technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
-    memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9]\d{0,8})$")] = "uniform"
+    memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9][0-9]{0,8})$")] = "uniform"
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
     # Left out where there is none: consoles that do not know of it take such a job, too.
     profile: Annotated[JobDoc | None, Field(exclude_if=lambda value: value is None)] = None
@@ -215,18 +215,18 @@ class MeasuredOps(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[int, Field(ge=1)]
+    epoch: Annotated[int, Field(strict=True, ge=1)]
     iteration: Count
     clock: Identifier
     started_us: Count
-    offset_us: Annotated[int, Field(ge=-(2**53), le=2**53)]
+    offset_us: Annotated[int, Field(strict=True, ge=-(2**53), le=2**53)]
     uncertainty_us: Count
     kinds: Annotated[str, StringConstraints(min_length=1, max_length=MEASURED_OPS, pattern=r"^[FIWBO]+$")]
     pipelines: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+        tuple[Annotated[int, Field(strict=True, ge=0, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
     ]
     micro_batches: Annotated[
-        tuple[Annotated[int, Field(ge=-1, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+        tuple[Annotated[int, Field(strict=True, ge=-1, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
     ]
     starts_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
     durations_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
@@ -249,7 +249,7 @@ class Deployment(Message):
     leaving: of those that were living, who is to go when the iteration in hand is done.
     """
 
-    epoch: Annotated[int, Field(ge=1)]
+    epoch: Annotated[int, Field(strict=True, ge=1)]
     plan_fingerprint: Identifier
     living: tuple[WorkerName, ...]
     failed: tuple[WorkerName, ...]
@@ -269,7 +269,7 @@ class Acknowledgement(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[int, Field(ge=1)]
+    epoch: Annotated[int, Field(strict=True, ge=1)]
     state: Literal["adopted", "formed", "resumed"]
     iteration: Count = 0
 
@@ -351,7 +351,7 @@ class VerdictReport(Message):
     """
 
     iteration: Count
-    coefficient: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
+    coefficient: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] | None
     redone: StrictBool
 
 
