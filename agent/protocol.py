@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -44,13 +43,6 @@ MEASURED_OPS = 100_000
 LOG_LINES, LOG_LINE = 100, 500
 
 
-def _no_bool(value: Any) -> Any:
-    """JSON's true is no number, though Python's is."""
-    if isinstance(value, bool):
-        raise ValueError("got true or false, expected a number")
-    return value
-
-
 def _hexadecimal(text: str) -> str:
     """As float.hex writes it, which is how a history reads it."""
     if not _HEXADECIMAL.fullmatch(text):
@@ -64,14 +56,14 @@ def _hexadecimal(text: str) -> str:
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[\w .:@/()+-]+$")]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
-WorkerName = Annotated[str, StringConstraints(pattern=r"^W\d{1,6}_\d{1,6}$")]
+WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
 Text = Annotated[str, StringConstraints(max_length=2000)]
-Count = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(_no_bool)]
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), BeforeValidator(_no_bool)]
-PosixSeconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False), BeforeValidator(_no_bool)]
-Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), BeforeValidator(_no_bool)]
-Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_bool)]
-Microseconds = Annotated[int, Field(ge=0, le=10**12), BeforeValidator(_no_bool)]
+Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Microseconds = Annotated[int, Field(strict=True, ge=0, le=10**12)]
 _HEXADECIMAL = re.compile(r"-?(0x[0-9a-f]{1,20}(\.[0-9a-f]{0,20})?(p[+-]?[0-9]{1,5})?|inf|nan)")
 OpKind = Literal["F", "I", "W", "B", "O"]
 
@@ -120,13 +112,13 @@ class JobSpec(Message):
     """
 
     name: Name
-    pipelines: Annotated[int, Field(ge=1, le=4096), BeforeValidator(_no_bool)]
-    stages: Annotated[int, Field(ge=1, le=4096), BeforeValidator(_no_bool)]
-    micro_batches: Annotated[int, Field(ge=1, le=65536), BeforeValidator(_no_bool)]
-    iterations: Annotated[int, Field(ge=1, le=2**53), BeforeValidator(_no_bool)]
-    samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31), BeforeValidator(_no_bool)] = 1
+    pipelines: Annotated[int, Field(strict=True, ge=1, le=16_384)]
+    stages: Annotated[int, Field(strict=True, ge=1, le=16_384)]
+    micro_batches: Annotated[int, Field(strict=True, ge=1, le=65536)]
+    iterations: Annotated[int, Field(strict=True, ge=1, le=2**53)]
+    samples_per_micro_batch: Annotated[int, Field(strict=True, ge=1, le=2**31)] = 1
     technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
-    memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9]\d{0,8})$")] = "uniform"
+    memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9][0-9]{0,8})$")] = "uniform"
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
     # Left out where there is none: consoles that do not know of it take such a job, too.
     profile: Annotated[JobDoc | None, Field(exclude_if=lambda value: value is None)] = None
@@ -258,11 +250,11 @@ class MeasuredOps(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
+    epoch: Annotated[int, Field(strict=True, ge=1)]
     iteration: Count
     clock: Identifier
     started_us: Count
-    offset_us: Annotated[int, Field(ge=-(2**53), le=2**53), BeforeValidator(_no_bool)]
+    offset_us: Annotated[int, Field(strict=True, ge=-(2**53), le=2**53)]
     uncertainty_us: Count
     kinds: Annotated[str, StringConstraints(min_length=1, max_length=MEASURED_OPS, pattern=r"^[FIWBO]+$")]
     pipelines: Annotated[
@@ -292,7 +284,7 @@ class Deployment(Message):
     leaving: of those that were living, who is to go when the iteration in hand is done.
     """
 
-    epoch: Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
+    epoch: Annotated[int, Field(strict=True, ge=1)]
     plan_fingerprint: Identifier
     living: tuple[WorkerName, ...]
     failed: tuple[WorkerName, ...]
@@ -312,7 +304,7 @@ class Acknowledgement(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
+    epoch: Annotated[int, Field(strict=True, ge=1)]
     state: Literal["adopted", "formed", "resumed"]
     iteration: Count = 0
 
@@ -397,7 +389,7 @@ class VerdictReport(Message):
     """
 
     iteration: Count
-    coefficient: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
+    coefficient: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] | None
     redone: StrictBool
 
 

@@ -58,6 +58,9 @@ def serve(
         list[str] | None,
         typer.Option(help="Address or network of a proxy that says who the client is. Default: this machine."),
     ] = None,
+    connections_per_address: Annotated[
+        int, typer.Option(help="Connections that one address may have, proxies apart. Default: half of all.")
+    ] = 0,
     oidc: Annotated[
         Path | None, typer.Option(help="TOML file (mode 0600) with Streamlit's [auth]: people sign in with an account.")
     ] = None,
@@ -98,6 +101,7 @@ def serve(
             api_only=api_only,
             names=tuple(host_name or ()),
             proxies=tuple(proxy or Settings.proxies),
+            connections_per_address=connections_per_address,
             oidc=None if oidc is None else read_oidc(oidc, _listed(oidc_operators), _listed(oidc_viewers)),
             keep=Keep(
                 seconds=seconds(keep_seconds, "--keep-seconds"),

@@ -6,6 +6,7 @@ app.operators.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -64,9 +65,15 @@ from planner.plan_codec import Question
 log = structlog.get_logger()
 
 MAX_WORKERS = 16_384
+# Of all jobs that have not ended: the time that the console takes to start, and its memory, go by them.
+MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 
 # What a console that is killed forgets of its workers' newest heartbeats; each sends another within a second.
 FLUSH_SECONDS = 5.0
+# For one job's turn; a database that does not answer takes a tenth of it.
+STUCK_SECONDS = 120.0
+# Between two looks whether the database can be written.
+PROBE_SECONDS = 1.0
 # Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
 FLUSH_AT_ONCE = 512
 
@@ -127,6 +134,8 @@ class Console(Reports, Readings):
         self.solves = Solves(on_made=self.metrics.plan_made)
         self.replanning = Replanning(self.job, self.plan, self.solves, self._keep_plan)
         self._stop = threading.Event()
+        self._got_on = self._clock()
+        self._probing, self._stored_at = threading.Lock(), -math.inf
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
 
     # -- life -------------------------------------------------------------------------------
@@ -144,6 +153,7 @@ class Console(Reports, Readings):
             if job is not None and not job.state.over:
                 self._check_ladder(job)
                 self._planning.make_ahead(job)
+        self._got_on = self._clock()
         self._ticker.start()
         self.recorder.start()
         self.histories.start()
@@ -178,10 +188,22 @@ class Console(Reports, Readings):
         self._flush()
         self._unwatch()
 
+    def stuck(self) -> str:
+        """Which threads of the console have not got on for longer than anything takes; empty: none."""
+        if not self._ticker.ident or self._stop.is_set():
+            return ""
+        still = not self._ticker.is_alive() or self._clock() - self._got_on > STUCK_SECONDS
+        return self._ticker.name if still else ""
+
     def ready(self) -> None:
-        """Raises ConsoleError when the database does not answer."""
-        with storing():
-            self._store.ping()
+        """Raises ConsoleError when the database does not answer, or can't store anything, which is asked for once a
+        second at most."""
+        with self._probing, storing():
+            if self._clock() - self._stored_at >= PROBE_SECONDS:
+                self._store.try_to_write()
+                self._stored_at = self._clock()
+            else:
+                self._store.ping()
 
     @property
     def database(self) -> Database:
@@ -200,6 +222,12 @@ class Console(Reports, Readings):
                 "invalid",
                 f"pipelines x stages: got {spec.pipelines * spec.stages}, expected at most {MAX_WORKERS} workers",
             )
+        live = sum(len(job.state.members) for job in self.live_jobs() if not job.state.over)
+        if live + spec.pipelines * spec.stages > MAX_LIVE_WORKERS:
+            detail = (
+                f"this console looks after {live:,} workers of jobs that have not ended, at most {MAX_LIVE_WORKERS:,}"
+            )
+            raise ConsoleError(409, "full", f"{detail}; end or delete some of them first")
         job_id, created_at = secrets.token_hex(6), time.time()
         try:
             self.ladder.check_above(spec.transfer_timeout, spec.group_timeout)
@@ -334,7 +362,9 @@ class Console(Reports, Readings):
         last_flush, turns = time.monotonic(), 0
         resting: set[str] = set()  # jobs that are over, and of which nothing is left to be done
         while not self._stop.wait(TICK_SECONDS):
+            self._got_on = self._clock()
             for job in list(self._jobs.values()):
+                self._got_on = self._clock()
                 if job.job_id in resting and job.quiet:
                     continue
                 try:

@@ -8,6 +8,7 @@ takes time has limits here (objects and lists, fields), and the messages give up
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -43,9 +44,31 @@ def bounded(body: bytes, *, containers: int = MOST_CONTAINERS, fields: int = MOS
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise _wrong(f"the body is not JSON: {error}") from None
+    refuse_repeats(body)
     if colons > FEW_FIELDS:
         _check_objects(document)
     return document
+
+
+def refuse_repeats(body: bytes) -> None:
+    """Raises ConsoleError (422) for a field that is in one object twice: programs differ in which one counts. What is
+    not JSON is passed over."""
+    try:
+        _REPEATS.decode(body.decode())
+    except RecursionError:
+        raise _wrong("the body: got lists or objects nested too deeply") from None
+    except ValueError:  # no JSON, or a number of thousands of digits
+        return
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    if len(pairs) > len({name for name, _ in pairs}):
+        names: set[str] = set()
+        twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
+        raise _wrong(f"{twice[:80]}: got it twice in one object, expected each field once")
+
+
+_REPEATS = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _check_objects(document: Any) -> None:

@@ -26,8 +26,20 @@ def unknown_job(job_id: str) -> ConsoleError:
     return ConsoleError(404, "unknown_job", f"job: got {job_id!r}, expected the id of a job of this console")
 
 
-def unavailable(reason: str) -> ConsoleError:
-    return ConsoleError(503, "unavailable", f"the database can't take this now ({reason}); try again")
+def unavailable(error: SQLAlchemyError) -> ConsoleError:
+    """In words, where the database has said what it is."""
+    said = str(getattr(error, "orig", None) or "").strip().splitlines()
+    text = said[0].lower() if said else ""
+    if getattr(getattr(error, "orig", None), "sqlstate", None) == "53100" or "disk is full" in text:
+        detail = "the disk of the database is full: nothing can be stored until there is room; then try again"
+        return ConsoleError(503, "disk_full", detail)
+    if "disk i/o error" in text:
+        detail = "the disk of the database can't be written (it may be full, or fail); try again once it can"
+        return ConsoleError(503, "disk_fails", detail)
+    if "readonly" in text or "read-only" in text:
+        return ConsoleError(503, "read_only", "the database can't be written: it is read-only; try again once it can")
+    why = "it is busy" if "locked" in text else type(error).__name__
+    return ConsoleError(503, "unavailable", f"the database can't take this now ({why}); try again")
 
 
 def unknown_plan(fingerprint: str) -> ConsoleError:
@@ -45,4 +57,4 @@ def storing() -> Iterator[None]:
     try:
         yield
     except SQLAlchemyError as error:
-        raise unavailable(type(error).__name__) from error
+        raise unavailable(error) from error

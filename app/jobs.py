@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from app.advice import verdict_document
+from app.catalogs.outlook import OutlookRequest, outlook_document
 from app.heap import OP_BYTES, building
 from app.logs import configure_logging
 from planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
@@ -152,7 +153,7 @@ class PlanMaker:
                 return
             if request.owner not in self._cancelled:
                 try:
-                    if made is not None and not isinstance(request, LookUpRequest):
+                    if made is not None and not isinstance(request, LookUpRequest | OutlookRequest):
                         self._on_made(made)
                     done(made, why)
                 except Exception:
@@ -235,6 +236,8 @@ def answer(request: bytes) -> bytes:
     try:
         if "advise" in body:
             return _MADE + verdict_document(body["advise"]).encode()
+        if "outlook" in body:
+            return _MADE + outlook_document(body["outlook"]).encode()
         if "look_up" in body:
             return _MADE + to_bytes(_looked_up(**body["look_up"]))
         plan = make_plan(
@@ -246,7 +249,8 @@ def answer(request: bytes) -> bytes:
     except PlannerError as error:
         return _WHY + str(error).encode()
     except Exception as error:
-        log.exception("the planner failed", failed=(body.get("advise") or body.get("look_up") or body)["failed"])
+        asked = body.get("advise") or body.get("look_up") or body
+        log.exception("the planner failed", failed=asked.get("failed"))
         return _WHY + f"the planner failed ({type(error).__name__}); the console's log says more".encode()
     return _MADE + to_bytes(plan)
 

@@ -355,7 +355,7 @@ class LiveJob(PlannedJob):
             except SQLAlchemyError as error:
                 # The database may have taken it all the same, and only its answer was lost.
                 self._doubtful = True
-                raise unavailable(type(error).__name__) from error
+                raise unavailable(error) from error
 
     # -- reading back -----------------------------------------------------------------------
 
@@ -381,7 +381,7 @@ class LiveJob(PlannedJob):
                 raise unknown_job(self.job_id)
             self._read(row)
         except SQLAlchemyError as error:
-            raise unavailable(type(error).__name__) from error
+            raise unavailable(error) from error
         self._doubtful = False
         if not self.state.over:
             self.apply(ConsoleRestarted("the database failed for a while; the job was read back from it"))

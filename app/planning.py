@@ -11,21 +11,20 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.catalogs.fill import CatalogRequest
-from app.catalogs.service import KEPT_OPS, Catalogs
+from app.catalogs.outlook import MOST, Outlook
+from app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from app.errors import ConsoleError
 from app.heap import LARGE_OPS, building
 from app.jobs import AHEAD, URGENT, Done, LookUpRequest, PlanMaker, PlanRequest
 from app.live import LiveJob
-from planner.catalog_build import listed_patterns
-from planner.catalog_store import CatalogInfo, plan_name
+from planner.catalog_build import LISTED
+from planner.catalog_store import plan_name
 from planner.failures import canonical_pattern
 from planner.job import Job, Worker
 from planner.plan import Plan, job_doc
 
 log = structlog.get_logger()
 
-# How many failure patterns are planned ahead; the list scheduler serves the rest when they happen.
-MAX_AHEAD = 512
 # Ops of all plans that a job holds in memory, of about 800 bytes each. Where more are made ahead, they
 # stay in the catalog until they are needed.
 HELD_OPS = 400_000
@@ -58,13 +57,27 @@ class Planning:
         job.plans_to_make = job.planned_ahead = 0
 
     def make_ahead(self, job: LiveJob) -> None:
-        """The fault-free plan first, then one for each failure pattern, one failure after another."""
+        """The fault-free plan first, then one for each failure pattern, one failure after another. Returns at once:
+        which patterns a large grid has is worked out elsewhere."""
         self._stop_filling(job)
-        patterns = [p for count in job.catalog.patterns(self._tolerance) for p in count][:MAX_AHEAD]
-        if job.ops * len(patterns) <= HELD_OPS:
-            self._submit(job, patterns)
-        elif job.job is job.nominal:  # speeds that were found pass
-            self._fill(job)
+        asked = job.job
+        job.plans_to_make, job.planned_ahead = 1, 0  # the fault-free one, until it is known how many there are
+
+        def take(outlook: Outlook | None, why: str) -> None:
+            if job.job is not asked or job.state.over:
+                return  # its workers' speeds have changed since
+            job.plans_to_make = 0
+            if outlook is None:
+                log.warning("only the fault-free plan is made ahead", job=job.job_id, reason=why)
+                self._submit(job, [frozenset()])
+                return
+            patterns = outlook.patterns[:MOST]  # the list scheduler serves the rest when they happen
+            if job.ops * len(patterns) <= HELD_OPS:
+                self._submit(job, patterns)
+            elif job.job is job.nominal:  # speeds that were found pass
+                self._fill(job, outlook)
+
+        self._catalogs.outlook(job.question, self._tolerance, take)
 
     def make_next(self, job: LiveJob) -> None:
         """Beyond the tolerance too, whatever worker fails next finds its plan made."""
@@ -140,16 +153,16 @@ class Planning:
             for name in names:
                 job.file_plan(stored.plan(name))
 
-    def _fill(self, job: LiveJob) -> None:
+    def _fill(self, job: LiveJob, outlook: Outlook) -> None:
         """Has the catalog filled for as many failures as have few enough patterns, up to the tolerance."""
-        tolerances = range(self._tolerance, -1, -1)
-        listed = ((t, listed_patterns(job.job, t)) for t in tolerances)
+        tolerances = range(outlook.tolerance, -1, -1)
+        listed = ((t, outlook.listed(t, LISTED)) for t in tolerances)
         tolerance, patterns = next((t, found) for t, found in listed if found is not None)
         question, names = job.question, frozenset(map(plan_name, patterns))
         request = CatalogRequest(
             job=job_doc(job.job), technique=question.technique, memory=question.memory.text, tolerance=tolerance
         )
-        self._filling[job.job_id] = CatalogInfo.of(question).fingerprint, names
+        self._filling[job.job_id] = info_of(question).fingerprint, names
         job.plans_to_make = len(names)
         try:
             job.planned_ahead = len(names & self._catalogs.names(question))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from app.coordination.ladder import Ladder
 from app.coordination.sentence import sentence
@@ -14,11 +15,21 @@ from app.observing.goodput import Accounts
 from app.past_jobs import PastJobs
 from app.reports import plain
 from app.view import JobHead, JobSummary, JobView
-from app.views import PlanCache, head, job_view, summary
+from app.views import SHARED, SHARED_SECONDS, PlanCache, head, job_view, summary
 from db.observations import Observations
 from db.plan_columns import PlanColumns
 from db.store import Record, Store
 from planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What was said of a job. over: was it? until: monotonic seconds."""
+
+    over: bool
+    version: int
+    until: float
+    line: JobSummary
 
 
 class Readings(ABC):
@@ -45,24 +56,26 @@ class Readings(ABC):
         return sorted(lines.values(), key=lambda line: (-line.created_at, line.job_id))
 
     def _summary(self, job: LiveJob) -> JobSummary:
-        # Nothing of what is said here changes any more once a job is over, and there may be thousands.
-        if isinstance(known := job.view_cache.get("summary"), JobSummary):
-            return known
-        over = job.state.over
+        # Nothing of what is said here changes any more once a job is over, and there may be thousands. Of a large job
+        # that is not, whoever asks within a second is told the same, unless something is stored.
+        known, over, now, version = job.view_cache.get("summary"), job.state.over, time.monotonic(), job.version
+        if isinstance(known, _Line) and (known.over if over else known.version == version and now < known.until):
+            return known.line
         made = summary(job, self.sentence(job))
-        if over:
-            job.view_cache["summary"] = made
+        shared = SHARED_SECONDS if len(job.state.members) >= SHARED else 0.0
+        job.view_cache["summary"] = _Line(bool(over), version, now + shared, made)
         return made
 
     def head(self, job_id: str) -> JobHead:
         return head(self.job(job_id))
 
-    def view(self, job_id: str, iterations: int = 600, events: int = 200) -> JobView:
+    def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:
+        """workers: with what is seen of each, of which there may be thousands."""
         job = self.job(job_id)
         with storing():
             figures = self.accounts.of(job)
             stores = self._store, self.observations
-            return job_view(job, stores, self._plans, self.sentence(job), figures, iterations, events)
+            return job_view(job, stores, self._plans, self.sentence(job), figures, iterations, events, workers=workers)
 
     def sentence(self, job: LiveJob) -> str:
         return sentence(job.state, time.monotonic(), self.ladder, paused=job.paused)
@@ -83,7 +96,7 @@ class Readings(ABC):
         """The same as it is stored: a tenth, or less. Raises ConsoleError (404)."""
         self.job(job_id)
         with storing():
-            document = PlanColumns(self._store.database).deflated_document(plain(fingerprint))
+            document = PlanColumns(self._store.database).deflated_document(plain(fingerprint), job_id)
         if document is None:
             raise unknown_plan(fingerprint)
         return document

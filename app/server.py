@@ -10,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import structlog
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -55,9 +59,13 @@ from app.warming import BUSY_SECONDS, CALM_SECONDS, Warming
 from db.session import Database
 from db.store import Store
 
+log = structlog.get_logger()
+
 HERE = Path(__file__).resolve().parent
 UI_SCRIPT = HERE / "ui" / "main.py"
 
+# Seconds from a signal to the end of the process, whatever stands still in it: all that ends in order takes less.
+END_SECONDS = 20.0
 # Seconds for open requests to end after a signal; long-polls are sent home at once.
 GRACE = 1
 
@@ -132,7 +140,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=express(app),
+            http=express(app, settings.connections_per_address or None, settings.is_proxy),
             ws="websockets-sansio",
             lifespan="on",
             log_config=None,
@@ -157,6 +165,18 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         set_host(None)
         house_keeping.close()
         listener.close()
+
+
+def end_within(seconds: float) -> None:
+    """Ends this process, at the latest then: a thread that hangs would hold it for ever."""
+
+    def end() -> None:
+        log.error("the console did not end in order; its process is ended", seconds=seconds)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -188,6 +208,10 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._host = host
         self._ready = ready
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        end_within(END_SECONDS)
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -28,7 +28,8 @@ class Settings:
 
     tolerance: plans are made ahead for up to this many failures. names: host names under which it is
     reached, through a proxy, say. proxies: addresses whose word on who the client is counts. oidc: where
-    people may sign in with an account. keep: how much of its history.
+    people may sign in with an account. keep: how much of its history. connections_per_address: of one address
+    that is no proxy's, at a time; 0: half of all.
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +44,7 @@ class Settings:
     proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     oidc: OidcSettings | None = None
     keep: Keep = field(default_factory=Keep)
+    connections_per_address: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -63,12 +65,23 @@ class Settings:
                 )
         if self.oidc is not None and self.api_only:
             raise SettingsError("--oidc: people sign in on the pages, and --api-only serves none")
+        if self.connections_per_address < 0:
+            got = self.connections_per_address
+            raise SettingsError(f"--connections-per-address: got {got}, expected at least 1, or 0 for half of all")
         for name in self.names:
             if not _NAME.fullmatch(name):
                 raise SettingsError(f"--host-name: got {name!r}, expected a host name such as console.example.org")
         for address in self.proxies:
             if not _is_network(address):
                 raise SettingsError(f"--proxy: got {address!r}, expected an address or network such as 10.0.0.0/8")
+
+    def is_proxy(self, address: str) -> bool:
+        """Does it pass on what others ask?"""
+        try:
+            found = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        return any(found in ipaddress.ip_network(proxy) for proxy in self.proxies)
 
     @property
     def loopback(self) -> bool:

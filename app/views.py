@@ -122,6 +122,8 @@ def job_view(
     figures: Figures,
     iterations: int,
     events: int,
+    *,
+    workers: bool = True,
 ) -> JobView:
     state = job.state
     fingerprint = state.current.plan_fingerprint if state.current else None
@@ -134,7 +136,7 @@ def job_view(
         sentence=sentence,
         created_at=job.created_at,
         epoch=state.epoch,
-        workers=_workers(job, fingerprint, rerouted),
+        workers=_workers(job, fingerprint, rerouted) if workers else (),
         plan=plans.get(fingerprint) if fingerprint else None,
         iterations=history.iterations,
         events=history.events,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import select
 
-from db.models import PlanColumnsRow, PlanRow
+from db.models import JobPlanRow, PlanColumnsRow, PlanRow
 from db.session import Database
 
 
@@ -26,7 +26,12 @@ class PlanColumns:
                 row = {"fingerprint": fingerprint, "data": data}
                 session.execute(self._database.insert_new(PlanColumnsRow).values(row))
 
-    def deflated_document(self, fingerprint: str) -> bytes | None:
-        """The plan's JSON as it is stored, for a process that has more time to read it."""
+    def deflated_document(self, fingerprint: str, job_id: str | None = None) -> bytes | None:
+        """The plan's JSON as it is stored, for a process that has more time to read it. job_id: of the job that it
+        must be a plan of."""
+        query = select(PlanRow.document).where(PlanRow.fingerprint == fingerprint)
+        if job_id is not None:
+            of_job = (JobPlanRow.fingerprint == fingerprint) & (JobPlanRow.job_id == job_id)
+            query = query.where(select(JobPlanRow.job_id).where(of_job).exists())
         with self._database.read() as session:
-            return session.scalar(select(PlanRow.document).where(PlanRow.fingerprint == fingerprint))
+            return session.scalar(query)

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
@@ -163,6 +164,11 @@ def explained(shown_url: str) -> Iterator[None]:
     """Turns errors of the database into a DatabaseError."""
     try:
         yield
+    except CommandError:
+        raise DatabaseError(
+            f"database {shown_url} was used by a newer version of this program, whose tables this one does not know: "
+            "run that version, or name another database"
+        ) from None
     except DBAPIError as error:
         first = str(error.orig).strip().splitlines()[0]
         raise DatabaseError(f"database {shown_url} can't be used: {first}") from None

@@ -26,6 +26,7 @@ from db.models import (
     CommandRow,
     EpochRow,
     EventRow,
+    IdempotentRequestRow,
     IterationRow,
     JobPlanRow,
     JobRow,
@@ -39,6 +40,9 @@ from db.worker_rows import update_workers
 from planner.packed import Packed
 
 Record = dict[str, Any]
+
+# More than fits beside other rows of a page: SQLite has to find another one for it.
+PROBE_BYTES = 16 * 1024
 
 CATALOG_BATCH = 64  # plans per statement; a large one has some 10^5 bytes
 
@@ -76,6 +80,15 @@ class Store:
         """Raises when the database does not answer."""
         with self.database.read() as session:
             session.execute(select(1))
+
+    def try_to_write(self) -> None:
+        """Raises when nothing can be stored: on a full disk reading goes on. What is written is gone with the same
+        transaction, and yet reaches the disk."""
+        key = "is there room?"
+        row = {"key": key, "request": "", "status": 0, "media_type": "", "location": "", "at": time.time()}
+        with self.database.write() as session:
+            session.execute(self._insert_new(IdempotentRequestRow).values(row | {"body": bytes(PROBE_BYTES)}))
+            session.execute(delete(IdempotentRequestRow).where(IdempotentRequestRow.key == key))
 
     # -- jobs -------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class CatalogInfo(BaseModel):
     def question(self) -> Question:
         return Question(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -139,7 +139,11 @@ class Job:
             raise InputError(
                 "backward_transfers", len(self.backward_transfers), f"one per stage boundary, {self.stages - 1} in all"
             )
+        checked: set[int] = set()  # thousands of stages often have one and the same
         for s, profile in enumerate(self.profiles):
+            if id(profile) in checked:
+                continue
+            checked.add(id(profile))
             profile.check(f"profiles[{s}]")
             if 0 < len(profile.reductions) < self.pipelines:
                 raise InputError(

@@ -351,11 +351,13 @@ def _canonical(value: Any) -> bytes:
 
 def job_doc(job: Job) -> JobDoc:
     one_capacity = len(set(job.capacity_bytes)) == 1
+    stages = {id(profile): profile for profile in job.profiles}  # thousands of stages often have one and the same
+    docs = {key: _stage_doc(profile) for key, profile in stages.items()}
     return JobDoc(
         pipelines=job.pipelines,
         stages=job.stages,
         micro_batches=job.micro_batches,
-        profiles=tuple(map(_stage_doc, job.profiles)),
+        profiles=tuple(docs[id(profile)] for profile in job.profiles),
         transfers=_plain_all(job.transfers),
         time_unit=job.time_unit,
         backward_transfers=() if job.backward_transfers == job.transfers else _plain_all(job.backward_transfers),

@@ -13,16 +13,21 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import threading
+import time
 from typing import Any, Literal
 
 MAX_MESSAGE_BYTES = 1 << 26
 _MAGIC = b"openrecycle node 1\n"
 _NONCE = _MAC = 32
 _HEADER = struct.Struct(">I")
-_HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0
+"""For all of a handshake, however it comes."""
+_FRAME_SECONDS = 60.0
+"""For all of a message, from its first byte."""
 LEAD_PATIENCE_SECONDS, NODE_PATIENCE_SECONDS = 30, 150
 """Without a sign of the other host."""
 
@@ -54,13 +59,19 @@ class Frames:
             self._sent += 1
             self._socket.sendall(_HEADER.pack(len(text)) + mac + text)
 
-    def receive(self) -> dict[str, Any]:
-        """Raises NotTrusted for a message that is too long, is no JSON object or has a wrong HMAC."""
-        (size,) = _HEADER.unpack(_exactly(self._socket, _HEADER.size))
+    def receive(self, until: float | None = None) -> dict[str, Any]:
+        """until: monotonic seconds by which all of it must have come; None: it may begin whenever it does.
+
+        Raises NotTrusted for a message that is too long, is no JSON object or has a wrong HMAC, and OSError for
+        one that comes too slowly.
+        """
+        first = _exactly(self._socket, 1, until)
+        until = time.monotonic() + _FRAME_SECONDS if until is None else until
+        (size,) = _HEADER.unpack(first + _exactly(self._socket, _HEADER.size - 1, until))
         if size > MAX_MESSAGE_BYTES:
             raise NotTrusted(f"a message of {size:,} bytes was announced, at most {MAX_MESSAGE_BYTES:,} are taken")
-        mac = _exactly(self._socket, _MAC)
-        text = _exactly(self._socket, size)
+        mac = _exactly(self._socket, _MAC, until)
+        text = _exactly(self._socket, size, until)
         if not hmac.compare_digest(mac, self._mac(_OTHER[self._side], self._received, text)):
             raise NotTrusted("a message has a wrong HMAC")
         self._received += 1
@@ -101,27 +112,30 @@ class Frames:
         return _hmac(self._key, side.encode(), number.to_bytes(8, "big"), text)
 
 
-def greet(connection: socket.socket, token: str, side: Side) -> Frames:
-    """The handshake. Raises NotTrusted, or OSError when the other side leaves or says nothing."""
+def greet(connection: socket.socket, token: str, side: Side, until: float | None = None) -> Frames:
+    """The handshake. until: monotonic seconds by which it must be done; None: in HANDSHAKE_SECONDS.
+
+    Raises NotTrusted, or OSError when the other side leaves, or says too little in that time."""
     secret = token.encode()
-    connection.settimeout(_HANDSHAKE_SECONDS)
+    until = time.monotonic() + HANDSHAKE_SECONDS if until is None else until
+    connection.settimeout(HANDSHAKE_SECONDS)  # of what is sent, which is little
     if side == "lead":
         ours = secrets.token_bytes(_NONCE)
         connection.sendall(_MAGIC + ours)
-        theirs = _exactly(connection, _NONCE)
+        theirs = _exactly(connection, _NONCE, until)
         nonces = ours + theirs
-        if not hmac.compare_digest(_exactly(connection, _MAC), _hmac(secret, b"node", nonces)):
+        if not hmac.compare_digest(_exactly(connection, _MAC, until), _hmac(secret, b"node", nonces)):
             raise NotTrusted("a node does not know the token of this job")
         connection.sendall(_hmac(secret, b"lead", nonces))
     else:
-        if _exactly(connection, len(_MAGIC)) != _MAGIC:
+        if _exactly(connection, len(_MAGIC), until) != _MAGIC:
             raise NotTrusted("what answers is no lead of a job, or one of another version")
-        theirs = _exactly(connection, _NONCE)
+        theirs = _exactly(connection, _NONCE, until)
         ours = secrets.token_bytes(_NONCE)
         nonces = theirs + ours
         connection.sendall(ours + _hmac(secret, b"node", nonces))
         try:
-            proof = _exactly(connection, _MAC)
+            proof = _exactly(connection, _MAC, until)
         except OSError:
             raise NotTrusted("the lead has another token than this node") from None
         if not hmac.compare_digest(proof, _hmac(secret, b"lead", nonces)):
@@ -148,9 +162,16 @@ def _hmac(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int, until: float | None) -> bytes:
+    """until: monotonic seconds; a time-out of the socket itself would begin anew with each byte, and hold for what
+    another thread sends."""
     data = bytearray()
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
     while len(data) < size:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        if not poll.poll(None if left is None else 1000 * left):
+            raise TimeoutError("the other side says too little in its time")
         part = connection.recv(min(size - len(data), 1 << 20))
         if not part:
             raise ConnectionResetError("the other side has closed the connection")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from agent.nodes.frames import Frames, NotTrusted, greet
+from agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
 from agent.nodes.placement import place, stand_in
 from agent.nodes.role import NodeRole
 from agent.nodes.wire import MACHINE, by_name, encode_spec, publish_lead
@@ -37,7 +37,10 @@ NODE_SECONDS = 600.0
 """A cluster may start its nodes one after the other."""
 
 MAX_STRANGERS = 64
-"""Connections that may be in the handshake at once; more are closed."""
+"""Connections that may be in the handshake at once; for one more, the oldest makes way."""
+
+MAX_STRANGERS_OF_ONE = 16
+"""Of those, from one address."""
 
 Say = Callable[[str], None]
 
@@ -179,7 +182,8 @@ class NodeHub:
         self.links: dict[int, NodeLink] = {}
         self._news = threading.Condition()
         self._closing = False
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._strangers: dict[socket.socket, str] = {}  # with their addresses, the oldest first
+        self._strangers_lock = threading.Lock()
         self._listener = socket.create_server((host, port))
         self.host, self.port = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
@@ -215,30 +219,48 @@ class NodeHub:
     def _accept(self) -> None:
         while not self._closing:
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
             except OSError:
                 if self._closing:
                     return
                 time.sleep(0.1)  # out of file descriptors, say: the same again would be refused
                 continue
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._meet, args=(connection,), name="welcome", daemon=True).start()
-            else:
-                connection.close()
+            self._make_room(peer[0])
+            with self._strangers_lock:
+                self._strangers[connection] = peer[0]
+            threading.Thread(target=self._meet, args=(connection,), name="welcome", daemon=True).start()
+
+    def _make_room(self, address: str) -> None:
+        """For one more from there: whoever says nothing shuts nobody out."""
+        with self._strangers_lock:
+            same = [stranger for stranger, where in self._strangers.items() if where == address]
+            crowded = same if len(same) >= MAX_STRANGERS_OF_ONE else []
+            if not crowded and len(self._strangers) >= MAX_STRANGERS:
+                crowded = list(self._strangers)
+            if crowded:
+                del self._strangers[crowded[0]]
+                # Its thread, which waits for it, closes it.
+                with contextlib.suppress(OSError):
+                    crowded[0].shutdown(socket.SHUT_RDWR)
 
     def _meet(self, connection: socket.socket) -> None:
         try:
             self._welcome(connection)
         finally:
-            self._strangers.release()
+            with self._strangers_lock:
+                self._strangers.pop(connection, None)
 
     def _welcome(self, connection: socket.socket) -> None:
         try:
-            frames = greet(connection, self._token, "lead")
-            hello = frames.receive()
+            until = time.monotonic() + HANDSHAKE_SECONDS
+            frames = greet(connection, self._token, "lead", until)
+            hello = frames.receive(until)
             refusal = self._objection(hello)
             if refusal:
-                frames.send({"kind": "refused", "reason": refusal})
+                rank = hello.get("rank")
+                # The link of one that was lost takes a while to break.
+                again = isinstance(rank, int) and rank in self.links
+                frames.send({"kind": "refused", "reason": refusal, "again": again})
                 raise NotTrusted(refusal)
             frames.send({"kind": "welcome"})
             link = NodeLink(frames, int(hello["rank"]), str(hello["address"]), self._forget)

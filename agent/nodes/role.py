@@ -12,6 +12,8 @@ from planner.errors import InputError
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29431
 MAX_NODES = 4096
+MIN_TOKEN = 16
+"""Characters, as of the console's."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ def role_of(env: Mapping[str, str], nodes: int | None, rank: int | None, lead: s
 
 
 def check_token(role: NodeRole, token: str | None) -> None:
-    """Raises InputError when the nodes would talk over a network without one."""
+    """Raises InputError when the nodes would talk over a network without one, or with one that can be guessed: whoever
+    sees a handshake may try tokens on it for as long as they like."""
+    if token and (len(token) < MIN_TOKEN or not token.isprintable()):
+        raise InputError("OPENRECYCLE_TOKEN", f"{len(token)} characters", f"at least {MIN_TOKEN}, all printable")
     if not token and not is_loopback(role.host):
         raise InputError(
             "OPENRECYCLE_TOKEN", None, f"a shared secret, the same on every node, since {role.host} is not loopback"

@@ -67,25 +67,46 @@ class NodeServer:
     def _join(self, patience: float) -> Frames:
         host, port = self._lead
         deadline, backoff = time.monotonic() + patience, Backoff(0.1, 2.0)
+        said = ""
         while True:
+            why = ""
             try:
                 connection = socket.create_connection((host, port), 5.0)
-                break
             except OSError as error:
-                if time.monotonic() > deadline or self._stop:
-                    raise LeadLost(f"no lead answers at {host}:{port} within {patience:.0f} s ({error})") from None
-                time.sleep(backoff.seconds())
-        try:
-            frames = greet(connection, self._token or "", "node")
-            address = self._address or connection.getsockname()[0]
-            frames.send({"kind": "hello", "rank": self._rank, "address": address, **MACHINE})
-            answer = frames.receive()
-            if answer["kind"] != "welcome":
-                raise LeadLost(f"the lead turned this node away: {answer['reason']}")
-        except (OSError, NotTrusted, KeyError) as error:
-            connection.close()
-            raise LeadLost(f"no understanding with the lead at {host}:{port}: {error}") from None
-        self._say(f"node {self._rank} works for {host}:{port}, its workers at {address}")
+                why = f"no lead answers at {host}:{port}"
+                reason = str(error)
+            else:
+                try:
+                    return self._introduce(connection)
+                except _Later as error:
+                    why, reason = "the lead turned this node away", str(error)
+                except OSError as error:
+                    why, reason = f"no understanding with the lead at {host}:{port}", str(error)
+                except (NotTrusted, KeyError) as error:
+                    connection.close()
+                    raise LeadLost(f"no understanding with the lead at {host}:{port}: {error}") from None
+                except LeadLost:
+                    connection.close()
+                    raise
+                connection.close()
+                if said != reason:
+                    self._say(f"{why}: {reason}; it is tried again for {max(0.0, deadline - time.monotonic()):.0f} s")
+                    said = reason
+            if time.monotonic() > deadline or self._stop:
+                raise LeadLost(f"{why} within {patience:.0f} s ({reason})")
+            time.sleep(backoff.seconds())
+
+    def _introduce(self, connection: socket.socket) -> Frames:
+        """Raises _Later, or OSError, for what may pass; LeadLost, NotTrusted and KeyError for what does not."""
+        frames = greet(connection, self._token or "", "node")
+        address = self._address or connection.getsockname()[0]
+        frames.send({"kind": "hello", "rank": self._rank, "address": address, **MACHINE})
+        answer = frames.receive()
+        if answer["kind"] != "welcome":
+            if answer.get("again"):
+                raise _Later(answer["reason"])
+            raise LeadLost(f"the lead turned this node away: {answer['reason']}")
+        self._say(f"node {self._rank} works for {self._lead[0]}:{self._lead[1]}, its workers at {address}")
         return frames
 
     # -- one turn of the loop -----------------------------------------------------------------
@@ -160,6 +181,10 @@ class NodeServer:
         self._started += 1
         entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic())
         self._entries[spec.incarnation] = entry
+
+
+class _Later(Exception):
+    """The lead can't take this node now, for a reason that may pass."""
 
 
 class _Bye(Exception):

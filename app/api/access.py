@@ -33,7 +33,7 @@ class TokenWanted(BaseModel):
     role: Literal["view", "operate", "agent"]
     name: Annotated[str, Field(max_length=80)] = ""
     job_id: Identifier | None = None
-    days: Annotated[float, Field(gt=0, le=MAX_DAYS, allow_inf_nan=False)] | None = None
+    days: Annotated[float, Field(strict=True, gt=0, le=MAX_DAYS, allow_inf_nan=False)] | None = None
 
 
 class TokenInfo(BaseModel):

@@ -25,7 +25,7 @@ from app.api.lean import AgentEndpoints
 from app.api.models import Outcome
 from app.api.parsing import ReadBeside
 from app.api.profiles import ProfileName
-from app.api.runner import in_thread
+from app.api.runner import in_thread, in_turn
 from app.console import Console
 from app.errors import ConsoleError
 from app.security.access import caller_of
@@ -62,8 +62,8 @@ def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRo
         alone: whoever starts its workers gives them that.
         """
         caller = caller_of(console.access, request.headers)
-        spec = await in_thread(_spec, console, wanted)
-        created, new = await in_thread(console.create_job, spec, idempotency_key)
+        spec = await in_turn(_spec, console, wanted)
+        created, new = await in_turn(console.create_job, spec, idempotency_key)
         if new:
             await in_thread(console.audit.record, x_actor, "create job", created.job_id, job_id=created.job_id)
         # Asked again, those who already have an agent's token keep it: many processes may share one job.

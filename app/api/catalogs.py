@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Response
@@ -13,13 +15,15 @@ from app.api.profiles import ProfileName
 from app.api.runner import answer_in_thread, in_thread
 from app.catalogs.export import exported
 from app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
+from app.catalogs.outlook import PATIENCE, Outlook
 from app.catalogs.report import CatalogReport, CatalogSummary, CountLine
-from app.catalogs.service import Filling
+from app.catalogs.service import BUSY, Filling, info_of
 from app.console import Console
 from app.errors import ConsoleError
 from planner.catalog_store import CatalogInfo
 from planner.errors import InputError
 from planner.plan import JobDoc, job_doc
+from planner.plan_codec import Question
 
 Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 PlanName = Annotated[str, Path(pattern="^[0-9]{6}-[0-9a-f]{24}$")]
@@ -114,6 +118,22 @@ def router(console: Console) -> APIRouter:
     api = APIRouter(tags=["catalogs"], route_class=ReadBeside)
     catalogs = console.catalogs
 
+    async def report(question: Question, tolerance: int, fingerprint: str | None = None) -> Response:
+        """Waits for what another process works out without a thread of the API's, of which there are few."""
+        loop, answer = asyncio.get_running_loop(), asyncio.Queue[tuple[Outlook | None, str]]()
+
+        def done(found: Outlook | None, why: str) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(answer.put_nowait, (found, why))
+
+        await in_thread(catalogs.outlook, question, tolerance, done)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                found, why = await answer.get()
+        except TimeoutError:
+            found, why = None, BUSY
+        return await answer_in_thread(lambda: _detail(catalogs.report_on(question, found, why, fingerprint)))
+
     @api.get("/catalogs")
     async def listed(after: After = None, limit: Most = None) -> CatalogLines:
         """Newest first."""
@@ -134,7 +154,7 @@ def router(console: Console) -> APIRouter:
         """tolerance: by default the console's own."""
         stored = await in_thread(catalogs.stored, fingerprint)
         wanted = console.tolerance if tolerance is None else tolerance
-        return await answer_in_thread(lambda: _detail(catalogs.report(stored.question, wanted, fingerprint)))
+        return await report(await in_thread(lambda: stored.question), wanted, fingerprint)
 
     @api.delete("/catalogs/{fingerprint}", status_code=204, tags=["operator"])
     async def delete(fingerprint: Fingerprint, x_actor: Actor = "API") -> None:
@@ -174,7 +194,7 @@ def router(console: Console) -> APIRouter:
         """That of the job's question, though nothing may be stored of it yet."""
         job = console.job(job_id)
         wanted = console.tolerance if tolerance is None else tolerance
-        return await answer_in_thread(lambda: _detail(catalogs.report(job.question, wanted)))
+        return await report(job.question, wanted)
 
     return api
 
@@ -239,7 +259,7 @@ def _detail(found: CatalogReport) -> CatalogDetail:
     question = found.question
     return CatalogDetail(
         fingerprint=found.fingerprint,
-        job=job_doc(question.job),
+        job=info_of(question).job,
         technique=question.technique.value,
         memory=question.memory.text,
         tolerance=found.tolerance,

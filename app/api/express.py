@@ -11,13 +11,22 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Callable
+from http import HTTPStatus
 
 from pydantic import ValidationError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.api.crowd import PATIENCE, Crowd
 from app.api.lane import RAW, Lane, Raw
+from app.api.lean import Unusual
+from app.api.problems import problem
 from app.errors import ConsoleError
+
+# Of a request's head: bytes, and seconds from its first one, or from the beginning of the connection.
+HEAD_BYTES, HEAD_SECONDS = 64 * 1024, 30.0
+# Of what comes after a refusal and is not looked at.
+MOST_THROWN_AWAY = 1024 * 1024
 
 _LENGTH = b"\r\nContent-Length: "
 _END = b"\r\n\r\n"
@@ -27,17 +36,31 @@ _OTHER = re.compile(rb"\r\n(?:connection *:(?! *keep-alive\r)|expect|upgrade|tra
 
 
 class ExpressProtocol(HttpToolsProtocol):
-    """One connection. lane, crowd: set by `express`."""
+    """One connection. lane, crowd: set by `express`.
+
+    A request's head has HEAD_BYTES and HEAD_SECONDS at most, from its first byte, or from the connection's beginning;
+    so has what is neither head nor body (trailers, sizes of chunks). A request that has been accepted takes its time.
+    """
 
     lane: Lane
     crowd: Crowd
+    address = ""
     _refused = False
     _in_message = False  # has the parser had a part of a request?
     _raw: Raw | None = None
+    _no_head_in_time: asyncio.TimerHandle | None = None
+    _idle_bytes = 0  # that were neither the end of a head nor a part of a body
+    _too_large = False
+    _left = False
+    _head_open = False
+    _head_bytes = 0
+    _thrown_away = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.crowd.admits(len(self.connections)):
+        self.address = self.client[0] if self.client else ""
+        self._await_head()
+        if self.crowd.enter(self, len(self.connections)):
             return
         self._refused = True
         if self.crowd.hopeless(len(self.connections)):
@@ -45,7 +68,63 @@ class ExpressProtocol(HttpToolsProtocol):
         else:
             self.loop.call_later(PATIENCE, transport.close)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+
+    def make_way(self) -> None:
+        self.transport.close()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._leave()
+        super().handle_websocket_upgrade()
+
+    def _leave(self) -> None:
+        self._head_came()
+        if not self._left:
+            self._left = True
+            self.crowd.leave(self)
+
+    def _await_head(self) -> None:
+        if self._no_head_in_time is None:
+            self._no_head_in_time = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _head_came(self) -> None:
+        if self._no_head_in_time is not None:
+            self._no_head_in_time.cancel()
+            self._no_head_in_time = None
+
+    def _head_is_late(self) -> None:
+        self._no_head_in_time = None
+        if not self._idle_bytes:
+            self.transport.close()
+            return
+        self._turn_away(408, "too_slow", f"the head of the request: not all of it came within {HEAD_SECONDS:g} s")
+
+    def _turn_away(self, status: int, code: str, detail: str) -> None:
+        """Says so and ends the connection, once the other side has had the time to read it: what is still on its way
+        when a connection is closed resets it, and the answer is lost."""
+        if self._thrown_away or self.transport.is_closing():
+            return
+        self._thrown_away = 1
+        self._head_came()
+        self._unset_keepalive_if_required()
+        if self.cycle is None or self.cycle.response_complete:  # else there is an answer on its way
+            self.transport.write(_answer(status, code, detail))
+        self.loop.call_later(PATIENCE, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._too_large:
+            self._turn_away(431, "too_large", f"the head of the request: more than {HEAD_BYTES:,} bytes")
+        else:
+            self._turn_away(400, "invalid", "the request: it is no HTTP/1.1")
+
     def data_received(self, data: bytes) -> None:
+        if self._thrown_away:
+            self._thrown_away += len(data)
+            if self._thrown_away > MOST_THROWN_AWAY:
+                self.transport.close()
+            return
         if self._refused:
             if not self.transport.is_closing():
                 self.transport.write(self.crowd.answer)
@@ -57,8 +136,16 @@ class ExpressProtocol(HttpToolsProtocol):
             if self._answered(raw, body):
                 return
             self._raw = raw if b" HTTP/1.1\r\n" in head and not _OTHER.search(head + rest) else None
+        self._idle_bytes += len(data)
         super().data_received(data)
         self._raw = None
+        if self._thrown_away or self._left:
+            return
+        if self._idle_bytes > HEAD_BYTES:
+            self._too_large = True
+            self.send_400_response("")
+        elif self._head_open or (self._idle_bytes and not self._in_message):
+            self._await_head()
 
     def _answered(self, raw: Raw, body: bytes) -> bool:
         known = self.lane.express.get(raw)
@@ -71,7 +158,7 @@ class ExpressProtocol(HttpToolsProtocol):
         began = time.perf_counter()
         try:
             answer = known.at_once(body)
-        except (ConsoleError, ValidationError):
+        except (ConsoleError, ValidationError, Unusual):
             return False  # nothing has come of it: said once more, it is refused with all due words
         head = [b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d" % len(answer)]
         head += [b"%b: %b" % header for header in (*known.headers, *self.server_state.default_headers)]
@@ -79,23 +166,65 @@ class ExpressProtocol(HttpToolsProtocol):
         if known.meter is not None:
             known.meter(200, time.perf_counter() - began)
         self._unset_keepalive_if_required()
+        self._head_came()
         self.on_response_complete()
         return True
 
+    def on_response_complete(self) -> None:
+        if not self._left:
+            self.crowd.waits(self)
+        super().on_response_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > HEAD_BYTES:  # in one piece with all that follows; or as trailers of a body
+            self._too_large = True
+            raise ValueError("too large")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) > HEAD_BYTES:
+            self._too_large = True
+            raise ValueError("too large")
+        self._head_open, self._idle_bytes = False, 0
+        self._head_came()
+        self.crowd.asks(self)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._idle_bytes = 0
+        super().on_body(body)
+
     def on_message_begin(self) -> None:
-        self._in_message = True
+        self._in_message = self._head_open = True
+        self._head_bytes = 0
         super().on_message_begin()
         if self._raw is not None:
             self.scope[RAW] = self._raw  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
-        self._in_message = False
+        self._in_message, self._idle_bytes = False, 0
         super().on_message_complete()
 
 
-def express(lane: Lane) -> type[ExpressProtocol]:
-    """The protocol of an application with this lane, for uvicorn's `http`; after app.process.prepare."""
-    return type("Express", (ExpressProtocol,), {"lane": lane, "crowd": Crowd.of_process()})
+def express(
+    lane: Lane, share: int | None = None, exempt: Callable[[str], bool] = lambda address: False
+) -> type[ExpressProtocol]:
+    """The protocol of an application with this lane, for uvicorn's `http`; after app.process.prepare.
+
+    share, exempt: see Crowd."""
+    return type("Express", (ExpressProtocol,), {"lane": lane, "crowd": Crowd.of_process(share, exempt)})
+
+
+def _answer(status: int, code: str, detail: str) -> bytes:
+    refused = problem(status, code, detail)
+    head = b"".join(b"%b: %b\r\n" % header for header in refused.raw_headers)
+    return b"HTTP/1.1 %d %b\r\n%bconnection: close\r\n\r\n%b" % (
+        status,
+        HTTPStatus(status).phrase.encode(),
+        head,
+        bytes(refused.body),
+    )
 
 
 def _whole(data: bytes) -> tuple[bytes, bytes, bytes] | None:

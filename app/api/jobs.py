@@ -138,7 +138,7 @@ def _place_of_plan(row: Record) -> tuple[float, str, float, str]:
 
 def _detail(console: Console, job_id: str) -> JobDetail:
     job = console.job(job_id)
-    view = console.view(job_id, 1, 1)
+    view = console.view(job_id, 1, 1, workers=False)
     line = summary(job, view.sentence)
     return JobDetail(
         **asdict(line),

@@ -22,7 +22,7 @@ from db.heartbeats import Level
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 Moment = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="POSIX seconds")]
 TEN_MINUTES = 600.0
-Seq = Annotated[int, Field(ge=1, le=2**53)]
+Seq = Annotated[int, Field(strict=True, ge=1, le=2**53)]
 
 
 class Acknowledged(BaseModel):

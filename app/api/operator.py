@@ -76,7 +76,7 @@ class ModeWanted(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     mode: Mode
-    patience: Annotated[float, Field(ge=LEAST_PATIENCE, le=MOST_PATIENCE, allow_inf_nan=False)] = PATIENCE
+    patience: Annotated[float, Field(strict=True, ge=LEAST_PATIENCE, le=MOST_PATIENCE, allow_inf_nan=False)] = PATIENCE
 
 
 class FreezeWanted(BaseModel):
@@ -91,7 +91,7 @@ class ReplanWanted(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     solver: Annotated[str, Field(max_length=20)] = "auto"
-    seconds: Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
+    seconds: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
 
 
 class ReplanInfo(BaseModel):

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from app.documents import bounded
+from app.documents import bounded, refuse_repeats
 from app.errors import ConsoleError
 from app.sentences import sentence
 
@@ -39,7 +39,10 @@ class ReadBeside(APIRoute):
 
         async def handler(request: Request) -> Response:
             body = await request.body()
-            if len(body) <= SHORT or not is_json(request):
+            if not is_json(request):
+                return await usual(request)
+            if len(body) <= SHORT:
+                refuse_repeats(body)
                 return await usual(request)
             return await usual(_Read(request, body, await beside(read, field, body)))
 

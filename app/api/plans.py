@@ -94,7 +94,7 @@ class SolveList(BaseModel):
     next: str | None = None
 
 
-Size = Annotated[int, Field(ge=1, le=2**31)]
+Size = Annotated[int, Field(strict=True, ge=1, le=2**31)]
 
 
 class _WhoseJob(BaseModel):

@@ -25,6 +25,7 @@ from app.api import (
     plans,
     problems,
     profiles,
+    runner,
     streams,
 )
 from app.api.idempotency import Idempotency
@@ -93,7 +94,9 @@ def create_routes(console: Console) -> list[BaseRoute]:
         await usual.handle({**scope, **below}, receive, send)
 
     async def healthz(request: Request) -> Response:
-        """The process serves requests."""
+        """The process serves requests, and none of its threads stands still: else it is to be started again."""
+        if why := ", ".join(filter(None, (console.stuck(), runner.stuck()))):
+            return problems.problem(503, "stuck", f"these threads of the console stand still: {why}")
         return JSONResponse({"status": "ok"})
 
     async def readyz(request: Request) -> Response:

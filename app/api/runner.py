@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,12 +15,54 @@ from starlette.responses import Response
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Seconds after which a call counts as stuck: the database gives up long before.
+STUCK_SECONDS = 120.0
+
+
+class Threads:
+    """A pool that knows since when each of its threads is at work."""
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self.name = most, name
+        self._pool = ThreadPoolExecutor(most, name)
+        self._began: dict[object, float] = {}
+
+    async def run(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, function)
+
+    def _timed(self, function: Callable[[], T]) -> T:
+        key = object()
+        self._began[key] = time.monotonic()
+        try:
+            return function()
+        finally:
+            del self._began[key]
+
+    @property
+    def stuck(self) -> bool:
+        """Has every thread been at one call for longer than any takes?"""
+        began = list(self._began.values())
+        return len(began) >= self._most and max(began) < time.monotonic() - STUCK_SECONDS
+
+
 # The database has one writer at a time: more threads would only queue in another place.
-_pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="api")
+_pool = Threads(8, "api")
+# Jobs are made one after the other: one of 16,384 workers takes half a second, and all threads would be taken by eight.
+_maker = Threads(1, "new jobs")
+
+
+def stuck() -> str:
+    """Which threads stand still; empty: none."""
+    return ", ".join(threads.name for threads in (_pool, _maker) if threads.stuck)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_pool, partial(function, *args, **kwargs))
+    return await _pool.run(partial(function, *args, **kwargs))
+
+
+async def in_turn(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For making what may have thousands of workers: whoever asks for something else meanwhile waits for none of it."""
+    return await _maker.run(partial(function, *args, **kwargs))
 
 
 async def answer_in_thread(function: Callable[P, BaseModel], *args: P.args, **kwargs: P.kwargs) -> Response:

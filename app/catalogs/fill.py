@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.catalogs.report import most_failures
+from app.catalogs.outlook import most_failures
 from app.logs import configure_logging
 from planner.catalog_build import fill, targets
 from planner.catalog_engines import make_engine
@@ -37,7 +37,7 @@ MAX_WORKERS = 16_384
 MAX_OPS = 3_200_000
 MAX_TOLERANCE = 1024
 
-Duration = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Duration = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class CatalogRequest(BaseModel):
@@ -50,16 +50,16 @@ class CatalogRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     job: JobDoc | None = None
-    pipelines: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 3
-    stages: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 4
-    micro_batches: Annotated[int, Field(ge=1, le=4096)] = 6
+    pipelines: Annotated[int, Field(strict=True, ge=1, le=MAX_WORKERS)] = 3
+    stages: Annotated[int, Field(strict=True, ge=1, le=MAX_WORKERS)] = 4
+    micro_batches: Annotated[int, Field(strict=True, ge=1, le=4096)] = 6
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Duration] = Field(default_factory=dict)
     time_unit: Annotated[str, Field(min_length=1, max_length=20)] = "slot"
     technique: str = Technique.STAGGERED.value
     memory: Annotated[str, Field(max_length=20)] = "uniform"
-    tolerance: Annotated[int, Field(ge=0, le=MAX_TOLERANCE)] = 2
+    tolerance: Annotated[int, Field(strict=True, ge=0, le=MAX_TOLERANCE)] = 2
     solver: str = "list"
-    time_limit: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 10.0
+    time_limit: Annotated[float, Field(strict=True, gt=0, le=600, allow_inf_nan=False)] = 10.0
 
     @cached_property
     def question(self) -> Question:

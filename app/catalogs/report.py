@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from app.catalogs.outlook import Outlook
 from db.store import Record
-from planner.baseline import reference_period
-from planner.catalog_build import listed_patterns
+from planner.catalog_build import LISTED
 from planner.catalog_store import CatalogInfo, plan_name
 from planner.errors import PlannerError
 from planner.job import Worker
@@ -149,19 +149,13 @@ class CatalogSummary:
         return self.info.planner_version == PLANNER_VERSION
 
 
-def most_failures(question: Question) -> int:
-    """How many failures leave each stage a living worker."""
-    return question.job.stages * (question.job.pipelines - 1) if question.technique.reroutes else 0
-
-
-def report(question: Question, tolerance: int, fingerprint: str, headers: Mapping[str, Header]) -> CatalogReport:
+def report(question: Question, outlook: Outlook, fingerprint: str, headers: Mapping[str, Header]) -> CatalogReport:
     """headers: of the stored plans, by name."""
-    job = question.job
-    tolerance = min(tolerance, most_failures(question))
+    job, tolerance = question.job, outlook.tolerance
     by_count: dict[int, list[PlanLine]] = defaultdict(list)
     for name, header in headers.items():
         by_count[header.failures].append(_line(name, header, question))
-    patterns = listed_patterns(job, tolerance)
+    patterns = outlook.listed(tolerance, LISTED)
     wanted: dict[int, list[str]] = defaultdict(list)
     if patterns is not None:
         for pattern in patterns:
@@ -188,7 +182,7 @@ def report(question: Question, tolerance: int, fingerprint: str, headers: Mappin
         tuple(lines),
         patterns is not None,
         max(limits, default=None),
-        reference_period(job) / job.ticks_per_unit,
+        outlook.reference,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import getpass
+import secrets
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, NoReturn, TextIO
@@ -21,6 +22,7 @@ from app.history.reading import HistoryError
 from app.settings import default_database_url
 from db.job_index import OVER
 from db.job_rows import JobRows
+from db.leadership import LeaderSession
 from db.session import Database, DatabaseError
 from db.store import Store
 from planner.errors import InputError
@@ -83,18 +85,37 @@ def import_command(
 
 
 def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
-    """Delete a job that has ended, with everything of it."""
+    """Delete a job with everything of it: one that has ended, or any while no console runs on the database."""
     with _opened(database_url) as database:
         row = next((row for row in Store(database).jobs() if row["id"] == job), None)
         if row is None:
             _fail(f"--job: got {job!r}, expected the id of a job of this database")
-        if row["state"] not in OVER:
-            _fail(f"--job: {job} is {row['state']}, expected one that has ended; the console deletes others")
-        rows = JobRows(database)
-        audit = {"at": time.time(), "actor": _who(), "action": "delete", "job_id": job, "target": job}
-        rows.hide(job, {**audit, "detail": row["name"]})
-        delete_job(rows, job)
+        with nullcontext() if row["state"] in OVER else _no_console(database, job, row["state"]):
+            rows = JobRows(database)
+            audit = {"at": time.time(), "actor": _who(), "action": "delete", "job_id": job, "target": job}
+            rows.hide(job, {**audit, "detail": row["name"]})
+            delete_job(rows, job)
     print(f"job {job} is deleted")
+
+
+@contextmanager
+def _no_console(database: Database, job: str, state: str) -> Iterator[None]:
+    """Keeps consoles from the database meanwhile: one that runs looks after the job."""
+    refusal = f"--job: {job} is {state}, and a console runs on this database; delete the job there, or stop the console"
+    if database.is_sqlite:
+        try:
+            database.lead()
+        except DatabaseError:
+            _fail(refusal)
+        yield
+        return
+    session = LeaderSession(database, secrets.token_hex(8))
+    try:
+        if not session.try_lock():
+            _fail(refusal)
+        yield
+    finally:
+        session.close()
 
 
 @contextmanager

@@ -34,8 +34,12 @@ def _no_nul(text: str) -> str:
     return text
 
 
-def _hex(text: str) -> str:
-    float.fromhex(text)
+def exact(text: str, loss: float) -> str:
+    """A loss as a hexadecimal float. Consoles of before took any text for one: where it is none, `loss` has to do."""
+    try:
+        float.fromhex(text)
+    except (ValueError, OverflowError):
+        return loss.hex()
     return text
 
 
@@ -73,7 +77,7 @@ _STRICTER: dict[str, Any] = {
     "iteration.iteration": Annotated[int, Field(ge=0, le=2**53)],
     "iteration.seconds": Annotated[float, Field(ge=0, le=1e9)],
     "iteration.living": Annotated[int, Field(ge=0, le=2**31 - 1)],
-    "iteration.loss_hex": Annotated[str, StringConstraints(max_length=40), AfterValidator(_hex)],
+    "iteration.loss_hex": Annotated[str, StringConstraints(max_length=40, strict=True), AfterValidator(_no_nul)],
     "recovery.worker": WorkerName,
     "measured_iteration.document": Measured,
     "worker_state.worker": WorkerName,
@@ -107,11 +111,14 @@ class Format:
 
     def to_row(self, line: BaseModel) -> Record:
         """Without the columns that an older file does not have."""
-        return {
+        row = {
             name: self._read[name](value) if name in self._read else value
             for name in line.model_fields_set
             for value in (getattr(line, name),)
         }
+        if self.name == "iteration":
+            row["loss_hex"] = exact(row["loss_hex"], row["loss"])
+        return row
 
 
 @cache

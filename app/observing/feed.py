@@ -58,14 +58,14 @@ class Feed:
                     return
                 job.record(note)
         except SQLAlchemyError as error:
-            raise unavailable(type(error).__name__) from error
+            raise unavailable(error) from error
 
     def acknowledge(self, job: LiveJob, seqs: Sequence[int], actor: str) -> int:
         """`actor` has taken note of these events; returns how many nobody had before. Raises ConsoleError (503)."""
         try:
             new = self._observations.see_events(job.job_id, seqs, actor.strip()[:80] or "unknown")
         except SQLAlchemyError as error:
-            raise unavailable(type(error).__name__) from error
+            raise unavailable(error) from error
         if new:
             with job.lock:
                 job.unfold()

@@ -53,7 +53,7 @@ class PlanSettings(_Settings):
 
     kind: Literal["plan"] = "plan"
     solver: str = "auto"
-    time_limit: Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
+    time_limit: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
 
 
 class MigrationsSettings(_Settings):
@@ -62,9 +62,9 @@ class MigrationsSettings(_Settings):
     they don't come back."""
 
     kind: Literal["migrations"] = "migrations"
-    state_bytes: Annotated[int, Field(ge=0, le=1 << 60)] = 0
-    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10e9
-    heals_in: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    state_bytes: Annotated[int, Field(strict=True, ge=0, le=1 << 60)] = 0
+    bandwidth: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10e9
+    heals_in: Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)] | None = None
 
 
 class _Asked(_Settings):

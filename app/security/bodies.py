@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agent.protocol import API
 from app.api.problems import problem
@@ -39,6 +40,8 @@ _PROFILE_LIMIT = 2 * _MIB
 LARGE_BODY = 8 * _MIB
 # A body that takes longer holds its memory for nothing.
 BODY_SECONDS = 60.0
+# Of one that is refused: what is still taken, so that who sends it comes to read the answer.
+DRAINED_BYTES, DRAIN_SECONDS = 64 * _MIB, 10.0
 
 
 class BodyLimit:
@@ -81,8 +84,25 @@ class BodyLimit:
 
 
 async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """The answer, and then what is left of the body, of which a bounded amount is thrown away: a connection that is
+    closed while data are on their way is reset, and the answer is lost with it."""
     response.headers["Connection"] = "close"
-    await response(scope, receive, send)
+    last: Message = {"type": "http.response.body", "body": b""}
+
+    async def hold(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            message = {**message, "more_body": True}
+        await send(message)
+
+    await response(scope, receive, hold)
+    left, more = DRAINED_BYTES, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while more and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                more = message["type"] == "http.request" and message.get("more_body", False)
+    await send(last)
 
 
 class _TooLarge(Exception):

@@ -20,7 +20,7 @@ from app.errors import ConsoleError
 from app.security.access import Access
 from app.security.bodies import BodyLimit
 from app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
-from app.security.hosts import is_loopback
+from app.security.hosts import foreign_page, hostname, is_loopback
 from app.security.limits import AGENTS, PEOPLE, UNKNOWN, Limits
 from app.security.login import COOKIE, SESSION_SECONDS, local, login_page
 from app.security.oidc import CALLBACK, LOGOUT, account
@@ -29,6 +29,30 @@ from app.security.refusing import CLOSED, refuse
 # What must work for whoever has not signed in; none of it says anything about a job.
 HEALTH, LOGIN, LOGIN_OIDC, LOGIN_STREAMLIT = "/healthz", "/login", "/login/oidc", "/auth/login"
 SIGN_OUT = "/logout"
+# What proxies add, whatever it says; those that begin with X-Forwarded- too.
+_OF_PROXIES = frozenset(
+    (
+        "forwarded",
+        "via",
+        "x-real-ip",
+        "x-client-ip",
+        "x-cluster-client-ip",
+        "x-original-host",
+        "x-original-forwarded-for",
+        "x-envoy-external-address",
+        "x-envoy-original-path",
+        "true-client-ip",
+        "cf-connecting-ip",
+        "cf-ray",
+        "fastly-client-ip",
+        "x-azure-clientip",
+        "x-arr-log-id",
+        "x-proxyuser-ip",
+        "proxy-connection",
+        "client-ip",
+        "x-forwarded",
+    )
+)
 LOCAL_ADDRESS = "127.0.0.1"  # what a Unix socket stands for
 
 
@@ -46,15 +70,19 @@ class AccessGuard:
             await self.app(scope, receive, send)
         elif self.access.guarded:
             await self._guarded(scope, receive, send)
-        elif not is_loopback(_address(scope)):
-            detail = "this console has no token, so it answers this machine alone, and no proxy: set OPENRECYCLE_TOKEN"
-            await refuse(scope, receive, send, problem(403, "token_needed", detail))
+        elif why := _not_from_here(scope):
+            detail = f"this console has no token, so it answers this machine alone, and no proxy ({why}): "
+            await refuse(scope, receive, send, problem(403, "token_needed", detail + "set OPENRECYCLE_TOKEN"))
         else:
             await self.app(_as(scope, LOCAL, Headers(scope=scope).get(ACTOR)), receive, send)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers, address = scope["path"], Headers(scope=scope), _address(scope)
         method = scope.get("method", "GET")
+        if path in (SIGN_OUT, LOGOUT) and foreign_page(headers):
+            detail = f"{path}: a page of another address asked for it, expected one of this console"
+            await refuse(scope, receive, send, problem(403, "wrong_origin", detail))
+            return
         if path == SIGN_OUT and scope["type"] == "http":
             await self._sign_out()(scope, receive, send)
             return
@@ -195,6 +223,20 @@ def _as(scope: Scope, caller: Caller | None, claimed: str | None) -> Scope:
         headers.append((ACTOR.encode(), actor[:MAX_ACTOR].encode("latin-1", "replace")))
     headers.append((CALLER.encode(), caller.to_header()))
     return {**scope, "headers": headers}
+
+
+def _not_from_here(scope: Scope) -> str:
+    """By what a request shows that it comes from elsewhere, or through a proxy; empty: by nothing."""
+    headers = Headers(scope=scope)
+    if not is_loopback(_address(scope)):
+        return f"it comes from {_address(scope)}"
+    for name in headers:
+        if name in _OF_PROXIES or name.startswith("x-forwarded-"):
+            return f"the header {name.title()} is a proxy's"
+    host = headers.get("host", "localhost")
+    if not is_loopback(hostname(host).strip("[]")):
+        return f"Host is {host!r:.100}"
+    return ""
 
 
 def _address(scope: Scope) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -18,6 +19,8 @@ _HARDENING = (
     ("X-Frame-Options", "SAMEORIGIN"),
     ("Referrer-Policy", "same-origin"),
 )
+# RFC 9110, as far as names and addresses go that a console may have.
+_HOST = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?", re.ASCII)
 UNSAFE = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
@@ -34,14 +37,25 @@ class HostGuard:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        if self.allowed and _hostname(host) not in self.allowed:
+        host, given = headers.get("host", ""), headers.getlist("host")
+        if len(given) > 1 or (host and not _HOST.fullmatch(host)):
+            detail = f"Host: got {', '.join(given)!r:.200}, expected one name or address, with or without a port"
+            await refuse(scope, receive, send, problem(400, "invalid", detail))
+            return
+        if self.allowed and hostname(host) not in self.allowed:
             detail = f"Host: got {host!r}, expected one of {', '.join(sorted(self.allowed))}"
             await refuse(scope, receive, send, problem(421, "wrong_host", detail))
             return
         origin = headers.get("origin")
         changes = scope["type"] == "websocket" or scope["method"] in UNSAFE
-        foreign = origin is not None and urlsplit(origin).netloc != host
+        foreign = False
+        if origin is not None:
+            try:
+                foreign = urlsplit(origin).netloc != host
+            except ValueError:
+                detail = f"Origin: got {origin!r:.200}, expected the address of a page"
+                await refuse(scope, receive, send, problem(400, "invalid", detail))
+                return
         if changes and (foreign or headers.get("sec-fetch-site") == "cross-site"):
             detail = f"Origin: got {origin!r}, expected a page of this console"
             await refuse(scope, receive, send, problem(403, "wrong_origin", detail))
@@ -69,11 +83,25 @@ def _secure(name: bytes, value: bytes) -> tuple[bytes, bytes]:
     return name, value
 
 
-def _hostname(host: str) -> str:
+def hostname(host: str) -> str:
     """`[::1]:8501` -> `[::1]`, `localhost:8501` -> `localhost`."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0].lower()
+
+
+def foreign_page(headers: Headers) -> bool:
+    """Was the request caused by a page of another address, as far as the browser tells?"""
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    for name in ("origin", "referer"):
+        if (value := headers.get(name)) is not None:
+            try:
+                return urlsplit(value).netloc != headers.get("host", "")
+            except ValueError:
+                return True
+    return False
 
 
 def is_loopback(host: str) -> bool:

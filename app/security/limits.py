@@ -3,7 +3,8 @@
 The numbers: agents 20,000 requests a second and 100,000 at once per token, which 8,192 workers at one
 heartbeat a second and all that they say when an epoch opens stay below; people and programs 100 a second
 and 1,000 at once per token or account (a page is some 100 files); addresses without a right token 10 a
-second and 200 at once. Wrong tokens: 20 a minute per address, 200 a minute in all.
+second and 200 at once. Wrong tokens: 20 a minute per address, 200 a minute in all; an address from which a right one
+came before has 200 a minute of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ UNKNOWN = Rate(10, 200)
 
 WRONG_SECONDS = 60.0
 WRONG_PER_ADDRESS = 20
+# Of an address from which a right token came before: others behind it must not lock its owner out.
+WRONG_PER_GOOD_ADDRESS = 200
 WRONG_IN_ALL = 200
 
 # Buckets that are kept; the one that was idle for longest is forgotten first, and is full again by then.
@@ -69,7 +72,7 @@ class WrongTokens:
     def note(self, address: str) -> None:
         now = self._clock()
         self._all.append(now)
-        of_address = self._by_address.pop(address, None) or deque(maxlen=WRONG_PER_ADDRESS)
+        of_address = self._by_address.pop(address, None) or deque(maxlen=WRONG_PER_GOOD_ADDRESS)
         of_address.append(now)
         self._by_address[address] = of_address
         if len(self._by_address) > MAX_KEPT:
@@ -84,9 +87,10 @@ class WrongTokens:
 
     def wait(self, address: str) -> int:
         """Seconds until another token may be tried from there; 0: now."""
-        counts = [(self._by_address.get(address), WRONG_PER_ADDRESS)]
-        if address not in self._good:
-            counts.append((self._all, WRONG_IN_ALL))
+        if address in self._good:
+            counts = [(self._by_address.get(address), WRONG_PER_GOOD_ADDRESS)]
+        else:
+            counts = [(self._by_address.get(address), WRONG_PER_ADDRESS), (self._all, WRONG_IN_ALL)]
         now = self._clock()
-        waits = [WRONG_SECONDS - (now - times[0]) for times, most in counts if times and len(times) == most]
+        waits = [WRONG_SECONDS - (now - times[-most]) for times, most in counts if times and len(times) >= most]
         return max([0, *(math.ceil(wait) for wait in waits)])

@@ -7,7 +7,7 @@ from typing import Any
 import streamlit as st
 
 from app.catalogs.fill import CatalogRequest, parse_request
-from app.catalogs.report import most_failures
+from app.catalogs.outlook import most_failures
 from app.console import Console
 from app.errors import ConsoleError
 from app.ui import bound

@@ -131,7 +131,10 @@ def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
 def test_off_loopback_a_token_is_needed() -> None:
     with pytest.raises(InputError, match="OPENRECYCLE_TOKEN"):
         check_token(NodeRole(2, 0, "10.0.0.1", 1), None)
-    check_token(NodeRole(2, 0, "10.0.0.1", 1), "secret")
+    check_token(NodeRole(2, 0, "10.0.0.1", 1), "a secret of 20 signs")
+    for host in ("10.0.0.1", "127.0.0.1"):
+        with pytest.raises(InputError, match="at least 16"):
+            check_token(NodeRole(2, 0, host, 1), "secret")
     check_token(NodeRole(2, 0, "127.0.0.1", 1), None)
 
 

@@ -78,8 +78,8 @@ def test_under_torchrun(reference: Run, tmp_path: Path) -> None:
 
 def test_a_node_with_another_token_is_turned_away(tmp_path: Path) -> None:
     place = ("-m", "agent", "launch", *GRID, *TINY, "--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
-    lead = start(tmp_path / "lead.log", *place, "--node-rank", "0", OPENRECYCLE_TOKEN="one")
-    node = start(tmp_path / "node.log", *place, "--node-rank", "1", OPENRECYCLE_TOKEN="two")
+    lead = start(tmp_path / "lead.log", *place, "--node-rank", "0", OPENRECYCLE_TOKEN="one of 16 characters")
+    node = start(tmp_path / "node.log", *place, "--node-rank", "1", OPENRECYCLE_TOKEN="two of 16 characters")
     try:
         assert node.wait(60) == 1
         assert "the lead has another token" in (tmp_path / "node.log").read_text()

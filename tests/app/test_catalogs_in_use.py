@@ -151,6 +151,7 @@ def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr("app.planning.HELD_OPS", 1)
     here.console._planning._tolerance = 3
     jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
+    wait(lambda: len(here.console._planning._filling) == 2)
     (filling,) = here.console.catalogs._fillings.values()
     jobs[0].finish()
     assert filling.running, "another job of the same question waits for it"

@@ -219,7 +219,7 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
         (row("job", broken=7), "broken"),
         (row("iteration", loss=float("inf")), "loss"),
         (row("iteration", iteration=10**6), "iteration"),
-        (row("iteration", loss_hex="zz"), "loss_hex"),
+        (row("iteration", loss_hex="z" * 41), "loss_hex"),
         (row("epoch", plan_fingerprint="f" * 32), "expected one of the file's plans"),
         (row("epoch", living=["W0_0", "W7_0"]), "living: got 'W7_0'"),
         (row("epoch", epoch=2**70), "epoch"),

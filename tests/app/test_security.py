@@ -243,3 +243,65 @@ def test_strangers_run_into_their_own_limit() -> None:
     assert 429 in answers[int(UNKNOWN.burst) :]
     assert app.get("/x", headers=bearer(TOKEN)).status_code == 200
     assert guarded(access, "10.0.0.2").get("/x").status_code == 401
+
+
+# -- without a token, and what only looks like this machine ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Forwarded-For", "127.0.0.1"),
+        ("X-Forwarded-Host", "console.example.org"),
+        ("X-Forwarded-Anything", "1"),
+        ("Forwarded", "for=203.0.113.7"),
+        ("X-Real-IP", "127.0.0.1"),
+        ("Via", "1.1 proxy"),
+        ("CF-Connecting-IP", "203.0.113.7"),
+        ("Host", "console.example.org"),
+        ("Host", "127.0.0.1.nip.io"),
+    ],
+)
+def test_without_a_token_no_proxy_is_administrator(name: str, value: str) -> None:
+    app = guarded(Access())
+    assert app.get("/x").status_code == 200
+    refused = app.get("/x", headers={name: value})
+    assert (refused.status_code, refused.json()["code"]) == (403, "token_needed")
+    assert name.lower() in refused.json()["detail"].lower()
+    with pytest.raises(WebSocketDisconnect), app.websocket_connect("/_stcore/stream", headers={name: value}):
+        pass
+
+
+@pytest.mark.parametrize("host", ["a b", "localhost:80:80", "[::1]x", "evil@localhost", "localhost/", "[", "b\xe9"])
+def test_a_host_that_is_none_is_refused(host: str) -> None:
+    for allowed in ((), ("localhost",)):
+        refused = client(HostGuard(INNER, allowed)).get("/", headers={"Host": host.encode("latin-1")})
+        assert refused.status_code == 400, host
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://[::1", "http://]"])
+def test_an_origin_that_is_none_is_a_problem_of_who_sends_it(origin: str) -> None:
+    refused = client(HostGuard(INNER)).post("/", headers={"Origin": origin})
+    assert refused.status_code in (400, 403)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [{"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Referer": "http://evil.example/"}],
+)
+def test_a_foreign_page_signs_nobody_out(sent: dict[str, str]) -> None:
+    refused = guarded().get("/logout", headers=sent)
+    assert refused.status_code == 403 and "set-cookie" not in refused.headers
+    for own in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}):
+        assert guarded().get("/logout", headers=own).status_code == 303
+
+
+def test_an_address_that_was_right_before_has_an_allowance_of_its_own() -> None:
+    app = guarded()
+    assert app.get("/x", headers=bearer(TOKEN)).status_code == 200
+    for n in range(2 * WRONG_PER_ADDRESS):
+        assert app.get("/x", headers=bearer(f"wrong {n}")).status_code == 401
+    assert app.get("/x", headers=bearer(TOKEN)).status_code == 200
+    strange = guarded()
+    answers = [strange.get("/x", headers=bearer(f"wrong {n}")).status_code for n in range(2 * WRONG_PER_ADDRESS)]
+    assert answers[-1] == 429 and strange.get("/x", headers=bearer(TOKEN)).status_code == 429

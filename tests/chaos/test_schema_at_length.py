@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,10 @@ import pytest
 from tests.app.api_schema import api_in
 
 EXAMPLES = 100
+# Of the phase in which one request follows from another's answer, for each operation.
+STATEFUL_EXAMPLES = 300
+# Streams end with their job; a file with a history takes a process each.
+LEFT_OUT = "(stream|import|history\\.zip)$"
 # Each of their requests is answered by a process of its own, which takes a second to start.
 PROCESSES = ("GET /jobs/{job_id}/history.zip", "POST /history/import")
 
@@ -31,3 +37,18 @@ def test_every_operation_answers_as_documented(tmp_path: Path, negative: bool) -
             raise BaseExceptionGroup(f"{len(wrong)} operations do not answer as documented", wrong)
         assert made > (20 if negative else 50) * EXAMPLES
         assert max(api.seen) < 500, api.seen
+
+
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_requests_that_follow_from_answers_run_to_their_end(tmp_path: Path, mode: str) -> None:
+    """Schemathesis' own command, as whoever tests the API from outside runs it. What relations between fields refuse,
+    which JSON Schema has no words for (api_schema.RELATIONS), is not held against it."""
+    with api_in(tmp_path) as api:
+        command = [str(Path(sys.executable).with_name("st")), "run", f"{api.root}/api/v1/openapi.json"]
+        command += ["--phases", "stateful", "--mode", mode, "--max-examples", str(STATEFUL_EXAMPLES)]
+        command += ["--exclude-path-regex", LEFT_OUT, "--exclude-checks", "positive_data_acceptance"]
+        command += ["--seed", "1", "--request-timeout", "120", "--suppress-health-check", "all"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3_000)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+    assert "No issues found" in done.stdout, done.stdout[-2_000:]

@@ -1,0 +1,96 @@
+"""What there is to plan for a job: which workers may fail, and how long an iteration without failures takes.
+
+Both cost more than the API's process may take, once a job has thousands of stages or micro-batches: the answer then
+comes from a child process (app.jobs.PlanMaker).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import comb
+from typing import Any
+
+from planner.baseline import reference_period
+from planner.catalog_store import CatalogInfo
+from planner.failures import patterns
+from planner.job import MemoryLimit, Technique, Worker
+from planner.plan import JobDoc
+from planner.plan_codec import Question
+
+# Patterns that are looked for: no more are ever planned one by one.
+MOST = 512
+# Seconds that the child may take for one answer.
+PATIENCE = 30.0
+# Up to so many ops, and sets of workers that might be looked at, the answer takes milliseconds.
+QUICK_OPS, QUICK_SETS = 20_000, 20_000
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """patterns: canonical failure sets that leave every stage a living peer, fewest failures first: all of up to
+    `tolerance` failures, or the first MOST + 1. reference: the period of fault-free 1F1B, in the job's time unit."""
+
+    tolerance: int
+    patterns: tuple[frozenset[Worker], ...]
+    reference: float
+
+    def listed(self, tolerance: int, most: int) -> list[frozenset[Worker]] | None:
+        """All of up to `tolerance` failures, unless there are more than `most` (at most MOST)."""
+        found = [pattern for pattern in self.patterns if len(pattern) <= tolerance]
+        return found if len(found) <= most else None
+
+
+@dataclass(frozen=True)
+class OutlookRequest:
+    """Asks a PlanMaker for an Outlook."""
+
+    owner: str
+    job: JobDoc
+    technique: str
+    memory: str
+    tolerance: int
+    patience: float = PATIENCE
+
+    @classmethod
+    def of(cls, owner: str, info: CatalogInfo, tolerance: int) -> OutlookRequest:
+        return cls(owner, info.job, info.technique.value, info.memory, tolerance)
+
+    def to_json(self) -> bytes:
+        return json.dumps({"outlook": {**self.__dict__, "job": self.job.model_dump(mode="json")}}).encode()
+
+    def read(self, document: bytes) -> Outlook:
+        said = json.loads(document)
+        found = tuple(frozenset(map(Worker.parse, names)) for names in said["patterns"])
+        return Outlook(said["tolerance"], found, said["reference"])
+
+
+def most_failures(question: Question) -> int:
+    """How many failures leave each stage a living worker."""
+    return question.job.stages * (question.job.pipelines - 1) if question.technique.reroutes else 0
+
+
+def is_quick(question: Question, tolerance: int) -> bool:
+    """Does `outlook` take milliseconds, whatever the job's shape is?"""
+    job = question.job
+    if 3 * job.pipelines * job.stages * job.micro_batches > QUICK_OPS:
+        return False
+    workers = job.pipelines * job.stages
+    return comb(workers, min(tolerance, most_failures(question), workers // 2)) <= QUICK_SETS
+
+
+def outlook(question: Question, tolerance: int) -> Outlook:
+    """Its time has no bound, unless `is_quick` says so."""
+    job, tolerance = question.job, min(tolerance, most_failures(question))
+    every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
+    return Outlook(tolerance, tuple(islice(every, MOST + 1)), reference_period(job) / job.ticks_per_unit)
+
+
+def outlook_document(asked: dict[str, Any]) -> str:
+    """In the child: what `OutlookRequest.read` reads. Raises PlannerError."""
+    job = JobDoc.model_validate(asked["job"]).job()
+    question = Question(job, Technique.of(asked["technique"]), MemoryLimit.parse(asked["memory"]))
+    found = outlook(question, asked["tolerance"])
+    names = [sorted(map(str, pattern)) for pattern in found.patterns]
+    return json.dumps({"tolerance": found.tolerance, "patterns": names, "reference": found.reference})

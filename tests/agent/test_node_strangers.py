@@ -1,0 +1,135 @@
+"""Whoever connects to the lead and proves nothing shuts no node out, however it drips."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from agent.nodes import frames, pool
+from agent.nodes.frames import Frames, greet
+from agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub
+from agent.nodes.server import LeadLost, NodeServer
+from agent.nodes.wire import MACHINE
+from tests.agent.consoles import until
+
+TOKEN = "a secret of 20 signs"
+
+
+@pytest.fixture
+def hub() -> Iterator[NodeHub]:
+    hub = NodeHub("127.0.0.1", 0, 3, TOKEN, lambda _: None)
+    yield hub
+    hub.close("test")
+
+
+def join(hub: NodeHub, rank: int) -> tuple[Frames, dict[str, object]]:
+    met = greet(socket.create_connection((hub.host, hub.port)), TOKEN, "node")
+    met.send({"rank": rank, "address": "127.0.0.1"} | MACHINE)
+    return met, met.receive(time.monotonic() + 10)
+
+
+def test_silent_connections_shut_no_node_out(hub: NodeHub) -> None:
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection((hub.host, hub.port))) for _ in range(2 * MAX_STRANGERS)]
+        met, answer = join(hub, 1)
+        assert answer == {"kind": "welcome"}
+        met.close()
+        # Those that came first have made way; no address has more than its share.
+        for old in silent[: -2 * MAX_STRANGERS_OF_ONE]:
+            old.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                while old.recv(1024):
+                    pass
+
+
+def test_a_share_of_the_strangers_is_all_that_an_address_gets(hub: NodeHub) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_STRANGERS_OF_ONE + 5):
+            stack.enter_context(socket.create_connection((hub.host, hub.port)))
+        until(lambda: len(hub._strangers) == MAX_STRANGERS_OF_ONE, "all but the newest to have made way", 10)
+
+
+def test_a_byte_now_and_then_does_not_stretch_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (frames, pool):
+        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 1.0)
+    hub = NodeHub("127.0.0.1", 0, 3, TOKEN, lambda _: None)
+    try:
+        with socket.create_connection((hub.host, hub.port)) as slow:
+            begin = time.monotonic()
+            ended = threading.Event()
+            with contextlib.suppress(OSError):
+                for _ in range(300):
+                    slow.send(b"x")
+                    if ended.wait(0.1):
+                        break
+            assert time.monotonic() - begin < 20
+            until(lambda: not hub._strangers, "the lead to be rid of it", 10)
+    finally:
+        hub.close("test")
+
+
+def test_a_message_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_FRAME_SECONDS", 0.5)
+    ours, theirs = socket.socketpair()
+    stop = threading.Event()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            theirs.send((1000).to_bytes(4, "big"))
+            while not stop.wait(0.1):
+                theirs.send(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        with pytest.raises(OSError, match="too little"):
+            Frames(ours, b"key", "lead").receive()
+    finally:
+        stop.set()
+        thread.join()
+        ours.close()
+        theirs.close()
+
+
+def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub) -> None:
+    first, answer = join(hub, 1)
+    assert answer == {"kind": "welcome"}
+    answering = threading.Thread(target=_tell_the_time, args=(first,), daemon=True)
+    answering.start()
+    until(lambda: 1 in hub.links, "the first node to be there", 10)
+    said: list[str] = []
+    again = NodeServer(1, (hub.host, hub.port), TOKEN, None, said.append)
+    outcome: list[str] = []
+    thread = threading.Thread(target=lambda: outcome.append(again.run(60)))
+    thread.start()
+    until(lambda: any("tried again" in line for line in said), "the node to be turned away", 20)
+    first.close()
+    until(lambda: any("works for" in line for line in said), "the node to be taken", 30)
+    hub.close("the job is over")
+    thread.join(20)
+    assert outcome == ["the job is over"]
+
+
+def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:
+    with pytest.raises(LeadLost, match="--node-rank"):
+        NodeServer(7, (hub.host, hub.port), TOKEN, None, lambda _: None).run(60)
+
+
+def test_patience_has_an_end(hub: NodeHub) -> None:
+    first, _ = join(hub, 1)
+    threading.Thread(target=_tell_the_time, args=(first,), daemon=True).start()
+    until(lambda: 1 in hub.links, "the first node to be there", 10)
+    with pytest.raises(LeadLost, match="within 1 s"):
+        NodeServer(1, (hub.host, hub.port), TOKEN, None, lambda _: None).run(1)
+
+
+def _tell_the_time(met: Frames) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            if met.receive()["kind"] == "clock":
+                met.send({"kind": "clock", "at": time.monotonic_ns()})

@@ -1,0 +1,124 @@
+"""A database that is full, or that a newer version has used: said in words, and before anybody relies on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from console_server import ROOT
+from sqlalchemy import event, text
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from agent.protocol import Iteration, JobSpec
+from app.api.routes import create_routes
+from app.console import Console
+from app.history.tables import exact
+from db.session import Database, DatabaseError
+from db.store import Store
+
+SPEC = {"name": "x", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9}
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    yield database
+    database.close()
+
+
+def fill(database: Database) -> None:
+    """From now on the file has no room for another page."""
+
+    def limit(connection: object, *_: object) -> None:
+        cursor = connection.cursor()  # type: ignore[attr-defined]
+        cursor.execute("PRAGMA max_page_count=1")  # at least as many as there are
+        cursor.close()
+
+    database.engine.dispose()
+    event.listen(database.engine, "connect", limit)
+
+
+def test_on_a_full_disk_it_is_not_ready_and_says_why(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.console.PROBE_SECONDS", 0.0)
+    console = Console(Store(database), tolerance=0)
+    try:
+        asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
+        assert asked.get("/readyz").status_code == 200
+        fill(database)
+        monkeypatch.setattr("db.store.PROBE_BYTES", 1 << 20)  # more than the pages that are free by now
+        answer = asked.get("/readyz")
+        assert (answer.status_code, answer.json()["code"]) == (503, "disk_full")
+        assert "full" in answer.json()["detail"]
+        large = {**SPEC, "pipelines": 64, "stages": 64}
+        refused = asked.post("/api/v1/jobs", json=large)
+        assert (refused.status_code, refused.json()["code"]) == (503, "disk_full")
+        assert "OperationalError" not in refused.text
+        assert asked.get("/api/v1/jobs").status_code == 200, "what is there can be read"
+        assert asked.get("/healthz").status_code == 200, "starting it again would not help"
+    finally:
+        console.close()
+
+
+def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:
+    """As above, with the system's own limit, in a process of its own."""
+    script = """
+import resource, sys
+from app.console import Console
+from app.errors import ConsoleError
+from db.session import Database
+from db.store import Store
+database = Database(sys.argv[1])
+database.upgrade()
+console = Console(Store(database), tolerance=0)
+console.ready()
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+import app.console
+app.console.PROBE_SECONDS = 0.0
+try:
+    console.ready()
+except ConsoleError as error:
+    print(error.code, error.detail)
+"""
+    command = [sys.executable, "-c", script, f"sqlite:///{tmp_path / 'console.db'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(("disk_f", "read_only")), (done.stdout, done.stderr)
+    assert "OperationalError" not in done.stdout
+
+
+def test_a_database_of_a_newer_version_is_one_sentence(database: Database, tmp_path: Path) -> None:
+    with database.write() as session:
+        session.execute(text("update alembic_version set version_num = '9999'"))
+    with pytest.raises(DatabaseError, match="newer version"):
+        database.upgrade()
+    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--api-only"]
+    command += ["--database-url", f"sqlite:///{tmp_path / 'console.db'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "newer version" in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_plan_of_another_job_is_none_of_this_ones(database: Database) -> None:
+    console = Console(Store(database), tolerance=0)
+    try:
+        asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
+        made = [console.create_job(JobSpec.model_validate(SPEC | {"micro_batches": n}))[0].job_id for n in (2, 3)]
+        plan = console.job(made[0]).catalog.plan_for([])[0]
+        console.job(made[0]).file_plan(plan)
+        path = f"/api/v1/jobs/{{}}/plans/{plan.fingerprint}"
+        assert asked.get(path.format(made[0])).status_code == 200
+        assert asked.get(path.format(made[1])).status_code == 404
+    finally:
+        console.close()
+
+
+@pytest.mark.parametrize("said", ["", "a loss", "0x1p99999", "inf ", "1,5"])
+def test_a_history_with_a_wrong_loss_can_be_read(said: str) -> None:
+    repaired = exact(said, 2.5)
+    assert float.fromhex(repaired) in (2.5, float("inf"))
+    assert exact((0.1).hex(), 7.0) == (0.1).hex()
+    assert Iteration(iteration=0, loss=2.5, loss_hex=repaired, seconds=1, epoch=1, living=1)

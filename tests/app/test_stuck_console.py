@@ -1,0 +1,103 @@
+"""A console of which a thread hangs: whoever watches over it is told, and it ends all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from console_server import ROOT
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from app.api import runner
+from app.api.routes import create_routes
+from app.console import Console
+from db.session import Database
+from db.store import Store
+
+HANGING = """
+import sys, threading, time
+from app.api import runner
+from app.server import serve
+from app.settings import Settings
+import app.server
+app.server.END_SECONDS = 2.0
+
+def hang(settings):
+    runner._pool._pool.submit(time.sleep, 600)
+    if sys.argv[2] == "loop":
+        # The event loop too, shortly after it has said that it is ready.
+        import asyncio
+        asyncio.get_running_loop().call_later(0.5, time.sleep, 600)
+    print("hangs", flush=True)
+
+serve(Settings(port=0, database_url=sys.argv[1], api_only=True), on_ready=hang)
+"""
+
+
+@pytest.mark.parametrize("what", ["thread", "loop"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_in_time_whatever_hangs(tmp_path: Path, what: str, number: int) -> None:
+    command = [sys.executable, "-c", HANGING, f"sqlite:///{tmp_path / 'console.db'}", what]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert any("hangs" in line for line in process.stdout)
+            time.sleep(1.5 if what == "loop" else 0)  # for the loop to hang, too
+            process.send_signal(number)
+            process.wait(30)
+        finally:
+            process.kill()
+
+
+def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    console = Console(Store(database), tolerance=0)
+    console.start()
+    release = threading.Event()
+    threads = runner.Threads(2, "some threads")
+    monkeypatch.setattr(runner, "_maker", threads)
+    asked = TestClient(Starlette(routes=create_routes(console)))
+    try:
+        assert asked.get("/healthz").json() == {"status": "ok"}
+
+        async def hang(how_many: int) -> None:
+            for _ in range(how_many):
+                asyncio.ensure_future(threads.run(release.wait))  # noqa: RUF006 (it hangs)
+            while len(threads._began) < how_many:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(runner, "STUCK_SECONDS", 0.0)
+            stuck.append(threads.stuck)
+            if how_many == 2:
+                answer = await asyncio.to_thread(asked.get, "/healthz")
+                assert (answer.status_code, answer.json()["code"]) == (503, "stuck")
+                assert "some threads" in answer.json()["detail"]
+            monkeypatch.setattr(runner, "STUCK_SECONDS", 120.0)
+            release.set()
+            while threads._began:
+                await asyncio.sleep(0.01)
+            release.clear()
+
+        stuck: list[bool] = []
+        asyncio.run(hang(1))
+        asyncio.run(hang(2))
+        assert stuck == [False, True], "one that is left can still work"
+        assert asked.get("/healthz").status_code == 200
+        console._stop.set()
+        console._ticker.join(10)
+        console._stop.clear()
+        assert asked.get("/healthz").status_code == 503, "the one that looks for silent workers is gone"
+    finally:
+        console._stop.set()
+        release.set()
+        console.close()
+        database.close()

@@ -1,0 +1,1 @@
+"""Attacks on a console of our own on loopback, bounded in time and number."""
