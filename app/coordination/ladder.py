@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from planner.errors import InputError
 
+LOST_SECONDS = 3600.0
+
 
 @dataclass(frozen=True)
 class Ladder:
     """When silence means what, in seconds. Each rung must lie above the one before.
 
     heartbeat: how often a worker reports. suspect: silence after which it is marked. dead: silence
-    after which the job goes on without it. lost: silence of all workers, after which the job is given up; until then
-    they may have been suspended together. transfer_grace: how long a broken transfer may wait for
+    after which the job goes on without it. transfer_grace: how long a broken transfer may wait for
     the exit or the time-out that explains it. Raises InputError.
     """
 
@@ -21,7 +22,6 @@ class Ladder:
     suspect: float = 5.0
     dead: float = 20.0
     transfer_grace: float = 2.0
-    lost: float = 3600.0
 
     def __post_init__(self) -> None:
         if not 0.05 <= self.heartbeat <= 3600:
@@ -30,10 +30,13 @@ class Ladder:
             raise InputError("suspect", self.suspect, f"at least two heartbeats ({2 * self.heartbeat:g} s)")
         if not self.suspect < self.dead <= 86400:
             raise InputError("dead", self.dead, f"more than suspect ({self.suspect:g} s), at most a day")
-        if not self.dead <= self.lost:
-            raise InputError("lost", self.lost, f"at least dead ({self.dead:g} s)")
         if not 0 < self.transfer_grace < self.dead:
             raise InputError("transfer_grace", self.transfer_grace, f"above 0, below dead ({self.dead:g} s)")
+
+    @property
+    def lost(self) -> float:
+        """Silence of all workers, after which the job is given up; until then they may have been suspended together."""
+        return max(self.dead, LOST_SECONDS)
 
     def check_above(self, transfer: float | None, group: float | None) -> None:
         """The rungs that a job's agents have said they wait on. Raises InputError."""

@@ -239,7 +239,7 @@ def test_a_suspension_in_an_op_is_neither_a_hang_nor_a_long_op(seconds: int) -> 
     assert not worker.standing.overdue and worker.standing.seconds < 3
     worker.progress.at(AT_REST)
     worker.spend(1)
-    assert worker.progress.limit("F") < 60
+    assert (worker.progress.limit("F") or 0) < 60
     assert worker.progress.stood_still(150) == pytest.approx(seconds, abs=2)
 
 
@@ -248,7 +248,7 @@ def test_an_op_that_ends_before_the_thread_that_beats_is_woken_counts_without_th
     worker.op("F", 120, suspended=True)
     assert worker.progress.stood_still(150) == pytest.approx(118, abs=2)
     worker.beat()
-    assert worker.progress.limit("F") < 60
+    assert (worker.progress.limit("F") or 0) < 60
 
 
 @pytest.mark.parametrize(
