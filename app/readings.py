@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from app.coordination.ladder import Ladder
 from app.coordination.sentence import sentence
+from app.coordination.standing import Standing
 from app.errors import storing, unknown_plan
 from app.live import LiveJob
 from app.observing.goodput import Accounts
+from app.observing.rates import recent_rate, share_of
 from app.past_jobs import PastJobs
 from app.reports import plain
-from app.view import JobHead, JobSummary, JobView
+from app.view import IterationView, JobHead, JobSummary, JobView
 from app.views import PlanCache, head, job_view, summary
 from db.observations import Observations
 from db.plan_columns import PlanColumns
@@ -60,12 +63,17 @@ class Readings(ABC):
     def view(self, job_id: str, iterations: int = 600, events: int = 200) -> JobView:
         job = self.job(job_id)
         with storing():
-            figures = self.accounts.of(job)
+            figures, waited = self.accounts.of(job), self.accounts.waiting.of(job)
             stores = self._store, self.observations
-            return job_view(job, stores, self._plans, self.sentence(job), figures, iterations, events)
+
+            def say(standing: Standing, newest: Sequence[IterationView]) -> str:
+                share = share_of(recent_rate(newest), figures)
+                return sentence(standing, time.monotonic(), self.ladder, share=share)
+
+            return job_view(job, stores, self._plans, say, figures, waited, iterations, events)
 
     def sentence(self, job: LiveJob) -> str:
-        return sentence(job.state, time.monotonic(), self.ladder, paused=job.paused)
+        return sentence(job.standing(), time.monotonic(), self.ladder)
 
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""

@@ -11,7 +11,6 @@ import streamlit as st
 from app.ui import text
 from app.ui.charts.progress import Mark
 from app.ui.charts.worker_grid import LOOKS, QUIET
-from app.ui.facts import look
 from app.ui.theme import OP_WORDS
 from app.view import IterationView, WorkerView
 from planner.export.compare import compare
@@ -190,10 +189,10 @@ def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark])
 
 def grid_table(workers: Sequence[WorkerView]) -> Table:
     """One row per worker, those that need a look first."""
-    rows = sorted(workers, key=lambda w: (look(w) in QUIET, w.pipeline, w.stage))
+    rows = sorted(workers, key=lambda w: (w.state in QUIET, w.pipeline, w.stage))
     return {
         "worker": [w.name for w in rows],
-        "state": [LOOKS[look(w)][0] for w in rows],
+        "state": [LOOKS[w.state][0] for w in rows],
         "re-routed micro-batches": [w.takes_rerouted for w in rows],
         "iteration": [w.iteration for w in rows],
         "epoch": [w.epoch for w in rows],

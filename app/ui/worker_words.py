@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 
-from agent.protocol import WorkerState
+from app.coordination.standing import RoleState
 from app.observing.worker_detail import Stay, WorkerDetail
 from app.observing.worker_history import Series
 from app.ui import text
 from app.ui.charts.worker_grid import LOOKS
-from app.ui.facts import look
 from app.ui.theme import OP_WORDS
+from app.view import WorkerView
 
 # The table below the bar shows so many stays, the newest.
 NEWEST = 8
@@ -24,14 +24,14 @@ NEWEST = 8
 def facts_html(detail: WorkerDetail) -> str:
     worker = detail.worker
     rows = {
-        "State": LOOKS[look(worker)][0] + (f" – {worker.detail}" if worker.detail else ""),
+        "State": LOOKS[worker.state][0] + (f" – {worker.detail}" if worker.detail else ""),
         "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
         "Iteration": f"{worker.iteration:,}, epoch {worker.epoch}" + (f", {worker.phase}" if worker.phase else ""),
         "Re-routed work": text.count(worker.takes_rerouted, "micro-batch", "micro-batches") + " per iteration"
         if worker.takes_rerouted
         else "",
         "Last heartbeat": text.age(worker.heartbeat_age),
-        "Process": f"{worker.pid} on {worker.host}" if worker.pid else "",
+        "Process": _process(worker),
         "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
         "Activations, by plan": f"at most {text.count(detail.held, 'micro-batch', 'micro-batches')} at once"
         if detail.held is not None
@@ -39,6 +39,18 @@ def facts_html(detail: WorkerDetail) -> str:
     }
     items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows.items() if v)
     return f'<dl class="or-facts">{items}</dl>'
+
+
+def _process(worker: WorkerView) -> str:
+    """The machine's side: which process, since when, and where it was started; or where it went."""
+    if worker.moved_to:
+        return f"none: it holds {worker.moved_to} now"
+    if not worker.pid:
+        return ""
+    words = f"{worker.pid} on {worker.host}"
+    if worker.slot != worker.name:
+        words += f", started as {worker.slot}"
+    return f"{words}; it has ended" if worker.state in (RoleState.FAILED, RoleState.DRAINED) else words
 
 
 def op_times_html(detail: WorkerDetail) -> str:
@@ -92,7 +104,7 @@ def _figures(series: Series, name: str) -> tuple[float, float, float]:
 
 def stays_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
     """A bar to scale, and the newest changes in words."""
-    stays = [s for s in detail.stays if s.state != WorkerState.STARTING] or list(detail.stays)
+    stays = [s for s in detail.stays if s.state != RoleState.EMPTY] or list(detail.stays)
     if not stays:
         return '<div class="or-quiet">No change of state is recorded.</div>'
     begin, end = stays[0].begin, stays[-1].end
@@ -115,7 +127,7 @@ def _runs(stays: list[Stay]) -> list[tuple[str, list[Stay]]]:
 
 
 def _words(state: str) -> str:
-    return LOOKS[state][0] if state in LOOKS else state
+    return LOOKS[RoleState(state)][0] if state in LOOKS else state
 
 
 def _lasted(stay: Stay) -> str:

@@ -110,7 +110,8 @@ def test_where_re_routing_trains_nothing_any_other_way_is_better() -> None:
 
 
 def recovery(detected: float, reformed: float, *, known: bool = True) -> dict[str, object]:
-    return {"detected_ms": detected, "reformed_ms": reformed, "death_known": known}
+    marks = {"detected_ms": detected, "unblocked_ms": detected, "reformed_ms": reformed, "resumed_ms": reformed + 50}
+    return {**marks, "epoch": 2, "at": 1000.0, "death_known": known}
 
 
 def test_costs_are_measured_where_there_is_history() -> None:

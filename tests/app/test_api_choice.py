@@ -116,7 +116,7 @@ def test_a_worker_is_drained(server: ConsoleServer) -> None:
     again = server.post(agents.path("/workers/W2_1/drain"))
     assert (again.status_code, again.json()["code"]) == (409, "not_running")
     worker = next(w for w in server.get(agents.path("/workers")).json()["workers"] if w["name"] == "W2_1")
-    assert (worker["state"], worker["detail"]) == ("failed", "asked to leave by ada")
+    assert (worker["state"], worker["detail"]) == ("leaving", "asked to leave by ada")
     # It still counts until it has left.
     assert agents.heartbeat("W2_1").status_code == 200
     agents.exit("W2_1")
