@@ -104,6 +104,15 @@ class Role(NamedTuple):
     moved_to: str = ""
     detail: str = ""
 
+    @property
+    def words(self) -> str:
+        return words_of(self.state, self.moved_to)
+
+
+def words_of(state: RoleState, moved_to: str) -> str:
+    """As a cell has it."""
+    return f"moved to {moved_to}" if state is RoleState.MOVED else state.value
+
 
 def follow(
     known: Mapping[str, Process],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.protocol import JobSpec, JobState
-from app.coordination.standing import ALIVE, HOLDING, OUT, Condition, RoleState
+from app.coordination.standing import ALIVE, HOLDING, OUT, Condition, RoleState, words_of
 from app.observing.baseline import Baseline
 from app.observing.rates import recent_rate, share_of
 from app.ui import text
@@ -316,13 +316,11 @@ def tile_words(worker: WorkerView) -> str:
             return f"+{worker.takes_rerouted} re-routed"
         case RoleState.SLOW:
             return f"slow, {worker.slow:.1f} ×"
-        case RoleState.MOVED:
-            return f"moved to {worker.moved_to}"
     if worker.state in HOLDING and worker.acknowledged in ROLLING:
         return ROLLING[worker.acknowledged]
     if worker.state is RoleState.SUSPECT and worker.heartbeat_age is not None:
         return f"suspect, {text.seconds(worker.heartbeat_age)}"
-    return worker.state.value
+    return words_of(worker.state, worker.moved_to)
 
 
 def plan_name(failed: Sequence[str]) -> str:

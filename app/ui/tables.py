@@ -120,10 +120,11 @@ def _whole(words: str) -> str:
     return escape(words).replace(" %", "&nbsp;%")
 
 
-def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
+def workers_table(schedule: Schedule, workers: Sequence[Worker], out: Mapping[str, str] | None = None) -> Table:
     """One row per worker: re-routed micro-batches, idle and busy time, peak activations and bytes, ops.
 
-    What is looked at most comes first, so that on a narrow screen little has to be scrolled to.
+    What is looked at most comes first, so that on a narrow screen little has to be scrolled to. out: why a
+    job goes without a worker (default: it failed).
     """
     job = schedule.problem.job
     table: Table = {
@@ -132,7 +133,7 @@ def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
     for worker in workers:
         row: list[object]
         if worker not in schedule.ops:
-            row = [str(worker), "failed", 0, None, None, None, None, 0]
+            row = [str(worker), (out or {}).get(str(worker), "failed"), 0, None, None, None, None, 0]
         else:
             moved = schedule.rerouted_forwards[worker]
             row = [

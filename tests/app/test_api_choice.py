@@ -130,8 +130,7 @@ def test_a_job_is_paused_and_goes_on(server: ConsoleServer) -> None:
     assert server.post(agents.path("/pause")).json()["detail"] == "the job is paused"
     assert choice(agents)["paused"]
     assert agents.job()["sentence"] == (
-        "Paused: all workers wait before the same iteration until somebody resumes the job. "
-        "Training in epoch 1 with all 12 workers."
+        "Paused: all workers wait before the same iteration until somebody resumes the job."
     )
     assert server.post(agents.path("/resume"), headers={"X-Actor": "ada"}).status_code == 202
     assert not choice(agents)["paused"]
