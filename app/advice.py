@@ -232,7 +232,7 @@ def decide(
     taken, moved = can.get(REROUTE), can.get(MIGRATE)
     better = MIGRATE if moved and _gain(moved, taken, horizon, full) > CLEAR_MARGIN else ""
     way, advised = (better if automatic and better else REROUTE), REROUTE
-    text = f"With {names(list(failed))} out"
+    text = f"With {names(list(failed))} empty"
     if ranked:
         best = ranked[0]
         said = {way.name: way.text for way in ways if way.text}

@@ -6,7 +6,7 @@ from agent.protocol import JobState, WorkerState
 from app.coordination.freezing import returned
 from app.coordination.ladder import Ladder
 from app.coordination.membership import Member, State, names, peer_of
-from app.coordination.standing import Standing
+from app.coordination.standing import Standing, lost_name
 from planner.words import percent
 
 MOST_MOVES = 4
@@ -104,7 +104,8 @@ def _who_is_out(standing: Standing) -> str:
     state, missing = standing.state, standing.missing
     if state.current is None or not state.current.failed:
         return ""
-    failed, drained = ([p.name for p in missing if p.ended == how] for how in ("failed", "drained"))
+    named = {p: lost_name(p, p.slot in state.current.lives_in) for p in missing}
+    failed, drained = ([name for p, name in named.items() if p.ended == how] for how in ("failed", "drained"))
     gone = [f"{names(failed)} failed"] if failed else []
     gone += [f"{names(drained)} {'was' if len(drained) == 1 else 'were'} drained"] if drained else []
     text = "; ".join(gone)

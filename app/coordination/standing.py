@@ -114,6 +114,11 @@ def words_of(state: RoleState, moved_to: str) -> str:
     return f"moved to {moved_to}" if state is RoleState.MOVED else state.value
 
 
+def lost_name(process: Process, held: bool) -> str:
+    """Of a process that has left the job. held: does another one hold the place that it was started in?"""
+    return f"{process.name}'s former process" if held else process.name
+
+
 def follow(
     known: Mapping[str, Process],
     old: State,

@@ -69,7 +69,7 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
     return WorkerDetail(
         worker,
         tuple(
-            Stay(BEFORE.get(row["state"], row["state"]), row["at"], max(end, row["at"]))
+            Stay(BEFORE.get(row["state"]) or row["state"], row["at"], max(end, row["at"]))
             for row, end in zip(states, ends, strict=True)
         ),
         _op_times(job, view, worker),

@@ -85,7 +85,7 @@ def ways_on(console: Console, view: JobView) -> None:
             _cards(console, view.job_id, choice, "Apply")
         elif choice["candidates"] or view.advice:
             out = choice["failed"] or [w.name for w in view.workers if w.state in OUT]
-            with bound.expander(f"Ways on without {_some(out)}", icon=":material/alt_route:", key="ways-folded"):
+            with bound.expander(f"Ways on with {_some(out)} empty", icon=":material/alt_route:", key="ways-folded"):
                 if view.advice:
                     components.quiet(view.advice)
                 _cards(console, view.job_id, choice, "Switch to it")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.protocol import JobSpec, JobState
-from app.coordination.standing import ALIVE, HOLDING, OUT, Condition, RoleState, words_of
+from app.coordination.standing import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
 from app.observing.baseline import Baseline
 from app.observing.rates import recent_rate, share_of
 from app.ui import text
@@ -104,6 +104,8 @@ def _throughput(view: JobView) -> Card:
         return Card("Throughput", "–", "no iteration done yet")
     if view.state is JobState.HALTED:
         return Card("Throughput", "0", f"{text.rate(now)} before the halt", "bad", of="samples/s")
+    if view.condition is Condition.WAITING:
+        return Card("Throughput", "0", f"waits for a choice; {text.rate(now)} before", "warn", of="samples/s")
     if view.state is JobState.RECOVERING:
         return Card("Throughput", text.rate(now), "before this change; recovering", "warn", of="samples/s")
     if view.condition is Condition.PAUSED:
@@ -121,7 +123,9 @@ def _workers(view: JobView) -> Card:
     """How many train, and what became of the processes that do not."""
     total, states = len(view.workers), [w.state for w in view.workers]
     living = total - sum(state in OUT for state in states)
-    failed, drained = ([p.name for p in view.missing if p.ended == how] for how in ("failed", "drained"))
+    held = {w.name for w in view.workers if w.state not in OUT}
+    lost = {p: lost_name(p, p.slot in held) for p in view.missing}
+    failed, drained = ([name for p, name in lost.items() if p.ended == how] for how in ("failed", "drained"))
     suspect = [w.name for w in view.workers if w.state is RoleState.SUSPECT]
     joining = [w.name for w in view.workers if w.state is RoleState.JOINING]
     unregistered = sum(w.state is RoleState.EMPTY for w in view.workers) if not view.epoch else 0

@@ -50,6 +50,23 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
             args=(lambda: console.operators.freeze(job_id, not frozen_by, actor(console)),),
         )
         st.divider()
+        st.markdown("**Fault-free throughput**")
+        known = console.job(job_id).baseline
+        if known is None:
+            st.caption("What throughput is measured by is not known yet.")
+        else:
+            st.caption(
+                f"{text.rate(known.samples_per_second)} samples/s, {known.words}. It stays until it is measured anew."
+            )
+            st.button(
+                "Measure again",
+                key="measure-anew",
+                disabled=known.renew is not None,
+                help="It is about to be measured." if known.renew is not None else None,
+                on_click=_try,
+                args=(lambda: console.operators.measure_anew(job_id, actor(console)),),
+            )
+        st.divider()
         st.markdown("**Plan again**")
         st.caption(
             "For the workers that are out now. The new plan is put in force if it saves more than the iteration that "

@@ -157,7 +157,7 @@ def _actions(console: Console, view: JobView, worker: WorkerView) -> None:
         for action in offered:
             if action.helps:
                 asked_for = (worker.name, action.kind)
-                st.button(action.kind.capitalize(), key=f"ask-{action.kind}", on_click=_arm, args=(asked_for,))
+                st.button(action.label.split()[0], key=f"ask-{action.kind}", on_click=_arm, args=(asked_for,))
 
 
 def _arm(wanted: tuple[str, str] | None) -> None:
@@ -196,11 +196,12 @@ def _offered(console: Console, view: JobView, worker: WorkerView) -> list[_Actio
         )
     if worker.state in EMPTY:
         consequence, helps = facts.consequence_of_restart(view, worker)
+        verb = "Restart" if worker.state in (RoleState.FAILED, RoleState.DRAINED) else "Start"
         made.append(
             _Action(
                 "restart",
-                f"Restart {name}",
-                f"**Restart {name}?** {consequence}",
+                f"{verb} {name}",
+                f"**{verb} {name}?** {consequence}",
                 helps,
                 f"Starting a new process for {name}",
                 lambda: console.operators.restart(job_id, name, actor(console)),

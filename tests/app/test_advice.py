@@ -42,7 +42,7 @@ MOVE = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W1_2"),))
 def test_re_routing_that_is_best_needs_no_operator() -> None:
     verdict = decide(advice(Option("re-route", 1, 9.0), Option("re-partition", 20, 8.0)), ["W1_2"], 10.0, "Basis.")
     assert (verdict.way, verdict.advised, verdict.absorbed) == ("re-route", "re-route", True)
-    assert verdict.reason.startswith("With W1_2 out, the best way on is re-route: 9 samples/s")
+    assert verdict.reason.startswith("With W1_2 empty, the best way on is re-route: 9 samples/s")
     assert verdict.reason.endswith("Basis.") and "re-partition" not in verdict.reason
     assert not verdict.calls_for_an_operator
 
@@ -212,7 +212,7 @@ def test_the_process_says_when_bubbles_can_not_absorb_the_load() -> None:
     assert verdict is not None, why
     assert not verdict.absorbed
     assert "the bubbles can't absorb the load: stage 2's peers have 12 further micro-batches each" in verdict.reason
-    assert verdict.reason.startswith("With W0_2, W1_2 out, the best way on is ")
+    assert verdict.reason.startswith("With W0_2, W1_2 empty, the best way on is ")
     assert [c.name for c in verdict.candidates] == [REROUTE, DROP] and not verdict.better
 
 
@@ -289,7 +289,7 @@ def test_each_new_set_of_failures_is_advised_once(here: ConsoleHere, tmp_path: P
     until(lambda: console.view(job.job_id).advice is not None, "the advice comes")
     first = console.view(job.job_id).advice
     assert first is not None
-    assert first.startswith("With W1_2 out, the best way on is ")
+    assert first.startswith("With W1_2 empty, the best way on is ")
     assert "1F1B's bubbles have room for the 3 further micro-batches per peer" in first
     assert advised(job) == [first], "it is in the feed before it can be seen elsewhere"
 

@@ -265,9 +265,9 @@ def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:
     assert (by_name["W1_1"].pid, by_name["W1_1"].slot) == (1, "W0_0")
     assert not [w.name for w in view.workers if w.state is RoleState.FAILED]
     card = next(c for c in facts.live_cards(view) if c.label == "Living workers")
-    assert (card.value, card.note) == ("4", "failed: W2_0; drained: W1_1; moved: W0_0 to W1_1 and W0_1 to W2_0")
+    gone = "failed: W2_0's former process; drained: W1_1's former process"
+    assert (card.value, card.note) == ("4", f"{gone}; moved: W0_0 to W1_1 and W0_1 to W2_0")
     assert view.condition is Condition.DEGRADED
-    assert (
-        "W2_0 failed; W1_1 was drained. W0_0's process holds W1_1 now, W0_1's process holds W2_0 now." in view.sentence
-    )
+    assert "W2_0's former process failed; W1_1's former process was drained. " in view.sentence
+    assert "W0_0's process holds W1_1 now, W0_1's process holds W2_0 now." in view.sentence
     assert time.time() - world.job.processes["i1"].since < 3600

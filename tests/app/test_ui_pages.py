@@ -120,7 +120,7 @@ def test_while_workers_are_out_the_best_way_on_is_said(console: Console, jobs: d
     test = open_page(job)
     page, said = words(test), f'<div class="or-quiet">{escape(console.view(job).advice or "")}</div>'
     assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
-    assert [folded.label for folded in test.expander][:1] == ["Ways on without W1_2"]
+    assert [folded.label for folded in test.expander][:1] == ["Ways on with W1_2 empty"]
 
 
 def test_while_all_live_the_same_place_says_what_is_ready(console: Console, jobs: dict[str, JobHere]) -> None:
