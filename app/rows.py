@@ -184,7 +184,9 @@ def waits_row(waits: Sequence[Wait]) -> Record:
 
 def state_rows(old: Standing, new: Standing, at: float) -> list[Record]:
     """Which role came into another state. at: POSIX seconds."""
-    rows = []
+    rows: list[Record] = []
+    if new.state.current is None and not new.state.over:
+        return rows  # nobody trains yet
     for name, member in new.state.members.items():
         before = old.state.members[name]
         if member is not before and (state := new.role(member).state) is not old.role(before).state:

@@ -20,6 +20,7 @@ from app.coordination.choices import Candidate, Mode, Offer, Offered
 from app.coordination.sentence import sentence
 from app.coordination.standing import OUT, Condition, RoleState
 from app.observing.goodput import Accounts
+from app.observing.rollout import RollOuts
 from app.ui import facts
 from app.ui.charts.worker_grid import worker_grid
 from app.ui.theme import LIGHT
@@ -271,3 +272,22 @@ def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:
     assert "W2_0's former process failed; W1_1's former process was drained. " in view.sentence
     assert "W0_0's process holds W1_1 now, W0_1's process holds W2_0 now." in view.sentence
     assert time.time() - world.job.processes["i1"].since < 3600
+
+
+def test_a_roll_out_counts_each_worker_once_also_one_that_has_moved(database: FlakyDatabase) -> None:
+    """It acknowledges under the name that it had: 10 of a headline were 9 in the list."""
+    world = World(database, SPEC).begin()
+    killed, mover = world.at("W2_0"), world.at("W0_1")
+    assert killed is not None and mover is not None
+    world.die(killed)
+    world.take_up()
+    ways = (Candidate(MIGRATE, ("W0_1",), (("W0_1", "W2_0"),)), Candidate(REROUTE, ("W2_0",)))
+    world.job.apply(Offered(("W2_0",), Offer(("W2_0",), ways, MIGRATE)))
+    epoch = world.job.state.epoch
+    assert mover.name == "W0_1", "it has not heard of its new place"
+    for process in world.living:
+        world.acknowledge(process, "adopted", epoch)
+    found = RollOuts(world.store).of(world.job)
+    assert found is not None and len(found.workers) == 5
+    assert [found.now_at(step) for step in facts.STEPS] == [0, 5, 0, 0]
+    assert sum(taken.adopted is not None for taken in found.workers) == 5, "those that are listed"

@@ -322,3 +322,16 @@ def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pyte
     assert refused == "job: got 'x', expected one that is there"
     said = capsys.readouterr()
     assert mark.group(1) in said.out + said.err and "KeyError: 'secret'" in said.out + said.err
+
+
+def test_home_opens_a_job_that_runs_before_one_that_has_ended(tmp_path: Path) -> None:
+    here = ConsoleHere(tmp_path)
+    set_console(here.console)
+    try:
+        runs = JobHere(here.console, "runs").register()
+        JobHere(here.console, "ended later").register().finish()
+        test = AppTest.from_file(MAIN, default_timeout=30).run()
+        assert not test.exception and test.query_params["job"] == runs.job_id
+    finally:
+        set_console(None)
+        here.close()
