@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,12 +27,13 @@ from planner.policy import (
     JobState,
     Option,
     advise,
+    best_option,
     one_f_one_b,
     shares,
     span,
 )
 from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, Rate
+from planner.simulation.planned import PlannedJob, Rate
 from planner.solvers.portfolio import make_plan
 from planner.words import percent
 
@@ -41,7 +42,7 @@ REPARTITION, RESTART, SPARES = "re-partition", "restart from the checkpoint", "t
 CLEAR_MARGIN = 0.05
 
 _CANNOT = {
-    REPARTITION: "this job can't do it, for its layers can't change their stage",
+    REPARTITION: "this job's layers can't change their stage",
     DROP: "this job doesn't do it, for every update would see fewer samples, and the losses would be others",
     RESTART: "this job can't do it by itself: an operator would have to start it again",
     SPARES: "this job has none that it could take by itself",
@@ -219,33 +220,56 @@ def decide(
     automatic: bool = True,
     migrate: bool = False,
 ) -> Verdict:
-    """The job re-routes in any case, and moves workers where that is clearly better and it may; every other
-    way is left to an operator. basis: said last."""
-    best = advice.choice
-    options = {option.name: option for option in advice.options}
-    taken = options.get(REROUTE)
-    text = f"With {names(list(failed))} out, the best way on is {advice.sentence}."
-    possible = any(way.name == MIGRATE for way in ways)
-    moved = options.get(MIGRATE)
-    better = MIGRATE if possible and moved and _gain(moved, taken, advice, full) > CLEAR_MARGIN else ""
+    """Ranks what the job can do, and names what would train more and can't be done here after that. The job re-routes
+    in any case, and moves workers where that is clearly better and it may; every other way is left to an operator.
+    basis: said last."""
+    horizon = advice.horizon
+    known = {option.name: option for option in advice.options}
+    # Dropped, a replica's micro-batches are run by the others here, which is another rate than the advisor's.
+    can = {way.name: Option(way.name, way.pause, way.rate) for way in ways}
+    can |= {name: known[name] for name in (REROUTE, *can) if name in known and name != DROP}
+    ranked = best_option(list(can.values()), horizon, full)
+    taken, moved = can.get(REROUTE), can.get(MIGRATE)
+    better = MIGRATE if moved and _gain(moved, taken, horizon, full) > CLEAR_MARGIN else ""
     way, advised = (better if automatic and better else REROUTE), REROUTE
-    if best.name != REROUTE:
-        gain = _gain(best, taken, advice, full)
-        now = f"re-routes ({taken.rate:.4g} samples/s)" if taken else "re-routes"
-        if gain <= CLEAR_MARGIN:
-            text += f" The job {now}, which trains less by under {percent(CLEAR_MARGIN)}."
-        else:
+    text = f"With {names(list(failed))} empty"
+    if ranked:
+        best = ranked[0]
+        said = {way.name: way.text for way in ways if way.text}
+        text += f", the best way on is {best.name}: {said.get(best.name) or _numbers(best, horizon, full)}"
+        if len(ranked) > 1:
+            text += f"; next is {ranked[1].name}: {_numbers(ranked[1], horizon, full)}"
+        text += f"; {advice.load}." if advice.load else "."
+        gain = _gain(best, taken, horizon, full)
+        if best.name != REROUTE and gain > CLEAR_MARGIN:
             advised = best.name
-            text += f" The job {now}: to {best.name} would {_more(gain)}"
-            if best.name != better:
-                text += f"; {_why_not(best.name, migrate)}."
-                if better and moved:
-                    text += f" To {better} would {_more(_gain(moved, taken, advice, full))}"
-            if better:
-                text += ", and this job does so now." if automatic else ", and an operator may choose it."
-    if best.name == REPARTITION:
-        text += f" It is assumed that each stage has {LAYERS_PER_STAGE} layers of equal cost that can move."
+            does = "this job does so now" if best.name == way else "an operator may choose it"
+            than = f"It {_more(gain)} than to re-route" if math.isfinite(gain) else "Nothing else trains by then"
+            text += f" {than}, and {does}."
+        elif best.name != REROUTE:
+            text += f" The job re-routes, which trains less by under {percent(CLEAR_MARGIN)}."
+    else:
+        text += ", the job has no way on that it could take by itself."
+    text += _not_here(advice, ranked[0] if ranked else None, can, full, migrate=migrate)
     return Verdict(way, advised, advice.absorbed, f"{text} {basis}".strip(), tuple(ways), better)
+
+
+def _numbers(option: Option, horizon: float, full: float) -> str:
+    return (
+        f"{option.rate:.4g} samples/s after a pause of {option.pause:.3g} s, "
+        f"{max(0.0, option.samples(horizon, full)):,.0f} samples in the {span(horizon)} to the expected repair"
+    )
+
+
+def _not_here(advice: Advice, best: Option | None, can: Collection[str], full: float, *, migrate: bool) -> str:
+    """What would train clearly more than the best of what can be done, and why it can't."""
+    others = []
+    for option in advice.options:
+        gain = _gain(option, best, advice.horizon, full)
+        if option.name not in can and gain > CLEAR_MARGIN:
+            more = f"would {_more(gain).replace('trains', 'train')}" if math.isfinite(gain) else "would train at all"
+            others.append(f"{option.name}, which {more} ({_why_not(option.name, migrate)})")
+    return f" Not possible here: {'; '.join(others)}." if others else ""
 
 
 def _why_not(name: str, migrate: bool) -> str:
@@ -255,10 +279,10 @@ def _why_not(name: str, migrate: bool) -> str:
 
 
 def _more(gain: float) -> str:
-    return f"train {percent(gain)} more" if math.isfinite(gain) else "be the only way to train by then"
+    return f"trains {percent(gain)} more"
 
 
-def _gain(best: Option, taken: Option | None, advice: Advice, full: float) -> float:
+def _gain(best: Option, taken: Option | None, horizon: float, full: float) -> float:
     """How much more `best` trains, as a share of what `taken` does; inf where that is nothing."""
-    samples = taken.samples(advice.horizon, full) if taken else 0.0
-    return best.samples(advice.horizon, full) / samples - 1 if samples > 0 else math.inf
+    samples = taken.samples(horizon, full) if taken else 0.0
+    return best.samples(horizon, full) / samples - 1 if samples > 0 else math.inf

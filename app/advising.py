@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -24,6 +24,7 @@ from app.errors import ConsoleError
 from app.jobs import PlanMaker
 from app.live import LiveJob
 from app.observing.job_history import changes, repair_times
+from app.observing.waiting import NOTHING, Waited, segments
 from db.store import Record, Store
 from planner.job import Worker
 from planner.packed import from_bytes, storable
@@ -53,8 +54,8 @@ class Grounds:
 class Advising:
     """One for all jobs. Its process starts with the first advice that is asked for."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, waited: Callable[[LiveJob], Waited]) -> None:
+        self._store, self._waited = store, waited
         self._maker = PlanMaker("advising")
 
     def start(self) -> None:
@@ -141,7 +142,8 @@ class Advising:
         if unit is None and job.job.time_unit == "slot":
             return None
         copies = copy_times(epochs, store.last_acknowledgements(job.job_id))
-        known = grounds(store.recoveries(job.job_id), repair_times(changes(epochs)), copies)
+        waited = self._waited(job)
+        known = grounds(store.recoveries(job.job_id), repair_times(changes(epochs)), copies, waited)
         work = None
         if spec.checkpoints:
             # When the last one was written is not reported: on average half an interval ago.
@@ -185,11 +187,14 @@ def copy_times(epochs: Sequence[Record], acknowledgements: Sequence[Record]) -> 
     return [max(0.0, formed - adopted) for adopted, formed in both if formed is not None and adopted is not None]
 
 
-def grounds(recoveries: Sequence[Record], repairs: Sequence[float], copies: Sequence[float] = ()) -> Grounds:
-    """recoveries: rows of the database. repairs: seconds from a failure to the return. copies: see copy_times."""
+def grounds(
+    recoveries: Sequence[Record], repairs: Sequence[float], copies: Sequence[float] = (), waited: Waited = NOTHING
+) -> Grounds:
+    """recoveries: rows of the database. repairs: seconds from a failure to the return. copies: see copy_times. waited:
+    for a person, which is no cost of a recovery."""
     assumed = RecoveryCosts()
     seen = [r["detected_ms"] / 1000 for r in recoveries if r["death_known"]]
-    formed = [max(0.0, r["reformed_ms"] - r["detected_ms"]) / 1000 for r in recoveries]
+    formed = [(steps[1][1] + steps[2][1]) / 1000 for steps in (segments(r, waited) for r in recoveries)]
     repair = fmean(repairs) if repairs else 0.0
     recovery = f"as in {_count(len(formed), 'recovery', 'recoveries')} measured" if formed else "assumed"
     repaired = f"the mean of {_count(len(repairs), 'repair', 'repairs')}" if repair > 0 else "assumed"

@@ -109,7 +109,6 @@ class Console(Reports, Readings):
         self.catalogs.on_plans = self._take_plans
         self.metrics = Metrics()
         self._planning = Planning(tolerance, self.catalogs, self.metrics.plan_made)
-        self._advising = Advising(store)
         self._drifting = Drifting(self._planning, self._plans.get, self.ladder.heartbeat)
         self.operators = Operators(self.job, store)
         self.tokens = Tokens(TokenStore(store.database))
@@ -117,8 +116,12 @@ class Console(Reports, Readings):
         self.access = Access()  # of whoever serves it
         self.observations = Observations(store.database)
         self.measuring = Measuring(self.observations, self.ladder.heartbeat)
-        self.accounts = Accounts(store, self.observations)
-        self._job_metrics = JobMetrics(self.live_jobs, store, self._plans.get, self.accounts.of, self.past.states)
+        self.accounts = Accounts(store, self.observations, self._plans.get)
+        waited = self.accounts.waiting.of
+        self._advising = Advising(store, waited)
+        self._job_metrics = JobMetrics(
+            self.live_jobs, store, self._plans.get, self.accounts.of, self.past.states, waited
+        )
         self.metrics.registry.register(self._job_metrics)
         self._unwatch = self.metrics.watch(store.database.engine)
         self.feed = Feed(store, self.observations)
@@ -375,6 +378,7 @@ class Console(Reports, Readings):
                     self._advising.consider(job)
                     self.replanning.consider(job)
                     self.measuring.consider(job)
+                    self.accounts.consider(job)
                     if job.state.over:
                         resting.add(job.job_id)
                 except ConsoleError as error:

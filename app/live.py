@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -34,12 +34,15 @@ from app.coordination.events import (
 )
 from app.coordination.ladder import Ladder
 from app.coordination.membership import Member, State
+from app.coordination.standing import Process, Standing, follow
 from app.coordination.together import Report, processes_of, run_together
 from app.errors import ConsoleError, refused, unavailable, unknown_job
 from app.notify import Topic
+from app.observing.baseline import Baseline, read_baseline
 from app.observing.folding import LOOK_BACK, Folding
 from app.observing.op_times import OpTimes
 from app.observing.recording import Recording
+from app.observing.waiting import Wait, after_change, pauses, read_waits
 from app.planned import LookUp, PlannedJob
 from app.plans.stored import stored_plan
 from app.rows import (
@@ -47,12 +50,14 @@ from app.rows import (
     contact_row,
     differs,
     epoch_row,
-    follow_moves,
     job_columns,
     member_row,
+    process_rows,
     read_contact,
+    read_processes,
     read_state,
     state_rows,
+    waits_row,
 )
 from db.store import Change, Record, Store
 from planner.errors import PlannerError
@@ -95,8 +100,11 @@ class LiveJob(PlannedJob):
         self.op_times = OpTimes()
         self.recording = Recording(self.state.members, spec.stages)
         self.slow: dict[str, float] = {}  # workers, and how many times the others' op times they take
-        self.processes: dict[str, tuple[str, int]] = {}
+        self.processes: dict[str, Process] = {}  # by incarnation, those that came first first
         self.commands: list[Command] = []
+        self.held: list[tuple[str, float]] = []  # `pause` or `resume`, and when (POSIX seconds)
+        self.choices: tuple[Wait, ...] = ()  # when it waited for one
+        self.baseline: Baseline | None = None
         self.view_cache: dict[object, object] = {}  # of app.views
         self._want_plan = want_plan
         self._on_epoch = on_epoch
@@ -125,8 +133,16 @@ class LiveJob(PlannedJob):
     @property
     def paused(self) -> bool:
         """Has an operator asked all workers to stop, and nobody yet to go on?"""
-        asked = [c.kind for c in self.commands if c.kind in ("pause", "resume")]
-        return asked[-1:] == ["pause"] and not self.state.over
+        return bool(self.held) and self.held[-1][0] == "pause" and not self.state.over
+
+    @property
+    def waits(self) -> tuple[Wait, ...]:
+        """When it waited for a person: for a choice, or for the end of a pause."""
+        return *self.choices, *pauses(self.held)
+
+    def standing(self, rerouted: Mapping[str, int] | None = None) -> Standing:
+        """Which process holds which role, and how each is. rerouted: by the plan in force."""
+        return Standing(self.state, self.processes, self.paused, rerouted or {}, self.slow)
 
     @property
     def quiet(self) -> bool:
@@ -174,10 +190,7 @@ class LiveJob(PlannedJob):
                 step = coordinator.step(state, answer, now, self.ladder)
                 decisions += step.decisions
                 state, reason = step.state, step.reason
-            change = self._change(old, state, decisions, plan, beside, audit)
-            self._save(change)
-            self.state = state
-            self.processes.update(processes_of(beside))
+            change = self._take(old, state, decisions, plan, beside, audit)
         self._publish(change)
         if wanted is not None:
             self.ask_for(wanted)
@@ -200,10 +213,7 @@ class LiveJob(PlannedJob):
         with self.writing():
             state, notes, answers = run_together(self.state, reports, self._clock(), self.ladder)
             taken = [report for report, answer in zip(reports, answers, strict=False) if isinstance(answer, str)]
-            change = self._change(self.state, state, notes, None, taken, None)
-            self._save(change)
-            self.state = state
-            self.processes.update(processes_of(taken))
+            change = self._take(self.state, state, notes, None, taken, None)
         self._publish(change)
         return [refused(answer.code, answer.detail) if isinstance(answer, Refuse) else answer for answer in answers]
 
@@ -304,7 +314,16 @@ class LiveJob(PlannedJob):
         """What was said so far has been seen, or something else has happened: said again, it is a new line."""
         self._folding = Folding()
 
-    def _change(
+    def pin(self, baseline: Baseline, note: Note | None = None, audit: Record | None = None) -> None:
+        """What its throughput is measured by from now on. Raises ConsoleError."""
+        with self.writing():
+            self._save(
+                Change(job={"baseline": baseline.to_json()}, events=self.note([note] if note else []), audit=audit)
+            )
+            self.baseline = baseline
+        self.topic.publish()
+
+    def _take(
         self,
         old: State,
         new: State,
@@ -313,26 +332,32 @@ class LiveJob(PlannedJob):
         reports: Sequence[Report],
         audit: Record | None,
     ) -> Change:
+        """Stores that `old` has become `new`, and then has it so here."""
+        now = time.time()
         workers = [member_row(member) for name, member in new.members.items() if differs(member, old.members[name])]
-        processes = processes_of(reports)
-        for row in workers:
-            if process := processes.get(row["name"]):
-                row.update(host=process[0], pid=process[1])
-        follow_moves(old, workers, self.processes)
+        changed = follow(self.processes, old, new, processes_of(reports), now)
+        known = {**self.processes, **changed} if changed else self.processes
+        rows = {row["name"]: row for row in workers}
+        for row in process_rows(known, changed):
+            rows.setdefault(row["name"], {}).update(row)
+        choices = after_change(self.choices, new.choosing, new.epoch + 1 if new.pending else new.epoch, now)
         opened = next((d.epoch for d in decisions if isinstance(d, OpenEpoch)), None)
-        fresh, repeats = self._folding.split((d for d in decisions if isinstance(d, Note)), time.time())
-        return Change(
-            job=job_columns(old, new),
-            workers=workers,
+        fresh, repeats = self._folding.split((d for d in decisions if isinstance(d, Note)), now)
+        change = Change(
+            job=job_columns(old, new) | (waits_row(choices) if choices != self.choices else {}),
+            workers=list(rows.values()),
             plan=(plan.fingerprint, storable(plan), plan.failed, False) if opened and plan else None,
             epoch=epoch_row(opened) if opened else None,
             events=self.note(fresh),
             # Of a job that is over none counts any more.
             acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement and not old.over],
             audit=audit,
-            states=state_rows(old, new),
+            states=state_rows(Standing(old, self.processes), Standing(new, known), now),
             repeats=repeats,
         )
+        self._save(change)
+        self.state, self.processes, self.choices = new, known, choices
+        return change
 
     def _save(self, change: Change) -> None:
         if change:
@@ -363,7 +388,6 @@ class LiveJob(PlannedJob):
         """Takes the job up where the database says it was."""
         self._read(job_row)
         for row in self._store.workers(self.job_id):
-            self.processes[row["name"]] = (row["host"], row["pid"])
             if row["incarnation"] and row["heard_at"] is not None:
                 self.contacts[row["name"]] = read_contact(row)
         if not self.state.over:
@@ -391,8 +415,10 @@ class LiveJob(PlannedJob):
         state = read_state(store, job_row, self.spec)
         self._event_seq = store.last_event(job_id)
         self._folding = Folding.read(store.events(job_id, limit=LOOK_BACK, newest=True))
-        self.commands = [
-            Command(seq=r["seq"], kind=r["kind"], worker=r["worker"] or None) for r in store.commands(job_id)
-        ]
+        commands = store.commands(job_id)
+        self.commands = [Command(seq=r["seq"], kind=r["kind"], worker=r["worker"] or None) for r in commands]
+        self.held = [(r["kind"], r["at"]) for r in commands if r["kind"] in ("pause", "resume")]
+        self.choices, self.baseline = read_waits(job_row["waits"]), read_baseline(job_row["baseline"])
+        self.processes = read_processes(store.workers(job_id))
         self.version += 1
         self.state = state

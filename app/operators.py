@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import structlog
 
@@ -17,6 +17,7 @@ from app.errors import ConsoleError
 from app.live import LiveJob
 from app.reports import plain
 from db.store import Record, Store
+from planner.job import Worker
 
 log = structlog.get_logger()
 
@@ -27,8 +28,9 @@ class Operators:
     def __init__(self, find: Callable[[str], LiveJob], store: Store) -> None:
         self._find, self._store = find, store
 
-    def kill(self, job_id: str, worker: str, actor: str) -> None:
-        """Asks the launcher to kill a worker's process. Only for demo jobs. Raises ConsoleError."""
+    def kill(self, job_id: str, worker: str, actor: str, pid: int | None = None) -> None:
+        """Asks the launcher to kill a worker's process. Only for demo jobs. pid: of the process that the operator saw
+        there; another one by now is let live. Raises ConsoleError."""
         job, member = self._member(job_id, worker)
         if not job.spec.demo:
             raise ConsoleError(
@@ -36,6 +38,10 @@ class Operators:
             )
         if member.incarnation is None or member.state in (WorkerState.FAILED, WorkerState.FINISHED):
             raise ConsoleError(409, "not_running", f"worker: {worker} is {member.state}, expected one that runs")
+        now = job.processes.get(member.incarnation)
+        if pid and now is not None and now.pid != pid:
+            text = f"worker: {worker} is held by process {now.pid} by now, not by {pid}; look at it anew"
+            raise ConsoleError(409, "not_running", text)
         self._command(job, "kill", worker, actor)
 
     def restart(self, job_id: str, worker: str, actor: str) -> None:
@@ -44,6 +50,16 @@ class Operators:
         if member.state is not WorkerState.FAILED:
             raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
         self._command(job, "restart", worker, actor)
+
+    def share_without(self, job_id: str, worker: str) -> float | None:
+        """Of the fault-free plan's throughput, that is left when `worker` is lost too; None: it is not planned yet."""
+        job = self._find(job_id)
+        lost = {*(job.state.current.failed if job.state.current else ()), worker}
+        with job.lock:
+            plans = job.catalog.find(map(Worker.parse, lost)), job.catalog.find(())
+        if plans[0] is None or plans[1] is None or plans[0].metrics.period <= 0:
+            return None
+        return plans[1].metrics.period / plans[0].metrics.period
 
     def _member(self, job_id: str, worker: str) -> tuple[LiveJob, Member]:
         job = self._find(job_id)
@@ -79,6 +95,8 @@ class Operators:
             seq = self._store.add_command(job.job_id, kind=kind, worker=worker or "", actor=actor, events=events)
             job.stored(len(events))
             job.commands.append(Command(seq=seq, kind=kind, worker=worker))  # type: ignore[arg-type]
+            if kind in ("pause", "resume"):
+                job.held.append((kind, time.time()))
         log.info("operator command", job=job.job_id, kind=kind, worker=worker, actor=actor)
         job.topic.publish()
 
@@ -103,6 +121,22 @@ class Operators:
         who = named(actor)
         action = "freeze plan" if frozen else "unfreeze plan"
         return self._find(job_id).apply(PlanFrozen(frozen, who), audit=_audit(who, action, ""))
+
+    def measure_anew(self, job_id: str, actor: str) -> str:
+        """Has the fault-free rate measured again, from the next whole iterations on; until then it stays. Raises
+        ConsoleError."""
+        job, who = self._find(job_id), named(actor)
+        if job.state.over:
+            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+        known = job.baseline
+        if known is None or known.source == "planned":
+            raise ConsoleError(409, "no_choice", "the fault-free rate is about to be measured for the first time")
+        text = (
+            f"{who} has the fault-free rate measured again; until then it is {known.samples_per_second:,.4g} samples/s"
+        )
+        note = Note("warning", "operator", text)
+        job.pin(replace(known, renew=job.state.committed), note, _audit(who, "measure fault-free", ""))
+        return text
 
     def choose(self, job_id: str, name: str, failed: tuple[str, ...] | None, actor: str) -> str:
         """Takes one of the ways on. failed: without whom, in what the operator saw. Raises ConsoleError."""

@@ -10,6 +10,7 @@ import structlog
 
 from agent.protocol import JobState
 from app.coordination.sentence import over_sentence
+from app.coordination.standing import Condition
 from app.view import JobSummary
 from db.job_index import JobIndex
 from db.store import Record
@@ -61,4 +62,5 @@ def _line(row: Record) -> JobSummary | None:
         epoch=row["epoch"],
         living=row["living"],
         workers=workers,
+        condition=Condition(state.value),
     )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.coordination.ladder import Ladder
 from app.coordination.sentence import sentence
+from app.coordination.standing import Standing
 from app.errors import storing, unknown_plan
 from app.live import LiveJob
 from app.observing.goodput import Accounts
+from app.observing.rates import recent_rate, share_of
 from app.past_jobs import PastJobs
 from app.reports import plain
-from app.view import JobHead, JobSummary, JobView
+from app.view import IterationView, JobHead, JobSummary, JobView
 from app.views import SHARED, SHARED_SECONDS, PlanCache, head, job_view, summary
 from db.observations import Observations
 from db.plan_columns import PlanColumns
@@ -73,12 +76,17 @@ class Readings(ABC):
         """workers: with what is seen of each, of which there may be thousands."""
         job = self.job(job_id)
         with storing():
-            figures = self.accounts.of(job)
+            figures, waited = self.accounts.of(job), self.accounts.waiting.of(job)
             stores = self._store, self.observations
-            return job_view(job, stores, self._plans, self.sentence(job), figures, iterations, events, workers=workers)
+
+            def say(standing: Standing, newest: Sequence[IterationView]) -> str:
+                share = share_of(recent_rate(newest), figures)
+                return sentence(standing, time.monotonic(), self.ladder, share=share)
+
+            return job_view(job, stores, self._plans, say, figures, waited, iterations, events, workers=workers)
 
     def sentence(self, job: LiveJob) -> str:
-        return sentence(job.state, time.monotonic(), self.ladder, paused=job.paused)
+        return sentence(job.standing(), time.monotonic(), self.ladder)
 
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""

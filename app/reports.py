@@ -28,6 +28,7 @@ from app.coordination.membership import Epoch
 from app.coordination.together import Report
 from app.errors import ConsoleError, storing
 from app.live import LiveJob
+from app.observing.goodput import Accounts
 from db.store import Store
 from planner.words import milliseconds
 
@@ -37,6 +38,7 @@ class Reports(ABC):
     not count, or a database that does not answer."""
 
     _store: Store
+    accounts: Accounts
 
     @abstractmethod
     def job(self, job_id: str) -> LiveJob:
@@ -111,11 +113,15 @@ class Reports(ABC):
         job = self.job(job_id)
         if message.worker not in job.state.members:
             raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
-        took = milliseconds(message.resumed_ms)
+        took, at = milliseconds(message.resumed_ms), time.time()
         text = f"epoch {message.epoch}: training resumed {took} after {message.worker} died"
+        with storing():
+            people = sum(self.accounts.waiting.of(job).in_recovery({**message.model_dump(), "at": at}))
+        if people:
+            text += f", of it {milliseconds(1000 * people)} waiting for a person"
         with job.writing():
             events = job.note([happening.Note("info", "recovery", text, message.worker)])
-            if self._store.add_recovery(job_id, {**message.model_dump(), "at": time.time()}, events):
+            if self._store.add_recovery(job_id, {**message.model_dump(), "at": at}, events):
                 job.stored(len(events))
         job.topic.publish()
 

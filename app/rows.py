@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +14,12 @@ from agent.blame import Complaint, Links
 from agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
 from app.coordination.choices import Mode
 from app.coordination.membership import ACK_ORDER, Broken, Epoch, Member, Pending, State
+from app.coordination.standing import Process, Standing
+from app.observing.waiting import Wait
 from db.store import Record, Store
+
+# Of the processes that were started for one place, the newest so many.
+KEPT = 16
 
 
 class Contact(NamedTuple):
@@ -45,9 +51,9 @@ def member_row(member: Member) -> Record:
     }
 
 
-def read_member(row: Record, stage: int, acknowledged: dict[tuple[str, str], str]) -> Member:
+def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member:
     incarnation, state = row["incarnation"], WorkerState(row["state"])
-    said = acknowledged.get((row["name"], incarnation), "")
+    said = acknowledged.get(incarnation, "")
     return Member(
         name=row["name"],
         stage=stage,
@@ -167,9 +173,9 @@ def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
     job_id = job_row["id"]
     newest = store.newest_epoch(job_id)
     current = read_epoch(newest) if newest else None
-    acknowledged: dict[tuple[str, str], str] = {}
+    acknowledged: dict[str, str] = {}  # by incarnation: a process may still use the name it had
     for row in store.acknowledgements(job_id, current.number) if current else ():
-        key = (row["worker"], row["incarnation"])
+        key = row["incarnation"]
         acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
     state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
     members = dict(state.members)
@@ -194,25 +200,41 @@ def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
     )
 
 
-def state_rows(old: State, new: State) -> list[Record]:
-    """Who came into another state."""
-    now = time.time()
-    return [
-        {"worker": name, "state": member.state.value, "at": now}
-        for name, member in new.members.items()
-        if member is not old.members[name] and member.state is not old.members[name].state
-    ]
+def waits_row(waits: Sequence[Wait]) -> Record:
+    return {"waits": json.dumps(waits)}
 
 
-def follow_moves(old: State, workers: list[Record], processes: dict[str, tuple[str, int]]) -> None:
-    """A process that has taken another place is known there by its host and number too. workers: rows of
-    those that changed; processes: by place, (host, number)."""
-    new = [row for row in workers if row["incarnation"] and row["incarnation"] != old.members[row["name"]].incarnation]
-    if not new:
-        return
-    places = {member.incarnation: name for name, member in old.members.items()}
-    for row in new:
-        came_from = places.get(row["incarnation"])
-        if came_from in processes:
-            processes[row["name"]] = host, pid = processes[came_from]
-            row.update(host=host, pid=pid)
+def state_rows(old: Standing, new: Standing, at: float) -> list[Record]:
+    """Which role came into another state. at: POSIX seconds."""
+    rows: list[Record] = []
+    if new.state.current is None and not new.state.over:
+        return rows  # nobody trains yet
+    for name, member in new.state.members.items():
+        before = old.state.members[name]
+        if member is not before and (state := new.role(member).state) is not old.role(before).state:
+            rows.append({"worker": name, "state": state.value, "at": at})
+    return rows
+
+
+def process_rows(known: Mapping[str, Process], changed: Mapping[str, Process]) -> list[Record]:
+    """The worker columns of the places that processes were started for, where one of those has changed."""
+    of: dict[str, list[Process]] = {process.slot: [] for process in changed.values()}
+    for process in known.values() if of else ():
+        if process.slot in of:
+            of[process.slot].append(process)
+    rows = []
+    for slot, own in of.items():
+        # What became of the oldest nobody asks for any more.
+        kept = [p for p in own[:-KEPT] if not p.ended] + own[-KEPT:]
+        rows.append({"name": slot, "processes": json.dumps([[*vars(p).values()] for p in kept])})
+    return rows
+
+
+def read_processes(rows: Iterable[Record]) -> dict[str, Process]:
+    """By incarnation, those that came first first."""
+    found = []
+    for row in rows:
+        for incarnation, host, pid, held, ended, detail in json.loads(row["processes"]):
+            roles = tuple((str(role), float(since)) for role, since in held)
+            found.append(Process(incarnation, host, pid, roles, ended, detail))
+    return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}

@@ -11,21 +11,25 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from agent.protocol import Doing, JobSpec, JobState, OpKind, WorkerState
+from agent.protocol import Doing, JobSpec, JobState, OpKind
+from app.coordination.standing import Condition, Process, RoleState
 from app.observing.goodput import Figures
 from planner.plan import Plan
 
 
 class WorkerView(NamedTuple):
-    """One cell of the grid, now. takes_rerouted: micro-batches of other pipelines per iteration.
-    slow: how many times its peers' op times it takes, where that is too long; else 0.
+    """One cell of the grid, now: a role, and the process that holds it. takes_rerouted: micro-batches of other
+    pipelines per iteration. slow: how many times its peers' op times it takes, where that is too long; else 0.
+
+    host, pid, since (POSIX seconds), slot (the place it was started in): of the process that holds the role, or of
+    the last one where that has ended in it; "" and 0 where it holds another role by now, which is moved_to.
 
     A tuple: of 8,192 workers as many are made at each refresh, in a fifth of the time that a frozen dataclass takes."""
 
     name: str
     pipeline: int
     stage: int
-    state: WorkerState
+    state: RoleState
     takes_rerouted: int = 0
     heartbeat_age: float | None = None
     epoch: int = 0
@@ -39,11 +43,15 @@ class WorkerView(NamedTuple):
     detail: str = ""
     slow: float = 0.0
     doing: Doing | None = None
+    since: float = 0.0
+    slot: str = ""
+    moved_to: str = ""
 
 
 @dataclass(frozen=True)
 class IterationView:
-    """seconds: wall time of the iteration; samples_per_second: global batch / seconds."""
+    """seconds: wall time of the iteration, without waited, for which the job waited for a person in it.
+    samples_per_second: global batch / seconds."""
 
     iteration: int
     loss: float
@@ -52,6 +60,7 @@ class IterationView:
     epoch: int
     living: int
     committed_at: float
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class EventView:
 
 @dataclass(frozen=True)
 class RecoveryView:
-    """Milliseconds after the death of `worker`; after it was seen when not death_known."""
+    """Milliseconds after the death of `worker`; after it was seen when not death_known. steps: what it was spent on,
+    which adds up to the whole, people's time apart."""
 
     worker: str
     epoch: int
@@ -82,15 +92,18 @@ class RecoveryView:
     resumed_ms: float
     at: float
     death_known: bool = True
+    steps: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class JobView:
-    """sentence: what the coordinator does or waits for, and why. plan: the one in force.
+    """condition: of the job, in a word. sentence: what the coordinator does or waits for, and why. plan: the one in
+    force. missing: processes that have left the job and are not replaced. moved: those that hold another role than at
+    first.
 
     iterations: the newest ones, oldest first. events: the newest ones, newest first.
-    fault_free_samples_per_second: what the fault-free plan predicts, None when not paced.
-    figures: ETTR, goodput and the fault-free rate so far.
+    figures: ETTR, goodput and the fault-free rate so far. waits_since: when the wait for a person began that lasts
+    (POSIX seconds), None: nobody is waited for.
     advice: the best way on with the workers that are out, None while nothing is known of it.
     """
 
@@ -107,9 +120,12 @@ class JobView:
     recoveries: tuple[RecoveryView, ...]
     planned_ahead: int = 0
     plans_to_make: int = 0
-    fault_free_samples_per_second: float | None = None
     advice: str | None = None
     figures: Figures | None = None
+    condition: Condition = Condition.RUNNING
+    missing: tuple[Process, ...] = ()
+    moved: tuple[Process, ...] = ()
+    waits_since: float | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,7 @@ class JobHead:
     job_id: str
     spec: JobSpec
     state: JobState
+    condition: Condition
     workers: int
     plan: str | None
     planned_ahead: int
@@ -138,3 +155,4 @@ class JobSummary:
     epoch: int
     living: int
     workers: int
+    condition: Condition = Condition.RUNNING

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from app.coordination.membership import Member
+from app.coordination.standing import OUT, Standing
 from app.live import LiveJob
-from app.observing.goodput import Figures, planned_rate
+from app.observing.goodput import Figures
+from app.observing.rates import iteration_view
+from app.observing.waiting import Waited, segments
 from app.plans.packing import Packing
 from app.plans.stored import stored_plan
 from app.view import EventView, IterationView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
@@ -118,8 +121,9 @@ def job_view(
     job: LiveJob,
     stores: tuple[Store, Observations],
     plans: PlanCache,
-    sentence: str,
+    sentence: Callable[[Standing, Sequence[IterationView]], str],
     figures: Figures,
+    waited: Waited,
     iterations: int,
     events: int,
     *,
@@ -128,39 +132,43 @@ def job_view(
     state = job.state
     fingerprint = state.current.plan_fingerprint if state.current else None
     rerouted = plans.rerouted(fingerprint) if fingerprint else {}
-    history = _history(job, *stores, iterations, events)
+    history = _history(job, *stores, waited, iterations, events)
+    standing = job.standing(rerouted)
     return JobView(
         job_id=job.job_id,
         spec=job.spec,
         state=state.job_state,
-        sentence=sentence,
+        sentence=sentence(standing, history.iterations),
         created_at=job.created_at,
         epoch=state.epoch,
-        workers=_workers(job, fingerprint, rerouted) if workers else (),
+        workers=_workers(job, fingerprint, standing) if workers else (),
         plan=plans.get(fingerprint) if fingerprint else None,
         iterations=history.iterations,
         events=history.events,
         recoveries=history.recoveries,
         planned_ahead=job.planned_ahead,
         plans_to_make=job.plans_to_make,
-        fault_free_samples_per_second=planned_rate(job),
         advice=job.advice,
         figures=figures,
+        condition=standing.condition,
+        missing=standing.missing,
+        moved=standing.moved,
+        waits_since=waited.since,
     )
 
 
-def _workers(job: LiveJob, fingerprint: str | None, rerouted: Mapping[str, int]) -> tuple[WorkerView, ...]:
+def _workers(job: LiveJob, fingerprint: str | None, standing: Standing) -> tuple[WorkerView, ...]:
     """In grid order. Those of a large job are shared by all who look within a second, unless something is stored."""
-    members = job.state.members
+    members = standing.state.members
     if len(members) < SHARED:
-        return tuple(worker_view(job, member, rerouted.get(member.name, 0)) for member in members.values())
+        return tuple(worker_view(job, member, standing) for member in members.values())
     key, now = (job.version, fingerprint), time.monotonic()
     known = job.view_cache.get("workers")
     if isinstance(known, _Workers) and known.key == key and now - known.at < SHARED_SECONDS:
         return known.workers
     made: list[WorkerView] = []
     for count, member in enumerate(members.values(), start=1):
-        made.append(worker_view(job, member, rerouted.get(member.name, 0)))
+        made.append(worker_view(job, member, standing))
         if count % AT_ONCE == 0:
             time.sleep(PAUSE_SECONDS)
     workers = tuple(made)
@@ -168,8 +176,9 @@ def _workers(job: LiveJob, fingerprint: str | None, rerouted: Mapping[str, int])
     return workers
 
 
-def worker_view(job: LiveJob, member: Member, takes_rerouted: int = 0) -> WorkerView:
-    host, pid = job.processes.get(member.name, ("", 0))
+def worker_view(job: LiveJob, member: Member, standing: Standing) -> WorkerView:
+    role = standing.role(member)
+    process = role.process if role.process and role.process.role == role.name else None
     contact = job.contacts.get(member.name)
     beat = contact.beat if contact and contact.beat.incarnation == member.incarnation else None
     age = None if member.last_heard is None else max(0.0, time.monotonic() - member.last_heard)
@@ -177,19 +186,22 @@ def worker_view(job: LiveJob, member: Member, takes_rerouted: int = 0) -> Worker
         name=member.name,
         pipeline=int(member.name[1:].partition("_")[0]),
         stage=member.stage,
-        state=member.state,
-        takes_rerouted=takes_rerouted,
+        state=role.state,
+        takes_rerouted=0 if role.state in OUT else standing.rerouted.get(member.name, 0),
         heartbeat_age=age,
         epoch=member.epoch,
         iteration=beat.iteration if beat else 0,
         phase=beat.phase if beat else "",
         op_milliseconds=beat.op_milliseconds if beat else {},
         resident_bytes=beat.resident_bytes if beat else 0,
-        host=host,
-        pid=pid,
+        host=process.host if process else "",
+        pid=process.pid if process else 0,
         acknowledged=member.acknowledged,
-        detail=member.detail,
-        slow=job.slow.get(member.name, 0.0),
+        detail=role.detail,
+        slow=standing.slow.get(member.name, 0.0),
+        since=process.since if process else 0.0,
+        slot=process.slot if process else "",
+        moved_to=role.moved_to,
         doing=beat.doing if beat else None,
     )
 
@@ -200,6 +212,7 @@ def head(job: LiveJob) -> JobHead:
         job_id=job.job_id,
         spec=job.spec,
         state=job.state.job_state,
+        condition=job.standing().condition,
         workers=len(job.state.members),
         plan=current.plan_fingerprint if current else None,
         planned_ahead=job.planned_ahead,
@@ -218,12 +231,13 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
         epoch=state.epoch,
         living=len(state.current.living) if state.current else 0,
         workers=len(state.members),
+        condition=job.standing().condition,
     )
 
 
-def _history(job: LiveJob, store: Store, seen: Observations, iterations: int, events: int) -> _History:
+def _history(job: LiveJob, store: Store, seen: Observations, waited: Waited, iterations: int, events: int) -> _History:
     """Read again only when something was stored since: many viewers share one read."""
-    key = (iterations, events)
+    key = (iterations, events, tuple(waited.by_iteration))
     version = job.version
     cached = job.view_cache.get(key)
     if isinstance(cached, _History) and cached.version == version:
@@ -234,16 +248,7 @@ def _history(job: LiveJob, store: Store, seen: Observations, iterations: int, ev
     history = _History(
         version,
         tuple(
-            IterationView(
-                iteration=row["iteration"],
-                loss=row["loss"],
-                seconds=row["seconds"],
-                samples_per_second=samples / row["seconds"] if row["seconds"] > 0 else 0.0,
-                epoch=row["epoch"],
-                living=row["living"],
-                committed_at=row["committed_at"],
-            )
-            for row in store.iterations(job.job_id, limit=iterations, newest=True)
+            iteration_view(row, samples, waited) for row in store.iterations(job.job_id, limit=iterations, newest=True)
         ),
         tuple(
             EventView(
@@ -259,7 +264,10 @@ def _history(job: LiveJob, store: Store, seen: Observations, iterations: int, ev
             )
             for row in feed
         ),
-        tuple(RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}) for row in store.recoveries(job.job_id)),
+        tuple(
+            RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}, steps=tuple(segments(row, waited)))
+            for row in store.recoveries(job.job_id)
+        ),
     )
     if len(job.view_cache) > 8:
         job.view_cache.clear()

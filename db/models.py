@@ -48,7 +48,8 @@ class JobRow(Base):
     mode: who decides how it goes on, automatic or manual. patience: seconds that it waits in manual mode.
     frozen_by: the operator who has frozen its plan; "": nobody. broken: the transfer that broke in the epoch in
     force, as JSON (reporter, worker, detail); "": none. moves: (from, to) of workers that have taken another place
-    in an epoch which is still to open, as JSON.
+    in an epoch which is still to open, as JSON. baseline: what its throughput is measured by (app.observing.baseline);
+    waits: when it waited for a person's choice, (begin, end, epoch that it led to); both as JSON.
     """
 
     __tablename__ = "job"
@@ -63,6 +64,8 @@ class JobRow(Base):
     frozen_by: Mapped[str] = mapped_column(String(80), default="", server_default="")
     broken: Mapped[str] = mapped_column(Text, default="", server_default="")
     moves: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
+    baseline: Mapped[str] = mapped_column(Text, default="", server_default="")
+    waits: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
     created_at: Mapped[float] = mapped_column(Double)
 
@@ -72,7 +75,7 @@ class WorkerRow(Base):
 
     retired: the incarnations that came before, a JSON list: they are fenced for good. member_epoch:
     the newest epoch that its incarnation is in; epoch: the one it says it is in. leaving: it was asked to
-    go, and may not have gone yet.
+    go, and may not have gone yet. processes: those that were started for this cell, wherever they are by now, as JSON.
     """
 
     __tablename__ = "worker"
@@ -86,8 +89,7 @@ class WorkerRow(Base):
     draining: Mapped[bool] = mapped_column(default=False)
     leaving: Mapped[bool] = mapped_column(default=False, server_default=false())
     member_epoch: Mapped[int] = mapped_column(BigInteger, default=0)
-    host: Mapped[str] = mapped_column(String(255), default="")
-    pid: Mapped[int] = mapped_column(BigInteger, default=0)
+    processes: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
     seq: Mapped[int] = mapped_column(BigInteger, default=-1)
     epoch: Mapped[int] = mapped_column(BigInteger, default=0)
     iteration: Mapped[int] = mapped_column(BigInteger, default=0)

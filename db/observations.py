@@ -142,18 +142,12 @@ class Observations:
         with self._database.read() as session:
             return [dict(row) for row in session.execute(query).mappings()]
 
-    def settled_seconds(self, job_id: str, living: int, limit: int) -> list[float]:
-        """Of the newest iterations that so many workers ran, without the first of each epoch: seconds."""
-        first = select(func.min(IterationRow.iteration)).where(IterationRow.job_id == job_id)
-        query = (
-            select(IterationRow.seconds)
-            .where(
-                IterationRow.job_id == job_id,
-                IterationRow.living == living,
-                IterationRow.iteration.not_in(first.group_by(IterationRow.epoch)),
-            )
-            .order_by(IterationRow.iteration.desc())
-            .limit(limit)
+    def committed_after(self, job_id: str, at: float) -> Record | None:
+        """The first iteration that was committed at this time (POSIX seconds) or later; None: there is none yet."""
+        row = IterationRow
+        query = select(row.iteration, row.epoch, row.seconds, row.committed_at).where(
+            row.job_id == job_id, row.committed_at >= at
         )
         with self._database.read() as session:
-            return list(session.scalars(query))
+            found = session.execute(query.order_by(row.iteration).limit(1)).mappings().first()
+            return None if found is None else dict(found)

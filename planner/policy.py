@@ -52,13 +52,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """options: best first. sentence: why, with the numbers. absorbed: do the bubbles hold the extra load?"""
+    """options: best first. sentence: why, with the numbers. absorbed: do the bubbles hold the extra load? load: that
+    in words, "" where there is none."""
 
     choice: Option
     options: tuple[Option, ...]
     horizon: float
     absorbed: bool
     sentence: str
+    load: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def advise(
     full = planned.full.per_second
     ranked = best_option(options, heals_in, full)
     absorbed, load = _load(state, planned, next((o.rate for o in options if o.name == REROUTE), None))
-    return Advice(ranked[0], tuple(ranked), heals_in, absorbed, _sentence(ranked, heals_in, planned, load))
+    return Advice(ranked[0], tuple(ranked), heals_in, absorbed, _sentence(ranked, heals_in, planned, load), load)
 
 
 def _options(

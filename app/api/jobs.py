@@ -28,6 +28,7 @@ from app.api.models import (
 from app.api.paging import After, Most, page
 from app.api.runner import answer_in_thread, in_thread
 from app.console import Console
+from app.observing.rates import RECENT
 from app.views import summary
 from db.store import Record
 
@@ -138,7 +139,7 @@ def _place_of_plan(row: Record) -> tuple[float, str, float, str]:
 
 def _detail(console: Console, job_id: str) -> JobDetail:
     job = console.job(job_id)
-    view = console.view(job_id, 1, 1, workers=False)
+    view = console.view(job_id, RECENT, 1, workers=False)
     line = summary(job, view.sentence)
     return JobDetail(
         **asdict(line),
@@ -147,7 +148,9 @@ def _detail(console: Console, job_id: str) -> JobDetail:
         plan_fingerprint=view.plan.fingerprint if view.plan else None,
         planned_ahead=view.planned_ahead,
         plans_to_make=view.plans_to_make,
-        fault_free_samples_per_second=view.fault_free_samples_per_second,
+        fault_free_samples_per_second=view.figures.fault_free if view.figures else None,
+        fault_free_source=view.figures.baseline.words if view.figures and view.figures.baseline else None,
+        waited_seconds=view.figures.waited if view.figures else 0.0,
         advice=view.advice,
         ettr=view.figures.ettr if view.figures else None,
         goodput=view.figures.goodput if view.figures else None,

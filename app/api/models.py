@@ -6,11 +6,13 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from agent.protocol import JobSpec, JobState, WorkerState
+from agent.protocol import JobSpec, JobState
+from app.coordination.standing import Condition, RoleState
 
 
 class JobInfo(BaseModel):
-    """created_at: POSIX seconds. living: workers in the epoch. workers: size of the grid."""
+    """created_at: POSIX seconds. living: workers in the epoch. workers: size of the grid. condition: how it is, in the
+    word that the pages use: also whether it is degraded, paused, or waits for a person."""
 
     job_id: str
     name: str
@@ -20,12 +22,15 @@ class JobInfo(BaseModel):
     epoch: int
     living: int
     workers: int
+    condition: Condition
 
 
 class JobDetail(JobInfo):
     """committed: iterations so far. plan_fingerprint: of the plan in force. advice: which way on is best
     with the workers that are out, and why; null when none is, and until it is worked out. ettr:
-    productive time / wall time so far; goodput: the same weighted with throughput / fault-free throughput."""
+    productive time / wall time so far; goodput: the same weighted with throughput / fault-free throughput.
+    fault_free_samples_per_second: what throughput is measured by, and fault_free_source: where that number is from.
+    waited_seconds: for a person, so far; in no other number."""
 
     spec: JobSpec
     committed: int
@@ -33,19 +38,25 @@ class JobDetail(JobInfo):
     planned_ahead: int
     plans_to_make: int
     fault_free_samples_per_second: float | None
+    fault_free_source: str | None = None
+    waited_seconds: float = 0.0
     advice: str | None = None
     ettr: float | None = None
     goodput: float | None = None
 
 
 class WorkerInfo(BaseModel):
-    """heartbeat_age: seconds. takes_rerouted: micro-batches of other pipelines per iteration. slow: how
-    many times its peers' op times it takes, where that is too long; else 0."""
+    """A place of the grid, and the process that holds it. heartbeat_age: seconds. takes_rerouted: micro-batches of
+    other pipelines per iteration. slow: how many times its peers' op times it takes, where that is too long; else 0.
+
+    host, pid, since (POSIX seconds), slot (the place it was started in): of that process, or of the last one where it
+    has ended there; "" and 0 where it holds another place by now, which is moved_to.
+    """
 
     name: str
     pipeline: int
     stage: int
-    state: WorkerState
+    state: RoleState
     takes_rerouted: int
     heartbeat_age: float | None
     epoch: int
@@ -58,6 +69,9 @@ class WorkerInfo(BaseModel):
     acknowledged: str
     detail: str
     slow: float = 0.0
+    since: float = 0.0
+    slot: str = ""
+    moved_to: str = ""
 
 
 class EventInfo(BaseModel):

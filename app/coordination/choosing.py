@@ -119,7 +119,7 @@ def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
         return refuse(
             state,
             "invalid",
-            f"failed: got a plan without {names(event.failed) or 'anybody failed'}, expected {expected}",
+            f"failed: got {_plan_words(event.failed)}, expected {expected}",
         )
     if event.fingerprint == state.current.plan_fingerprint:
         return Step(state, reason="that plan is in force already")
@@ -137,6 +137,10 @@ def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
     )
     notes = (Note("warning", "operator", text),) if event.actor else ()
     return Step(step.state, (*notes, *step.decisions), text)
+
+
+def _plan_words(failed: tuple[str, ...]) -> str:
+    return f"a plan without {names(failed)}" if failed else "a plan for all workers"
 
 
 def overdue(state: State, notes: list[Decision], why: str = "") -> Step:

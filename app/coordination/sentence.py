@@ -7,14 +7,21 @@ from app.coordination.freezing import returned
 from app.coordination.ladder import Ladder
 from app.coordination.liveness import nobody_heard
 from app.coordination.membership import Member, State, names, peer_of
+from app.coordination.standing import Standing, lost_name
+from planner.words import percent
+
+MOST_MOVES = 4
 
 
-def sentence(state: State, now: float, ladder: Ladder, *, paused: bool = False) -> str:
-    """paused: an operator has stopped the job between two iterations."""
-    text = _text(state, now, ladder)
-    if paused and not state.over:
-        text = f"paused: all workers wait before the same iteration until somebody resumes the job. {text}"
-    return _whole(text)
+def sentence(standing: Standing, now: float, ladder: Ladder, *, share: float | None = None) -> str:
+    """share: of the fault-free throughput, that it trains at of late; None: not known."""
+    state = standing.state
+    if not standing.paused or state.over:
+        return _whole(_text(standing, now, ladder, share))
+    held = "paused: all workers wait before the same iteration until somebody resumes the job."
+    if state.halted or not state.settled:
+        return _whole(f"{held} {_whole(_text(standing, now, ladder, None))}")
+    return _whole(f"{held} {_who_is_out(standing)}".strip())
 
 
 def over_sentence(state: JobState, reason: str) -> str:
@@ -27,7 +34,8 @@ def _whole(text: str) -> str:
     return text[0].upper() + text[1:].rstrip(".") + "."
 
 
-def _text(state: State, now: float, ladder: Ladder) -> str:
+def _text(standing: Standing, now: float, ladder: Ladder, share: float | None) -> str:
+    state = standing.state
     if state.over:
         return over_sentence(state.over, state.over_reason)
     if state.halted:
@@ -54,7 +62,7 @@ def _text(state: State, now: float, ladder: Ladder) -> str:
             f"{state.broken.reporter} can't exchange data with {peer}: waiting {left:.1f} s more "
             "for an exit or a time-out that explains it, then all connect anew."
         )
-    return _in_an_epoch(state)
+    return _in_an_epoch(standing, share)
 
 
 def _waiting_for_a_choice(state: State, left: float) -> str:
@@ -77,7 +85,8 @@ def _before_the_first_epoch(state: State) -> str:
     return f"Waiting for {len(missing):,} of {len(state.members):,} workers to register: {names(missing)}."
 
 
-def _in_an_epoch(state: State) -> str:
+def _in_an_epoch(standing: Standing, share: float | None) -> str:
+    state = standing.state
     assert state.current is not None
     waiting, living = state.unsettled(), len(state.current.living)
     if waiting:
@@ -88,15 +97,29 @@ def _in_an_epoch(state: State) -> str:
             f"Epoch {state.epoch} ({state.current.reason}): {living - len(waiting):,} of {living:,} workers train; "
             f"waiting for {names(alike)} {steps[slowest.acknowledged]}."
         )
-    out = [m.name for m in state.members.values() if m.state is WorkerState.FAILED]
-    frozen = f" {_frozen(state)}" if state.frozen_by else ""
-    if out:
-        return (
-            f"Training in epoch {state.epoch} with {living:,} of {len(state.members):,} workers; {names(out)} "
-            f"{'is' if len(out) == 1 else 'are'} out, living peers of the same stage do the work.{frozen}"
-        )
     everyone = "all" if living == len(state.members) else f"{living:,} of"
-    return f"Training in epoch {state.epoch} with {everyone} {len(state.members):,} workers.{frozen}"
+    text = f"Training in epoch {state.epoch} with {everyone} {len(state.members):,} workers"
+    if living < len(state.members) and share is not None:
+        text += f", at {percent(share)} of the fault-free throughput"
+    frozen = _frozen(state) if state.frozen_by else ""
+    return " ".join(part for part in (f"{text}.", _who_is_out(standing), frozen) if part)
+
+
+def _who_is_out(standing: Standing) -> str:
+    """Which processes are gone, who took their places, and who does the work."""
+    state, missing = standing.state, standing.missing
+    if state.current is None or not state.current.failed:
+        return ""
+    named = {p: lost_name(p, p.slot in state.current.lives_in) for p in missing}
+    failed, drained = ([name for p, name in named.items() if p.ended == how] for how in ("failed", "drained"))
+    gone = [f"{names(failed)} failed"] if failed else []
+    gone += [f"{names(drained)} {'was' if len(drained) == 1 else 'were'} drained"] if drained else []
+    text = "; ".join(gone)
+    moved = [f"{p.slot}'s process holds {p.role} now" for p in standing.moved if p.role in state.current.lives_in]
+    if len(moved) > MOST_MOVES:
+        moved = [*moved[:MOST_MOVES], f"and {len(moved) - MOST_MOVES:,} more have moved"]
+    sentences = [text or f"{names(state.current.failed)} are empty", ", ".join(moved)]
+    return ". ".join(part for part in sentences if part) + ". Living peers of the same stage do the work."
 
 
 def _frozen(state: State) -> str:

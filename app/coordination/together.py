@@ -43,5 +43,5 @@ def run_together(
 
 
 def processes_of(reports: Iterable[Report]) -> dict[str, tuple[str, int]]:
-    """(host, pid) of those that registered, by worker."""
-    return {report.event.worker: report.process for report in reports if report.process}
+    """(host, pid) of those that registered, by incarnation."""
+    return {report.event.incarnation: report.process for report in reports if report.process}

@@ -16,6 +16,7 @@ from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary
 
 from agent.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
 from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
+from app.coordination.standing import RoleState
 from app.observing.measuring import Measured
 from db.job_rows import table
 
@@ -23,6 +24,8 @@ Record = dict[str, Any]
 
 # Not exported: what other jobs or consoles count by, and a key under which requests find the job again.
 LEFT_OUT = {"job": ("idempotency_key",), "worker_state": ("id",), "heartbeat": ("id",), "audit": ("id",)}
+# Columns that older versions had, which their files have still.
+GONE = {"worker": ("host", "pid")}
 # The job's id is that of the file, or another one.
 JOB_COLUMN = "job_id"
 MOST_TEXT = 2**20
@@ -45,6 +48,15 @@ def exact(text: str, loss: float) -> str:
 
 Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Workers = list[WorkerName]
+Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+ProcessLine = tuple[
+    Identifier,
+    Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)],
+    Annotated[int, Field(ge=0, le=2**53)],
+    Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)],
+    Literal["", "failed", "drained"],
+    Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
+]
 Place = Annotated[str, StringConstraints(pattern=r"^(W\d{1,6}_\d{1,6})?$")]
 _STRICTER: dict[str, Any] = {
     "job.id": Identifier,
@@ -52,11 +64,13 @@ _STRICTER: dict[str, Any] = {
     "job.spec": JobSpec,
     "job.state": Literal["starting", "running", "recovering", "halted", "finished", "stopped"],
     "job.mode": Mode,
+    "job.waits": list[tuple[Moment, Moment | None, Annotated[int, Field(ge=0, le=2**53)]]],
     "job.patience": Annotated[float, Field(ge=LEAST_PATIENCE, le=MOST_PATIENCE)],
     "worker.name": WorkerName,
     "worker.state": WorkerState,
     "worker.incarnation": Identifier | None,
     "worker.retired": list[Identifier],
+    "worker.processes": list[ProcessLine],
     "worker.phase": Literal["", "starting", "waiting", "forming", "training", "draining"],
     "worker.op_milliseconds": dict[OpKind, Milliseconds],
     "job_plan.fingerprint": Fingerprint,
@@ -81,7 +95,7 @@ _STRICTER: dict[str, Any] = {
     "recovery.worker": WorkerName,
     "measured_iteration.document": Measured,
     "worker_state.worker": WorkerName,
-    "worker_state.state": WorkerState,
+    "worker_state.state": RoleState | WorkerState,
     "command.kind": Literal["kill", "restart", "pause", "resume"],
     "command.worker": Place,
     "heartbeat.level": Literal[1, 60, 3600],
@@ -106,7 +120,9 @@ class Format:
     def to_line(self, row: Record) -> Record:
         """Plain data for JSON."""
         return {
-            name: self._write[name](row[name]) if name in self._write else row[name] for name in self.line.model_fields
+            name: self._write[name](row[name]) if name in self._write else row[name]
+            for name in self.line.model_fields
+            if name in row
         }
 
     def to_row(self, line: BaseModel) -> Record:
@@ -114,6 +130,7 @@ class Format:
         row = {
             name: self._read[name](value) if name in self._read else value
             for name in line.model_fields_set
+            if name not in GONE.get(self.name, ())
             for value in (getattr(line, name),)
         }
         if self.name == "iteration":
@@ -140,6 +157,7 @@ def format_of(name: str) -> Format:
             read[column.name] = _deflated_json if deflate else BaseModel.model_dump_json
         elif isinstance(column.type, Text) and stricter is not None:
             write[column.name], read[column.name] = json.loads, json.dumps
+    fields |= dict.fromkeys(GONE.get(name, ()), (Any, None))
     model = create_model(
         name, __config__=ConfigDict(extra="forbid", protected_namespaces=(), use_enum_values=True), **fields
     )

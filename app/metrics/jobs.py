@@ -18,11 +18,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import JobState, WorkerState
+from agent.protocol import JobState
+from app.coordination.standing import ALIVE, RoleState
 from app.live import LiveJob
 from app.metrics.exposition import PREFIX, quantiles
 from app.observing.goodput import Figures
-from app.observing.rates import RECENT, iteration_view, recent_rate
+from app.observing.rates import RECENT, iteration_view, recent_rate, share_of
+from app.observing.waiting import NOTHING, Waited
 from db.store import Store
 from planner.plan import Plan
 
@@ -71,7 +73,7 @@ class _Seen:
 
 class JobMetrics(Collector):
     """Thread-safe. plan: by its fingerprint. figures: goodput and what goes with it. past: states of jobs that are over
-    and not among `jobs`."""
+    and not among `jobs`. waited: for a person, which is in no throughput and no recovery."""
 
     def __init__(
         self,
@@ -80,7 +82,9 @@ class JobMetrics(Collector):
         plan: Callable[[str], Plan | None],
         figures: Callable[[LiveJob], Figures],
         past: Callable[[], Sequence[JobState]] = tuple,
+        waited: Callable[[LiveJob], Waited] = lambda job: NOTHING,
     ) -> None:
+        self._waited = waited
         self._past = past
         self._jobs, self._store, self._plan, self._figures = jobs, store, plan, figures
         self._seen: dict[str, _Seen] = {}
@@ -109,12 +113,13 @@ class JobMetrics(Collector):
     def _add(self, out: _Families, job: LiveJob) -> None:
         key, state, spec = job.job_id, job.state, job.spec
         out.info.add_metric([key, spec.name, spec.technique, spec.memory], 1)
-        states = Counter(member.state for member in state.members.values())
-        for worker_state in WorkerState:
+        roles = job.standing().roles.values()
+        states = Counter(role.state for role in roles)
+        for worker_state in RoleState:
             out.workers.add_metric([key, worker_state.value], states[worker_state])
         now = time.monotonic()
-        living = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
-        heard = [m.last_heard for m in state.members.values() if m.last_heard is not None and m.state in living]
+        members = (state.members[role.name] for role in roles if role.state in ALIVE)
+        heard = [member.last_heard for member in members if member.last_heard is not None]
         ages = [max(0.0, now - at) for at in heard]
         for q, age in zip(AGE_QUANTILES, quantiles(ages, AGE_QUANTILES), strict=False):
             out.heartbeat_age.add_metric([key, f"{q:g}"], age)
@@ -122,7 +127,7 @@ class JobMetrics(Collector):
         out.plans_ahead.add_metric([key], job.planned_ahead)
         out.plans_wanted.add_metric([key], job.plans_to_make)
         self._add_iterations(out, job)
-        self._add_recoveries(out, key)
+        self._add_recoveries(out, job)
         self._add_plan(out, job)
 
     def _add_iterations(self, out: _Families, job: LiveJob) -> None:
@@ -142,20 +147,22 @@ class JobMetrics(Collector):
         samples = spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch
         out.samples.add_metric([key], buckets[-1][1] * samples)
         newest = self._store.iterations(key, limit=RECENT, newest=True)
-        figures, rate = self._figures(job), recent_rate([iteration_view(row, samples) for row in newest])
+        figures, waited = self._figures(job), self._waited(job)
+        rate = recent_rate([iteration_view(row, samples, waited) for row in newest])
         _add_known(out.rate, key, rate)
         _add_known(out.fault_free, key, figures.fault_free)
-        if rate is not None and figures.fault_free:
-            out.share.add_metric([key], rate / figures.fault_free)
+        _add_known(out.share, key, share_of(rate, figures))
         _add_known(out.goodput, key, figures.goodput)
         _add_known(out.ettr, key, figures.ettr)
 
-    def _add_recoveries(self, out: _Families, key: str) -> None:
+    def _add_recoveries(self, out: _Families, job: LiveJob) -> None:
+        key, waited = job.job_id, self._waited(job)
         rows = self._store.recoveries(key)
         for family, column in ((out.detection, "detected_ms"), (out.recovery, "resumed_ms")):
             seconds = Distribution(RECOVERY_SECONDS)
             for row in rows:
-                seconds.add(row[column] / 1000)
+                people = sum(waited.in_recovery(row)) if family is out.recovery else 0.0
+                seconds.add(max(0.0, row[column] / 1000 - people))
             family.add_metric([key], seconds.buckets(), seconds.total)
         out.recoveries.add_metric([key], len(rows))
 

@@ -2,42 +2,49 @@
 
 ETTR is productive time / wall time, goodput the same weighted with throughput / fault-free
 throughput, that is samples that count / (fault-free rate x wall time). Wall time runs from the first
-epoch's opening until now, or to the last commit of a job that is over. The first iteration of an
+epoch's opening until now, or to the last commit of a job that is over, without the time in which the job waited for a
+person (app.observing.waiting), which is shown apart. The first iteration of an
 epoch takes from the last commit of the epoch before, so it has the failure, the redone work and the
 recovery in it: what it took beyond a usual iteration of its epoch is not productive.
+The fault-free rate is pinned (app.observing.baseline).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from app.coordination.events import Note
 from app.live import LiveJob
+from app.observing.baseline import Baseline, Window
+from app.observing.waiting import NOTHING, Waited, Waiting, trained
 from db.observations import Observations
 from db.store import Record, Store
+from planner.plan import Plan
 
-# The fault-free rate is the median of so many iterations, the newest with all workers.
-SETTLED = 512
-FEWEST = 3
 # Beyond as many new iterations the database adds them up.
 BATCH = 2000
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one job so far. fault_free: samples per second with all workers, `measured` or `planned` as
-    source says, None while neither is known. Fractions are None before the first commit, goodput also
-    without a fault-free rate. Seconds of wall and productive time."""
+    """Of one job so far. baseline: its fault-free rate, None while that is not known. Fractions are None before the
+    first commit, goodput also without a fault-free rate. Seconds of wall time, of productive time in it, and, apart
+    from it, of waiting for a person."""
 
-    fault_free: float | None
-    source: str
+    baseline: Baseline | None
     ettr: float | None
     goodput: float | None
     wall: float
     productive: float
+    waited: float = 0.0
+
+    @property
+    def fault_free(self) -> float | None:
+        """Samples per second with all workers."""
+        return self.baseline.samples_per_second if self.baseline else None
 
 
 @dataclass
@@ -62,23 +69,20 @@ class Account:
         self.through = -1
         self.count = 0
         self.last_at = 0.0
-        self.settled: deque[float] = deque(maxlen=SETTLED)
         self._closed = 0.0
         """Productive seconds of epochs that are done."""
         self._epoch = 0
         self._sum: EpochSum | None = None
         self._usual: float | None = None
 
-    def add(self, iteration: int, seconds: float, epoch: int, whole: bool) -> None:
-        """The next iteration. whole: with all workers living."""
+    def add(self, iteration: int, seconds: float, epoch: int) -> None:
+        """The next iteration. seconds: without those of waiting for a person."""
         if self._sum is None or epoch != self._epoch:
             self._close()
             self._epoch, self._sum = epoch, EpochSum(seconds)
         else:
             self._sum.rest += seconds
             self._sum.others += 1
-            if whole:
-                self.settled.append(seconds)
         self.through = iteration
         self.count += 1
 
@@ -102,64 +106,130 @@ class Account:
 
 
 class Accounts:
-    """Of all jobs of a console. Thread-safe."""
+    """Of all jobs of a console. Thread-safe. plan: finds one by its fingerprint."""
 
-    def __init__(self, store: Store, observations: Observations) -> None:
-        self._store, self._observations = store, observations
+    def __init__(
+        self,
+        store: Store,
+        observations: Observations,
+        plan: Callable[[str], Plan | None] = lambda fingerprint: None,
+    ) -> None:
+        self._store, self._observations, self._plan = store, observations, plan
+        self.waiting = Waiting(observations)
         self._of: dict[str, tuple[Account, float]] = {}
+        self._windows: dict[str, Window] = {}
         self._lock = threading.Lock()
 
     def of(self, job: LiveJob) -> Figures:
         """Raises SQLAlchemyError."""
+        waited = self.waiting.of(job)
         with self._lock:
             account, begin = self._of.get(job.job_id) or (Account(), 0.0)
-            account, begin = self._brought_up(account, job), begin or self._begin(job)
+            account, begin = self._brought_up(account, job, waited), begin or self._begin(job)
             self._of[job.job_id] = account, begin
-            return figures(account, job, begin, time.time())
+            return figures(account, job, begin, time.time(), waited)
 
     def _begin(self, job: LiveJob) -> float:
         """When the first epoch opened; 0 while none has."""
         epochs = self._store.epochs(job.job_id) if job.state.current else []
         return float(epochs[0]["opened_at"]) if epochs else 0.0
 
-    def _brought_up(self, account: Account, job: LiveJob) -> Account:
+    def _brought_up(self, account: Account, job: LiveJob, waited: Waited) -> Account:
         """With the iterations that have been committed since."""
         missing = job.state.committed - 1 - account.through
         if missing <= 0:
             return account
-        workers = job.spec.pipelines * job.spec.stages
         if missing > BATCH:
             account = Account()
             for row in self._observations.iteration_sums(job.job_id, job.state.committed - 1):
-                account.add_sum(row)
-            newest = self._observations.settled_seconds(job.job_id, workers, SETTLED)
-            account.settled.extend(reversed(newest))
+                account.add_sum(_without(row, waited))
             rows = self._store.iterations(job.job_id, limit=1, newest=True)
         else:
             rows = self._store.iterations(job.job_id, after=account.through, limit=missing)
             for row in rows:
-                account.add(row["iteration"], row["seconds"], row["epoch"], row["living"] == workers)
+                account.add(row["iteration"], trained(row, waited), row["epoch"])
         if rows:
             account.last_at = rows[-1]["committed_at"]
         return account
 
+    # -- the baseline -----------------------------------------------------------------------
 
-def figures(account: Account, job: LiveJob, begin: float, now: float) -> Figures:
+    def consider(self, job: LiveJob) -> None:
+        """Pins the job's baseline as soon as it can be, and anew where that is due. For the console's ticks.
+
+        Raises SQLAlchemyError, ConsoleError: to be called again.
+        """
+        state, known = job.state, job.baseline
+        if state.over or state.current is None:
+            return
+        if known is None and (planned := planned_rate(job)) is not None:
+            known = Baseline(planned, "planned", renew=0)
+            job.pin(known)
+        if known is not None and known.renew is None:
+            if state.current.failed or not self._quicker(state.current.plan_fingerprint, known.plan):
+                self._windows.pop(job.job_id, None)
+                return
+            begin = state.committed
+        else:
+            begin = known.renew or 0 if known else 0
+        window = self._windows.get(job.job_id)
+        if window is None or window.through < begin - 1:
+            window = self._windows[job.job_id] = Window(begin - 1)
+        if window.through < state.committed - 1:
+            self._look(job, window, known)
+
+    def _look(self, job: LiveJob, window: Window, known: Baseline | None) -> None:
+        waited, spec = self.waiting.of(job), job.spec
+        workers = spec.pipelines * spec.stages
+        for row in self._store.iterations(job.job_id, after=window.through, limit=BATCH):
+            whole = row["living"] == workers and row["iteration"] not in waited.by_iteration
+            window.add(row["iteration"], row["seconds"], row["epoch"], whole=whole)
+            if not window.found:
+                continue
+            plan = next(e["plan_fingerprint"] for e in self._store.epochs(job.job_id) if e["epoch"] == row["epoch"])
+            made, unsteady = window.baseline(spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch, plan)
+            del self._windows[job.job_id]
+            if known is not None and known.renew is None and made.samples_per_second <= known.samples_per_second:
+                # By a plan that should be quicker, and is not: the rate stays, and that plan is not tried again.
+                text = f"fault-free stays {_rate(known.samples_per_second)} samples/s: the new fault-free plan was not "
+                text += f"quicker ({_rate(made.samples_per_second)}, {made.words})"
+                made = replace(known, plan=plan)
+            else:
+                text = f"fault-free is {_rate(made.samples_per_second)} samples/s, {made.words}{unsteady}"
+                if known is not None:
+                    text += f"; until now {_rate(known.samples_per_second)}, {known.words}"
+            job.pin(made, Note("info", "job", text))
+            return
+
+    def _quicker(self, fingerprint: str, than: str) -> bool:
+        """By its plan, a fault-free iteration is shorter."""
+        if fingerprint == than:
+            return False
+        plans = self._plan(fingerprint), self._plan(than)
+        if plans[0] is None or plans[1] is None or plans[0].job.time_unit != plans[1].job.time_unit:
+            return False
+        return plans[0].metrics.period < plans[1].metrics.period
+
+
+def _without(row: Record, waited: Waited) -> Record:
+    """A row of db.observations.iteration_sums without the seconds of waiting for a person."""
+    last = row["first"] + row["count"] - 1
+    out = sum(seconds for n, seconds in waited.by_iteration.items() if row["first"] <= n <= last)
+    first = max(0.0, row["first_seconds"] - waited.by_iteration.get(row["first"], 0.0))
+    return {**row, "seconds": max(first, row["seconds"] - out), "first_seconds": first}
+
+
+def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Waited = NOTHING) -> Figures:
     """begin, now: POSIX seconds."""
-    spec = job.spec
+    spec, baseline = job.spec, job.baseline
     samples = spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch
-    rate, source = None, ""
-    if len(account.settled) >= FEWEST and (usual := median(account.settled)) > 0:
-        rate, source = samples / usual, "measured"
-    elif (planned := planned_rate(job)) is not None:
-        rate, source = planned, "planned"
     end = account.last_at if job.state.over else now
-    wall = end - begin if begin and account.through >= 0 else 0.0
+    wall = end - begin - waited.total if begin and account.through >= 0 else 0.0
     if wall <= 0:
-        return Figures(rate, source, None, None, 0.0, 0.0)
+        return Figures(baseline, None, None, 0.0, 0.0, waited.total)
     productive = min(account.productive, wall)
-    goodput = account.count * samples / (rate * wall) if rate else None
-    return Figures(rate, source, productive / wall, goodput, wall, productive)
+    goodput = account.count * samples / (baseline.samples_per_second * wall) if baseline else None
+    return Figures(baseline, productive / wall, goodput, wall, productive, waited.total)
 
 
 def planned_rate(job: LiveJob) -> float | None:
@@ -171,3 +241,7 @@ def planned_rate(job: LiveJob) -> float | None:
         return None
     samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
     return samples / (plan.metrics.period / 1000)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.4g}"

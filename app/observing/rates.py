@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from app.observing.waiting import NOTHING, Waited, trained
 from app.view import IterationView
 from db.store import Record
+
+if TYPE_CHECKING:
+    from app.observing.goodput import Figures
 
 RECENT = 5
 
 
-def iteration_view(row: Record, samples: int) -> IterationView:
+def iteration_view(row: Record, samples: int, waited: Waited = NOTHING) -> IterationView:
     """row: of the database. samples: in one iteration."""
-    rate = samples / row["seconds"] if row["seconds"] > 0 else 0.0
-    columns = ("iteration", "loss", "seconds", "epoch", "living", "committed_at")
-    return IterationView(samples_per_second=rate, **{name: row[name] for name in columns})
+    seconds = trained(row, waited)
+    rate = samples / seconds if seconds > 0 else 0.0
+    columns = ("iteration", "loss", "epoch", "living", "committed_at")
+    known = {name: row[name] for name in columns}
+    return IterationView(seconds=seconds, samples_per_second=rate, waited=row["seconds"] - seconds, **known)
 
 
 def recent_rate(iterations: Sequence[IterationView]) -> float | None:
@@ -26,3 +33,10 @@ def recent_rate(iterations: Sequence[IterationView]) -> float | None:
     settled = newest[1:] if len(newest) > 1 else newest
     seconds = sum(i.seconds for i in settled)
     return sum(i.samples_per_second * i.seconds for i in settled) / seconds if seconds else None
+
+
+def share_of(rate: float | None, figures: Figures | None) -> float | None:
+    """rate / the fault-free rate; None: one of them is not known."""
+    if rate is None or figures is None or not figures.fault_free:
+        return None
+    return rate / figures.fault_free

@@ -22,6 +22,10 @@ class Taken:
     resumed: float | None = None
 
     @property
+    def last(self) -> str:
+        return next((step for step, at in reversed([*zip(STEPS, self.steps, strict=True)]) if at is not None), "")
+
+    @property
     def steps(self) -> tuple[float | None, float | None, float | None]:
         return self.adopted, self.formed, self.resumed
 
@@ -35,14 +39,14 @@ class RollOut:
     reason: str
     workers: tuple[Taken, ...]
 
-    def count(self, step: str) -> int:
-        """Workers that have come so far."""
-        return sum(getattr(w, step) is not None for w in self.workers)
+    def now_at(self, step: str) -> int:
+        """Workers that have come to `step` and no further; "": those of which nothing is known yet."""
+        return sum(w.last == step for w in self.workers)
 
     @property
     def done(self) -> bool:
         """Do all train by the plan?"""
-        return self.count("resumed") == len(self.workers)
+        return self.now_at("resumed") == len(self.workers)
 
     def slowest_first(self) -> list[Taken]:
         """Who is furthest behind first; of those that all train, who came last."""
@@ -79,9 +83,13 @@ class RollOuts:
             return None
         at: dict[str, dict[str, float]] = {}
         for row in acknowledged:
-            at.setdefault(row["worker"], {})[row["state"]] = max(0.0, 1000 * (row["at"] - opened))
+            # By its process: one that has moved may still call itself by the place it came from.
+            at.setdefault(row["incarnation"], {})[row["state"]] = max(0.0, 1000 * (row["at"] - opened))
         living = frozenset(current.living)
-        workers = tuple(Taken(name, **at.get(name, {})) for name in job.state.members if name in living)
+        members = (member for name, member in job.state.members.items() if name in living)
+        workers = tuple(
+            Taken(m.name, **next((at[i] for i in reversed(m.incarnations) if i in at), {})) for m in members
+        )
         found = RollOut(current.number, opened, current.reason, workers)
         with self._lock:
             self._of[job.job_id] = found

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from agent.protocol import LogLine, WorkerState
+from agent.protocol import LogLine
 from app.console import Console
+from app.coordination.standing import HOLDING
 from app.errors import ConsoleError, storing
 from app.live import LiveJob
 from app.view import EventView, JobView, WorkerView
@@ -15,6 +16,8 @@ from planner.normalization import SECONDS
 from planner.plan import Plan
 
 EVENTS = 20
+# What older versions stored, and how it is called since.
+BEFORE = {"starting": "empty", "re-joining": "joining"}
 _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
 
 
@@ -65,7 +68,10 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
     ends = ([row["at"] for row in states[1:]] + [now])[: len(states)]
     return WorkerDetail(
         worker,
-        tuple(Stay(row["state"], row["at"], max(end, row["at"])) for row, end in zip(states, ends, strict=True)),
+        tuple(
+            Stay(BEFORE.get(row["state"]) or row["state"], row["at"], max(end, row["at"]))
+            for row, end in zip(states, ends, strict=True)
+        ),
         _op_times(job, view, worker),
         tuple(EventView(**{k: e[k] for k in _EVENT}, seen_by=seen.get(e["seq"], ("",))[0]) for e in events),
         console.logs.lines(job.job_id, name),
@@ -78,7 +84,7 @@ def _op_times(job: LiveJob, view: JobView, worker: WorkerView) -> tuple[OpTime, 
     others = [
         job.op_times.smoothed(w.name)
         for w in view.workers
-        if w.stage == worker.stage and w.name != worker.name and w.state is WorkerState.RUNNING
+        if w.stage == worker.stage and w.name != worker.name and w.state in HOLDING
     ]
     planned = _planned(view.plan, worker.name)
     made = []

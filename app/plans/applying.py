@@ -36,8 +36,10 @@ def misfit(job: LiveJob, plan: Plan) -> str:
     if current is None:
         return "its workers have not all registered"
     if sorted(current.failed) != sorted(plan.failed):
-        without = [names(failed) or "nobody" for failed in (plan.failed, current.failed)]
-        return f"the plan goes without {without[0]}, the job without {without[1]}"
+        plans, jobs = (
+            (f"without {names(lost)}" if lost else "with all workers") for lost in (plan.failed, current.failed)
+        )
+        return f"the plan is for a job {plans}, and this one trains {jobs}"
     if current.plan_fingerprint == plan.fingerprint:
         return "it is in force already"
     return _too_much(job, plan)

@@ -169,10 +169,10 @@ class Replanning:
         self._keep(job, plan)
         current = state.current
         if current is None or out(state) != replan.failed:
-            now = names(current.failed) if current and current.failed else "nobody"
+            now = _without(current.failed if current else ()) or " with all workers"
             return "kept", (
-                f"the new one is for a job{_without(replan.failed) or ' without failures'}; by now it trains without "
-                f"{now}, or recovers. It is used when it fits again"
+                f"the new one is for a job{_without(replan.failed) or ' with all workers'}; by now it trains{now}, or "
+                "recovers. It is used when it fits again"
             )
         found = worth(self._plan(current.plan_fingerprint), plan, job.job, job.spec.iterations - state.committed)
         if not found.better:

@@ -205,7 +205,8 @@ class Solves:
         """Takes the child's messages until it is done, is gone, or takes too long."""
         process = solve.process
         assert process is not None
-        deadline = time.monotonic() + solve.request.patience + OVER_TIME
+        at_most = time.monotonic() + solve.request.patience
+        deadline = at_most + OVER_TIME
         try:
             while not solve.over:
                 if pipe.poll(0.2):
@@ -215,6 +216,10 @@ class Solves:
                     else:
                         self._take(solve, json.loads(data))
                     continue
+                if solve.stop_asked is None and time.monotonic() > at_most:
+                    # A search that lasts longer than it was asked to ends with its best plan so far.
+                    solve.stop_asked = time.monotonic()
+                    pipe.send_bytes(b"stop")
                 limit = deadline if solve.stop_asked is None else min(deadline, solve.stop_asked + STOP_GRACE)
                 if time.monotonic() > limit:
                     _end(process)

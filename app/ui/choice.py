@@ -10,11 +10,12 @@ import streamlit as st
 
 from app.console import Console
 from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
+from app.coordination.standing import OUT
 from app.errors import ConsoleError
 from app.ui import bound, components, text
 from app.ui.access import actor
 from app.ui.event_feed import say_later
-from app.ui.facts import LOST, ready_words
+from app.ui.facts import ready_words
 from app.view import JobView
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
@@ -83,8 +84,8 @@ def ways_on(console: Console, view: JobView) -> None:
             components.heading("Which way on?", until)
             _cards(console, view.job_id, choice, "Apply")
         elif choice["candidates"] or view.advice:
-            out = choice["failed"] or [w.name for w in view.workers if w.state in LOST]
-            with bound.expander(f"Ways on without {_some(out)}", icon=":material/alt_route:", key="ways-folded"):
+            out = choice["failed"] or [w.name for w in view.workers if w.state in OUT]
+            with bound.expander(f"Ways on with {_some(out)} empty", icon=":material/alt_route:", key="ways-folded"):
                 if view.advice:
                     components.quiet(view.advice)
                 _cards(console, view.job_id, choice, "Switch to it")

@@ -13,8 +13,8 @@ from html import escape
 import plotly.graph_objects as go
 import streamlit as st
 
-from agent.protocol import JobState
 from app.console import get_console
+from app.coordination.standing import Condition, RoleState
 from app.errors import ConsoleError
 from app.ui import access, text
 from app.ui.charts.bars import KIND_ORDER
@@ -28,13 +28,20 @@ from planner.plan import Plan
 from planner.schedule import Schedule
 
 JOB_TONE = {
-    JobState.STARTING: "wait",
-    JobState.RUNNING: "good",
-    JobState.RECOVERING: "warn",
-    JobState.HALTED: "bad",
-    JobState.FINISHED: "done",
-    JobState.STOPPED: "done",
+    Condition.STARTING: "wait",
+    Condition.RUNNING: "good",
+    Condition.DEGRADED: "warn",
+    Condition.PAUSED: "paused",
+    Condition.WAITING: "warn",
+    Condition.RECOVERING: "warn",
+    Condition.HALTED: "bad",
+    Condition.FINISHED: "done",
+    Condition.STOPPED: "done",
 }
+
+
+# Among the steps of a recovery the one that is a person's.
+PEOPLE = 4
 
 
 def use_style() -> Palette:
@@ -83,50 +90,43 @@ def _card(card: Card) -> str:
 
 def sentence(view: JobView) -> None:
     """What the coordinator does or waits for, coloured by the job's state."""
-    tone = JOB_TONE[view.state]
+    tone = JOB_TONE[view.condition]
     st.html(
         f'<div class="or-sentence or-tone-{tone}" role="status" aria-live="polite">'
-        f'<span class="or-state">{escape(view.state.value)}</span>'
+        f'<span class="or-state">{escape(view.condition.value)}</span>'
         f"<span class='or-says'>{escape(view.sentence) or '&nbsp;'}</span></div>"
     )
 
 
-def legend(counts: dict[str, int]) -> None:
+def legend(counts: dict[RoleState, int]) -> None:
     """One entry per state that occurs, with its shape, colour and count."""
     entries = "".join(
-        f'<span class="or-key"><i class="or-shape or-look-{name}"></i>{escape(words)} <b>{counts[name]:,}</b></span>'
-        for name, (words, _, _) in LOOKS.items()
-        if counts.get(name)
+        f'<span class="or-key"><i class="or-shape or-look-{state.value}"></i>{escape(words)} '
+        f"<b>{counts[state]:,}</b></span>"
+        for state, (words, _, _) in LOOKS.items()
+        if counts.get(state)
     )
     st.html(f'<div class="or-legend or-states">{entries}</div>')
 
 
 def recovery(latest: RecoveryView | None, zone: str | None) -> None:
-    """The latest failure's way back to training, step by step, to scale, from the process's death."""
+    """The latest failure's way back to training, step by step, to scale: the steps add up to the whole."""
     if latest is None:
         words = "None so far. It is measured once training goes on after a failure."
         st.html(f'<div class="or-quiet or-recovery">{words}</div>')
         return
-    steps = [
-        ("failure seen", latest.detected_ms),
-        ("last survivor free", latest.unblocked_ms),
-        ("groups re-formed", latest.reformed_ms),
-        ("training resumed", latest.resumed_ms),
-    ]
-    whole = max(latest.resumed_ms, 1e-9)
-    bars, before = [], 0.0
-    for i, (_, at) in enumerate(steps):
-        share = max(0.0, at - before) / whole
-        bars.append(f'<i class="or-step-{i}" style="width:{100 * share:.2f}%"></i>')
-        before = max(before, at)
+    whole = max(sum(took for _, took in latest.steps), 1e-9)
+    shown = [(i, words, took) for i, (words, took) in enumerate(latest.steps) if i < PEOPLE or took > 0]
+    bars = [f'<i class="or-step-{i}" style="width:{100 * took / whole:.2f}%"></i>' for i, _, took in shown]
     items = "".join(
-        f'<li><i class="or-dot or-step-{i}"></i><b>{text.milliseconds(at)}</b><span>{words}</span></li>'
-        for i, (words, at) in enumerate(steps)
+        f'<li><i class="or-dot or-step-{i}"></i><b>{text.milliseconds(took)}</b><span>{escape(words)}</span></li>'
+        for i, words, took in shown
     )
+    begin = "its death" if latest.death_known else "when its death was seen"
     st.html(
         f'<div class="or-recovery"><p><b>{escape(latest.worker)}</b> · epoch {latest.epoch} · '
-        f'{text.moment(latest.at, zone, time.time())}</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div>'
-        f"<ol>{items}</ol></div>"
+        f"{text.moment(latest.at, zone, time.time())} · <b>{text.milliseconds(whole)}</b> from {begin} to training "
+        f'again</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div><ol>{items}</ol></div>'
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent.protocol import JobSpec, JobState, WorkerState
-from app.observing.rates import recent_rate
+from agent.protocol import JobSpec, JobState
+from app.coordination.standing import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
+from app.observing.baseline import Baseline
+from app.observing.rates import recent_rate, share_of
 from app.ui import text
 from app.view import JobView, WorkerView
 from planner.job import Job
@@ -14,14 +16,19 @@ from planner.normalization import SECONDS
 from planner.plan import Plan
 from planner.schedule import Schedule
 
-LOST = (WorkerState.FAILED,)
 OVER = (JobState.FINISHED, JobState.STOPPED)
 # Seconds after which data is old: several heartbeats are missing.
 STALE = 5.0
+# How far a worker has come in taking up an epoch, and what that is called.
+STEPS = ("", "adopted", "formed", "resumed")
+STEP_WORDS = ("waiting", "with the plan", "in groups", "training")
 # What a cell says while its worker takes up a new epoch.
 ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
 DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all."
-HOLDING = (WorkerState.RUNNING, WorkerState.SUSPECT)
+
+
+# Shares of the fault-free throughput from which on all is well, and from which on it is no disaster.
+WELL, HALF = 0.98, 0.5
 
 
 @dataclass(frozen=True)
@@ -35,31 +42,9 @@ class Card:
     of: str = ""
 
 
-def look(worker: WorkerView) -> str:
-    """The state a cell is drawn in: the worker's own, `slow`, or `re-routed` when it runs for others."""
-    if worker.state is WorkerState.RUNNING and worker.slow:
-        return "slow"
-    if worker.state is WorkerState.RUNNING and worker.takes_rerouted:
-        return "re-routed"
-    return worker.state.value
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Samples per second without failures, and where the number comes from."""
-
-    samples_per_second: float
-    source: str
-
-
-def fault_free_rate(view: JobView) -> Reference | None:
-    """Measured in this job while all workers lived; before that, what the fault-free plan predicts."""
-    figures = view.figures
-    if figures is None or figures.fault_free is None:
-        return None
-    measured = figures.source == "measured"
-    source = "measured with all workers living" if measured else "predicted by the fault-free plan"
-    return Reference(figures.fault_free, source)
+def fault_free_rate(view: JobView) -> Baseline | None:
+    """What throughput is measured by; None while it is not known."""
+    return view.figures.baseline if view.figures else None
 
 
 def live_cards(view: JobView) -> list[Card]:
@@ -73,7 +58,7 @@ def ready_words(view: JobView) -> str:
         return ""
     done = view.planned_ahead >= view.plans_to_make
     made = f"{view.plans_to_make:,}" if done else f"{view.planned_ahead:,} of {view.plans_to_make:,}"
-    out = any(w.state in LOST for w in view.workers)
+    out = any(w.state in OUT for w in view.workers)
     return f"Plans made ahead: {made}." + ("" if out else " When a worker is lost, the ways on stand here.")
 
 
@@ -93,6 +78,8 @@ def _goodput(view: JobView) -> Card:
     if figures is None or figures.ettr is None:
         return Card("Goodput so far", "–", "no iteration done yet")
     note = f"ETTR {text.percent(figures.ettr)} of {text.milliseconds(1000 * figures.wall)}"
+    if figures.waited >= 1:
+        note += f"; apart from it waited {text.milliseconds(1000 * figures.waited)} for a person"
     if figures.goodput is None:
         return Card("Goodput so far", "–", note, of="no fault-free rate yet")
     return Card("Goodput so far", text.percent(figures.goodput), note, of="of fault-free")
@@ -102,7 +89,7 @@ def _age(view: JobView) -> Card:
     """How old the newest word of any worker is, and the oldest newest word of one that should speak."""
     if view.state in OVER:
         return Card("Age of data", "–", "the job is over")
-    ages = [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in LOST]
+    ages = [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in OUT]
     if not ages:
         return Card("Age of data", "–", "no worker heard yet")
     newest, oldest = min(ages), max(ages)
@@ -117,33 +104,45 @@ def _throughput(view: JobView) -> Card:
         return Card("Throughput", "–", "no iteration done yet")
     if view.state is JobState.HALTED:
         return Card("Throughput", "0", f"{text.rate(now)} before the halt", "bad", of="samples/s")
+    if view.condition is Condition.WAITING:
+        return Card("Throughput", "0", f"waits for a choice; {text.rate(now)} before", "warn", of="samples/s")
     if view.state is JobState.RECOVERING:
         return Card("Throughput", text.rate(now), "before this change; recovering", "warn", of="samples/s")
-    reference = fault_free_rate(view)
-    if reference is None:
+    if view.condition is Condition.PAUSED:
+        return Card("Throughput", "0", f"paused; {text.rate(now)} before the pause", of="samples/s")
+    share = share_of(now, view.figures)
+    if share is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
-    share = now / reference.samples_per_second
-    tone = "good" if share >= 0.98 else "warn" if share >= 0.5 else "bad"
+    # Whoever trains without a worker is not as well as ever, however quick.
+    whole = view.condition is not Condition.DEGRADED
+    tone = ("good" if whole else "warn") if share >= WELL else "warn" if share >= HALF else "bad"
     return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
 
 
 def _workers(view: JobView) -> Card:
-    total = len(view.workers)
-    lost = [w.name for w in view.workers if w.state in LOST]
-    starting = sum(w.state is WorkerState.STARTING for w in view.workers)
-    suspect = [w.name for w in view.workers if w.state is WorkerState.SUSPECT]
-    joining = [w.name for w in view.workers if w.state is WorkerState.REJOINING]
-    if lost:
-        note, tone = f"failed: {_names(lost)}", "bad"
-    elif suspect:
-        note, tone = f"suspect: {_names(suspect)}", "warn"
-    elif joining:
-        note, tone = f"re-joining: {_names(joining)}", "warn"
-    elif starting:
-        note, tone = f"{starting:,} still to register", ""
-    else:
-        note, tone = "none lost", "good"
-    return Card("Living workers", f"{total - len(lost) - starting:,}", note, tone, of=f"of {total:,}")
+    """How many train, and what became of the processes that do not."""
+    total, states = len(view.workers), [w.state for w in view.workers]
+    living = total - sum(state in OUT for state in states)
+    held = {w.name for w in view.workers if w.state not in OUT}
+    lost = {p: lost_name(p, p.slot in held) for p in view.missing}
+    failed, drained = ([name for p, name in lost.items() if p.ended == how] for how in ("failed", "drained"))
+    suspect = [w.name for w in view.workers if w.state is RoleState.SUSPECT]
+    joining = [w.name for w in view.workers if w.state is RoleState.JOINING]
+    unregistered = sum(w.state is RoleState.EMPTY for w in view.workers) if not view.epoch else 0
+    parts = [f"{words}: {_names(names)}" for words, names in (("failed", failed), ("drained", drained)) if names]
+    if view.moved:
+        parts.append(f"moved: {_names([f'{p.slot} to {p.role}' for p in view.moved], 2)}")
+    if suspect:
+        parts.append(f"suspect: {_names(suspect)}")
+    if joining:
+        parts.append(f"joining: {_names(joining)}")
+    if unregistered:
+        parts.append(f"{unregistered:,} still to register")
+    tone = "bad" if failed else "warn" if drained or suspect or (joining and view.epoch) else ""
+    if not parts and living < total:
+        parts = [f"{total - living:,} empty"]
+    note, tone = ("; ".join(parts), tone) if parts else ("none lost", "good")
+    return Card("Living workers", f"{living:,}", note, tone, of=f"of {total:,}")
 
 
 def _plan(view: JobView) -> Card:
@@ -161,12 +160,16 @@ def _plan(view: JobView) -> Card:
 
 def roll_out(view: JobView) -> str:
     """How far the workers have come in taking up the newest epoch; empty when all train in it."""
-    steps = [w.acknowledged for w in view.workers if w.epoch == view.epoch and w.state in HOLDING]
+    steps = [w.acknowledged for w in view.workers if w.epoch == view.epoch and w.state in ALIVE]
     if view.state is not JobState.RECOVERING or not any(steps) or all(s == "resumed" for s in steps):
         return ""
-    at_least = {"adopted": ("adopted", "formed", "resumed"), "formed": ("formed", "resumed"), "resumed": ("resumed",)}
-    counts = [f"{sum(s in alike for s in steps):,} {step}" for step, alike in at_least.items()]
-    return f"of {len(steps):,} workers {', '.join(counts)}"
+    return f"of {text.count(len(steps), 'worker')} {roll_out_words([steps.count(step) for step in STEPS])}"
+
+
+def roll_out_words(at: Sequence[int]) -> str:
+    """at: how many have come to each of STEPS, and no further. Each worker is counted once."""
+    found = [f"{count:,} {words}" for count, words in zip(at, STEP_WORDS, strict=True) if count]
+    return ", ".join(found)
 
 
 def gap_words(plan: Plan) -> str:
@@ -227,8 +230,17 @@ def living_peers(view: JobView, worker: WorkerView) -> list[str]:
     return [w.name for w in view.workers if w.stage == worker.stage and w.name != worker.name and w.state in HOLDING]
 
 
-def consequence_of_kill(view: JobView, worker: WorkerView) -> tuple[str, bool]:
-    """What killing `worker` does, in a sentence, and whether the job survives it."""
+def process_words(worker: WorkerView) -> str:
+    """Which process holds the role."""
+    if not worker.pid:
+        return "its process"
+    began = f", started as {worker.slot}" if worker.slot not in ("", worker.name) else ""
+    return f"process {worker.pid} on {worker.host}{began}"
+
+
+def consequence_of_kill(view: JobView, worker: WorkerView, share: float | None = None) -> tuple[str, bool]:
+    """What killing `worker` does, in a sentence, and whether the job survives it. share: of the fault-free throughput
+    that is left then, where it is known."""
     peers = living_peers(view, worker)
     if not peers:
         return (
@@ -236,22 +248,24 @@ def consequence_of_kill(view: JobView, worker: WorkerView) -> tuple[str, bool]:
             "micro-batches, and the job halts.",
             False,
         )
-    load = view.spec.micro_batches + worker.takes_rerouted
     return (
-        f"Its {text.count(load, 'micro-batch', 'micro-batches')} per iteration move to {_names(peers, 6)}, "
-        f"the living {'peer' if len(peers) == 1 else 'peers'} of stage {worker.stage}. The iteration in flight "
-        "is redone; no update is lost, and the other workers keep their processes.",
+        f"{_load(view, worker, peers, share)} The iteration in flight is redone; no update is lost, and the other "
+        "workers keep their processes.",
         True,
     )
 
 
-def consequence_of_drain(view: JobView, worker: WorkerView) -> str:
-    """What asking `worker` to leave does, in a sentence or two."""
+def _load(view: JobView, worker: WorkerView, peers: list[str], share: float | None) -> str:
     load = view.spec.micro_batches + worker.takes_rerouted
+    left = f"; about {text.percent(share)} of fault-free throughput is left" if share is not None else ""
+    return f"Its {text.count(load, 'micro-batch', 'micro-batches')} go to {_names(peers, 6)}{left}."
+
+
+def consequence_of_drain(view: JobView, worker: WorkerView, share: float | None = None) -> str:
+    """What asking `worker` to leave does, in a sentence or two. share: as of `consequence_of_kill`."""
     return (
-        f"It leaves when the iteration in hand is done; nothing is redone, and it counts as no failure. Its "
-        f"{text.count(load, 'micro-batch', 'micro-batches')} per iteration move to "
-        f"{_names(living_peers(view, worker), 6)}. It can be started again later."
+        f"It leaves when the iteration in hand is done; nothing is redone, and it counts as no failure. "
+        f"{_load(view, worker, living_peers(view, worker), share)} It can be started again later."
     )
 
 
@@ -267,11 +281,11 @@ def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool
     )
 
 
-def legend_counts(view: JobView) -> dict[str, int]:
-    """How many workers are drawn in each look."""
-    counts: dict[str, int] = {}
+def legend_counts(view: JobView) -> dict[RoleState, int]:
+    """How many roles are in each state."""
+    counts: dict[RoleState, int] = {}
     for worker in view.workers:
-        counts[look(worker)] = counts.get(look(worker), 0) + 1
+        counts[worker.state] = counts.get(worker.state, 0) + 1
     return counts
 
 
@@ -301,16 +315,16 @@ def _names(names: list[str], most: int = 3) -> str:
 
 def tile_words(worker: WorkerView) -> str:
     """The second line of a cell: quiet when all is well."""
-    state = look(worker)
-    if state == "re-routed":
-        return f"+{worker.takes_rerouted} re-routed"
-    if state == "slow":
-        return f"slow, {worker.slow:.1f} ×"
+    match worker.state:
+        case RoleState.REROUTED:
+            return f"+{worker.takes_rerouted} re-routed"
+        case RoleState.SLOW:
+            return f"slow, {worker.slow:.1f} ×"
     if worker.state in HOLDING and worker.acknowledged in ROLLING:
         return ROLLING[worker.acknowledged]
-    if state == "suspect" and worker.heartbeat_age is not None:
+    if worker.state is RoleState.SUSPECT and worker.heartbeat_age is not None:
         return f"suspect, {text.seconds(worker.heartbeat_age)}"
-    return state
+    return words_of(worker.state, worker.moved_to)
 
 
 def plan_name(failed: Sequence[str]) -> str:

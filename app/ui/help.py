@@ -111,7 +111,7 @@ def _colours(colours: Palette) -> None:
     for title, rows in (
         ("Ops", [(f"or-op-{kind}", words) for kind, words in OP_WORDS.items()]),
         ("Marks", list(MARKS)),
-        ("Workers", [(f"or-look-{name}", words) for name, (words, _, _) in LOOKS.items()]),
+        ("Workers", [(f"or-look-{state.value}", words) for state, (words, _, _) in LOOKS.items()]),
     ):
         components.heading(title)
         entries = "".join(f'<li><i class="or-shape {css}"></i>{escape(words)}</li>' for css, words in rows)

@@ -8,6 +8,7 @@ import streamlit as st
 
 from agent.protocol import JobState
 from app.console import Console, get_console
+from app.coordination.standing import RoleState
 from app.errors import ConsoleError
 from app.observing.measured import MeasuredIteration
 from app.ui import (
@@ -129,7 +130,7 @@ def _tiles(view: JobView) -> None:
             with st.container(key=f"grid-row-{pipeline}", horizontal=True):
                 components.row_head(pipeline)
                 for worker in workers:
-                    with st.container(key=f"cell-{facts.look(worker)}-{worker.name}"):
+                    with st.container(key=f"cell-{worker.state.value}-{worker.name}"):
                         label = f"**{worker.name}** :small[{facts.tile_words(worker)}]"
                         tip = worker_sentence(worker).replace("<br>", "  \n").replace("<b>", "**").replace("</b>", "**")
                         key = f"worker-{worker.name}"
@@ -138,8 +139,8 @@ def _tiles(view: JobView) -> None:
 
 def _heat_map(view: JobView, colours: Palette) -> None:
     # Workers that need a look come first, so that they are found without scrolling.
-    quiet = ("running", "finished")
-    names = [w.name for w in sorted(view.workers, key=lambda w: (facts.look(w) in quiet, w.pipeline, w.stage))]
+    quiet = (RoleState.RUNNING, RoleState.FINISHED)
+    names = [w.name for w in sorted(view.workers, key=lambda w: (w.state in quiet, w.pipeline, w.stage))]
     with st.container(horizontal=True, vertical_alignment="bottom"):
         chosen = st.selectbox(
             "Worker", names, index=None, placeholder="Type or choose, such as W1_2", key="worker-name"
@@ -201,7 +202,14 @@ def _progress(view: JobView, colours: Palette) -> None:
                 alt=alt,
             )
     bound.say(iteration_range.ITERATIONS)
-    source = f"Dotted: {text.rate(reference.samples_per_second)} samples/s, {reference.source}. " if reference else ""
+    source = (
+        f"Fault-free {text.rate(reference.samples_per_second)} samples/s (dotted), {reference.words}. "
+        if reference
+        else ""
+    )
+    waited = sum(i.waited for i in view.iterations)
+    if waited >= 1:
+        source += f"{text.milliseconds(1000 * waited)} of waiting for a person left out. "
     st.caption(source + "Drag to move, Alt + wheel to zoom, double-click to see all.")
     # Only what is opened is sent at each refresh.
     figures = bound.expander("The same in figures", key="progress-figures")

@@ -1,4 +1,4 @@
-"""The head of a page: which job it shows (`?job=` of the URL, else the newest one), and what that is."""
+"""The head of a page: which job it shows (`?job=` of the URL, else the newest one that runs), and what that is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from streamlit.delta_generator import DeltaGenerator
 
 from app.console import Console
 from app.ui import bound, components
+from app.ui.facts import OVER
 from app.ui.iteration_range import ITERATIONS
 from app.view import JobHead, JobSummary
 
@@ -27,7 +28,8 @@ def open_job(
     returns True, where that is not the job's. None: there is no job, or none with the URL's id; the
     page has then said so. Raises ConsoleError.
     """
-    jobs = sorted(console.list_jobs(), key=lambda job: job.created_at, reverse=True)
+    # One that runs before those that have ended, however new: that is what somebody comes for.
+    jobs = sorted(console.list_jobs(), key=lambda job: (job.state not in OVER, job.created_at), reverse=True)
     if not jobs:
         components.no_job((st.context.url or "http://127.0.0.1:8501").removesuffix("/schedule").rstrip("/"))
         st.fragment(_wait_for_job, run_every=2)(console)
@@ -71,7 +73,7 @@ def _titled(
 
 def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:
     options = list(known)
-    names = {job.job_id: f"{job.name} · {job.state.value} · {job.job_id}" for job in known.values()}
+    names = {job.job_id: f"{job.name} · {job.condition.value} · {job.job_id}" for job in known.values()}
     return st.selectbox(  # type: ignore[no-any-return]
         "Job",
         options,

@@ -16,6 +16,7 @@ from app.plans.solving_child import MAX_SECONDS
 from app.ui import text
 from app.ui.access import acting, actor
 from app.ui.event_feed import say_later
+from app.ui.facts import STEPS, roll_out_words
 from app.ui.planning.controls import SOLVER_WORDS
 from app.view import JobView
 from planner.solvers.portfolio import SOLVERS
@@ -48,6 +49,23 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
             on_click=_try,
             args=(lambda: console.operators.freeze(job_id, not frozen_by, actor(console)),),
         )
+        st.divider()
+        st.markdown("**Fault-free throughput**")
+        known = console.job(job_id).baseline
+        if known is None:
+            st.caption("What throughput is measured by is not known yet.")
+        else:
+            st.caption(
+                f"{text.rate(known.samples_per_second)} samples/s, {known.words}. It stays until it is measured anew."
+            )
+            st.button(
+                "Measure again",
+                key="measure-anew",
+                disabled=known.renew is not None,
+                help="It is about to be measured." if known.renew is not None else None,
+                on_click=_try,
+                args=(lambda: console.operators.measure_anew(job_id, actor(console)),),
+            )
         st.divider()
         st.markdown("**Plan again**")
         st.caption(
@@ -92,7 +110,11 @@ def _stop(console: Console, job_id: str) -> str:
 
 
 def _searching(replan: Replan, view: JobView) -> str:
-    words = f"Planning again: {text.seconds(replan.elapsed)} of at most {text.seconds(replan.seconds)}"
+    words = (
+        f"Planning again: {text.seconds(min(replan.elapsed, replan.seconds))} of at most {text.seconds(replan.seconds)}"
+    )
+    if replan.elapsed > replan.seconds:
+        words += "; the search is ending, and its best plan counts"
     unit = view.plan.job.time_unit if view.plan else "slot"
     if replan.best is not None:
         words += f"; best so far {text.planned(replan.best, unit)}"
@@ -118,8 +140,7 @@ def roll_out_html(found: RollOut | None) -> str:
         last = max((w.resumed or 0.0 for w in found.workers), default=0.0)
         summary = f"all {text.count(total, 'worker')} train by it, the last after {text.milliseconds(last)}"
     else:
-        counts = zip(("have the plan", "are in their groups", "train"), ("adopted", "formed", "resumed"), strict=True)
-        summary = f"of {text.count(total, 'worker')} " + ", ".join(f"{found.count(s):,} {words}" for words, s in counts)
+        summary = f"of {text.count(total, 'worker')} {roll_out_words([found.now_at(step) for step in STEPS])}"
     ordered = found.slowest_first()
     rows = "".join(
         f"<tr><th scope='row'>{escape(w.worker)}</th>"

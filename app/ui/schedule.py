@@ -68,12 +68,24 @@ def page() -> None:
     with st.container(horizontal=True, vertical_alignment="bottom", key="drawn"):
         wish = choose_view(plan, schedule)
     components.cards(facts.plan_cards(plan, schedule))
-    detail = _chart(plan, schedule, workers, wish, colours)
-    _tables(console, source, schedule, workers, detail)
+    out = _out(console, source)
+    detail = _chart(plan, schedule, workers, wish, colours, out)
+    _tables(console, source, schedule, workers, detail, out)
 
 
-def _workers_table(fingerprint: str, names: str, _schedule: Schedule) -> Table:
-    return workers_table(_schedule, [Worker.parse(name) for name in names.split(",")])
+def _workers_table(fingerprint: str, names: str, out: dict[str, str], _schedule: Schedule) -> Table:
+    return workers_table(_schedule, [Worker.parse(name) for name in names.split(",")], out)
+
+
+def _out(console: Console, source: Source) -> dict[str, str]:
+    """Why the job that the plan is in force in goes without those workers; {}: it is in force in none."""
+    if source.job_id is None or source.measured is not None:
+        return {}
+    standing = console.job(source.job_id).standing()
+    current = standing.state.current
+    if current is None or current.plan_fingerprint != source.plan.fingerprint:
+        return {}
+    return {name: standing.role(standing.state.members[name]).words for name in current.failed}
 
 
 def _follow(console: Console, job_id: str, shown: str | None) -> None:
@@ -86,12 +98,15 @@ def _follow(console: Console, job_id: str, shown: str | None) -> None:
         st.rerun()
 
 
-def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail | None:
+def _chart(
+    plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette, out: dict[str, str]
+) -> Detail | None:
     """Returns the part that is shown op by op, where that is not all of it."""
     ops = sum(schedule.op_counts.get(w, 0) for w in workers)
     if ops > MAX_BARS:
         return large_chart(plan.fingerprint, schedule, workers, wish, colours)
     what = f"{plan.fingerprint} {','.join(map(str, workers))} {sorted(wish.draw)} {wish.path} {colours.name}"
+    what += f" {sorted(out.items())}"
     shown, turn = standing.drawn_with("gantt", what, wish.time.shown)
     fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
     figure = gantt(
@@ -104,6 +119,7 @@ def _chart(plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, co
         critical="critical" in wish.draw,
         held="held" in wish.draw,
         next_iteration="next" in wish.draw,
+        out=out,
         revision=str(turn),
     )
     components.legend_of(schedule, workers, ghost="next" in wish.draw)
@@ -138,7 +154,14 @@ def _comparison(source: Source) -> dict[str, str | list[str]]:
     return query
 
 
-def _tables(console: Console, source: Source, schedule: Schedule, workers: list[Worker], detail: Detail | None) -> None:
+def _tables(
+    console: Console,
+    source: Source,
+    schedule: Schedule,
+    workers: list[Worker],
+    detail: Detail | None,
+    out: dict[str, str],
+) -> None:
     plan = source.plan
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         components.heading("The same in figures", f"times in {plan.job.time_unit}")
@@ -154,7 +177,7 @@ def _tables(console: Console, source: Source, schedule: Schedule, workers: list[
     by_worker, by_op = bound.tabs(tabs, key="figures")
     with by_worker:
         table = st.cache_data(_workers_table, max_entries=32, show_spinner=False)(
-            plan.fingerprint, ",".join(map(str, workers)), schedule
+            plan.fingerprint, ",".join(map(str, workers)), out, schedule
         )
         # A failed worker has no figures; few workers are seen without scrolling.
         height = "content" if len(workers) <= FEW else "auto"

@@ -11,7 +11,6 @@ import streamlit as st
 from app.ui import text
 from app.ui.charts.progress import Mark
 from app.ui.charts.worker_grid import LOOKS, QUIET
-from app.ui.facts import look
 from app.ui.theme import OP_WORDS
 from app.view import IterationView, WorkerView
 from planner.export.compare import compare
@@ -121,10 +120,11 @@ def _whole(words: str) -> str:
     return escape(words).replace(" %", "&nbsp;%")
 
 
-def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
+def workers_table(schedule: Schedule, workers: Sequence[Worker], out: Mapping[str, str] | None = None) -> Table:
     """One row per worker: re-routed micro-batches, idle and busy time, peak activations and bytes, ops.
 
-    What is looked at most comes first, so that on a narrow screen little has to be scrolled to.
+    What is looked at most comes first, so that on a narrow screen little has to be scrolled to. out: why a
+    job goes without a worker (default: it failed).
     """
     job = schedule.problem.job
     table: Table = {
@@ -133,7 +133,7 @@ def workers_table(schedule: Schedule, workers: Sequence[Worker]) -> Table:
     for worker in workers:
         row: list[object]
         if worker not in schedule.ops:
-            row = [str(worker), "failed", 0, None, None, None, None, 0]
+            row = [str(worker), (out or {}).get(str(worker), "failed"), 0, None, None, None, None, 0]
         else:
             moved = schedule.rerouted_forwards[worker]
             row = [
@@ -190,10 +190,10 @@ def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark])
 
 def grid_table(workers: Sequence[WorkerView]) -> Table:
     """One row per worker, those that need a look first."""
-    rows = sorted(workers, key=lambda w: (look(w) in QUIET, w.pipeline, w.stage))
+    rows = sorted(workers, key=lambda w: (w.state in QUIET, w.pipeline, w.stage))
     return {
         "worker": [w.name for w in rows],
-        "state": [LOOKS[look(w)][0] for w in rows],
+        "state": [LOOKS[w.state][0] for w in rows],
         "re-routed micro-batches": [w.takes_rerouted for w in rows],
         "iteration": [w.iteration for w in rows],
         "epoch": [w.epoch for w in rows],

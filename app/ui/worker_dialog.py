@@ -1,4 +1,4 @@
-"""One worker's details, with drain, kill and restart. These act only after they were confirmed here."""
+"""One worker's details, with drain, kill and restart. Each is asked for, and then confirmed in the same place."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import dataclass
 
 import streamlit as st
 
-from agent.protocol import WorkerState
 from app.console import Console
+from app.coordination.standing import ALIVE, HOLDING, RoleState
 from app.errors import ConsoleError
 from app.observing.worker_detail import WorkerDetail, worker_detail
 from app.observing.worker_history import worker_history
-from app.ui import bound, worker_words
+from app.ui import bound, facts, worker_words
 from app.ui.access import actor
 from app.ui.charts.worker_time import memory, op_times
 from app.ui.event_feed import feed_html
-from app.ui.facts import consequence_of_drain, consequence_of_kill, consequence_of_restart, living_peers
 from app.ui.theme import OP_WORDS, palette
 from app.view import JobView, WorkerView
 
@@ -29,14 +28,17 @@ TABS, SPAN = "worker-tabs", "worker-span"
 REFRESH = 2.0
 # What the charts reach back: words, seconds.
 SPANS = {"10 min": 600.0, "1 hour": 3600.0, "1 day": 86_400.0}
-ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
-DRAINABLE = (WorkerState.RUNNING,)
+DRAINABLE = HOLDING - {RoleState.SUSPECT}
+EMPTY = (RoleState.FAILED, RoleState.DRAINED, RoleState.MOVED, RoleState.EMPTY)
+# In the session: the worker and the action that was asked for, and is not confirmed.
+ARMED = "worker-armed"
 
 
 def open_worker(name: str) -> None:
     """For a callback: has the page's next run show the dialog of worker `name`; the address names it, too."""
     st.session_state[OPENED] = st.query_params[IN_ADDRESS] = name
     st.session_state[ASKED] = True
+    _arm(None)
 
 
 def page_wanted() -> None:
@@ -61,14 +63,15 @@ def show_opened(console: Console, job_id: str) -> None:
         except ConsoleError as error:
             st.error(str(error))
             return
-        st.fragment(_detail, run_every=REFRESH)(console, job_id, name)
         _actions(console, view, worker)
+        st.fragment(_detail, run_every=REFRESH)(console, job_id, name)
 
     st.dialog(f"Worker {name}", width="large", on_dismiss=_close)(dialog)()
 
 
 def _close() -> None:
     st.session_state.pop(OPENED, None)
+    _arm(None)
     st.query_params.pop(IN_ADDRESS, None)
 
 
@@ -137,66 +140,68 @@ class _Action:
 
 
 def _actions(console: Console, view: JobView, worker: WorkerView) -> None:
+    """What can be done with it. Each button asks first, in its place; nothing is armed before one is clicked."""
     offered = _offered(console, view, worker)
     if worker.state in ALIVE and not view.spec.demo:
         st.caption("Only the processes of a demo job can be killed from here.")
     if not offered:
         return
-    chosen = offered[0]
-    if len(offered) > 1:
-        kind = st.segmented_control(
-            "Action",
-            [a.kind for a in offered],
-            default=chosen.kind,
-            required=True,
-            format_func=str.capitalize,
-            key="worker-action",
-            label_visibility="collapsed",
-        )
-        chosen = next((a for a in offered if a.kind == kind), chosen)
-    st.markdown(chosen.words)
-    if chosen.warning:
-        st.warning(chosen.warning, icon=":material/warning:")
-    if chosen.helps:
-        _confirm(chosen)
+    asked = next((a for a in offered if st.session_state.get(ARMED) == (worker.name, a.kind)), None)
+    if asked is not None:
+        _ask(asked)
+        return
+    for action in offered:
+        if not action.helps:
+            st.caption(action.words)
+    with st.container(horizontal=True, key="worker-actions"):
+        for action in offered:
+            if action.helps:
+                asked_for = (worker.name, action.kind)
+                st.button(action.label.split()[0], key=f"ask-{action.kind}", on_click=_arm, args=(asked_for,))
+
+
+def _arm(wanted: tuple[str, str] | None) -> None:
+    st.session_state[ARMED] = wanted
 
 
 def _offered(console: Console, view: JobView, worker: WorkerView) -> list[_Action]:
-    """What can be done with it, the usual one first."""
+    """What can be done with it, the mildest first."""
     name, job_id = worker.name, view.job_id
-    made = []
-    if worker.state in ALIVE and view.spec.demo:
-        consequence, survives = consequence_of_kill(view, worker)
-        process = f"Its process (pid {worker.pid}) gets SIGKILL" if worker.pid else "Its process gets SIGKILL"
-        made.append(
-            _Action(
-                "kill",
-                f"Kill {name}",
-                f"**Kill {name}?** {process}, as if its machine had died. {consequence}",
-                True,
-                f"SIGKILL sent to {name}",
-                lambda: console.operators.kill(job_id, name, actor(console)),
-                "" if survives else "This kill stops the job.",
-            )
-        )
-    if worker.state in DRAINABLE and living_peers(view, worker):
+    process, made = facts.process_words(worker), []
+    share = console.operators.share_without(job_id, name) if worker.state in ALIVE else None
+    if worker.state in DRAINABLE and facts.living_peers(view, worker):
         made.append(
             _Action(
                 "drain",
                 f"Drain {name}",
-                f"**Drain {name}?** {consequence_of_drain(view, worker)}",
+                f"**Drain {name}?** This is {process}. {facts.consequence_of_drain(view, worker, share)}",
                 True,
                 f"{name} is asked to leave",
                 lambda: console.operators.drain(job_id, name, actor(console)),
             )
         )
-    if worker.state is WorkerState.FAILED:
-        consequence, helps = consequence_of_restart(view, worker)
+    if worker.state in ALIVE and view.spec.demo:
+        consequence, survives = facts.consequence_of_kill(view, worker, share)
+        made.append(
+            _Action(
+                "kill",
+                f"Kill {name}",
+                f"**Kill {name}?** {process[:1].upper()}{process[1:]} gets SIGKILL, as if its machine had died. "
+                f"{consequence}",
+                True,
+                f"SIGKILL sent to {name}",
+                lambda: console.operators.kill(job_id, name, actor(console), worker.pid),
+                "" if survives else "This kill stops the job.",
+            )
+        )
+    if worker.state in EMPTY:
+        consequence, helps = facts.consequence_of_restart(view, worker)
+        verb = "Restart" if worker.state in (RoleState.FAILED, RoleState.DRAINED) else "Start"
         made.append(
             _Action(
                 "restart",
-                f"Restart {name}",
-                f"**Restart {name}?** {consequence}",
+                f"{verb} {name}",
+                f"**{verb} {name}?** {consequence}",
                 helps,
                 f"Starting a new process for {name}",
                 lambda: console.operators.restart(job_id, name, actor(console)),
@@ -205,13 +210,14 @@ def _offered(console: Console, view: JobView, worker: WorkerView) -> list[_Actio
     return made
 
 
-def _confirm(action: _Action) -> None:
-    with st.container(horizontal=True, horizontal_alignment="right", key=f"act-{action.kind}"):
-        cancelled = st.button("Cancel", key="worker-cancel")
-        confirmed = st.button(action.label, type="primary", key="worker-confirm")
-    if cancelled:
-        _close()
-        st.rerun()
+def _ask(action: _Action) -> None:
+    with st.container(border=True, key=f"act-{action.kind}"):
+        st.markdown(action.words)
+        if action.warning:
+            st.warning(action.warning, icon=":material/warning:")
+        with st.container(horizontal=True, horizontal_alignment="right"):
+            st.button("Cancel", key="worker-cancel", on_click=_arm, args=(None,))
+            confirmed = st.button(action.label, type="primary", key="worker-confirm", disabled=not action.helps)
     if confirmed:
         try:
             action.act()

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 
-from agent.protocol import Doing, WorkerState
+from agent.protocol import Doing
+from app.coordination.standing import RoleState
 from app.observing.worker_detail import Stay, WorkerDetail
 from app.observing.worker_history import Series
 from app.ui import text
 from app.ui.charts.worker_grid import LOOKS
-from app.ui.facts import look
 from app.ui.theme import OP_WORDS
+from app.view import WorkerView
 
 # The table below the bar shows so many stays, the newest.
 NEWEST = 8
@@ -24,7 +25,7 @@ NEWEST = 8
 def facts_html(detail: WorkerDetail) -> str:
     worker = detail.worker
     rows = {
-        "State": LOOKS[look(worker)][0] + (f" – {worker.detail}" if worker.detail else ""),
+        "State": LOOKS[worker.state][0] + (f" – {worker.detail}" if worker.detail else ""),
         "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
         "Iteration": f"{worker.iteration:,}, epoch {worker.epoch}" + (f", {worker.phase}" if worker.phase else ""),
         "At": doing(worker.doing) if worker.doing else "",
@@ -32,7 +33,7 @@ def facts_html(detail: WorkerDetail) -> str:
         if worker.takes_rerouted
         else "",
         "Last heartbeat": text.age(worker.heartbeat_age),
-        "Process": f"{worker.pid} on {worker.host}" if worker.pid else "",
+        "Process": _process(worker),
         "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
         "Activations, by plan": f"at most {text.count(detail.held, 'micro-batch', 'micro-batches')} at once"
         if detail.held is not None
@@ -49,6 +50,18 @@ def doing(at: Doing) -> str:
     of = "" if at.micro_batch is None or at.kind == "waiting" else f" of micro-batch {at.pipeline}.{at.micro_batch}"
     limit = "" if at.limit is None else f", may take {at.limit:.1f} s"
     return f"{what}{of} for {at.seconds:.1f} s{limit}"
+
+
+def _process(worker: WorkerView) -> str:
+    """The machine's side: which process, since when, and where it was started; or where it went."""
+    if worker.moved_to:
+        return f"none: it holds {worker.moved_to} now"
+    if not worker.pid:
+        return ""
+    words = f"{worker.pid} on {worker.host}"
+    if worker.slot != worker.name:
+        words += f", started as {worker.slot}"
+    return f"{words}; it has ended" if worker.state in (RoleState.FAILED, RoleState.DRAINED) else words
 
 
 def op_times_html(detail: WorkerDetail) -> str:
@@ -102,7 +115,7 @@ def _figures(series: Series, name: str) -> tuple[float, float, float]:
 
 def stays_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
     """A bar to scale, and the newest changes in words."""
-    stays = [s for s in detail.stays if s.state != WorkerState.STARTING] or list(detail.stays)
+    stays = [s for s in detail.stays if s.state != RoleState.EMPTY] or list(detail.stays)
     if not stays:
         return '<div class="or-quiet">No change of state is recorded.</div>'
     begin, end = stays[0].begin, stays[-1].end
@@ -125,7 +138,7 @@ def _runs(stays: list[Stay]) -> list[tuple[str, list[Stay]]]:
 
 
 def _words(state: str) -> str:
-    return LOOKS[state][0] if state in LOOKS else state
+    return LOOKS[RoleState(state)][0] if state in LOOKS else state
 
 
 def _lasted(stay: Stay) -> str:

@@ -21,6 +21,7 @@ from app.coordination.events import (
 from app.coordination.ladder import Ladder
 from app.coordination.membership import Epoch, Member, State
 from app.coordination.sentence import sentence
+from app.coordination.standing import Process, Standing, follow
 
 LADDER = Ladder(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 
@@ -45,6 +46,7 @@ class Run:
         self.notes: list[Note] = []
         self.wanted: list[tuple[str, ...]] = []
         self.count = 0
+        self.processes: dict[str, Process] = {}
 
     @property
     def names(self) -> list[str]:
@@ -56,6 +58,8 @@ class Run:
     def send(self, event: Event) -> Step:
         self.log.append((event, self.now))
         step = coordinator.step(self.state, event, self.now, LADDER)
+        came = {event.incarnation: ("node1", len(self.processes) + 1)} if isinstance(event, Registered) else {}
+        self.processes |= follow(self.processes, self.state, step.state, came, self.now)
         self.state = step.state
         for decision in step.decisions:
             self._take(decision)
@@ -108,7 +112,7 @@ class Run:
         return step
 
     def sentence(self) -> str:
-        return sentence(self.state, self.now, LADDER)
+        return sentence(Standing(self.state, self.processes), self.now, LADDER)
 
 
 def fingerprint(failed: tuple[str, ...]) -> str:

@@ -29,8 +29,10 @@ from agent.protocol import (
 )
 from app.errors import ConsoleError
 from app.live import LiveJob
+from app.observing.goodput import Accounts
 from app.operators import Operators
 from app.reports import Reports
+from db.observations import Observations
 from db.store import Record, Store
 from planner.job import Worker
 from tests.app.coordinator_run import LADDER
@@ -296,6 +298,7 @@ class World:
 class _Reports(Reports):
     def __init__(self, world: World) -> None:
         self._store, self._world = world.store, world
+        self.accounts = Accounts(world.store, Observations(world.database))
 
     def job(self, job_id: str) -> LiveJob:
         return self._world.job

@@ -92,7 +92,7 @@ def test_who_is_out_is_advised_on(agents: Agents) -> None:
     while (advice := agents.job()["advice"]) is None:
         assert time.monotonic() < until, agents.job()
         time.sleep(0.05)
-    assert advice.startswith("With W1_2 out, the best way on is ")
+    assert advice.startswith("With W1_2 empty, the best way on is ")
     events = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
     assert [e["text"] for e in events if e["kind"] == "plan"] == [advice]
 

@@ -85,7 +85,9 @@ def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
     assert misfit(job, mine) == "it is in force already"
     here.resume(2)
     here.die("W1_2").resume(3)
-    with pytest.raises(ConsoleError, match="the plan goes without nobody, the job without W1_2") as error:
+    with pytest.raises(
+        ConsoleError, match="the plan is for a job with all workers, and this one trains without W1_2"
+    ) as error:
         use_plan(console, here.job_id, mine, "ada")
     assert error.value.status == 409
     use_plan(console, here.job_id, plan(("W1_2",), memory="4", technique="adaptive"), "ada")
@@ -101,7 +103,7 @@ def test_what_does_not_fit_is_said(console: Console) -> None:
         (finished, plan(), "it has finished"),
         (running, plan(grid=(3, 4, 7)), "the plan is for a grid of 3 × 4 × 7, the job's is 3 × 4 × 6"),
         (running, plan(unit="slot"), "the plan was made for another profile"),
-        (running, plan(("W1_2",)), "the plan goes without W1_2, the job without nobody"),
+        (running, plan(("W1_2",)), "the plan is for a job without W1_2, and this one trains with all workers"),
         (running, plan(memory="none"), "activations, and the job's memory limit uniform allows 4"),
     ):
         assert words in misfit(console.job(job.job_id), wrong)

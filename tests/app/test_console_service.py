@@ -19,10 +19,10 @@ from agent.protocol import (
     JobSpec,
     JobState,
     Registration,
-    WorkerState,
 )
 from app.console import Console, get_console, set_console
 from app.coordination.ladder import Ladder
+from app.coordination.standing import RoleState
 from app.errors import ConsoleError
 from db.session import Database
 from db.store import Store
@@ -242,14 +242,14 @@ def test_a_view_shows_what_is_known(console: Console) -> None:
     until(lambda: console.view(job_id).workers[0].iteration > 0)
     view = console.view(job_id)
     first = view.workers[0]
-    assert (first.name, first.state, first.iteration, first.phase) == ("W0_0", WorkerState.RUNNING, 9, "training")
+    assert (first.name, first.state, first.iteration, first.phase) == ("W0_0", RoleState.RUNNING, 9, "training")
     assert (first.op_milliseconds, first.host, first.pid, first.acknowledged) == ({"F": 1.5}, "h", 7, "resumed")
     assert first.heartbeat_age is not None
     assert 0 <= first.heartbeat_age < 30
     assert view.plan is not None
     assert view.plan.failed == ()
     assert [e.seq for e in view.events] == sorted((e.seq for e in view.events), reverse=True)
-    assert view.fault_free_samples_per_second is None  # its times are slots
+    assert view.figures is not None and view.figures.fault_free is None  # its times are slots
     assert console.list_jobs()[0].name == "job"
 
 
@@ -282,7 +282,10 @@ def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: Console) -> N
     register_all(console, created.job_id)
     view = console.view(created.job_id)
     assert view.plan is not None
-    assert view.fault_free_samples_per_second == pytest.approx(3 * 3 * 4 / (view.plan.metrics.period / 1000))
+    until(lambda: console.job(created.job_id).baseline is not None)
+    figures = console.view(created.job_id).figures
+    assert figures is not None and figures.baseline is not None and figures.baseline.source == "planned"
+    assert figures.fault_free == pytest.approx(3 * 3 * 4 / (view.plan.metrics.period / 1000))
 
 
 def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) -> None:

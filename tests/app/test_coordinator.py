@@ -78,7 +78,7 @@ def test_an_exit_opens_an_epoch_without_the_worker() -> None:
     run.resume()
     assert run.state.job_state is JobState.RUNNING
     assert run.sentence() == (
-        "Training in epoch 2 with 3 of 4 workers; W1_0 is out, living peers of the same stage do the work."
+        "Training in epoch 2 with 3 of 4 workers. W1_0 failed. Living peers of the same stage do the work."
     )
 
 

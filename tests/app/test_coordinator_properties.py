@@ -25,7 +25,6 @@ from app.coordination.events import (
     TransferBroken,
 )
 from app.coordination.membership import State
-from app.coordination.sentence import sentence
 from planner.policy import DROP, MIGRATE, REROUTE
 
 PIPELINES, STAGES = 3, 2
@@ -251,7 +250,7 @@ class Membership(RuleBasedStateMachine):
 
     @invariant()
     def there_is_a_sentence(self) -> None:
-        text = sentence(self.run_.state, self.run_.now, LADDER)
+        text = self.run_.sentence()
         assert text.endswith(".")
         assert "None" not in text
 

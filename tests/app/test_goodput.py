@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
-from ui_console import ConsoleHere, JobHere
+from ui_console import ConsoleHere, JobHere, until
 
+from app.advising import grounds
+from app.console import Console
 from app.observing import goodput
+from app.observing.baseline import Baseline
 from app.observing.goodput import Account, Accounts, figures
+from app.observing.waiting import Wait, segments
 from db.observations import Observations
-from db.store import Store
+from db.store import Record, Store
+
+PINNED = Baseline(18.0, "measured", 1, 20)
 
 
-def account_of(*epochs: tuple[bool, list[float]]) -> Account:
-    """(with all workers, seconds of its iterations) of one epoch after the other."""
+def account_of(*epochs: list[float]) -> Account:
+    """Seconds of the iterations of one epoch after the other."""
     account, iteration = Account(), 0
-    for epoch, (whole, seconds) in enumerate(epochs, start=1):
+    for epoch, seconds in enumerate(epochs, start=1):
         for took in seconds:
-            account.add(iteration, took, epoch, whole)
+            account.add(iteration, took, epoch)
             iteration += 1
     return account
 
 
 def test_a_job_without_failures_is_all_productive(here: ConsoleHere) -> None:
     job = here.console.job(JobHere(here.console, "healthy", iterations=400).register().job_id)
-    account = account_of((True, [1.0] * 10))
+    job.pin(PINNED)
+    account = account_of([1.0] * 10)
     made = figures(account, job, begin=100.0, now=110.0)
-    assert (made.fault_free, made.source) == (18.0, "measured")
+    assert made.baseline == PINNED
     assert (made.ettr, made.goodput, made.wall, made.productive) == (1.0, 1.0, 10.0, 10.0)
 
 
 def test_what_a_failure_cost_is_not_productive(here: ConsoleHere) -> None:
     """10 s of which the first start took 2, and a recovery and its redone work 3; then at half the rate."""
     job = here.console.job(JobHere(here.console, "failed", iterations=400).register().job_id)
-    account = account_of((True, [3.0, 1.0, 1.0, 1.0]), (False, [5.0, 2.0, 2.0]))
+    job.pin(PINNED)
+    account = account_of([3.0, 1.0, 1.0, 1.0], [5.0, 2.0, 2.0])
     made = figures(account, job, begin=100.0, now=115.0)
     assert made.productive == 4 * 1.0 + 3 * 2.0
     assert made.ettr == pytest.approx(10 / 15)
@@ -44,20 +53,19 @@ def test_what_a_failure_cost_is_not_productive(here: ConsoleHere) -> None:
 
 def test_standing_still_counts_against_it(here: ConsoleHere) -> None:
     job = here.console.job(JobHere(here.console, "waits", iterations=400).register().job_id)
-    account = account_of((True, [1.0] * 5))
+    account = account_of([1.0] * 5)
     assert figures(account, job, begin=100.0, now=120.0).ettr == 0.25
 
 
 def test_the_first_iteration_of_a_new_epoch_is_judged_by_the_epoch_before(here: ConsoleHere) -> None:
-    assert account_of((True, [1.0, 1.0, 1.0]), (False, [9.0])).productive == 4.0
-    assert account_of((True, [9.0])).productive == 9.0, "nothing to compare it with yet"
+    assert account_of([1.0, 1.0, 1.0], [9.0]).productive == 4.0
+    assert account_of([9.0]).productive == 9.0, "nothing to compare it with yet"
 
 
 def test_before_anything_is_known(here: ConsoleHere) -> None:
     console = here.console
     starting = console.accounts.of(console.job(JobHere(console, "starting").job_id))
     assert (starting.ettr, starting.goodput) == (None, None)
-    assert starting.source in ("", "planned"), "the fault-free plan is made ahead, in its own time"
     job = console.job(JobHere(console, "no times", paced=False, durations={}).register().job_id)
     assert console.accounts.of(job).fault_free is None
 
@@ -92,9 +100,112 @@ def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch
     expected = one_by_one.of(job)
     monkeypatch.setattr(goodput, "BATCH", 10)
     at_once = Accounts(store, Observations(here.database)).of(job)
-    assert at_once.fault_free == pytest.approx(expected.fault_free)
     assert at_once.productive == pytest.approx(expected.productive)
     driven.commit(501, 505, epoch)
     more = one_by_one.of(job)
     assert more.productive > expected.productive
     assert Accounts(store, Observations(here.database)).of(job).productive == pytest.approx(more.productive)
+
+
+def feed(console: Console, job_id: str) -> list[str]:
+    return [e["text"] for e in console.events(job_id, 0, 1000) if "fault-free" in e["text"]]
+
+
+def rows(first: int, last: int, seconds: float, *, epoch: int = 1, living: int = 12, at: float = 0.0) -> list[Record]:
+    """Of the database, committed one after the other from `at` on."""
+    return [
+        {
+            "iteration": i,
+            "loss": 1.0,
+            "loss_hex": (1.0).hex(),
+            "seconds": seconds * (1 + 0.01 * (i % 3)),
+            "epoch": epoch,
+            "living": living,
+            "committed_at": at + seconds * (i - first + 1),
+        }
+        for i in range(first, last + 1)
+    ]
+
+
+def commit(console: Console, job: JobHere, made: list[Record]) -> None:
+    console._store.add_iterations(job.job_id, made)
+    job.commit(made[-1]["iteration"], made[-1]["iteration"], 1)
+
+
+def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHere) -> None:
+    """Also not over a restart of the console."""
+    console = here.console
+    driven = JobHere(console, "pinned", iterations=5000, paced=False, durations={}).register()
+    job = console.job(driven.job_id)
+    assert console.accounts.of(job).fault_free is None
+    commit(console, driven, rows(0, 40, 1.0))
+    until(lambda: job.baseline is not None, "it is measured")
+    pinned = job.baseline
+    assert pinned is not None and pinned.samples_per_second == pytest.approx(18 / 1.01, rel=0.02)
+    assert pinned.words == "measured at iterations 1 to 20" and len(feed(console, job.job_id)) == 1
+    before = console.accounts.of(job).fault_free
+    commit(console, driven, rows(41, 700, 2.0))
+    time.sleep(0.6)  # two ticks of the console in which it could have been moved
+    assert console.accounts.of(job).fault_free == before and len(feed(console, job.job_id)) == 1
+    # An operator has it measured anew, and the feed says what it was.
+    console.operators.measure_anew(job.job_id, "ada")
+    assert console.accounts.of(job).fault_free == before, "until there is a new one"
+    commit(console, driven, rows(701, 740, 2.0))
+    until(lambda: job.baseline is not None and job.baseline.renew is None, "it is measured anew")
+    assert job.baseline is not None and job.baseline.first > 700
+    assert job.baseline.samples_per_second == pytest.approx(9 / 1.01, rel=0.02)
+    assert "until now 17" in feed(console, job.job_id)[-1] and "ada" in feed(console, job.job_id)[-2]
+    again = Console(console._store)
+    try:
+        read = again.take_up(job.job_id)
+        assert read is not None and read.baseline == job.baseline
+        assert again.accounts.of(read).fault_free == job.baseline.samples_per_second
+    finally:
+        again.close()
+
+
+def test_an_unsteady_start_is_no_yardstick(here: ConsoleHere) -> None:
+    driven = JobHere(here.console, "unsteady", iterations=5000, paced=False, durations={}).register()
+    job = here.console.job(driven.job_id)
+    made = rows(0, 30, 1.0)
+    for row in made[:15]:
+        row["seconds"] = 1.0 + 2.0 * (row["iteration"] % 2)
+    commit(here.console, driven, made)
+    time.sleep(0.6)  # two ticks of the console in which it could have been pinned too early
+    assert job.baseline is None
+    commit(here.console, driven, rows(31, 60, 1.0))
+    until(lambda: job.baseline is not None, "a stable window")
+    assert job.baseline is not None and job.baseline.first >= 12
+
+
+def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
+    """An operator pauses for a minute, and takes another to choose: both are shown apart."""
+    console = here.console
+    driven = JobHere(console, "people", iterations=400, paced=False, durations={}).register()
+    job, now = console.job(driven.job_id), time.time()
+    job.pin(Baseline(18.0, "measured", 1, 20))
+    made = rows(0, 29, 1.0, at=now - 200)
+    # Paused after iteration 19; resumed a minute later; iteration 20 has the pause in it.
+    for row in made[20:]:
+        row["committed_at"] += 60
+    made[20]["seconds"] += 60
+    job.held = [("pause", made[19]["committed_at"] - 0.5), ("resume", made[19]["committed_at"] + 60)]
+    commit(console, driven, made)
+    view = console.view(job.job_id)
+    slowest = min(i.samples_per_second for i in view.iterations if i.iteration < 29)
+    assert slowest > 17, "the pause is no dip"
+    assert view.iterations[20].waited == pytest.approx(60, abs=1)
+    made_of = figures(account_of([1.0] * 30), job, now - 200, now, console.accounts.waiting.of(job))
+    assert made_of.waited == pytest.approx(60.5, abs=0.1) and made_of.wall == pytest.approx(200 - made_of.waited)
+    assert console.accounts.of(job).waited == made_of.waited
+    # A choice of a minute that led to epoch 2.
+    job.choices = (Wait(now - 90, now - 30, 2),)
+    recovery = {"worker": "W1_2", "epoch": 2, "death_known": True, "at": now - 28, "resumed_ms": 61_000.0}
+    recovery |= {"detected_ms": 20.0, "unblocked_ms": 60_200.0, "reformed_ms": 60_500.0}
+    waited = console.accounts.waiting.of(job)
+    steps = dict(segments(recovery, waited))
+    assert sum(steps.values()) == pytest.approx(61_000), "they add up"
+    assert steps["waited for a person"] == pytest.approx(60_000)
+    assert max(t for words, t in steps.items() if "person" not in words) < 1000
+    assert grounds([recovery], [], [], waited).recover < 1
+    assert grounds([recovery], []).recover > 60, "what it would have been"

@@ -53,6 +53,20 @@ def sleeper(pipe: Connection) -> None:
         time.sleep(60)
 
 
+def overtime(pipe: Connection) -> None:
+    """A search that heeds no time limit, and ends when it is told to."""
+    pipe.recv_bytes()
+    pipe.recv_bytes()
+    pipe.send_bytes(b'{"error": "told to end"}')
+
+
+def test_a_search_ends_when_its_time_is_over(make: Callable[..., Solves]) -> None:
+    asked = PlanAsked(job=SMALL, time_limit=0.5)
+    solve = ended(make(target=overtime).start(asked))
+    assert solve.error == "told to end" and not solve.stopped
+    assert solve.seconds is not None and solve.seconds < 20, "long before it would be killed"
+
+
 def test_the_worked_example_of_the_paper_is_proven(make: Callable[..., Solves]) -> None:
     solves = make()
     asked = [

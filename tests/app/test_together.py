@@ -17,6 +17,7 @@ from app.console import Console
 from app.coordination.together import Report
 from app.errors import ConsoleError
 from app.live import LiveJob
+from app.rows import read_processes
 from db.session import Database
 from db.store import Change, Store
 
@@ -86,8 +87,10 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
         members = [(m.name, m.state, m.incarnation, m.epoch, m.acknowledged) for m in job.state.members.values()]
         rows = console.epochs(job.job_id)[0]["acknowledgements"]
         events = [(e["seq"], e["kind"], e["text"]) for e in console.events(job.job_id, 0, 100)]
-        hosts = {r["name"]: (r["host"], r["pid"]) for r in console._store.workers(job.job_id)}
-        return members, {(a["worker"], a["state"]) for a in rows}, events, hosts, job.processes
+        stored = read_processes(console._store.workers(job.job_id))
+        assert stored == job.processes
+        hosts = {p.incarnation: (p.host, p.pid, p.slot, p.role) for p in stored.values()}
+        return members, {(a["worker"], a["state"]) for a in rows}, events, hosts
 
     assert told(together) == told(alone)
     assert together.state.job_state == "running"

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import ui_factory as factory
 
-from agent.protocol import JobState, WorkerState
+from agent.protocol import JobState
+from app.coordination.standing import RoleState
+from app.observing.baseline import Baseline
 from app.observing.goodput import Figures
 from app.ui import facts, tables, text
 from app.ui.charts.progress import epoch_marks
@@ -40,12 +42,16 @@ def test_throughput_is_that_of_the_epoch_without_its_first_iteration() -> None:
 
 def test_reference_says_where_it_is_from() -> None:
     measured = facts.fault_free_rate(factory.running())
-    assert measured is not None and measured.samples_per_second == 36.5 and "measured" in measured.source
-    figures = Figures(99.0, "planned", None, None, 0.0, 0.0)
+    assert (
+        measured is not None
+        and measured.samples_per_second == 36.5
+        and measured.words == "measured at iterations 1 to 20"
+    )
+    figures = Figures(Baseline(99.0, "planned"), None, None, 0.0, 0.0)
     planned = facts.fault_free_rate(factory.running(figures=figures))
-    assert planned is not None and planned.samples_per_second == 99.0 and "predicted" in planned.source
+    assert planned is not None and planned.samples_per_second == 99.0 and "predicted" in planned.words
     assert facts.fault_free_rate(factory.running(figures=None)) is None
-    assert facts.fault_free_rate(factory.running(figures=replace(figures, fault_free=None, source=""))) is None
+    assert facts.fault_free_rate(factory.running(figures=replace(figures, baseline=None))) is None
 
 
 def test_throughput_is_good_only_while_the_job_trains() -> None:
@@ -61,7 +67,7 @@ def test_throughput_is_good_only_while_the_job_trains() -> None:
 def test_goodput_card_has_both_figures() -> None:
     goodput = card(factory.running(), "Goodput")
     assert (goodput.value, goodput.note) == ("94 %", "ETTR 97 % of 31 s")
-    unknown = Figures(None, "", 0.97, None, 31.0, 30.07)
+    unknown = Figures(None, 0.97, None, 31.0, 30.07)
     assert card(factory.running(figures=unknown), "Goodput").value == "–"
     assert card(factory.running(figures=None), "Goodput").note == "no iteration done yet"
 
@@ -79,7 +85,7 @@ def test_roll_out_is_counted_while_it_lasts() -> None:
     steps = {"W0_0": "adopted", "W0_1": "formed", "W0_2": "resumed"}
     workers = tuple(w._replace(acknowledged=steps.get(w.name, ""), epoch=2) for w in base.workers)
     rolling = replace(base, state=JobState.RECOVERING, workers=workers)
-    assert facts.roll_out(rolling) == "of 11 workers 3 adopted, 2 formed, 1 resumed"
+    assert facts.roll_out(rolling) == "of 11 workers 8 waiting, 1 with the plan, 1 in groups, 1 training"
     assert card(rolling, "Plan in force").tone == "warn"
     assert facts.roll_out(replace(rolling, state=JobState.RUNNING)) == ""
     words = {w.name: facts.tile_words(w) for w in workers}
@@ -87,9 +93,9 @@ def test_roll_out_is_counted_while_it_lasts() -> None:
 
 
 def test_a_slow_worker_is_shown_as_slow() -> None:
-    slow = factory.running().workers[0]._replace(slow=1.62)
-    assert facts.look(slow) == "slow" and facts.tile_words(slow) == "slow, 1.6 ×"
-    assert facts.look(slow._replace(state=WorkerState.FAILED)) == "failed"
+    slow = factory.running().workers[0]._replace(slow=1.62, state=RoleState.SLOW)
+    assert facts.tile_words(slow) == "slow, 1.6 ×"
+    assert facts.tile_words(slow._replace(state=RoleState.FAILED)) == "failed"
 
 
 def test_workers_card_names_the_failed() -> None:
@@ -115,8 +121,8 @@ def test_kill_tells_who_takes_over_and_when_nobody_can() -> None:
     sentence, survives = facts.consequence_of_kill(view, by_name["W0_2"])
     assert survives and "9 micro-batches" in sentence and "W2_2" in sentence and "W1_2" not in sentence
     halted = factory.halted()
-    last = next(w for w in halted.workers if w.name == "W1_2")._replace(state="running")
-    sentence, survives = facts.consequence_of_kill(halted, last)  # type: ignore[arg-type]
+    last = next(w for w in halted.workers if w.name == "W1_2")._replace(state=RoleState.RUNNING)
+    sentence, survives = facts.consequence_of_kill(halted, last)
     assert not survives and "halts" in sentence
 
 

@@ -83,7 +83,7 @@ def test_the_idea_shows_five_pictures_with_words(here: ConsoleHere) -> None:
     ("section", "expected"),
     [
         ("steps", ["make run", "Restart"]),
-        ("colours", ["Forward", "Failed", "Re-joining", "or-look-suspect", "or-op-moved"]),
+        ("colours", ["Forward", "Failed", "Joining", "or-look-suspect", "or-op-moved"]),
         ("words", ["Period", "Lower bound", "ETTR", "Fenced"]),
         ("keys", ["Shift+Tab", "Esc"]),
     ],

@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pytest
 import ui_factory as factory
 
-from agent.protocol import WorkerState
+from app.coordination.standing import RoleState
 from app.ui.charts.progress import LATE, WORDS, Mark, epoch_marks, losses, progress_rows, throughput
 from app.ui.charts.vega import LiveChart
 from app.ui.charts.worker_grid import LOOKS, worker_grid
@@ -92,7 +92,7 @@ def test_live_specs_stand_still_while_the_job_runs() -> None:
     after = replace(
         before,
         iterations=factory.iteration_views(31),
-        workers=factory.worker_views(before.spec, before.plan, {"W0_0": WorkerState.SUSPECT}, 31),
+        workers=factory.worker_views(before.spec, before.plan, {"W0_0": RoleState.SUSPECT}, 31),
     )
     for old, new in zip(live_charts(before, LIGHT), live_charts(after, LIGHT), strict=True):
         assert old.spec == new.spec
@@ -118,13 +118,21 @@ def test_large_grid_has_every_worker_and_marks_those_that_need_a_look() -> None:
     assert marks["transform"] == [{"filter": {"not": {"field": "look", "oneOf": ["running", "re-routed"]}}}]
     shape = marks["encoding"]["shape"]["scale"]
     by_look = dict(zip(shape["domain"], shape["range"], strict=True))
-    assert len({by_look[name] for name in ("failed", "suspect", "re-joining", "starting", "finished")}) == 5
+    assert (
+        len(
+            {
+                by_look[name]
+                for name in ("failed", "suspect", "joining", "moved", "drained", "empty", "paused", "finished")
+            }
+        )
+        == 8
+    )
     colour = shapes["encoding"]["color"]["scale"]
     assert dict(zip(colour["domain"], colour["range"], strict=True))["running"] == LIGHT.healthy
 
 
 def test_each_state_has_a_look_and_no_two_share_shape_and_colour() -> None:
-    assert {s.value for s in WorkerState} <= set(LOOKS)
+    assert set(LOOKS) == set(RoleState)
     looks = [(symbol, attribute) for _, symbol, attribute in LOOKS.values()]
     assert len(set(looks)) == len(looks)
 

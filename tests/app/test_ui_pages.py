@@ -86,7 +86,7 @@ def test_without_a_job_both_pages_say_what_to_do(tmp_path: Path) -> None:
 def test_starting(console: Console, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["starting"].job_id)
     assert "Waiting for 12 of 12 workers to register" in words(test)
-    assert "starting" in cell(test, "W2_3")
+    assert "empty" in cell(test, "W2_3")
     assert not test.get("vega_lite_chart"), "there is nothing to plot before the first iteration"
     assert "No plan is in force yet" in words(open_page(jobs["starting"].job_id, "schedule"))
 
@@ -120,7 +120,7 @@ def test_while_workers_are_out_the_best_way_on_is_said(console: Console, jobs: d
     test = open_page(job)
     page, said = words(test), f'<div class="or-quiet">{escape(console.view(job).advice or "")}</div>'
     assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
-    assert [folded.label for folded in test.expander][:1] == ["Ways on without W1_2"]
+    assert [folded.label for folded in test.expander][:1] == ["Ways on with W1_2 empty"]
 
 
 def test_while_all_live_the_same_place_says_what_is_ready(console: Console, jobs: dict[str, JobHere]) -> None:
@@ -181,9 +181,16 @@ def test_kill_needs_confirmation_and_says_what_happens(console: Console, jobs: d
     test = open_page(job.job_id)
     test.button(key="worker-W2_1").click().run()
     assert console.commands(job.job_id, 0) == [], "opening a worker does nothing to it"
+    assert not [b for b in test.button if b.key == "worker-confirm"], "nothing is armed yet"
+    for tab in ("History", "Log", "Now"):
+        test.session_state["worker-tabs"] = tab
+        test.run()
+        assert not [b for b in test.button if b.key == "worker-confirm"], tab
+    test.button(key="ask-kill").click().run()
     page = words(test)
-    assert "Kill W2_1?" in page
-    assert "6 micro-batches per iteration move to W0_1 and W1_1" in page
+    assert "Kill W2_1?" in page and "Process 109 on node1" in page
+    assert "Its 6 micro-batches go to W0_1 and W1_1; about" in page and "of fault-free throughput is left" in page
+    assert console.commands(job.job_id, 0) == [], "asked, and not confirmed"
     assert test.button(key="worker-confirm").label == "Kill W2_1"
     test.button(key="worker-confirm").click().run()
     assert not test.exception
@@ -194,6 +201,7 @@ def test_restart_is_offered_for_a_failed_worker(console: Console, jobs: dict[str
     job = jobs["failed"]
     test = open_page(job.job_id)
     test.button(key="worker-W1_2").click().run()
+    test.button(key="ask-restart").click().run()
     assert test.button(key="worker-confirm").label == "Restart W1_2"
     test.button(key="worker-confirm").click().run()
     assert [(c.kind, c.worker) for c in console.commands(job.job_id, 0)] == [("restart", "W1_2")]
@@ -204,8 +212,12 @@ def test_cancel_does_nothing(console: Console, jobs: dict[str, JobHere]) -> None
     before = console.commands(job.job_id, 0)
     test = open_page(job.job_id)
     test.button(key="worker-W0_0").click().run()
+    test.button(key="ask-kill").click().run()
     test.button(key="worker-cancel").click().run()
-    assert not test.exception
+    assert not test.exception and not [b for b in test.button if b.key == "worker-confirm"]
+    test.button(key="ask-kill").click().run()
+    test.button(key="worker-W0_1").click().run()
+    assert not [b for b in test.button if b.key == "worker-confirm"], "another one's dialog is not armed"
     assert console.commands(job.job_id, 0) == before
 
 
@@ -215,6 +227,7 @@ def test_last_peer_warns_of_the_halt(console: Console, jobs: dict[str, JobHere])
     job.die("W1_1").resume(3)
     test = open_page(job.job_id)
     test.button(key="worker-W2_1").click().run()
+    test.button(key="ask-kill").click().run()
     assert "nobody can take over" in words(test)
     assert "stops the job" in test.warning[0].value
 
@@ -224,7 +237,7 @@ def test_no_kill_outside_a_demo(console: Console, jobs: dict[str, JobHere]) -> N
     assert "The computation inside is real" not in words(test), "not paced: nothing to say"
     test.button(key="worker-W0_0").click().run()
     assert "Only the processes of a demo job" in words(test)
-    assert not [b for b in test.button if b.label == "Kill W0_0"]
+    assert not [b for b in test.button if b.key == "ask-kill"]
 
 
 def test_schedule_of_the_plan_in_force(console: Console, jobs: dict[str, JobHere]) -> None:
@@ -290,7 +303,8 @@ def test_a_grid_too_large_for_buttons_is_a_heat_map(console: Console, jobs: dict
     test.selectbox(key="worker-name").select("W19_3").run()
     test.button(key="worker-open").click().run()
     assert not test.exception
-    assert "Kill W19_3?" in words(test)
+    assert "179 on node1" in words(test)
+    assert test.button(key="ask-kill")
 
 
 def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,3 +322,16 @@ def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pyte
     assert refused == "job: got 'x', expected one that is there"
     said = capsys.readouterr()
     assert mark.group(1) in said.out + said.err and "KeyError: 'secret'" in said.out + said.err
+
+
+def test_home_opens_a_job_that_runs_before_one_that_has_ended(tmp_path: Path) -> None:
+    here = ConsoleHere(tmp_path)
+    set_console(here.console)
+    try:
+        runs = JobHere(here.console, "runs").register()
+        JobHere(here.console, "ended later").register().finish()
+        test = AppTest.from_file(MAIN, default_timeout=30).run()
+        assert not test.exception and test.query_params["job"] == runs.job_id
+    finally:
+        set_console(None)
+        here.close()

@@ -94,7 +94,7 @@ def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: Console) -> None
     acknowledge("W0_2", "adopted", "formed", "resumed")
     test = open_live(job.job_id)
     page = html(test)
-    assert "Epoch 2: of 11 workers 3 have the plan, 2 are in their groups, 1 train" in page
+    assert "Epoch 2: of 11 workers 8 waiting, 1 with the plan, 1 in groups, 1 training" in page
     assert "has the plan" in test.button(key="worker-W0_0").label
     assert "in its groups" in test.button(key="worker-W0_1").label
     rows = page.split('<table class="or-table"><caption>Acknowledged')[1].split("<tr>")[2:]

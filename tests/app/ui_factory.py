@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from agent.protocol import JobSpec, JobState, WorkerState
+from agent.protocol import JobSpec, JobState
+from app.coordination.standing import OUT, Condition, Process, RoleState
+from app.observing.baseline import Baseline
 from app.observing.goodput import Figures
 from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
 from planner.failures import parse_failed
@@ -13,7 +15,9 @@ from planner.job import Job, MemoryLimit, Problem, Technique
 from planner.plan import Plan
 from planner.solvers.portfolio import make_plan
 
+STEPS = (("seen", 12.0), ("free", 49.0), ("formed", 46.0), ("done again", 176.0), ("waited for a person", 0.0))
 T0 = 1_790_000_000.0
+MEASURED = Baseline(36.5, "measured", 1, 20, "plan")
 PACE = {"F": 40.0, "I": 40.0, "W": 40.0}
 
 
@@ -49,7 +53,7 @@ def spec(**changes: object) -> JobSpec:
 
 
 def worker_views(
-    job: JobSpec, in_force: Plan | None, states: dict[str, WorkerState], iteration: int
+    job: JobSpec, in_force: Plan | None, states: dict[str, RoleState], iteration: int
 ) -> tuple[WorkerView, ...]:
     guests: dict[str, int] = {}
     if in_force is not None:
@@ -60,8 +64,9 @@ def worker_views(
     for p in range(job.pipelines):
         for s in range(job.stages):
             name = f"W{p}_{s}"
-            state = states.get(name, WorkerState.RUNNING)
-            started = state is not WorkerState.STARTING
+            usual = RoleState.REROUTED if guests.get(name) else RoleState.RUNNING
+            state = states.get(name, usual)
+            started = state is not RoleState.EMPTY
             workers.append(
                 WorkerView(
                     name=name,
@@ -69,7 +74,7 @@ def worker_views(
                     stage=s,
                     state=state,
                     takes_rerouted=guests.get(name, 0),
-                    heartbeat_age=(7.4 if state is WorkerState.SUSPECT else 0.3 + 0.05 * s) if started else None,
+                    heartbeat_age=(7.4 if state is RoleState.SUSPECT else 0.3 + 0.05 * s) if started else None,
                     epoch=2 if in_force is not None and in_force.failed else 1,
                     iteration=iteration,
                     phase="training" if started else "",
@@ -77,7 +82,7 @@ def worker_views(
                     resident_bytes=412 * 2**20 if started else 0,
                     host="node-a" if started else "",
                     pid=4100 + 10 * p + s if started else 0,
-                    detail="process ended with signal 9" if state is WorkerState.FAILED else "",
+                    detail="process ended with signal 9" if state is RoleState.FAILED else "",
                 )
             )
     return tuple(workers)
@@ -125,16 +130,17 @@ def running(**changes: object) -> JobView:
         recoveries=(),
         planned_ahead=19,
         plans_to_make=79,
-        figures=Figures(36.5, "measured", 0.97, 0.94, 31.0, 30.07),
+        figures=Figures(MEASURED, 0.97, 0.94, 31.0, 30.07),
     )
     return replace(view, **changes)  # type: ignore[arg-type]
 
 
 def starting() -> JobView:
     job = spec()
-    states = {f"W{p}_{s}": WorkerState.STARTING for p in range(3) for s in range(4) if (p, s) != (0, 0)}
+    states = {f"W{p}_{s}": RoleState.EMPTY for p in range(3) for s in range(4) if (p, s) != (0, 0)}
     return running(
         state=JobState.STARTING,
+        condition=Condition.STARTING,
         sentence="waiting for 11 of 12 workers to register",
         epoch=0,
         workers=worker_views(job, None, states, 0),
@@ -145,17 +151,23 @@ def starting() -> JobView:
     )
 
 
+def lost(name: str) -> Process:
+    return Process(f"{name}-a", "node-a", 4000, ((name, T0),), "failed", "process ended with signal 9")
+
+
 def failed() -> JobView:
     """W1_2 died in iteration 18 and the job goes on without it."""
     base, in_force = running(), plan(("W1_2",))
     return replace(
         base,
+        condition=Condition.DEGRADED,
+        missing=(lost("W1_2"),),
         sentence="training on 11 workers; W1_2's micro-batches run on W0_2 and W2_2",
         epoch=2,
-        workers=worker_views(base.spec, in_force, {"W1_2": WorkerState.FAILED}, 30),
+        workers=worker_views(base.spec, in_force, {"W1_2": RoleState.FAILED}, 30),
         plan=in_force,
         iterations=iteration_views(30, failed_at=18),
-        recoveries=(RecoveryView("W1_2", 2, 12.0, 61.0, 107.0, 283.0, T0 + 17.5),),
+        recoveries=(RecoveryView("W1_2", 2, 12.0, 61.0, 107.0, 283.0, T0 + 17.5, steps=STEPS),),
         events=(
             EventView(6, T0 + 17.9, "info", "recovery", "W1_2", "training resumed after 283 ms: iteration 18 redone"),
             EventView(5, T0 + 17.6, "info", "epoch", None, "epoch 2 opened without W1_2: plan looked up"),
@@ -167,10 +179,12 @@ def failed() -> JobView:
 
 def suspect_and_joining() -> JobView:
     base = failed()
-    states = {"W1_2": WorkerState.REJOINING, "W2_0": WorkerState.SUSPECT}
+    states = {"W1_2": RoleState.JOINING, "W2_0": RoleState.SUSPECT}
     return replace(
         base,
         state=JobState.RECOVERING,
+        condition=Condition.RECOVERING,
+        missing=(),
         sentence="waiting for W2_0: last heard 7.4 s ago, dead at 20 s",
         workers=worker_views(base.spec, base.plan, states, 30),
     )
@@ -178,10 +192,12 @@ def suspect_and_joining() -> JobView:
 
 def halted() -> JobView:
     base = failed()
-    states = {f"W{p}_2": WorkerState.FAILED for p in range(3)}
+    states = {f"W{p}_2": RoleState.FAILED for p in range(3)}
     return replace(
         base,
         state=JobState.HALTED,
+        condition=Condition.HALTED,
+        missing=tuple(lost(name) for name in states),
         sentence="stage 2 has no living peer; bring back one of W0_2, W1_2, W2_2",
         workers=worker_views(base.spec, base.plan, states, 30),
     )
@@ -189,11 +205,12 @@ def halted() -> JobView:
 
 def finished() -> JobView:
     base = running()
-    states = {w.name: WorkerState.FINISHED for w in base.workers}
+    states = {w.name: RoleState.FINISHED for w in base.workers}
     return replace(
         base,
         spec=spec(iterations=30),
         state=JobState.FINISHED,
+        condition=Condition.FINISHED,
         sentence="all 30 iterations are done",
         workers=worker_views(base.spec, base.plan, states, 30),
     )
@@ -202,14 +219,30 @@ def finished() -> JobView:
 def large(pipelines: int = 64, stages: int = 32) -> JobView:
     """2,048 workers with a few that need a look."""
     job = spec(name="large job", pipelines=pipelines, stages=stages, micro_batches=64, demo=False, paced=False)
-    states = {"W3_5": WorkerState.FAILED, "W20_9": WorkerState.FAILED, "W40_1": WorkerState.SUSPECT}
-    return running(job_id="large", spec=job, workers=worker_views(job, None, states, 30), plan=None, epoch=3)
+    states = {"W3_5": RoleState.FAILED, "W20_9": RoleState.FAILED, "W40_1": RoleState.SUSPECT}
+    return running(
+        job_id="large",
+        condition=Condition.DEGRADED,
+        missing=(lost("W3_5"), lost("W20_9")),
+        spec=job,
+        workers=worker_views(job, None, states, 30),
+        plan=None,
+        epoch=3,
+    )
 
 
 def summary(view: JobView) -> JobSummary:
-    living = sum(w.state is not WorkerState.FAILED for w in view.workers)
+    living = sum(w.state not in OUT for w in view.workers)
     return JobSummary(
-        view.job_id, view.spec.name, view.state, view.sentence, view.created_at, view.epoch, living, len(view.workers)
+        view.job_id,
+        view.spec.name,
+        view.state,
+        view.sentence,
+        view.created_at,
+        view.epoch,
+        living,
+        len(view.workers),
+        view.condition,
     )
 
 

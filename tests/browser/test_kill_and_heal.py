@@ -147,13 +147,18 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     # Kill by the button: nothing happens before it is confirmed.
     page.get_by_role("button", name=VICTIM).click()
     dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_role("button", name=f"Kill {VICTIM}")).to_have_count(0)
+    dialog.get_by_role("button", name="Kill", exact=True).click()
     expect(dialog).to_contain_text(f"Kill {VICTIM}?")
     expect(dialog).to_contain_text("W0_2 and W2_2")
     dialog.get_by_role("button", name="Cancel").click()
+    expect(dialog.get_by_role("button", name=f"Kill {VICTIM}")).to_have_count(0)
+    dialog.get_by_role("button", name="Close").click()
     expect(dialog).to_be_hidden()
     wait_for_iterations(page, before + 2)
     expect(cell(page, "running", VICTIM)).to_be_visible()
     page.get_by_role("button", name=VICTIM).click()
+    page.get_by_role("dialog").get_by_role("button", name="Kill", exact=True).click()
     shifts.forget()
     page.get_by_role("dialog").get_by_role("button", name=f"Kill {VICTIM}").click()
 
@@ -166,14 +171,15 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     assert card(page, "Plan in force") != plan_before[1]
     expect(page.locator(".or-recovery")).to_contain_text(VICTIM)
     expect(page.locator(".or-events")).to_contain_text(f"{VICTIM} failed")
-    expect(page.locator(".or-sentence .or-state")).to_have_text("running")
+    expect(page.locator(".or-sentence .or-state")).to_have_text("degraded")
     wait_for_iterations(page, iterations_done(page) + 2)
     shifts.assert_few("as a worker was lost")
 
     # The console's record agrees with the page.
     assert demo.get("")["epoch"] > plan_before[0]
     states = {w["name"]: w["state"] for w in demo.get("/workers")["workers"]}
-    assert states.pop(VICTIM) == "failed" and set(states.values()) == {"running"}
+    assert states.pop(VICTIM) == "failed" and {states.pop(peer) for peer in PEERS} == {"re-routed"}
+    assert set(states.values()) == {"running"}
 
     # The schedule shows the new plan, with the failed row and the re-routed micro-batches.
     page.get_by_role("link", name="Schedule").click()
@@ -184,6 +190,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     # Bring it back the same way.
     page.get_by_role("link", name="Live").click()
     page.get_by_role("button", name=VICTIM).click()
+    page.get_by_role("dialog").get_by_role("button", name="Restart", exact=True).click()
     restart = page.get_by_role("dialog").get_by_role("button", name=f"Restart {VICTIM}")
     restart.wait_for()
     shifts.forget()
@@ -210,6 +217,7 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     epoch = demo.get("")["epoch"]
 
     page.get_by_role("button", name=VICTIM).click()
+    page.get_by_role("dialog").get_by_role("button", name="Kill", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name=f"Kill {VICTIM}").click()
     ways = page.locator(".st-key-ways-on .or-way")
     expect(ways.nth(1)).to_be_visible()

@@ -97,6 +97,6 @@ def test_sums_of_iterations_by_epoch(seen: Observations, store: Store) -> None:
         (2, 3, 2, 7.0, 3, 5.0),
         (3, 4, 1, 7.0, 5, 7.0),
     ]
-    assert seen.settled_seconds("a", 4, 10) == [1.25, 1.5, 1.0]
-    assert seen.settled_seconds("a", 4, 2) == [1.25, 1.5]
+    assert seen.committed_after("a", 2.0) is None
+    assert seen.committed_after("a", 1.0) == {"iteration": 0, "epoch": 1, "seconds": 9.0, "committed_at": 1.0}
     assert seen.iteration_sums("b", 5) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -55,6 +55,9 @@ class Sheet:
         low, high = window or (float("-inf"), float("inf"))
         inside = [op for w in self.rows.workers for op in self.schedule.ops.get(w, ())]
         return inside if window is None else [op for op in inside if op.end > low and op.start < high]
+
+
+FAILED = "failed"
 
 
 def op_bars(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False, suffix: str = "") -> list[go.Bar]:
@@ -246,11 +249,12 @@ def waits(sheet: Sheet, path: Iterable[Link]) -> go.Bar | None:
     )
 
 
-def mark_failed(figure: go.Figure, sheet: Sheet) -> None:
-    """Tints the rows of failed workers and says who runs their micro-batches."""
+def mark_failed(figure: go.Figure, sheet: Sheet, out: Mapping[str, str] | None = None) -> None:
+    """Tints the rows of workers that the plan goes without, and says who runs their micro-batches. out: why a job that
+    runs it goes without them, where that is known; else they count as failed."""
     for worker in sheet.rows.workers:
         if worker in sheet.schedule.problem.failed:
-            _mark_failed(figure, sheet, worker)
+            _mark_failed(figure, sheet, worker, (out or {}).get(str(worker), FAILED))
 
 
 def op_sentence(op: Op, job: Job) -> str:
@@ -314,7 +318,7 @@ def _hatch(colours: Palette) -> dict[str, object]:
     }
 
 
-def _mark_failed(figure: go.Figure, sheet: Sheet, worker: Worker) -> None:
+def _mark_failed(figure: go.Figure, sheet: Sheet, worker: Worker, why: str) -> None:
     y, colours = sheet.rows.at[worker], sheet.colours
     figure.add_shape(
         type="rect",
@@ -324,7 +328,7 @@ def _mark_failed(figure: go.Figure, sheet: Sheet, worker: Worker) -> None:
         x1=1,
         y0=y - BAR_HEIGHT / 2,
         y1=y + BAR_HEIGHT / 2,
-        fillcolor=colours.failed_tint,
+        fillcolor=colours.failed_tint if why == FAILED else colours.surface,
         line_width=0,
         name=str(worker),
     )
@@ -342,9 +346,9 @@ def _mark_failed(figure: go.Figure, sheet: Sheet, worker: Worker) -> None:
         xref="x domain",
         y=y,
         yref=sheet.axis,
-        text=f"<b>✕ failed</b> – its micro-batches run on {_listed(takers)}",
+        text=f"<b>{'✕ ' if why == FAILED else ''}{why}</b> – its micro-batches run on {_listed(takers)}",
         showarrow=False,
-        font={"color": colours.failed_text, "size": 13},
+        font={"color": colours.failed_text if why == FAILED else colours.muted, "size": 13},
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from app.coordination.standing import RoleState
 from app.plans.whatif import WhatIf
 from app.ui.charts.vega import LiveChart, config
 from app.ui.charts.worker_grid import LOOKS
@@ -14,7 +15,7 @@ from app.ui.theme import Palette
 
 PICKED = "picked"
 # Words of the chart, and the look of the same name on Live.
-_LOOKS = {"alive": "running", "takes re-routed work": "re-routed", "dead": "failed"}
+_LOOKS = {"alive": RoleState.RUNNING, "takes re-routed work": RoleState.REROUTED, "dead": RoleState.FAILED}
 
 
 def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> LiveChart:
@@ -27,7 +28,7 @@ def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> L
     axis |= {"labelOverlap": True, "labelSeparation": 5}
     fills = [getattr(colours, LOOKS[look][2]) for look in _LOOKS.values()]
     scale = {"domain": list(_LOOKS), "range": fills}
-    shape = {"domain": ["dead"], "range": [LOOKS["failed"][1]]}
+    shape = {"domain": ["dead"], "range": [LOOKS[RoleState.FAILED][1]]}
     return LiveChart(
         {
             "height": max(150, min(520, 13 * stages)),

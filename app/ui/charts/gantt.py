@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import plotly.graph_objects as go
@@ -40,6 +40,7 @@ def gantt(
     critical: bool = False,
     held: bool = False,
     next_iteration: bool = True,
+    out: Mapping[str, str] | None = None,
     revision: str = "gantt",
 ) -> go.Figure:
     """Draws `schedule`, times in the job's own unit; above bars.MAX_NODES ops without numbers, and deaf to clicks.
@@ -49,7 +50,7 @@ def gantt(
     axis, in its unit; the rest can be moved to (default: all). path: (home pipeline, micro-batch),
     whose ops stand out and are threaded together. critical: thread the critical path. held: rows
     below with the activations that each worker holds, on the same time axis. next_iteration: its
-    first ops, faint.
+    first ops, faint. out: why a job goes without a worker (default: it failed).
     """
     rows = Rows.of(list(schedule.problem.job.workers()) if workers is None else workers)
     sheet = Sheet(schedule, rows, colours)
@@ -73,7 +74,7 @@ def gantt(
         if (waits := bars.waits(sheet, links)) is not None:
             figure.add_trace(waits)
         figure.add_traces(bars.thread(sheet, [link.op for link in links], "critical", dash="dash"))
-    bars.mark_failed(figure, sheet)
+    bars.mark_failed(figure, sheet, out)
     if fault_free_end is not None and start <= fault_free_end <= end:
         _mark_fault_free_end(figure, sheet, fault_free_end)
     style(figure, colours, height=rows.pixels() + TOP + BOTTOM, revision=revision)

@@ -8,28 +8,33 @@ from typing import Any
 
 import numpy as np
 
+from app.coordination.standing import HOLDING, OUT, RoleState
 from app.ui import text
 from app.ui.charts.vega import Columns, LiveChart, config
-from app.ui.facts import HOLDING, look
 from app.ui.theme import Palette
 from app.view import JobView, WorkerView
 
 _CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
 _RING = "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0M.55,0A.55,.55,0,1,0,-.55,0A.55,.55,0,1,0,.55,0Z"
+_BARS = "M-.8,-.9L-.2,-.9L-.2,.9L-.8,.9ZM.2,-.9L.8,-.9L.8,.9L.2,.9Z"
 _CHECK = "M-1,.1L-.65,-.25L-.25,.15L.65,-.8L1,-.45L-.25,.85Z"
 
 # In the order of the legend. Values: words, Vega shape, attribute of Palette.
-LOOKS: dict[str, tuple[str, str, str]] = {
-    "running": ("Running", "square", "healthy"),
-    "re-routed": ("Takes re-routed work", "square", "rerouted"),
-    "slow": ("Slow beside its peers", "triangle-up", "slow"),
-    "suspect": ("Suspect (heartbeat overdue)", "diamond", "suspect"),
-    "failed": ("Failed", _CROSS, "failed"),
-    "re-joining": ("Re-joining", "circle", "joining"),
-    "starting": ("Starting", _RING, "muted"),
-    "finished": ("Finished", _CHECK, "good"),
+LOOKS: dict[RoleState, tuple[str, str, str]] = {
+    RoleState.RUNNING: ("Running", "square", "healthy"),
+    RoleState.REROUTED: ("Takes re-routed work", "square", "rerouted"),
+    RoleState.SLOW: ("Slow beside its peers", "triangle-up", "slow"),
+    RoleState.PAUSED: ("Paused", _BARS, "muted"),
+    RoleState.SUSPECT: ("Suspect (heartbeat overdue)", "diamond", "suspect"),
+    RoleState.FAILED: ("Failed", _CROSS, "failed"),
+    RoleState.JOINING: ("Joining", "circle", "joining"),
+    RoleState.MOVED: ("Empty: its process moved", "triangle-right", "muted"),
+    RoleState.LEAVING: ("Leaving, as asked", "triangle-down", "slow"),
+    RoleState.DRAINED: ("Drained", "triangle-down", "muted"),
+    RoleState.EMPTY: ("Empty", _RING, "muted"),
+    RoleState.FINISHED: ("Finished", _CHECK, "good"),
 }
-QUIET = ("running", "re-routed")
+QUIET = (RoleState.RUNNING, RoleState.REROUTED)
 # Seconds: a heartbeat no older than this is as it should be, and its age is of no interest.
 PUNCTUAL = 2
 # The chart's selection, which holds the worker that was clicked.
@@ -39,9 +44,9 @@ PICKED = "picked"
 def worker_grid(view: JobView, colours: Palette) -> LiveChart:
     """x: pipeline, y: stage. Running workers are quiet cells; every other state adds a shape."""
     spec = view.spec
-    looks = list(LOOKS)
-    fills = [getattr(colours, LOOKS[name][2]) if name in QUIET else colours.track for name in looks]
-    strokes = [getattr(colours, LOOKS[name][2]) for name in looks]
+    looks = [state.value for state in LOOKS]
+    fills = [getattr(colours, LOOKS[state][2]) if state in QUIET else colours.track for state in LOOKS]
+    strokes = [getattr(colours, LOOKS[state][2]) for state in LOOKS]
     axis = {"grid": False, "domain": False, "ticks": False, "labelOverlap": True, "labelAngle": 0, "labelPadding": 4}
     fields = ("worker", "look", "heartbeat", "iterations behind", "epoch", "re-routed micro-batches")
     tooltip = [{"field": field, "title": "state" if field == "look" else field} for field in fields]
@@ -62,10 +67,10 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
                     "encoding": {"color": _scale(looks, fills)},
                 },
                 {
-                    "transform": [{"filter": {"not": {"field": "look", "oneOf": list(QUIET)}}}],
+                    "transform": [{"filter": {"not": {"field": "look", "oneOf": [state.value for state in QUIET]}}}],
                     "mark": {"type": "point", "filled": True, "opacity": 1, "cursor": "pointer", "strokeWidth": 0},
                     "encoding": {
-                        "shape": _scale(looks, [LOOKS[name][1] for name in looks]),
+                        "shape": _scale(looks, [shape for _, shape, _ in LOOKS.values()]),
                         "color": _scale(looks, strokes),
                         "size": {"value": _mark_size(spec.pipelines, spec.stages)},
                     },
@@ -80,12 +85,15 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
 
 def worker_sentence(worker: WorkerView) -> str:
     """State, heartbeat and iteration of one worker, for hover."""
-    words = LOOKS[look(worker)][0].lower()
-    extra = f" ({worker.takes_rerouted} micro-batches)" if look(worker) == "re-routed" else ""
-    if worker.slow:
+    words = LOOKS[worker.state][0].lower()
+    extra = f" ({worker.takes_rerouted} micro-batches)" if worker.state is RoleState.REROUTED else ""
+    if worker.state is RoleState.MOVED:
+        extra = f" to {worker.moved_to}"
+    if worker.state is RoleState.SLOW:
         extra = f" ({worker.slow:.1f} times their op times)"
+    process = f"process {worker.pid} on {worker.host}<br>" if worker.pid and worker.state not in OUT else ""
     return (
-        f"<b>{worker.name}</b> · {words}{extra}<br>"
+        f"<b>{worker.name}</b> · {words}{extra}<br>{process}"
         f"iteration {worker.iteration} · epoch {worker.epoch}<br>"
         f"heartbeat {text.age(worker.heartbeat_age)}"
     )
@@ -99,7 +107,7 @@ def _rows(view: JobView) -> Columns:
         "worker": [w.name for w in workers],
         "pipeline": np.array([w.pipeline for w in workers], dtype=np.int16),
         "stage": np.array([w.stage for w in workers], dtype=np.int16),
-        "look": [look(w) for w in workers],
+        "look": [w.state.value for w in workers],
         "heartbeat": [_heard(w.heartbeat_age) for w in workers],
         "iterations behind": np.array([_behind(w, newest) for w in workers], dtype=np.float32),
         "epoch": np.array([w.epoch for w in workers], dtype=np.int32),

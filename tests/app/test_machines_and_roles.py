@@ -1,0 +1,293 @@
+"""What each view says of every worker is what the processes are, whatever happens to a job.
+
+Processes and their launcher are played (job_world.py); the console, its database and its views are real.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from agent.protocol import JobSpec
+from app.api.models import WorkerInfo
+from app.coordination.choices import Candidate, Mode, Offer, Offered
+from app.coordination.sentence import sentence
+from app.coordination.standing import OUT, Condition, RoleState
+from app.observing.goodput import Accounts
+from app.observing.rollout import RollOuts
+from app.ui import facts
+from app.ui.charts.worker_grid import worker_grid
+from app.ui.theme import LIGHT
+from app.view import JobView
+from app.views import PlanCache, job_view
+from db.observations import Observations
+from planner.policy import DROP, MIGRATE, REROUTE
+from tests.app.coordinator_run import LADDER
+from tests.app.flaky_database import FlakyDatabase
+from tests.app.job_world import Process, World
+
+PIPELINES, STAGES = 3, 2
+NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
+SPEC = JobSpec(name="job", pipelines=PIPELINES, stages=STAGES, micro_batches=3, iterations=500, migrate=True, demo=True)
+pick = st.integers(0, 30)
+
+
+def view_of(world: World) -> JobView:
+    """What the pages and the API are given."""
+    observations = Observations(world.database)
+    accounts = Accounts(world.store, observations)
+    plans, job = PlanCache(world.store), world.job
+    try:
+        waited = accounts.waiting.of(job)
+        stores = world.store, observations
+        say = lambda standing, newest: sentence(standing, world.now, LADDER)  # noqa: E731
+        return job_view(job, stores, plans, say, accounts.of(job), waited, 5, 200)
+    finally:
+        plans.close()
+
+
+class Lives(RuleBasedStateMachine):
+    """A life of a job in steps after each of which everybody has been told of what came before."""
+
+    database: FlakyDatabase
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(self.database, SPEC).begin()
+        self.drained: set[str] = set()  # incarnations that were asked to leave
+        self.paused = False
+
+    def settle(self) -> None:
+        """The launcher and all processes hear of what was decided; nothing is on its way any more."""
+        world = self.world
+        for _ in range(6):
+            world.take_up()
+            while world.unsent:
+                world.retry(world.unsent[0])
+            world.beat(*world.living)
+            world.tick(1, world.living)
+        # Who was asked to leave has left.
+        for process in world.living:
+            if process.incarnation in self.drained:
+                world.die(process, "ended with exit code 0")
+
+    def someone(self, number: int) -> Process | None:
+        living = self.world.living
+        return living[number % len(living)] if living else None
+
+    @rule(number=pick)
+    def dies(self, number: int) -> None:
+        if process := self.someone(number):
+            self.world.die(process)
+        self.settle()
+
+    @rule(worker=st.sampled_from(NAMES))
+    def is_started_again(self, worker: str) -> None:
+        if self.world.at(worker) is None and not self.world.job.state.halted:
+            self.world.start(worker)
+        self.settle()
+
+    @rule(worker=st.sampled_from(NAMES))
+    def is_drained(self, worker: str) -> None:
+        before, there = self.world.job.state.members[worker], self.world.at(worker)
+        self.world.attempt(lambda: self.world.operators.drain(self.world.job_id, worker, "ada"))
+        if self.world.job.state.members[worker].leaving and not before.leaving and there is not None:
+            self.drained.add(there.incarnation)
+        self.settle()
+
+    @rule(source=st.sampled_from(NAMES), better=st.booleans())
+    def moves(self, source: str, better: bool) -> None:
+        """The advisor has another worker take an empty place, or says so while an operator is to choose."""
+        state = self.world.job.state
+        failed = (state.pending or state.current).failed if state.current else ()  # type: ignore[union-attr]
+        if not failed or source in failed:
+            return
+        to = failed[0]
+        after = tuple(name for name in NAMES if name in {*failed, source} - {to})
+        ways = (Candidate(MIGRATE, after, ((source, to),)), Candidate(REROUTE, failed), Candidate(DROP, failed))
+        self.world.attempt(
+            lambda: self.world.job.apply(Offered(failed, Offer(failed, ways, MIGRATE if better else "")))
+        )
+        self.settle()
+
+    @rule(way=st.sampled_from([MIGRATE, REROUTE]))
+    def an_operator_chooses(self, way: str) -> None:
+        self.world.attempt(lambda: self.world.operators.choose(self.world.job_id, way, None, "ada"))
+        self.settle()
+
+    @rule(mode=st.sampled_from(Mode))
+    def the_mode_is_set(self, mode: Mode) -> None:
+        self.world.attempt(lambda: self.world.operators.set_mode(self.world.job_id, mode, 60.0, "ada"))
+        self.settle()
+
+    @rule()
+    def nobody_chooses(self) -> None:
+        if self.world.job.state.choosing:
+            self.world.tick(70, self.world.living)
+        self.settle()
+
+    @rule()
+    def is_paused_or_resumed(self) -> None:
+        act = self.world.operators.resume if self.paused else self.world.operators.pause
+        act(self.world.job_id, "ada")
+        self.paused = not self.paused
+        self.settle()
+
+    @rule()
+    def the_console_is_restarted(self) -> None:
+        self.world.restart_console()
+        self.settle()
+
+    # -- what always holds ----------------------------------------------------------------------
+
+    @invariant()
+    def every_view_says_what_the_processes_are(self) -> None:
+        world, view = self.world, view_of(self.world)
+        standing = world.job.standing()
+        alive = {process.incarnation for process in world.living}
+        holds = {process.incarnation: str(place) for place, process in self.places()}
+        # Each process, by itself.
+        for incarnation, state in standing.processes.items():
+            assert (state not in (RoleState.FAILED, RoleState.DRAINED)) == (incarnation in alive), (incarnation, state)
+            if incarnation not in alive:
+                assert (state is RoleState.DRAINED) == (incarnation in self.drained), (incarnation, state)
+        assert alive <= standing.processes.keys()
+        for worker in view.workers:
+            holder = next((i for i, place in holds.items() if place == worker.name), None)
+            # The grid, and with it the heat map, its table and the API.
+            assert (worker.state not in OUT) == (holder is not None), (worker, holder)
+            if holder is not None:
+                pid = int(holder[1:]) + 1
+                assert (worker.pid, worker.host) == (pid, "node1"), "the dialog's process"
+                assert world.job.processes[holder].slot == worker.slot
+                if worker.state is not RoleState.JOINING:
+                    assert (worker.state is RoleState.PAUSED) == self.paused, worker
+            elif worker.state is RoleState.MOVED:
+                assert worker.moved_to in holds.values() and worker.pid == 0
+                moved = world.job.standing().role(world.job.state.members[worker.name]).process
+                assert moved is not None and holds[moved.incarnation] == worker.moved_to
+            elif worker.state is not RoleState.EMPTY:
+                ended = next(i for i in world.processes if int(i[1:]) + 1 == worker.pid)
+                assert ended not in alive, "the process that it names is gone"
+                assert (worker.state is RoleState.DRAINED) == (ended in self.drained)
+            assert facts.tile_words(worker)
+            assert WorkerInfo(**worker._asdict()).state is worker.state
+        looks = worker_grid(view, LIGHT).rows["look"]
+        assert list(looks) == [w.state.value for w in view.workers]
+        # The card and the sentence name the processes that are gone, and only those.
+        card = next(c for c in facts.live_cards(view) if c.label == "Living workers")
+        assert card.value == f"{len(holds):,}"
+        assert len(view.missing) == len(NAMES) - len(holds)
+        for process in view.missing:
+            assert process.incarnation not in alive
+            assert (process.ended == "drained") == (process.incarnation in self.drained)
+            assert process.slot in card.note or len(view.missing) > 3
+        for process in view.moved:
+            assert process.incarnation in alive and holds[process.incarnation] == process.role != process.slot
+        if view.condition in (Condition.RUNNING, Condition.DEGRADED):
+            assert (view.condition is Condition.RUNNING) == (len(holds) == len(NAMES))
+            for process in view.missing:
+                assert process.name in view.sentence
+        assert (view.condition is Condition.PAUSED) <= self.paused
+        if self.paused and not world.job.state.halted and not world.job.state.choosing:
+            assert view.condition is Condition.PAUSED
+
+    @invariant()
+    def a_console_that_is_started_anew_says_the_same(self) -> None:
+        before, job = view_of(self.world), self.world.job
+        row = self.world.row
+        fresh = self.world._live()
+        fresh._read(row)
+        again = fresh.standing(), job.standing()
+        assert again[0].processes == again[1].processes
+        assert {n: (r.state, r.process, r.moved_to) for n, r in again[0].roles.items()} == {
+            n: (r.state, r.process, r.moved_to) for n, r in again[1].roles.items()
+        }
+        assert again[0].missing == before.missing
+
+    def places(self) -> Iterator[tuple[object, Process]]:
+        """Where the launcher has its processes."""
+        for place, entry in self.world.pool.running.items():
+            yield place, self.world.processes[entry.incarnation]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlakyDatabase]:
+    """One for all examples: each has a job of its own."""
+    made = Lives.database = FlakyDatabase(f"sqlite:///{Path(tmp_path_factory.mktemp('lives')) / 'console.db'}")
+    made.upgrade()
+    yield made
+    made.close()
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(
+    max_examples=15,
+    stateful_step_count=15,
+    derandomize=True,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),
+)
+
+
+def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:
+    """W2_0 is killed and W0_1's process takes its place; W1_1 is drained and W0_0's takes that."""
+    world = World(database, SPEC).begin()
+
+    def offer(source: str, to: str) -> None:
+        failed = world.job.state.current.failed  # type: ignore[union-attr]
+        after = tuple(name for name in NAMES if name in {*failed, source} - {to})
+        ways = (Candidate(MIGRATE, after, ((source, to),)), Candidate(REROUTE, failed))
+        world.job.apply(Offered(failed, Offer(failed, ways, MIGRATE)))
+        world.take_up()
+
+    killed = world.at("W2_0")
+    assert killed is not None
+    world.die(killed)
+    world.take_up()
+    offer("W0_1", "W2_0")
+    leaver = world.at("W1_1")
+    assert leaver is not None
+    world.operators.drain(world.job_id, "W1_1", "ada")
+    world.take_up()
+    world.die(leaver, "ended with exit code 0")
+    offer("W0_0", "W1_1")
+    view = view_of(world)
+    by_name = {w.name: w for w in view.workers}
+    assert (by_name["W0_1"].state, by_name["W0_1"].moved_to, by_name["W0_1"].pid) == (RoleState.MOVED, "W2_0", 0)
+    assert (by_name["W0_0"].state, by_name["W0_0"].moved_to, by_name["W0_0"].pid) == (RoleState.MOVED, "W1_1", 0)
+    assert (by_name["W2_0"].pid, by_name["W2_0"].slot) == (2, "W0_1")
+    assert (by_name["W1_1"].pid, by_name["W1_1"].slot) == (1, "W0_0")
+    assert not [w.name for w in view.workers if w.state is RoleState.FAILED]
+    card = next(c for c in facts.live_cards(view) if c.label == "Living workers")
+    gone = "failed: W2_0's former process; drained: W1_1's former process"
+    assert (card.value, card.note) == ("4", f"{gone}; moved: W0_0 to W1_1 and W0_1 to W2_0")
+    assert view.condition is Condition.DEGRADED
+    assert "W2_0's former process failed; W1_1's former process was drained. " in view.sentence
+    assert "W0_0's process holds W1_1 now, W0_1's process holds W2_0 now." in view.sentence
+    assert time.time() - world.job.processes["i1"].since < 3600
+
+
+def test_a_roll_out_counts_each_worker_once_also_one_that_has_moved(database: FlakyDatabase) -> None:
+    """It acknowledges under the name that it had: 10 of a headline were 9 in the list."""
+    world = World(database, SPEC).begin()
+    killed, mover = world.at("W2_0"), world.at("W0_1")
+    assert killed is not None and mover is not None
+    world.die(killed)
+    world.take_up()
+    ways = (Candidate(MIGRATE, ("W0_1",), (("W0_1", "W2_0"),)), Candidate(REROUTE, ("W2_0",)))
+    world.job.apply(Offered(("W2_0",), Offer(("W2_0",), ways, MIGRATE)))
+    epoch = world.job.state.epoch
+    assert mover.name == "W0_1", "it has not heard of its new place"
+    for process in world.living:
+        world.acknowledge(process, "adopted", epoch)
+    found = RollOuts(world.store).of(world.job)
+    assert found is not None and len(found.workers) == 5
+    assert [found.now_at(step) for step in facts.STEPS] == [0, 5, 0, 0]
+    assert sum(taken.adopted is not None for taken in found.workers) == 5, "those that are listed"
