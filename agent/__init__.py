@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from agent.boundaries import TensorSpec
     from agent.data import MicroBatchSampler
     from agent.launch import JobFailed
+    from agent.recipe import HandOver
     from agent.reporter import Reporter
     from agent.timeouts import Timeouts
     from agent.trainer import ResilientTrainer, TrainingResult
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from planner.job import Job
 
 _HOMES = {
+    "HandOver": "agent.recipe",
     "InputError": "planner.errors",
     "Job": "planner.job",
     "JobFailed": "agent.launch",
@@ -29,6 +31,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "HandOver",
     "InputError",
     "Job",
     "JobFailed",

@@ -43,7 +43,7 @@ from agent.faults import Kill, Rejoin, Slow
 from agent.preflight import check_workload
 from agent.processes import preload, start_server
 from agent.protocol import Iteration, Recovery
-from agent.recipe import Autocast, CheckpointWish, Mode, NonFinite, OnBadSample, Recipe
+from agent.recipe import Autocast, CheckpointWish, HandOver, Mode, NonFinite, OnBadSample, Recipe
 from agent.record_words import is_remark, iteration_of, sentence_of
 from agent.start import (
     BY_PROFILE,
@@ -121,8 +121,9 @@ class ResilientTrainer:
         checkpoint_keep stay. resume: which one to go on from, "newest" or an iteration.
     migrate: may workers change their stage to shorten the plan? None: only where a console decides.
     kill, rejoin, slow: faults to train through, such as "W1_2@10:F3", "W1_2@15" and "W1_2@10:2".
-    timeouts: how long workers wait for each other. compare_every: iterations after which the workers of a
-        stage compare a hash of their parameters (0: only in checkpoints and at the end).
+    timeouts: how long workers wait for each other. hand_over: how a worker that joins gets its state.
+    compare_every: iterations after which the workers of a stage compare a hash of their parameters (0: only in
+        checkpoints and at the end).
     record: JSON-lines file for losses, failures and the final hash, as of `launch --record`.
     on_iteration: called with (iteration, loss) of each that is committed; one that takes a third argument
         gets the agent.protocol.Iteration, with `skipped`: the micro-batches that count in no sum, since
@@ -181,6 +182,7 @@ class ResilientTrainer:
         rejoin: Sequence[str] = (),
         slow: Sequence[str] = (),
         timeouts: Timeouts | None = None,
+        hand_over: HandOver | None = None,
         compare_every: int = 100,
         record: str | Path | None = None,
         on_iteration: Callable[[int, float], object] | Callable[[int, float, Iteration], object] | None = None,
@@ -201,6 +203,8 @@ class ResilientTrainer:
                 raise InputError("on_error", on_error, "stop or log")
             if timeouts is not None and not isinstance(timeouts, Timeouts):
                 raise InputError("timeouts", timeouts, "agent.Timeouts(...)")
+            if hand_over is not None and not isinstance(hand_over, HandOver):
+                raise InputError("hand_over", hand_over, "agent.HandOver(...)")
             if record is not None:
                 check_writable(Path(record), field="record")
             job = with_profile(job, profile)
@@ -250,6 +254,7 @@ class ResilientTrainer:
                 demo=demo,
                 migrate=migrate,
                 timeouts=timeouts or Timeouts(),
+                hand_over=hand_over or HandOver(),
                 compare_every=compare_every,
                 checked=True,
                 checkpoints=None

@@ -1,0 +1,88 @@
+"""What it costs the others that a worker which joins takes a large state over a slow link.
+
+A real job of 2 x 2 workers; W1_1 dies, comes back, and takes its stage's state from its only peer. Prints the
+iterations before it comes back (the plan without it), those while its state comes, and those by the full plan;
+and how much time the others lost in all, in iterations: every iteration's excess over the median of its plan.
+
+    python -m tests.benchmarks.bench_hand_over --mebibytes 2048 --rate 50
+    python -m tests.benchmarks.bench_hand_over --mebibytes 128 --rate 10     # shorter
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from agent.recipe import HandOver
+from agent.timeouts import Timeouts
+from agent.workload import NamedWorkload
+from tests.agent.local_jobs import LocalJob
+from tests.benchmarks.machine import describe
+
+GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
+AFTER = 4
+"""Iterations by the full plan at the end."""
+
+
+def run(mebibytes: int, rate: float, before: int) -> None:
+    model = {"mebibytes": mebibytes, "width": 512, "heads": 2, "sequence": 16, "batch": 2}
+    began: list[float] = []
+    complete: list[tuple[int, float]] = []
+
+    def hear(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
+        if message["kind"] == "formed" and message["epoch"] == 3:
+            if worker == "W1_1":
+                complete.append((message["iteration"], time.monotonic()))
+            elif not began:
+                began.append(time.monotonic())
+
+    def act(job: LocalJob, line: dict[str, Any]) -> None:
+        if "iteration" not in line:
+            return
+        alone = [i for i in job.iterations if i["epoch"] == 2]
+        if len(alone) == before and line["epoch"] == 2:
+            job.start("W1_1")
+        if complete and line["iteration"] >= complete[0][0] + AFTER:
+            job.stop()
+
+    job = LocalJob(
+        **GRID,
+        kills=("W1_1@1:I1",),
+        workload=NamedWorkload("tests.agent.bulky:Bulky", model),
+        hand_over=HandOver(rate=rate * 1e6),
+        timeouts=Timeouts(op=120.0),
+        on_message=hear,
+        on_line=act,
+    ).run()
+    first, at = complete[0]
+    alone = [i["seconds"] for i in job.iterations if i["epoch"] == 2][1:]
+    joint = [i["seconds"] for i in job.iterations if i["epoch"] == 3]
+    start = next(i["iteration"] for i in job.iterations if i["epoch"] == 3)
+    while_coming, full = joint[: first - start], joint[first - start :]
+    boundary = while_coming[0] - statistics.median(while_coming)
+    usual = statistics.median(alone)
+    lost = sum(max(0.0, s - statistics.median(while_coming)) for s in while_coming) / usual
+    print(
+        f"state of {mebibytes:,} MiB at {rate:g} MB/s: {at - began[0]:.1f} s, {len(while_coming)} iterations meanwhile"
+    )
+    for name, seconds in (("without it", alone), ("while its state comes", while_coming), ("by the full plan", full)):
+        print(f"  {name}: median {statistics.median(seconds):.3f} s, longest {max(seconds):.3f} s ({len(seconds)})")
+    print(f"  the iteration in which it entered the groups took {boundary:.3f} s more")
+    print(f"  lost by the others in all: {lost:.2f} iterations; dead: {', '.join(job.dead)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mebibytes", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=10.0, help="MB/s")
+    parser.add_argument("--before", type=int, default=6, help="iterations until it comes back")
+    arguments = parser.parse_args()
+    print(describe())
+    run(arguments.mebibytes, arguments.rate, arguments.before)
+    print(describe())
+
+
+if __name__ == "__main__":
+    main()
