@@ -252,6 +252,7 @@ class WorkerLoop:
             self._status.iteration = iteration
             if joining and self._steps.counts_on_all(iteration):
                 if formed is None:
+                    self._state.stop()  # what counts for a step of all can't be taken back
                     formed = self._say_formed(iteration)
                 joining, whole = frozenset(), living
             if self._options.slow:

@@ -50,6 +50,7 @@ ASKED_AHEAD = 4
 """Pieces asked for before the first of them is there, so that the link is never idle."""
 HANDSHAKE_SECONDS = 10.0
 RECONNECT_SECONDS = (0.1, 5.0)
+RECHECK_SECONDS = 0.1
 PROGRESS_SECONDS = 10.0
 MAX_CONNECTIONS = 16
 STATE_ATTEMPTS = 3
@@ -245,7 +246,6 @@ class StateReceiver:
         self._live: tuple[Version, dict[str, Tensor]] | None = None
         self._since = self._corrected = 0
         self._session = 0
-        self._bytes = 0
         self.begun = False
         """Does this worker hold anything of the stage's state?"""
         self._unusable = 0
@@ -338,6 +338,7 @@ class StateReceiver:
         """No more pieces from whoever is asked now; what is in place stays."""
         with self._optimizer.lock:
             self._session += 1
+            self._changed.notify_all()
             connection, self._connection = self._connection, None
         if connection is not None:
             _close(connection)
@@ -351,9 +352,8 @@ class StateReceiver:
 
     def _run(self, session: int, address: tuple[str, int], secret: bytes, source: Worker, size: int) -> None:
         pause, longest = RECONNECT_SECONDS
-        said = began = time.monotonic()
-        tries = 0
-        while self._session == session and self.missing:
+        began, tries = time.monotonic(), 0
+        while self._session == session:
             before = len(self._arrived)
             try:
                 with socket.create_connection(address, HANDSHAKE_SECONDS) as connection:
@@ -363,33 +363,34 @@ class StateReceiver:
                         self._connection = connection
                     connection.settimeout(None)
                     connection.sendall(secret)
-                    said = self._fetch(connection, session, source, size, said, began)
-                if not self.missing:
-                    return
-                reason = "the connection was closed"
+                    self._fetch(connection, session, source, size, began)
+                return
             except (OSError, EOFError, StateError, ValueError, KeyError, struct.error) as error:
                 reason = str(error) or type(error).__name__
             if self._session != session:
                 return
+            if not self.missing:
+                time.sleep(RECHECK_SECONDS)
+                continue
             tries += 1
             # A peer that dies is told of by the next epoch; until then there may be no reason to ask so often.
             pause = RECONNECT_SECONDS[0] if len(self._arrived) > before else min(2 * pause, longest)
             self._say(f"its state from {source} broke off ({reason}); try {tries + 1} follows in {pause:.1f} s")
             time.sleep(pause)
 
-    def _fetch(
-        self, connection: socket.socket, session: int, source: Worker, size: int, said: float, began: float
-    ) -> float:
-        """Asks for pieces until none is missing. Returns when it last said how far it is. Raises OSError and others."""
+    def _fetch(self, connection: socket.socket, session: int, source: Worker, size: int, began: float) -> None:
+        """Asks for pieces until the session is over: a step that is put right may take back what was complete. Raises
+        OSError and others."""
+        said = time.monotonic()
         asked: deque[int] = deque()
         wanted: deque[int] = deque()
         while self._session == session:
             if not wanted and not asked:
-                with self._optimizer.lock:
-                    self._drop_corrected()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._session != session or self.missing, RECHECK_SECONDS)
                     wanted.extend(n for n in range(len(self._pieces)) if n not in self._arrived)
                 if not wanted:
-                    return said
+                    continue
             while len(asked) < ASKED_AHEAD and wanted:
                 asked.append(wanted.popleft())
                 connection.sendall(_REQUEST.pack(asked[-1]))
@@ -402,7 +403,6 @@ class StateReceiver:
                 self._say(
                     f"has {done:.0%} of its state from {source} ({size / 2**20:,.0f} MiB) after {said - began:.0f} s"
                 )
-        return said
 
     def _take(self, connection: socket.socket, number: int) -> bool:
         """Puts the next piece in place, unless it is of another step than the values here; returns whether."""

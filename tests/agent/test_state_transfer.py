@@ -263,7 +263,7 @@ def server() -> Iterator[StateServer]:
         yield made
 
 
-@pytest.mark.parametrize("opening", [b"", b"x" * 32, b"\x00" * 4096])
+@pytest.mark.parametrize("opening", [b"", b"x" * 32, b"\x00" * 4096], ids=["nothing", "another", "much"])
 def test_nothing_is_given_without_the_secret(server: StateServer, opening: bytes) -> None:
     with socket.create_connection(server.address, 5) as stranger:
         stranger.sendall(opening)
