@@ -107,6 +107,7 @@ class WorkerChannel:
             self._taken_up = epoch
             if self._told_at is not None:
                 self._told_at = None if self._newer(epoch) is None else time.monotonic()
+        self.say("adopted", epoch=epoch)
 
     @property
     def owed(self) -> float:

@@ -112,13 +112,13 @@ class WorkerLoop:
         self._device = device
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
         self._kills, self._pace = options.kills, options.pace
+        self._until: int | None = None
         self._take_place(me, options.checkpoints)
         if not options.joins:
             self._state.holds_everything()
         if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
             self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
         self._epoch = 0
-        self._until: int | None = None
         self._corrected = False
         """Did this epoch's agreement put the last step right?"""
 

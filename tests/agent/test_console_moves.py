@@ -95,7 +95,7 @@ def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Pat
         assert "migrate and re-route" in moved["reason"] and "samples/s" in moved["reason"]
         running.settles(4)
         texts = running.texts()
-        assert any("to migrate and re-route would train" in t and "this job does so now" in t for t in texts)
+        assert any("the best way on is migrate and re-route" in t and "this job does so now" in t for t in texts)
         assert f"{source} gives up its stage and takes the place of {to}, with the state of a peer" in texts
         # It stays where it is: with the failures spread, nothing else is clearly better.
         running.commits(5)

@@ -158,7 +158,9 @@ def test_bodies_have_limits(agents: Agents) -> None:
     assert_problem(raw(server, agents.path("/heartbeats"), b" " * (64 * 1024 + 1)), 413, "too_large", "65,536 bytes")
     assert raw(server, agents.path("/heartbeats"), b" " * (64 * 1024)).status_code == 422
     assert_problem(raw(server, "/jobs", b" " * (2 * 1024 * 1024 + 1)), 413, "too_large", "2,097,152 bytes")
-    assert_problem(raw(server, "/plans", b" " * (8 * 1024 * 1024 + 1)), 413, "too_large", "8,388,608 bytes")
+    assert_problem(
+        raw(server, "/measured-by-nobody/measured", b" " * (4 * 1024 * 1024 + 1)), 413, "too_large", "4,194,304"
+    )
 
     def chunks() -> Any:
         for _ in range(80):
