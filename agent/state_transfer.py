@@ -112,13 +112,19 @@ def pieces_of(name: str, elements: int) -> list[Piece]:
 
 
 class StateServer:
-    """Gives the pieces of this worker's stage to whoever knows the secret, in threads, until it is closed."""
+    """Gives the pieces of this worker's stage to whoever knows the secret, in threads, until it is closed. Raises
+    TransferError."""
 
     def __init__(self, optimizer: StageOptimizer, host: str, rate: float | None) -> None:
         self._optimizer, self._rate = optimizer, rate
         self._since = optimizer.corrections
         self._secret = secrets.token_bytes(_SECRET_BYTES)
-        self._listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listening = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            # No reason to end a healthy worker: the next agreement names another one.
+            raise TransferError(f"no state can be given at {host}: {error}") from None
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._open: set[socket.socket] = set()
         self._live: tuple[Version, dict[str, Tensor]] | None = None

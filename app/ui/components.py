@@ -176,8 +176,8 @@ def job_title(head: JobHead, *, pace: bool = True) -> None:
         about += f" · op times by stage: {times}"
     if spec.paced and pace:
         paced = (
-            f"<br>Planned with {escape(times)}. Paced: F, I and W are stretched to these times, as an accelerator would "
-            "take them; the computation inside is real."
+            f"<br>Planned with {escape(times)}. Paced: F, I and W are stretched to these times, as an accelerator "
+            "would take them; the computation inside is real."
         )
     st.html(f'<h1 class="or-title">{escape(spec.name)}</h1><div class="or-about">{escape(about)}{paced}</div>')
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agent.devices import Platform
 from agent.recipe import HandOver, Recipe
 from agent.timeouts import Timeouts
 from agent.workload import NamedWorkload
@@ -27,7 +28,8 @@ RECIPES = {
 @pytest.mark.parametrize("moment", [1, 2, 6, 14])
 @pytest.mark.parametrize("victim", ["W1_1", "W0_1", "W2_1", "W0_0"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_death(recipe: str, victim: str, moment: int) -> None:
+@pytest.mark.parametrize("transport", ["tagged", "ordered"])
+def test_a_death(transport: str, recipe: str, victim: str, moment: int) -> None:
     """moment: iterations that the others have trained since the newcomer entered the groups."""
     struck: list[str] = []
 
@@ -46,6 +48,7 @@ def test_a_death(recipe: str, victim: str, moment: int) -> None:
         **GRID,
         workload=MODEL,
         recipe=RECIPES[recipe],
+        platform=Platform.of("cpu", transport),
         hand_over=HandOver(at_once=0, rate=4e5),
         timeouts=Timeouts(form=60.0, transfer=20.0, group=21.0),
         kills=("W1_1@1:I1",),
