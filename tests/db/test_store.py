@@ -257,9 +257,7 @@ def test_those_who_write_the_same_workers_wait_for_each_other(store: Store) -> N
     workers = [{"name": name, "state": "starting"} for name in names]
     store.create_job("job", name="n", spec="{}", state="starting", created_at=1.0, workers=workers)
     beats = [{"name": name, "seq": 1, "heard_at": 2.0} for name in reversed(names)]
-    members = [
-        {"name": n, "state": "running", **({"host": "h", "pid": 7} if i % 2 else {})} for i, n in enumerate(names)
-    ]
+    members = [{"name": n, "state": "running", **({"detail": "d"} if i % 2 else {})} for i, n in enumerate(names)]
     together, errors = threading.Barrier(2), list[Exception]()
 
     def write(once: Callable[[], None]) -> None:
@@ -282,4 +280,4 @@ def test_those_who_write_the_same_workers_wait_for_each_other(store: Store) -> N
     assert not errors
     rows = {row["name"]: row for row in store.workers("job")}
     assert {(row["state"], row["seq"], row["heard_at"]) for row in rows.values()} == {("running", 1, 2.0)}
-    assert [rows[name]["host"] for name in names[:4]] == ["", "h", "", "h"]
+    assert [rows[name]["detail"] for name in names[:4]] == ["", "d", "", "d"]
