@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictFloat,
@@ -32,7 +33,16 @@ from planner.schedule import Op, Schedule
 
 SCHEMA_VERSION: Literal[1] = 1
 
+
 # Bounded: a whole number may be too large for a float, and would pass for finite.
+def _no_text_or_truth(value: object) -> object:
+    if isinstance(value, bool | str):
+        raise ValueError(f"got {value!r}, expected a whole number")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_no_text_or_truth)]
+"""As JSON Schema has it: 3.0 is one, "3" and true are none."""
 Time = Annotated[StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)], Field(ge=0, le=1e18)]
 WorkerName = Annotated[str, Field(pattern=r"^W\d{1,6}_\d{1,6}$")]
 Bytes = Annotated[StrictInt, Field(ge=0)]
@@ -82,9 +92,9 @@ class StageDoc(_Model):
 class JobDoc(_Model):
     """See planner.job.Job. `capacity_bytes`: one number for all workers, or one per stage."""
 
-    pipelines: StrictInt
-    stages: StrictInt
-    micro_batches: StrictInt
+    pipelines: Integer
+    stages: Integer
+    micro_batches: Integer
     profiles: Annotated[tuple[StageDoc, ...], Field(fail_fast=True)]
     transfers: Annotated[tuple[Time, ...], Field(fail_fast=True)]
     time_unit: Annotated[str, Field(max_length=20, pattern=PRINTABLE)] = "slot"

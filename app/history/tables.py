@@ -40,10 +40,9 @@ def _no_nul(text: str) -> str:
 def exact(text: str, loss: float) -> str:
     """A loss as a hexadecimal float. Consoles of before took any text for one: where it is none, `loss` has to do."""
     try:
-        float.fromhex(text)
+        return float.fromhex(text).hex()
     except (ValueError, OverflowError):
         return loss.hex()
-    return text
 
 
 Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]

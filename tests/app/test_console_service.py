@@ -85,7 +85,7 @@ def test_what_can_not_be_stored_has_not_happened(
     monkeypatch.setattr(store, "apply", disk_is_full)
     with pytest.raises(ConsoleError) as error:
         console.failure(created.job_id, exited("W1_1"))
-    assert (error.value.status, error.value.code) == (503, "unavailable")
+    assert (error.value.status, error.value.code) == (503, "disk_full")
     assert console.job(created.job_id).state.epoch == before.epoch
     assert console.deployment(created.job_id, 1) is None
     # The launcher sends its report again, and now there is room.
