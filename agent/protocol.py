@@ -29,7 +29,7 @@ from pydantic import (
 
 from planner.errors import InputError
 from planner.job import Job, MemoryLimit, Technique
-from planner.plan import Integer, JobDoc
+from planner.plan import INTEGER, JobDoc
 
 API = "/api/v1"
 PROTOCOL_VERSION = 1
@@ -58,12 +58,12 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
 Text = Annotated[str, StringConstraints(max_length=2000)]
-Count = Annotated[Integer, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=0, le=2**53), INTEGER]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Microseconds = Annotated[Integer, Field(ge=0, le=10**12)]
+Microseconds = Annotated[int, Field(ge=0, le=10**12), INTEGER]
 _HEXADECIMAL = re.compile(r"-?(0x[0-9a-f]{1,20}(\.[0-9a-f]{0,20})?(p[+-]?[0-9]{1,5})?|inf|nan)")
 OpKind = Literal["F", "I", "W", "B", "O"]
 
@@ -112,11 +112,11 @@ class JobSpec(Message):
     """
 
     name: Name
-    pipelines: Annotated[Integer, Field(ge=1, le=16_384)]
-    stages: Annotated[Integer, Field(ge=1, le=16_384)]
-    micro_batches: Annotated[Integer, Field(ge=1, le=65536)]
-    iterations: Annotated[Integer, Field(ge=1, le=2**53)]
-    samples_per_micro_batch: Annotated[Integer, Field(ge=1, le=2**31)] = 1
+    pipelines: Annotated[int, Field(ge=1, le=16_384), INTEGER]
+    stages: Annotated[int, Field(ge=1, le=16_384), INTEGER]
+    micro_batches: Annotated[int, Field(ge=1, le=65536), INTEGER]
+    iterations: Annotated[int, Field(ge=1, le=2**53), INTEGER]
+    samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31), INTEGER] = 1
     technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
     memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9][0-9]{0,8})$")] = "uniform"
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
@@ -250,18 +250,18 @@ class MeasuredOps(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[Integer, Field(ge=1)]
+    epoch: Annotated[int, Field(ge=1), INTEGER]
     iteration: Count
     clock: Identifier
     started_us: Count
-    offset_us: Annotated[Integer, Field(ge=-(2**53), le=2**53)]
+    offset_us: Annotated[int, Field(ge=-(2**53), le=2**53), INTEGER]
     uncertainty_us: Count
     kinds: Annotated[str, StringConstraints(min_length=1, max_length=MEASURED_OPS, pattern=r"^[FIWBO]+$")]
     pipelines: Annotated[
-        tuple[Annotated[Integer, Field(ge=0, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+        tuple[Annotated[int, Field(ge=0, le=10**6), INTEGER], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
     ]
     micro_batches: Annotated[
-        tuple[Annotated[Integer, Field(ge=-1, le=10**6)], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+        tuple[Annotated[int, Field(ge=-1, le=10**6), INTEGER], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
     ]
     starts_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
     durations_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
@@ -284,7 +284,7 @@ class Deployment(Message):
     leaving: of those that were living, who is to go when the iteration in hand is done.
     """
 
-    epoch: Annotated[Integer, Field(ge=1)]
+    epoch: Annotated[int, Field(ge=1), INTEGER]
     plan_fingerprint: Identifier
     living: tuple[WorkerName, ...]
     failed: tuple[WorkerName, ...]
@@ -304,7 +304,7 @@ class Acknowledgement(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[Integer, Field(ge=1)]
+    epoch: Annotated[int, Field(ge=1), INTEGER]
     state: Literal["adopted", "formed", "resumed"]
     iteration: Count = 0
 

@@ -37,12 +37,13 @@ SCHEMA_VERSION: Literal[1] = 1
 # Bounded: a whole number may be too large for a float, and would pass for finite.
 def _no_text_or_truth(value: object) -> object:
     if isinstance(value, bool | str):
-        raise ValueError(f"got {value!r}, expected a whole number")
+        raise ValueError("a valid integer")
     return value
 
 
-Integer = Annotated[int, BeforeValidator(_no_text_or_truth)]
-"""As JSON Schema has it: 3.0 is one, "3" and true are none."""
+INTEGER = BeforeValidator(_no_text_or_truth)
+"""For an int as JSON Schema has it: 3.0 is one, "3" and true are none. After the field's limits, which the schema loses
+otherwise."""
 Time = Annotated[StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)], Field(ge=0, le=1e18)]
 WorkerName = Annotated[str, Field(pattern=r"^W\d{1,6}_\d{1,6}$")]
 Bytes = Annotated[StrictInt, Field(ge=0)]
@@ -92,9 +93,9 @@ class StageDoc(_Model):
 class JobDoc(_Model):
     """See planner.job.Job. `capacity_bytes`: one number for all workers, or one per stage."""
 
-    pipelines: Integer
-    stages: Integer
-    micro_batches: Integer
+    pipelines: Annotated[int, INTEGER]
+    stages: Annotated[int, INTEGER]
+    micro_batches: Annotated[int, INTEGER]
     profiles: Annotated[tuple[StageDoc, ...], Field(fail_fast=True)]
     transfers: Annotated[tuple[Time, ...], Field(fail_fast=True)]
     time_unit: Annotated[str, Field(max_length=20, pattern=PRINTABLE)] = "slot"

@@ -18,12 +18,12 @@ from app.errors import ConsoleError
 from app.live import LiveJob
 from app.observing.worker_history import worker_history
 from db.heartbeats import Level
-from planner.plan import Integer
+from planner.plan import INTEGER
 
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 Moment = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="POSIX seconds")]
 TEN_MINUTES = 600.0
-Seq = Annotated[Integer, Field(ge=1, le=2**53)]
+Seq = Annotated[int, Field(ge=1, le=2**53), INTEGER]
 
 
 class Acknowledged(BaseModel):

@@ -31,7 +31,7 @@ from app.plans.solving_child import (
 )
 from app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
 from planner.errors import PlannerError
-from planner.plan import Integer, JobDoc, Plan, job_doc
+from planner.plan import INTEGER, JobDoc, Plan, job_doc
 
 
 class SavedPlan(BaseModel):
@@ -94,7 +94,7 @@ class SolveList(BaseModel):
     next: str | None = None
 
 
-Size = Annotated[Integer, Field(ge=1, le=2**31)]
+Size = Annotated[int, Field(ge=1, le=2**31), INTEGER]
 
 
 class _WhoseJob(BaseModel):

@@ -25,7 +25,7 @@ from planner.catalog_build import fill, targets
 from planner.catalog_engines import make_engine
 from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Technique
-from planner.plan import Integer, JobDoc
+from planner.plan import INTEGER, JobDoc
 from planner.plan_codec import Effort, Question
 from planner.solvers.portfolio import SOLVERS
 
@@ -50,14 +50,14 @@ class CatalogRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     job: JobDoc | None = None
-    pipelines: Annotated[Integer, Field(ge=1, le=MAX_WORKERS)] = 3
-    stages: Annotated[Integer, Field(ge=1, le=MAX_WORKERS)] = 4
-    micro_batches: Annotated[Integer, Field(ge=1, le=4096)] = 6
+    pipelines: Annotated[int, Field(ge=1, le=MAX_WORKERS), INTEGER] = 3
+    stages: Annotated[int, Field(ge=1, le=MAX_WORKERS), INTEGER] = 4
+    micro_batches: Annotated[int, Field(ge=1, le=4096), INTEGER] = 6
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Duration] = Field(default_factory=dict)
     time_unit: Annotated[str, Field(min_length=1, max_length=20)] = "slot"
     technique: str = Technique.STAGGERED.value
     memory: Annotated[str, Field(max_length=20)] = "uniform"
-    tolerance: Annotated[Integer, Field(ge=0, le=MAX_TOLERANCE)] = 2
+    tolerance: Annotated[int, Field(ge=0, le=MAX_TOLERANCE), INTEGER] = 2
     solver: str = "list"
     time_limit: Annotated[float, Field(strict=True, gt=0, le=600, allow_inf_nan=False)] = 10.0
 

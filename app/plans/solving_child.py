@@ -21,7 +21,7 @@ from planner.errors import InputError, PlannerError
 from planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from planner.normalization import normalize
 from planner.packed import packed_plan_of, to_bytes
-from planner.plan import Integer, JobDoc, WorkerName
+from planner.plan import INTEGER, JobDoc, WorkerName
 from planner.solvers.base import Progress
 from planner.solvers.portfolio import SOLVERS, make_plan
 
@@ -62,7 +62,7 @@ class MigrationsSettings(_Settings):
     they don't come back."""
 
     kind: Literal["migrations"] = "migrations"
-    state_bytes: Annotated[Integer, Field(ge=0, le=1 << 60)] = 0
+    state_bytes: Annotated[int, Field(ge=0, le=1 << 60), INTEGER] = 0
     bandwidth: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10e9
     heals_in: Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)] | None = None
 
