@@ -177,7 +177,7 @@ def job_title(head: JobHead, *, pace: bool = True) -> None:
     if spec.paced and pace:
         paced = (
             f"<br>Planned with {escape(times)}. Paced: F, I and W are stretched to these times, as an accelerator "
-            "would take them; the computation inside is real."
+            "would take them. The computation inside is real."
         )
     st.html(f'<h1 class="or-title">{escape(spec.name)}</h1><div class="or-about">{escape(about)}{paced}</div>')
 
