@@ -17,6 +17,8 @@ test: setup-tests  ## all tests
 lint: setup-tests  ## style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@mkdir -p .mypy_cache/source/openrecycle
+	@ln -sfn $(CURDIR)/.src/openrecycle/*.py $(CURDIR)/agent $(CURDIR)/app $(CURDIR)/db $(CURDIR)/planner .mypy_cache/source/openrecycle
 	@$(BIN)/mypy
 
 chaos: setup-tests  ## hundreds of kills, every bit compared (about half an hour)

@@ -1,10 +1,6 @@
-"""`python -m agent`. Kept empty of imports: worker processes import the main module again."""
+"""`python -m agent` in a clone. Kept empty of imports: processes that it starts import the main module again."""
 
 if __name__ == "__main__":
-    from planner.errors import say_missing
+    from openrecycle.cli import main
 
-    try:
-        from agent.cli import main
-    except ModuleNotFoundError as error:
-        say_missing(error, "openrecycle")
-    main()
+    main("agent")

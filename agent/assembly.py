@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from agent.backward.probe import Probe, Split, choose_split
-from agent.boundaries import CPU, Boundaries, tensors_of
-from agent.devices import on_device
-from agent.gradients import gradient_sum
-from agent.randomness import seed_for
-from agent.recipe import Recipe
-from agent.stage import Stage
-from agent.workload import Workload
-from planner.job import Job
+from openrecycle.agent.backward.probe import Probe, Split, choose_split
+from openrecycle.agent.devices import on_device
+from openrecycle.agent.gradients import gradient_sum
+from openrecycle.agent.randomness import seed_for
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.stage import Stage
+from openrecycle.agent.stage_io import CPU, StageIO, tensors_of
+from openrecycle.agent.workload import Workload, first_readable
+from openrecycle.planner.job import Job
 
 
 def assemble(
@@ -22,7 +24,7 @@ def assemble(
     stage: int,
     seed: int,
     recipe: Recipe,
-    boundaries: Boundaries,
+    stage_io: StageIO,
     device: torch.device = CPU,
 ) -> tuple[Stage, Split]:
     """The stage, ready to run; and what was found out about its backward.
@@ -31,7 +33,7 @@ def assemble(
     CPU, so that they don't depend on it. Raises whatever the workload raises.
     """
     module = workload.build_stage(stage, job.stages, seed).to(device)
-    split = choose_split(module, _probe(workload, job, stage, seed, boundaries, device), autocast=recipe.autocast)
+    split = choose_split(module, _probe(workload, job, stage, seed, stage_io, device), autocast=recipe.autocast)
     gradients = gradient_sum(
         recipe.mode,
         module.parameters(),
@@ -42,17 +44,18 @@ def assemble(
     return Stage(module, gradients, split=split.strategy, autocast=recipe.autocast), split
 
 
-def _probe(workload: Workload, job: Job, stage: int, seed: int, boundaries: Boundaries, device: torch.device) -> Probe:
+def _probe(workload: Workload, job: Job, stage: int, seed: int, stage_io: StageIO, device: torch.device) -> Probe:
     """Real data where the stage sees any, numbers of the same shape elsewhere."""
     generator = torch.Generator().manual_seed(seed_for("probe", seed, stage))
     if stage == 0:
-        inputs = tensors_of(workload.inputs(seed, 0, 0, 0), "data")
+        inputs = tensors_of(first_readable(partial(workload.inputs, seed)), "data")
     else:
-        inputs = tuple(_like(spec.empty(), generator) for spec in boundaries[stage - 1])
+        inputs = tuple(_like(spec.empty(), generator) for spec in stage_io[stage - 1])
     inputs = on_device(inputs, device)
     if stage < job.stages - 1:
         return Probe(inputs)
-    targets, share = on_device(workload.targets(seed, 0, 0, 0), device), 1.0 / (job.pipelines * job.micro_batches)
+    targets = on_device(first_readable(partial(workload.targets, seed)), device)
+    share = 1.0 / (job.pipelines * job.micro_batches)
     return Probe(inputs, loss=lambda y: workload.loss(y, targets) * share)
 
 

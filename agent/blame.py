@@ -1,6 +1,6 @@
 """Who is to blame when transfers break though nobody died. Pure: no processes, no clock, no torch.
 
-Used by both who decide on epochs: the launcher (agent.coordination) and the console (app.coordination).
+Used by both who decide on generations: the launcher (agent.coordination) and the console (app.coordination).
 
 A worker says with which peer a transfer broke. One bad link makes many complain: whoever waits for a worker that
 waits, or finds a connection closed by one that has given up. So complaints are followed to where they end: a
@@ -10,9 +10,9 @@ complaint counts against a worker that does not itself complain of a third one.
   the one of which more peers have complained; of equals, the one whose stage has more holders of state, then the one
   whose name comes last. Never the last holder of a stage's state: then it is the other end.
 - Who was taken out may re-join. When a pair that it belongs to breaks again, it is taken out for good.
-- Epochs in a row that broke before an iteration was committed end the job once they are `in_a_row`; `unnamed`, where
-  nobody could say with whom.
-- An epoch that some member has not taken up yet breaks because of that member, which may be slow, or hang; that is
+- Generations in a row that broke before an iteration was committed end the job once they are `in_a_row`; `unnamed`,
+  where nobody could say with whom.
+- A generation that some member has not taken up yet breaks because of that member, which may be slow, or hang; that is
   for others to judge, and no link's fault.
 - A break is forgotten after `memory` committed iterations, that somebody was taken out after `probation`.
 """
@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from planner.job import Worker
+from openrecycle.planner.job import Worker
 
 Pair = tuple[str, str]
 """Two workers' names, in order."""
@@ -32,7 +32,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Limits:
-    """borne: breaks of a pair before one end is taken out. in_a_row, unnamed: epochs. memory, probation: committed
+    """borne: breaks of a pair before one end is taken out. in_a_row, unnamed: generations. memory, probation: committed
     iterations."""
 
     borne: int = 2
@@ -62,8 +62,8 @@ class Break:
 
 @dataclass(frozen=True)
 class Links:
-    """What is remembered. in_a_row, unnamed: epochs that broke since an iteration was last committed, with a pair and
-    without. taken_out: by name, how many iterations were committed then. barred: out for good."""
+    """What is remembered. in_a_row, unnamed: generations that broke since an iteration was last committed, with a pair
+    and without. taken_out: by name, how many iterations were committed then. barred: out for good."""
 
     breaks: tuple[Break, ...] = ()
     in_a_row: int = 0
@@ -105,16 +105,16 @@ def judge(
     late: Collection[str] = (),
     limits: Limits | None = None,
 ) -> Ruling:
-    """What follows from the complaints of one epoch, in which nobody died.
+    """What follows from the complaints of one generation, in which nobody died.
 
     committed: iterations so far. holders: the living workers that have their stage's state. late: members that have
-    not taken up the epoch.
+    not taken up the generation.
     """
     limits = limits or Limits()
     if late:
         names = ", ".join(sorted(late)[:3])
         return Ruling(
-            links, f"the epoch did not form, since {names} had not taken it up yet: the same workers form anew"
+            links, f"the generation did not form, since {names} had not taken it up yet: the same workers form anew"
         )
     complaints = sorted(complaints, key=lambda c: (c.reporter, c.peer))
     if committed > links.committed:
@@ -133,8 +133,8 @@ def judge(
             return Ruling(
                 links,
                 who,
-                halt=f"transfers broke in {links.unnamed} epochs in a row though nobody died, and no iteration was "
-                f"committed; nobody can say which link it is ({who})",
+                halt=f"transfers broke in {links.unnamed} generations in a row though nobody died, and no iteration "
+                f"was committed; nobody can say which link it is ({who})",
             )
         return Ruling(links, f"a transfer broke though nobody died ({who}): the same workers form anew")
 
@@ -168,7 +168,8 @@ def judge(
         return Ruling(
             links,
             text,
-            halt=f"links broke in {links.in_a_row} epochs in a row though nobody died, and no iteration was committed: "
+            halt=f"links broke in {links.in_a_row} generations in a row though nobody died, and no iteration was "
+            f"committed: "
             f"{named}. Neither end can be spared where it is the last that holds its stage; look at their network",
         )
     return Ruling(links, text + ": the same workers form anew")

@@ -6,16 +6,18 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from agent.boundaries import Boundaries, tensors_of
-from agent.data import DatasetBatches, first_length
-from agent.randomness import seed_for
-from planner.errors import InputError
+from openrecycle.agent.data import DatasetBatches, first_length
+from openrecycle.agent.randomness import seed_for
+from openrecycle.agent.stage_io import StageIO, tensors_of
+from openrecycle.agent.workload import first_readable
+from openrecycle.planner.errors import InputError
 
 StageBuilder = Callable[[int, int], nn.Module]
 Stages = StageBuilder | Sequence[nn.Module | Callable[[], nn.Module]]
@@ -30,7 +32,7 @@ class CallableWorkload:
     """A Workload (see there) out of functions.
 
     make_stages: (stage, stages) to a module; or one module, or builder without arguments, per stage.
-    make_batch: (iteration, pipeline, micro-batch) to (inputs, targets). boundaries: None to be inferred.
+    make_batch: (iteration, pipeline, micro-batch) to (inputs, targets). stage_io: None to be inferred.
     """
 
     make_stages: Stages
@@ -38,7 +40,7 @@ class CallableWorkload:
     make_loss: Loss
     make_optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None
-    boundaries: Boundaries | None
+    stage_io: StageIO | None
     seed: int
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class CallableWorkload:
 
     @property
     def samples_per_micro_batch(self) -> int:
-        return first_length(self.inputs(self.seed, 0, 0, 0))
+        return first_length(first_readable(partial(self.inputs, self.seed)))
 
     def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
         torch.manual_seed(seed_for("parameters", seed, stage))

@@ -1,6 +1,6 @@
 """The pipe between a worker and the launcher of its node: one JSON document per message, no pickle.
 
-The launcher sends epochs and the end; the worker says what happened to it, each message with its
+The launcher sends generations and the end; the worker says what happened to it, each message with its
 monotonic time, so that the launcher can put the times of all its workers on one clock.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from agent.protocol import Deployment
-from planner.job import Worker
-from planner.plan import Plan
+from openrecycle.agent.protocol import Deployment
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
 
 Message = dict[str, Any]
 
@@ -37,15 +37,15 @@ def receive(pipe: Connection) -> Message:
 
 @dataclass(frozen=True)
 class Orders:
-    """One epoch as this worker is told of it.
+    """One generation as this worker is told of it.
 
-    cell: the place of the grid that it holds from this epoch on. restore: the checkpoint that
+    cell: the place of the grid that it holds from this generation on. restore: the checkpoint that
     everybody takes up first, if any. store: host and port of the store
-    through which the epoch's groups are formed. after: the iteration through which the members of
-    the epoch before go on first, when this one does nothing but add workers; None: they leave at once.
+    through which the generation's groups are formed. after: the iteration through which the members of
+    the generation before go on first, when this one does nothing but add workers; None: they leave at once.
     interim: the plan that is run while members still take their state from a peer; None: all wait for them.
     left_out: (iteration, micro-batch, numbered over the pipelines) of those that nobody runs; runs: see
-    agent.script; until: how many iterations are committed at most, when the job must halt before the next one.
+    agent.script.
     """
 
     deployment: Deployment
@@ -57,26 +57,25 @@ class Orders:
     interim: Plan | None = None
     left_out: frozenset[tuple[int, int]] = frozenset()
     runs: Mapping[Worker, tuple[Worker, ...]] = field(default_factory=dict)
-    until: int | None = None
 
     @property
-    def epoch(self) -> int:
-        return self.deployment.epoch
+    def generation(self) -> int:
+        return self.deployment.generation
 
 
 class WorkerChannel:
     """The worker's end. A thread reads the pipe; when the launcher dies, so does the worker.
 
-    announced: called in that thread with the epoch of each new deployment that this worker must
-    leave its iteration for (and with a number above all epochs when the job is over). put_out:
+    announced: called in that thread with the generation of each new deployment that this worker must
+    leave its iteration for (and with a number above all generations when the job is over). fenced:
     called in that thread when this process no longer counts: it must end.
     """
 
     OVER = 2**53
 
-    def __init__(self, pipe: Connection, announced: Callable[[int], None], put_out: Callable[[], None]) -> None:
+    def __init__(self, pipe: Connection, announced: Callable[[int], None], fenced: Callable[[], None]) -> None:
         self._pipe = pipe
-        self._announced, self._put_out = announced, put_out
+        self._announced, self._fenced = announced, fenced
         self._news = threading.Condition()
         self._orders: Orders | None = None
         self._plans: dict[str, Plan] = {}
@@ -89,7 +88,7 @@ class WorkerChannel:
         self._sending = threading.Lock()
         self._taken_up = 0
         self._told_at: float | None = None
-        """Since when this worker has not taken up an epoch that it must leave its iteration for."""
+        """Since when this worker has not taken up a generation that it must leave its iteration for."""
         threading.Thread(target=self._listen_or_end, name="launcher-pipe", daemon=True).start()
 
     @property
@@ -101,47 +100,51 @@ class WorkerChannel:
         with self._sending, contextlib.suppress(OSError):
             send(self._pipe, kind, **fields)
 
-    def take_up(self, epoch: int) -> None:
-        """The training thread has left what it was at, for `epoch`."""
+    def take_up(self, generation: int) -> None:
+        """The training thread has left what it was at, for `generation`."""
         with self._news:
-            self._taken_up = epoch
+            self._taken_up = generation
             if self._told_at is not None:
-                self._told_at = None if self._newer(epoch) is None else time.monotonic()
-        self.say("adopted", epoch=epoch)
+                self._told_at = None if self._newer(generation) is None else time.monotonic()
+        self.say("adopted", generation=generation)
 
     @property
-    def owed(self) -> float:
-        """For how many seconds the training thread has not taken up an epoch that it must leave its iteration
+    def pending(self) -> float:
+        """For how many seconds the training thread has not taken up a generation that it must leave its iteration
         for; 0: there is none."""
         told = self._told_at
         return 0.0 if told is None else time.monotonic() - told
 
-    def wait_for_epoch(self, after: int, timeout: float | None = None) -> Orders | None:
-        """The newest epoch, when it is above `after`; None when the job is over or `timeout` seconds
+    def wait_for_generation(self, after: int, timeout: float | None = None) -> Orders | None:
+        """The newest generation, when it is above `after`; None when the job is over or `timeout` seconds
         have passed."""
         with self._news:
             self._iteration = -1
             self._news.wait_for(lambda: self._over or self._newer(after) is not None, timeout)
             return None if self._over else self._newer(after)
 
-    def may_begin(self, epoch: int, iteration: int) -> bool:
-        """Is `iteration` still to be run in `epoch`? False: another epoch waits for this worker. Waits while
-        the job is paused."""
+    def may_begin(self, generation: int, iteration: int, paused: Callable[[], None] = lambda: None) -> bool:
+        """Is `iteration` still to be run in `generation`? False: another generation waits for this worker. Waits while
+        the job is paused, and calls `paused` first."""
+
+        def go() -> bool:
+            return self._over or self._newer(generation) is not None or self._hold is None or iteration <= self._hold
+
         with self._news:
             self._iteration = iteration
-            self._news.wait_for(
-                lambda: self._over or self._newer(epoch) is not None or self._hold is None or iteration <= self._hold
-            )
-            return not self.superseded(epoch)
+            if not go():
+                paused()
+                self._news.wait_for(go)
+            return not self.superseded(generation)
 
-    def superseded(self, epoch: int) -> bool:
-        """Must this worker leave `epoch` now, in the middle of the iteration that it has begun?"""
-        newer = self._newer(epoch)
+    def superseded(self, generation: int) -> bool:
+        """Must this worker leave `generation` now, in the middle of the iteration that it has begun?"""
+        newer = self._newer(generation)
         return self._over or (newer is not None and (newer.after is None or self._iteration > newer.after))
 
-    def _newer(self, epoch: int) -> Orders | None:
+    def _newer(self, generation: int) -> Orders | None:
         orders = self._orders
-        return orders if orders is not None and orders.epoch > epoch else None
+        return orders if orders is not None and orders.generation > generation else None
 
     def _listen_or_end(self) -> None:
         """A worker that hears nothing any more would hold up all others for good: better that it is gone."""
@@ -171,9 +174,9 @@ class WorkerChannel:
                     self.last, self._hold = message["iterations"], None
                 elif message["kind"] == "over":
                     self._over = True
-                elif message["kind"] == "put_out":
-                    self._put_out()
-                newest = self._orders.epoch if self._orders else 0
+                elif message["kind"] == "fenced":
+                    self._fenced()
+                newest = self._orders.generation if self._orders else 0
                 interrupts = self.superseded(newest - 1)
                 if interrupts and self._told_at is None and newest > self._taken_up and not self._over:
                     self._told_at = time.monotonic()
@@ -199,5 +202,4 @@ class WorkerChannel:
             self._plans[message["interim"]] if message["interim"] is not None else None,
             frozenset((iteration, micro_batch) for iteration, micro_batch in message["left_out"]),
             {Worker.parse(worker): tuple(map(Worker.parse, parts)) for worker, parts in message["runs"]},
-            message["until"],
         )

@@ -1,11 +1,11 @@
-"""Command line of the agent: `python -m agent launch`. Each command has a module of its own."""
+"""Command line of the agent: `openrecycle train`. Each command has a module of its own."""
 
 from __future__ import annotations
 
 import typer
 
-from agent.commands import launch, profile
-from planner.output import run
+from openrecycle.agent.commands import launch, profile
+from openrecycle.planner.output import run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -15,7 +15,8 @@ def callback() -> None:
     """Training processes that survive the death of their peers."""
 
 
-app.command()(launch.launch)
+app.command("train")(launch.launch)
+app.command("launch", hidden=True)(launch.launch)
 app.command("profile")(profile.profile_command)
 
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import requests
 from pydantic import BaseModel, ValidationError
 
-from agent.protocol import AGENT_TOKEN, API, Message, Problem
-from planner.errors import InputError
+from openrecycle.agent.protocol import AGENT_TOKEN, API, Message, Problem
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.plan import read_model
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -106,7 +107,7 @@ class ConsoleClient:
         if reply is None or answer.status_code == 204:
             return None
         try:
-            return reply.model_validate_json(answer.content)
+            return read_model(reply, answer.content)
         except ValidationError:
             raise ConsoleUnavailable(f"{self.url}{API}{path} answered something else than {reply.__name__}") from None
 
@@ -152,7 +153,7 @@ class Backoff:
 
 def _problem(answer: requests.Response) -> Problem:
     try:
-        return Problem.model_validate_json(answer.content)
+        return read_model(Problem, answer.content)
     except ValidationError:
         text = answer.text[:200]
         return Problem(title=answer.reason or "refused", status=answer.status_code, code="unknown", detail=text)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agent.client import ConsoleClient
-from agent.protocol import ClockReading, clock_name
+from openrecycle.agent.client import ConsoleClient
+from openrecycle.agent.protocol import ClockReading, clock_name
 
 ROUND_TRIPS = 8
 

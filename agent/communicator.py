@@ -1,4 +1,4 @@
-"""The groups of an epoch: re-forming them after a death, and waking whoever waits in them.
+"""The groups of a generation: re-forming them after a death, and waking whoever waits in them.
 
 The control plane (agreement, verdicts, state) is one gloo group over all living workers, whatever the
 device. The data plane (see agent.transport) has what its kind of transport needs.
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent.boundaries import CPU
-from agent.devices import Transport
-from agent.store import StoreClient
-from agent.timeouts import Timeouts
-from agent.transport.group import GlooGroup, Group, Pending, TransferError, first_line
-from agent.transport.nccl import NcclGroup
-from agent.transport.ordered import OrderedTransfers, connect
-from agent.transport.tagged import TaggedTransfers
-from agent.transport.transfers import Layout, Lines, Transfers
-from planner.job import Worker
+from openrecycle.agent.devices import Transport
+from openrecycle.agent.stage_io import CPU
+from openrecycle.agent.store import StoreClient
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.transport.group import GlooGroup, Group, Pending, TransferError, first_line
+from openrecycle.agent.transport.nccl import NcclGroup
+from openrecycle.agent.transport.ordered import OrderedTransfers, connect
+from openrecycle.agent.transport.tagged import TaggedTransfers
+from openrecycle.agent.transport.transfers import Layout, Lines, Transfers
+from openrecycle.planner.job import Worker
 
 LOOPBACK = "127.0.0.1"
 Made = queue.SimpleQueue["Groups | BaseException | None"]
@@ -35,12 +35,12 @@ _SUPERSEDED = b"superseded"
 
 
 class Groups:
-    """The process groups of one epoch, seen from one worker."""
+    """The process groups of one generation, seen from one worker."""
 
     def __init__(
         self,
         store: Any,
-        epoch: int,
+        generation: int,
         me: Worker,
         living: Sequence[Worker],
         timeouts: Timeouts,
@@ -51,7 +51,7 @@ class Groups:
     ) -> None:
         """Blocks until all of `living` are there. device: where data and sums are. neighbours: with whom this worker
         exchanges data (Script.neighbours). Raises TransferError."""
-        self.epoch = epoch
+        self.generation = generation
         self._rank = {w: i for i, w in enumerate(living)}
         self._me, self._ordered = me, transport == "ordered"
         self.address = address
@@ -59,10 +59,10 @@ class Groups:
         stage = [w for w in living if w.stage == me.stage]
 
         def gloo(name: str, members: Sequence[Worker]) -> Group:
-            return GlooGroup(store, f"epoch{epoch}/{name}", members.index(me), members, timeouts, address)
+            return GlooGroup(store, f"generation{generation}/{name}", members.index(me), members, timeouts, address)
 
         def nccl(name: str, members: Sequence[Worker]) -> Group:
-            return NcclGroup(store, f"epoch{epoch}/{name}", members.index(me), members, timeouts, device)
+            return NcclGroup(store, f"generation{generation}/{name}", members.index(me), members, timeouts, device)
 
         data = nccl if device.type == "cuda" else gloo
         try:
@@ -76,11 +76,11 @@ class Groups:
                 connect(self._lines, neighbours, device)
         except RuntimeError as error:
             peer = error.peer if isinstance(error, TransferError) else None
-            text = f"the groups of epoch {epoch} could not be formed: {first_line(error)}"
+            text = f"the groups of generation {generation} could not be formed: {first_line(error)}"
             raise TransferError(text, peer) from None
 
     def transfers(self, layout: Layout) -> Transfers:
-        """For the epoch's iterations; once."""
+        """For the generation's iterations; once."""
         return (OrderedTransfers if self._ordered else TaggedTransfers)(self._lines, layout)
 
     def send(self, to: Worker, tensor: Tensor, tag: int) -> Pending:
@@ -124,7 +124,7 @@ class Groups:
 
 
 class Communicator:
-    """Forms the groups of one epoch after the other. `cancel` may be called from any thread."""
+    """Forms the groups of one generation after the other. `cancel` may be called from any thread."""
 
     def __init__(
         self, timeouts: Timeouts | None = None, *, address: str = LOOPBACK, transport: Transport = "tagged"
@@ -140,7 +140,7 @@ class Communicator:
 
     def form(
         self,
-        epoch: int,
+        generation: int,
         me: Worker,
         living: Sequence[Worker],
         store: tuple[str, int],
@@ -153,70 +153,81 @@ class Communicator:
 
         at_boundary: others finish an iteration first, so they are waited for as long as for a peer's data. The
         groups in use live on until then: a peer may still be fetching what this worker sent last. Raises
-        TransferError when it fails or a newer epoch is announced meanwhile.
+        TransferError when it fails or a newer generation is announced meanwhile.
         """
         with self._lock:
-            if self._newest > epoch:
-                raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
-            self._forming = epoch
+            if self._newest > generation:
+                raise TransferError(f"generation {generation} is superseded by {self._newest}")
+            self._forming = generation
         try:
             meeting = self._stores.connect(store, self._timeouts.form)
             # From here on `cancel` reaches this store; before, it may have missed it.
-            if self._newest > epoch:
-                raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
-            go = f"epoch{epoch}/go"
-            if meeting.add(f"epoch{epoch}/ready", 1) == len(living):
+            if self._newest > generation:
+                raise TransferError(f"generation {generation} is superseded by {self._newest}")
+            go = f"generation{generation}/go"
+            if meeting.add(f"generation{generation}/ready", 1) == len(living):
                 meeting.set(go, _GO)
             patience = self._timeouts.transfer if at_boundary else self._timeouts.form
             meeting.wait([go], timedelta(seconds=patience))
             if meeting.get(go) != _GO:
-                raise TransferError(f"epoch {epoch} is superseded")
+                raise TransferError(f"generation {generation} is superseded")
             self.abandon()
 
             def make() -> Groups:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)  # each thread has its own
                 return Groups(
-                    *(meeting, epoch, me, living, self._timeouts, self._address, self._transport, device, neighbours)
+                    *(
+                        meeting,
+                        generation,
+                        me,
+                        living,
+                        self._timeouts,
+                        self._address,
+                        self._transport,
+                        device,
+                        neighbours,
+                    )
                 )
 
-            groups = self._connect(epoch, make)
+            groups = self._connect(generation, make)
         except (RuntimeError, OSError) as error:
             if isinstance(error, TransferError):
                 raise
-            raise TransferError(f"epoch {epoch} did not come together: {first_line(error)}") from None
+            raise TransferError(f"generation {generation} did not come together: {first_line(error)}") from None
         finally:
             with self._lock:
                 self._forming = None
         with self._lock:
-            if self._newest > epoch:
-                raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
+            if self._newest > generation:
+                raise TransferError(f"generation {generation} is superseded by {self._newest}")
             self._live = groups
         return groups
 
-    def _connect(self, epoch: int, make: Callable[[], Groups]) -> Groups:
+    def _connect(self, generation: int, make: Callable[[], Groups]) -> Groups:
         """What `make` makes, in a thread of its own: gloo waits for one absent peer after the other, each for as long
-        as an epoch may take to form, and NCCL for ever for one that died while it connected; nothing wakes either. Such
-        a thread is left behind, which costs a retry and no survivor. Raises TransferError, when a newer epoch is
+        as a generation may take to form, and NCCL for ever for one that died while it connected; nothing wakes either.
+        Such
+        a thread is left behind, which costs a retry and no survivor. Raises TransferError, when a newer generation is
         announced too, and when connecting takes longer than any transfer may.
         """
         made: Made = queue.SimpleQueue()
         with self._lock:
-            if self._newest > epoch:
-                raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
+            if self._newest > generation:
+                raise TransferError(f"generation {generation} is superseded by {self._newest}")
             self._connecting = made
-        threading.Thread(target=_make, args=(make, made), name=f"connect-epoch-{epoch}", daemon=True).start()
+        threading.Thread(target=_make, args=(make, made), name=f"connect-generation-{generation}", daemon=True).start()
         try:
             groups = made.get(timeout=self._timeouts.group)
         except queue.Empty:
-            groups = TransferError(f"epoch {epoch} did not connect within {self._timeouts.group:g} s")
+            groups = TransferError(f"generation {generation} did not connect within {self._timeouts.group:g} s")
             self._stores.forget()
         with self._lock:
             self._connecting = None
         if groups is None:
             # It may wait at the store for long, and a connection to the store serves one caller at a time.
             self._stores.forget()
-            raise TransferError(f"epoch {epoch} is superseded by {self._newest}")
+            raise TransferError(f"generation {generation} is superseded by {self._newest}")
         if isinstance(groups, BaseException):
             raise groups
         return groups
@@ -228,16 +239,16 @@ class Communicator:
         if groups is not None:
             threading.Thread(target=_bury, args=([groups],), name="bury-groups", daemon=True).start()
 
-    def cancel(self, newest_epoch: int) -> None:
-        """Wakes whoever waits in groups, or for groups, of an epoch before `newest_epoch`."""
+    def cancel(self, newest_generation: int) -> None:
+        """Wakes whoever waits in groups, or for groups, of a generation before `newest_generation`."""
         with self._lock:
-            self._newest = max(self._newest, newest_epoch)
+            self._newest = max(self._newest, newest_generation)
             groups, forming, connecting = self._live, self._forming, self._connecting
-        if forming is not None and forming < newest_epoch:
+        if forming is not None and forming < newest_generation:
             if connecting is not None:
                 connecting.put(None)
-            self._stores.set_from_another_thread(f"epoch{forming}/go", _SUPERSEDED)
-        if groups is not None and groups.epoch < newest_epoch:
+            self._stores.set_from_another_thread(f"generation{forming}/go", _SUPERSEDED)
+        if groups is not None and groups.generation < newest_generation:
             groups.cancel()
 
 

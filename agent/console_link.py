@@ -1,7 +1,7 @@
-"""The launcher's link to a console: reports go out, epochs and commands come in, nothing blocks.
+"""The launcher's link to a console: reports go out, generations and commands come in, nothing blocks.
 
 Three threads, each with its own HTTP session: one delivers reports in order, one long-polls for
-epochs, one for the operator's commands. A console that is down is tried again with back-off;
+generations, one for the operator's commands. A console that is down is tried again with back-off;
 reports wait in bounded memory, where iterations share a report, and the oldest of those would be the
 first to go.
 """
@@ -16,13 +16,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 
-from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
-from agent.coordination import Deploy, Event, Halt
-from agent.outbox import Outbox
-from agent.protocol import (
+from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.coordination import Deploy, Event, Halt
+from openrecycle.agent.outbox import Outbox
+from openrecycle.agent.protocol import (
+    INTERIM_DOCUMENT,
     Commands,
     Deployment,
     FailureReport,
+    InterimPlan,
     Iteration,
     IterationReport,
     JobCreated,
@@ -34,12 +36,14 @@ from agent.protocol import (
     Recovery,
     VerdictReport,
 )
-from planner.job import Worker
-from planner.plan import Plan
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
 
 LONG_POLL_SECONDS = 20.0
-# A job that halts gets no new epoch: so late may the launcher say why it stands still.
+# A job that halts gets no new generation: so late may the launcher say why it stands still.
 SAY_WHY_NOT_SECONDS = 5.0
+# A larger plan would take longer to send than it is run for.
+INTERIM_OPS = 20_000
 MAX_REPORTS = 200
 """Waiting at most; each may hold REPORTED_ITERATIONS, so that a console may be away for hours."""
 REPORTED_ITERATIONS = 1000
@@ -76,13 +80,13 @@ def create_job(client: ConsoleClient, spec: JobSpec, *, patience: float = 30.0) 
 def next_deployment(
     client: ConsoleClient, job_path: str, after: int, plans: dict[str, Plan], wait: float
 ) -> tuple[Deployment, Plan] | None:
-    """The newest deployment with an epoch above `after`, and its plan, as soon as there is one; None
+    """The newest deployment with a generation above `after`, and its plan, as soon as there is one; None
     when there is none in `wait` seconds. plans: those known, by fingerprint; a new one is added.
 
     Raises ConsoleUnavailable or ConsoleRefused.
     """
     deployment = client.get(f"{job_path}/deployment", Deployment, wait=wait, after=after)
-    if deployment is None or deployment.epoch <= after:
+    if deployment is None or deployment.generation <= after:
         return None
     name = deployment.plan_fingerprint
     if name not in plans:
@@ -131,7 +135,7 @@ class ConsoleCoordination:
         os.set_blocking(self._wake_write, False)
         self._sender = threading.Thread(target=self._send_reports, name="reports", daemon=True)
         self._sender.start()
-        for target in (self._follow_epochs, self._follow_commands):
+        for target in (self._follow_generations, self._follow_commands):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     # -- Coordination -------------------------------------------------------------------------
@@ -145,18 +149,26 @@ class ConsoleCoordination:
         )
         self._report("/failures", report)
 
-    def broken(self, worker: Worker, epoch: int, now: float, peer: str = "", detail: str = "") -> None:
+    def broken(self, worker: Worker, generation: int, now: float, peer: str = "", detail: str = "") -> None:
         """The worker reports it itself."""
 
-    def raised(self, worker: Worker, incarnation: str, epoch: int, text: str) -> None:
-        fields = {"incarnation": incarnation, "reporter": "launcher", "detail": text[:2000], "epoch": epoch}
+    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
+        fields = {"incarnation": incarnation, "reporter": "launcher", "detail": text[:2000], "generation": generation}
         self._report("/failures", FailureReport(worker=str(worker), cause="exception", **fields))  # type: ignore[arg-type]
 
-    def adopted(self, worker: Worker, epoch: int) -> None:
+    def adopted(self, worker: Worker, generation: int) -> None:
         """The worker acknowledges it itself."""
 
-    def formed(self, worker: Worker, epoch: int) -> None:
+    def formed(self, worker: Worker, generation: int) -> None:
         """The worker acknowledges it itself."""
+
+    def meanwhile(self, generation: int, plan: Plan) -> None:
+        text = plan.to_json() if plan.op_count <= INTERIM_OPS else ""
+        document = text if len(text) <= INTERIM_DOCUMENT else ""
+        report = InterimPlan(
+            generation=generation, plan_fingerprint=plan.fingerprint, failed=plan.failed, document=document
+        )
+        self._report("/interim", report)
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         batch = tuple(iterations)
@@ -234,18 +246,18 @@ class ConsoleCoordination:
             backoff.reset()
             self._reports.sent()
 
-    def _follow_epochs(self) -> None:
-        client, backoff, epoch = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), 0
+    def _follow_generations(self) -> None:
+        client, backoff, generation = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), 0
         plans: dict[str, Plan] = {}
         said = ""
         while not self._closing.is_set():
             try:
-                found = next_deployment(client, self._path, epoch, plans, SAY_WHY_NOT_SECONDS)
+                found = next_deployment(client, self._path, generation, plans, SAY_WHY_NOT_SECONDS)
                 backoff.reset()
                 if found is None:
                     said = self._say_why_not(client, said)
                     continue
-                epoch = found[0].epoch
+                generation = found[0].generation
                 self._put(self._event(*found))
             except ConsoleUnavailable:
                 self._closing.wait(backoff.seconds())

@@ -1,4 +1,4 @@
-"""Who decides on epochs, as the launcher sees it: the console, or this process when there is none.
+"""Who decides on generations, as the launcher sees it: the console, or this process when there is none.
 
 Both take reports without blocking and hand out what was decided as events.
 """
@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent.blame import Complaint, Limits, Links, judge
-from agent.protocol import Command, Deployment, Iteration, Recovery, VerdictReport
-from planner.catalog import Catalog
-from planner.errors import PlannerError
-from planner.failures import failures_per_stage
-from planner.job import Worker
-from planner.normalization import normalize
-from planner.plan import Plan
+from openrecycle.agent.blame import Complaint, Limits, Links, judge
+from openrecycle.agent.protocol import Command, Deployment, Iteration, Recovery, VerdictReport
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.failures import failures_per_stage
+from openrecycle.planner.job import Worker
+from openrecycle.planner.migration import normalize
+from openrecycle.planner.plan import Plan
 
 
 @dataclass(frozen=True)
 class Deploy:
-    """A new epoch: its members and the plan they run.
+    """A new generation: its members and the plan they run.
 
     moves: (from, to) for each worker that takes a place on another stage; what it held is given up.
     restore: the checkpoint that everybody takes up first; None: everybody goes on with what it has.
@@ -55,22 +55,25 @@ class Coordination(Protocol):
     """Takes the launcher's reports; `poll` returns what is to be done. None of them blocks."""
 
     def ready(self, worker: Worker, incarnation: str) -> None:
-        """A worker process is up and waits for an epoch."""
+        """A worker process is up and waits for a generation."""
 
     def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
         """A worker process has ended."""
 
-    def broken(self, worker: Worker, epoch: int, now: float, peer: str = "", detail: str = "") -> None:
-        """A worker could not exchange data in `epoch`, with `peer`; "": it can't tell with whom."""
+    def broken(self, worker: Worker, generation: int, now: float, peer: str = "", detail: str = "") -> None:
+        """A worker could not exchange data in `generation`, with `peer`; "": it can't tell with whom."""
 
-    def raised(self, worker: Worker, incarnation: str, epoch: int, text: str) -> None:
-        """An op of a micro-batch raised in a worker, in `epoch`: all must form anew."""
+    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
+        """An op of a micro-batch raised in a worker, in `generation`: all must form anew."""
 
-    def adopted(self, worker: Worker, epoch: int) -> None:
-        """A worker has left what it was at, for `epoch`."""
+    def adopted(self, worker: Worker, generation: int) -> None:
+        """A worker has left what it was at, for `generation`."""
 
-    def formed(self, worker: Worker, epoch: int) -> None:
-        """A worker is in the groups of `epoch`."""
+    def formed(self, worker: Worker, generation: int) -> None:
+        """A worker is in the groups of `generation`."""
+
+    def meanwhile(self, generation: int, plan: Plan) -> None:
+        """What the members of `generation` run until those who take their state from a peer have it."""
 
     def committed(self, iterations: Iterable[Iteration]) -> None: ...
 
@@ -106,14 +109,14 @@ class LocalCoordination:
         self._limits, self._links, self._committed = limits or Limits(), Links(), 0
         self._complaints: dict[str, Complaint] = {}
         self._catalog, self._grace, self._migrate, self._checkpoint = catalog, grace, migrate, checkpoint
-        self._epoch = 0
+        self._generation = 0
         self._waiting_for = set(catalog.job.workers())
         self._failed: set[Worker] = set()
         self._back: set[Worker] = set()
-        """Newcomers that wait until all others are in the newest epoch: then nothing is interrupted."""
+        """Newcomers that wait until all others are in the newest generation: then nothing is interrupted."""
         self._unformed: set[Worker] = set()
         self._late: set[Worker] = set()
-        """Members that have not taken up the newest epoch."""
+        """Members that have not taken up the newest generation."""
         self._holders: set[Worker] = set()
         """Living workers that have their stage's state, as far as is known."""
         self._cells: dict[str, Worker] = {}
@@ -126,7 +129,7 @@ class LocalCoordination:
         self._cells[incarnation] = worker
         if str(worker) in self._links.barred:
             self._events.append(Remark(f"{worker} may not re-join: its links broke again after it had", worker))
-        elif self._epoch == 0:
+        elif self._generation == 0:
             self._waiting_for.discard(worker)
             self._holders.add(worker)  # the initial state follows from the seed
             if not self._waiting_for:
@@ -135,12 +138,12 @@ class LocalCoordination:
             self._back.add(worker)
             self._let_in()
 
-    def adopted(self, worker: Worker, epoch: int) -> None:
-        if epoch == self._epoch:
+    def adopted(self, worker: Worker, generation: int) -> None:
+        if generation == self._generation:
             self._late.discard(worker)
 
-    def formed(self, worker: Worker, epoch: int) -> None:
-        if epoch == self._epoch:
+    def formed(self, worker: Worker, generation: int) -> None:
+        if generation == self._generation:
             self._unformed.discard(worker)
             self._holders.add(worker)
             self._restoring = self._restoring and bool(self._unformed)
@@ -154,22 +157,25 @@ class LocalCoordination:
         self._failed.add(worker)
         self._holders.discard(worker)
         self._waiting_for.discard(worker)
-        if self._epoch:
+        if self._generation:
             self._open(f"{worker} {detail}")
         else:
             self._events.append(Halt(f"{worker} {detail} before training began"))
 
-    def broken(self, worker: Worker, epoch: int, now: float, peer: str = "", detail: str = "") -> None:
-        if epoch == self._epoch:
+    def broken(self, worker: Worker, generation: int, now: float, peer: str = "", detail: str = "") -> None:
+        if generation == self._generation:
             self._complaints.setdefault(str(worker), Complaint(str(worker), peer, detail))
             self._re_form_at = now + self._grace if self._re_form_at is None else self._re_form_at
 
-    def raised(self, worker: Worker, incarnation: str, epoch: int, text: str) -> None:
-        if epoch == self._epoch:
+    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
+        if generation == self._generation:
             self._open(text)
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         self._committed = max((self._committed, *(i.iteration + 1 for i in iterations)))
+
+    def meanwhile(self, generation: int, plan: Plan) -> None:
+        """Nobody looks."""
 
     def recovered(self, recovery: Recovery) -> None:
         pass
@@ -205,7 +211,7 @@ class LocalCoordination:
             self._re_form_at = None
             self._events.append(Halt(ruling.halt))
             return
-        self._events.append(Remark(f"epoch {self._epoch}: {ruling.text}"))
+        self._events.append(Remark(f"generation {self._generation}: {ruling.text}"))
         if ruling.out:
             out = Worker.parse(ruling.out)
             self._failed.add(out)
@@ -218,7 +224,7 @@ class LocalCoordination:
             self._open(f"{names} {'is' if len(self._back) == 1 else 'are'} back, to take state from a peer")
 
     def _open(self, reason: str) -> None:
-        """Opens the next epoch: with all who live, and all who are back."""
+        """Opens the next generation: with all who live, and all who are back."""
         self._re_form_at, self._complaints = None, {}
         joining, self._back = set(self._back), set()
         self._failed -= joining
@@ -246,14 +252,14 @@ class LocalCoordination:
             return
         if restore is not None:
             reason += f"; all go back to {restore}"
-        self._epoch += 1
+        self._generation += 1
         self._restoring = restore is not None
         living = [w for w in self._catalog.job.workers() if w not in self._failed]
         if restore is None:  # those that are still at it, too
             joining |= set(living) - self._holders
         self._unformed, self._late = set(living), set(living)
         deployment = Deployment(
-            epoch=self._epoch,
+            generation=self._generation,
             plan_fingerprint=plan.fingerprint,
             living=tuple(map(str, living)),
             failed=tuple(map(str, sorted(self._failed))),

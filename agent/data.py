@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-from agent.randomness import seed_for
-from planner.errors import InputError
-from planner.job import Job
+from openrecycle.agent.randomness import seed_for
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job
 
 Sampler = Callable[[int, int, int], Sequence[int]]
 """(iteration, pipeline, micro-batch) to the indices of its samples."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent.outbox import Outbox
+from openrecycle.agent.outbox import Outbox
 
 log = logging.getLogger("openrecycle")
 

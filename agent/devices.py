@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from agent.randomness import seed_for
-from planner.errors import InputError
+from openrecycle.agent.randomness import seed_for
+from openrecycle.planner.errors import InputError
 
 if TYPE_CHECKING:
     import torch

@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from agent.boundaries import CPU, Boundaries, Boundary, BoundaryError, Gradients, check_output
-from agent.communicator import Groups
-from agent.devices import completion, on_device
-from agent.faults import FaultInjector
-from agent.ledger import Redo
-from agent.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, Progress
-from agent.op_times import OpTimes
-from agent.pacing import PacedDevice
-from agent.randomness import seed_for
-from agent.script import Script
-from agent.stage import MicroBatch, Stage
-from agent.timeline import Timeline
-from agent.transport.group import TransferError
-from agent.transport.transfers import Layout, Transfers
-from agent.verdicts import Steps
-from agent.workload import Workload
-from planner.job import Job, Worker
+from openrecycle.agent.communicator import Groups
+from openrecycle.agent.devices import completion, on_device
+from openrecycle.agent.faults import FaultInjector
+from openrecycle.agent.ledger import Redo
+from openrecycle.agent.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, Progress
+from openrecycle.agent.op_times import OpTimes
+from openrecycle.agent.pacing import PacedDevice
+from openrecycle.agent.randomness import seed_for
+from openrecycle.agent.script import Script
+from openrecycle.agent.stage import MicroBatch, Stage
+from openrecycle.agent.stage_io import CPU, Gradients, StageIO, StageOutput, check_output
+from openrecycle.agent.timeline import Timeline
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.transfers import Layout, Transfers
+from openrecycle.agent.validation_exchange import Steps
+from openrecycle.agent.workload import Workload
+from openrecycle.planner.job import Job, Worker
 
 
 class OpError(Exception):
@@ -40,7 +40,7 @@ class OpError(Exception):
 
 
 class Interrupted(Exception):
-    """A newer epoch has been announced: the iteration in flight is abandoned."""
+    """A newer generation has been announced: the iteration in flight is abandoned."""
 
 
 class Executor:
@@ -64,7 +64,7 @@ class Executor:
         pace: Mapping[str, float],
         interrupted: Callable[[], bool],
         committed: Callable[[int, float], None],
-        boundaries: Boundaries,
+        stage_io: StageIO,
         keeps_finished: bool = False,
         device: torch.device = CPU,
         progress: Progress | None = None,
@@ -78,10 +78,10 @@ class Executor:
         self._faults, self._device, self._interrupted = faults, PacedDevice(pace), interrupted
         self._committed = committed
         self._last = me.stage == job.stages - 1
-        self._incoming: Boundary = boundaries[me.stage - 1] if me.stage else ()
-        self._outgoing: Boundary = () if self._last else boundaries[me.stage]
+        self._incoming: StageOutput = stage_io[me.stage - 1] if me.stage else ()
+        self._outgoing: StageOutput = () if self._last else stage_io[me.stage]
         self._where, self._complete = device, completion(device)
-        self._layout = Layout(job, self._incoming, self._outgoing, max(map(len, boundaries), default=1), device)
+        self._layout = Layout(job, self._incoming, self._outgoing, max(map(len, stage_io), default=1), device)
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
         self._iteration = 0
         self.left_out: frozenset[MicroBatch] = frozenset()
@@ -191,10 +191,10 @@ class Executor:
     # -- ops ----------------------------------------------------------------------------------
 
     def _run_op(self, kind: str, key: MicroBatch) -> None:
-        """Raises OpError for what the workload's code raises."""
+        """Raises OpError for what the workload's code raises, and for an output of another shape than the others'."""
         try:
             self._run[kind](key)
-        except (TransferError, BoundaryError):
+        except TransferError:
             raise
         except Exception as error:
             raise OpError(kind, self._iteration, key) from error

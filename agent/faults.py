@@ -9,12 +9,12 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from planner.errors import InputError
-from planner.job import Job, Worker
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, Worker
 
-_KILL = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+):(?P<op>R|O|V|[FIW](?:\d+\.)?\d+)")
-_REJOIN = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+)")
-_SLOW = re.compile(r"(?P<worker>W\d+_\d+)@(?P<iteration>\d+):(?P<factor>\d{1,3}(\.\d{1,3})?)")
+_KILL = re.compile(r"(?P<worker>W[0-9]+_[0-9]+)@(?P<iteration>[0-9]+):(?P<op>R|O|V|[FIW](?:[0-9]+\.)?[0-9]+)")
+_REJOIN = re.compile(r"(?P<worker>W[0-9]+_[0-9]+)@(?P<iteration>[0-9]+)")
+_SLOW = re.compile(r"(?P<worker>W[0-9]+_[0-9]+)@(?P<iteration>[0-9]+):(?P<factor>[0-9]{1,3}(\.[0-9]{1,3})?)")
 MOST_SLOW = 100.0
 
 

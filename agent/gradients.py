@@ -30,7 +30,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from agent.recipe import Mode
+from openrecycle.agent.recipe import Mode
 
 GRID_BITS = 50
 _SCALE = 2.0**GRID_BITS

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
-from agent.clock import Offset, offset_to_console
-from agent.liveness import AT_REST, Progress
-from agent.log_tail import LogTail
-from agent.outbox import Outbox
-from agent.protocol import (
+from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.clock import Offset, offset_to_console
+from openrecycle.agent.liveness import AT_REST, Progress
+from openrecycle.agent.log_tail import LogTail
+from openrecycle.agent.outbox import Outbox
+from openrecycle.agent.protocol import (
     MEASURED_OPS,
     Acknowledgement,
     Doing,
@@ -32,7 +32,7 @@ from agent.protocol import (
     Registration,
     clock_name,
 )
-from agent.timeline import Recorded, Timeline
+from openrecycle.agent.timeline import Recorded, Timeline
 
 QUEUE = 1000
 
@@ -43,7 +43,7 @@ class Status:
 
     timeline: of the ops that run here, where somebody records them. progress: what the training thread is at."""
 
-    epoch: int = 0
+    generation: int = 0
     iteration: int = 0
     phase: str = "starting"
     take_op_milliseconds: Callable[[], dict[str, float]] = field(default=dict)
@@ -55,7 +55,7 @@ class HeartbeatThread(threading.Thread):
     """Reports one worker process to the console until `stop`.
 
     fenced: called once when the console says that this incarnation no longer counts. log: what the
-    process writes; how it takes up epochs is added here.
+    process writes; how it takes up generations is added here.
     """
 
     def __init__(
@@ -83,22 +83,22 @@ class HeartbeatThread(threading.Thread):
         """This process holds another place of the grid from now on."""
         self._worker = worker
 
-    def acknowledge(self, epoch: int, state: str, iteration: int) -> None:
+    def acknowledge(self, generation: int, state: str, iteration: int) -> None:
         """Queues an Acknowledgement; never blocks."""
-        self._log.add(f"epoch {epoch}: {state}, iteration {iteration}")
+        self._log.add(f"generation {generation}: {state}, iteration {iteration}")
         self._put(
             Acknowledgement(
                 worker=self._worker,
                 incarnation=self._incarnation,
-                epoch=epoch,
+                generation=generation,
                 state=state,  # type: ignore[arg-type]
                 iteration=iteration,
             )
         )
 
-    def report_broken(self, epoch: int, detail: str, peer: str = "") -> None:
-        """Queues a FailureReport of a transfer with `peer` ("": not known) that broke in `epoch`; never blocks."""
-        self._log.add(f"epoch {epoch}: {detail}")
+    def report_broken(self, generation: int, detail: str, peer: str = "") -> None:
+        """Queues a FailureReport of a transfer with `peer` ("": not known) that broke in `generation`; never blocks."""
+        self._log.add(f"generation {generation}: {detail}")
         self._put(
             FailureReport(
                 worker=peer or self._worker,
@@ -106,7 +106,7 @@ class HeartbeatThread(threading.Thread):
                 cause="transfer",
                 reporter=self._worker,
                 detail=detail,
-                epoch=epoch,
+                generation=generation,
             )
         )
 
@@ -125,7 +125,7 @@ class HeartbeatThread(threading.Thread):
                     self._register()
                     registered = True
                 # Before what may take the console long: a report that hangs in its database is no silence. And not
-                # after each report: when an epoch opens, thousands of workers have three within a second or two.
+                # after each report: when a generation opens, thousands of workers have three within a second or two.
                 beats = (now := time.monotonic()) >= due and not self._stop_asked.is_set()
                 if beats:
                     self._beat()
@@ -185,7 +185,7 @@ class HeartbeatThread(threading.Thread):
                 worker=self._worker,
                 incarnation=self._incarnation,
                 seq=self._seq,
-                epoch=status.epoch,
+                generation=status.generation,
                 iteration=status.iteration,
                 phase=status.phase,  # type: ignore[arg-type]
                 op_milliseconds=status.take_op_milliseconds(),  # type: ignore[arg-type]
@@ -214,16 +214,16 @@ class HeartbeatThread(threading.Thread):
 
 def doing(progress: Progress) -> Doing | None:
     """What is posted of it; None: nothing in hand."""
-    standing = progress.standing()
-    if standing.kind == AT_REST:
+    current = progress.current()
+    if current.kind == AT_REST:
         return None
-    pipeline, micro_batch = standing.index or (None, None)
+    pipeline, micro_batch = current.index or (None, None)
     return Doing(
-        kind=standing.kind,
+        kind=current.kind,
         pipeline=pipeline,
         micro_batch=micro_batch,
-        seconds=standing.seconds,
-        limit=standing.limit,
+        seconds=current.seconds,
+        limit=current.limit,
     )
 
 
@@ -236,7 +236,7 @@ def measured_ops(recorded: Recorded, worker: str, incarnation: str, offset: Offs
     return MeasuredOps(
         worker=worker,
         incarnation=incarnation,
-        epoch=recorded.epoch,
+        generation=recorded.generation,
         iteration=recorded.iteration,
         clock=clock_name(),
         started_us=round(first * 1e6),

@@ -2,15 +2,16 @@
 
 Which iteration that is nobody knows beforehand, for workers are in different ones, and none can finish
 one that another has stopped before. So each stops after the one that it is in and says which that was;
-the last of these is where all go on to. A job that is to end early is paused first, too: then there is an
-iteration that all have committed, and after which nobody has begun another.
+the last of these is where all go on to. A job that is asked to end early is paused first, too: then there is
+an iteration that all have committed, and after which nobody has begun another. One that can't commit an
+iteration, whatever it does, ends before that one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agent.processes import WorkerProcess
+from openrecycle.agent.processes import WorkerProcess
 
 
 class Hold:
@@ -49,7 +50,7 @@ class Hold:
         return self.after is not None and self._asked.isdisjoint(entry.incarnation for entry in entries)
 
     def end_at(self, iterations: int, entries: Iterable[WorkerProcess]) -> None:
-        """All have committed as many, and are held before the next: there is none."""
+        """There is none after so many: all are held before it, or it can't be committed."""
         self.after, self.last = None, iterations
         for entry in entries:
             self.tell(entry)

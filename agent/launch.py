@@ -14,26 +14,26 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from agent import channel, poison, worker
-from agent.boundaries import Boundaries
-from agent.checkpoints.checkpointing import CheckpointOptions
-from agent.coordination import Coordination, Deploy, Halt, Remark
-from agent.devices import Platform
-from agent.faults import Kill, Rejoin, Slow
-from agent.holding import Hold
-from agent.liveness import Silences, Standing, Turns, boot_clock
-from agent.loop import LoopOptions
-from agent.processes import ProcessPool, WorkerProcess, preload
-from agent.protocol import Command, Iteration, VerdictReport
-from agent.recipe import HandOver, Recipe
-from agent.record import DivergedError, Recorded, RunRecord
-from agent.store import RendezvousStore, StoreError
-from agent.timeouts import TIMES_LONGEST, Timeouts
-from agent.workload import WorkloadSource
-from planner.catalog import Catalog
-from planner.errors import PlannerError
-from planner.job import Job, Worker
-from planner.plan import Plan
+from openrecycle.agent import channel, poison, worker
+from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
+from openrecycle.agent.coordination import Coordination, Deploy, Halt, Remark
+from openrecycle.agent.devices import Platform
+from openrecycle.agent.faults import Kill, Rejoin, Slow
+from openrecycle.agent.holding import Hold
+from openrecycle.agent.liveness import CurrentOp, Silences, Turns, boot_clock
+from openrecycle.agent.loop import LoopOptions
+from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.protocol import Command, Iteration, VerdictReport
+from openrecycle.agent.recipe import HandOver, Recipe
+from openrecycle.agent.record import DivergedError, Recorded, RunRecord
+from openrecycle.agent.stage_io import StageIO
+from openrecycle.agent.store import RendezvousStore, StoreError
+from openrecycle.agent.timeouts import TIMES_LONGEST, Timeouts
+from openrecycle.agent.workload import WorkloadSource
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.plan import Plan
 
 TURN_SECONDS = 0.25
 
@@ -63,7 +63,7 @@ class LaunchOptions:
     rejoins: tuple[Rejoin, ...] = ()
     console: worker.ConsoleLink | None = None
     recipe: Recipe = field(default_factory=Recipe)
-    boundaries: Boundaries | None = None
+    stage_io: StageIO | None = None
     weights: str | None = None
     checkpoints: CheckpointOptions | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -106,15 +106,15 @@ class Launcher:
         self._turns = Turns(boot_clock)
         self._silences = Silences(options.timeouts.pause, time.monotonic())
         self._committed_in = 0, -1
-        """The newest epoch that somebody has committed an iteration in, and the newest of these."""
+        """The newest generation that somebody has committed an iteration in, and the newest of these."""
         self._nobody_due = 0.0
         """After so many seconds without a word from any worker it is said (again)."""
         self._stop = 0
         self._poison = poison.Poison()
         self._found: dict[str, Any] = {}
-        """What each member of the newest epoch is told of micro-batches that raise; see agent.channel.Orders."""
-        self._until: int | None = None
+        """What each member of the newest generation is told of micro-batches that raise; see agent.channel.Orders."""
         self._why_halted, self._halt_by = "", 0.0
+        """Of a job that can't go on: why, and until when it has time to come to its end in order."""
         self._iterations = options.iterations
         self._end_asked = False
 
@@ -141,13 +141,15 @@ class Launcher:
             for cell in self._options.job.workers():
                 self._start(cell, joins=False)
             while not self._record.finished(self._iterations):
-                if self._halted():
-                    raise JobFailed(self._why_halted)
+                if self._why_halted and time.monotonic() > self._halt_by:
+                    break
                 if self._stop:
                     raise Stopped(self._stop, self._record.committed)
                 self._turn(TURN_SECONDS)
                 if self._end_asked:
                     self._end_early()
+            if self._why_halted:
+                raise JobFailed(self._why_halted)
             self._listener({"final": self._record.final()})
             state, reason = "finished", f"all {self._options.iterations} iterations are committed"
             if self._iterations < self._options.iterations:
@@ -194,7 +196,7 @@ class Launcher:
                 self._listener({"warning": event.text})
                 entry = self._pool.running.get(event.refused) if event.refused else None
                 if entry is not None and not entry.member:
-                    self._pool.put_out(entry, event.text)
+                    self._pool.fence(entry, event.text)
             else:
                 self._obey(event)
         self._judge(timeout)
@@ -211,13 +213,13 @@ class Launcher:
             self._hear(entry, message)
 
     def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
-        if entry.put_out:
+        if entry.fenced:
             return
         if message["kind"] == "computes":  # said by the launcher of its node: it can't speak itself
             entry.lived_at = time.monotonic()
             return
         entry.heard_at, entry.spoke = time.monotonic(), True
-        if message.get("epoch", entry.since) < entry.since:
+        if message.get("generation", entry.since) < entry.since:
             return
         cell, at = entry.worker, message["at"]
         match message["kind"]:
@@ -229,9 +231,9 @@ class Launcher:
                 self._record.left(cell, at)
             case "alive":
                 entry.op_limit = message["op_limit"]
-                self._heard_of(entry, message["standing"])
+                self._heard_of(entry, message["current"])
             case "adopted" if self._deployed is not None:
-                self._coordination.adopted(cell, message["epoch"])
+                self._coordination.adopted(cell, message["generation"])
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
@@ -240,25 +242,29 @@ class Launcher:
                 self._listener({"hand_over": {"worker": str(cell), "text": message["text"]}})
             case "formed":
                 entry.whole = True
-                self._certain(self._record.formed(cell, message["epoch"], message["iteration"], at))
-                self._coordination.formed(cell, message["epoch"])
+                self._certain(self._record.formed(cell, message["generation"], message["iteration"], at))
+                self._coordination.formed(cell, message["generation"])
                 if self._record.formed_by_all:
                     self._release_the_leaving()
             case "committed":
-                self._all_live(message["epoch"], message["iteration"])
+                self._all_live(message["generation"], message["iteration"])
                 self._certain(
                     self._record.committed_by(cell, message["iteration"], message["loss"], at, message["skipped"])
                 )
             case "parameters":
                 self._record.compared(
-                    cell, message["epoch"], message["iteration"], message["settled"], message["sha256"]
+                    cell, message["generation"], message["iteration"], message["settled"], message["sha256"]
                 )
             case "done":
                 self._record.done(cell, message["sha256"])
             case "broken":
                 peer, detail = message.get("peer", ""), message.get("detail", "")
-                self._coordination.broken(cell, message["epoch"], time.monotonic(), peer, detail)
-                if self._after is not None and self._deployed and message["epoch"] < self._deployed.deployment.epoch:
+                self._coordination.broken(cell, message["generation"], time.monotonic(), peer, detail)
+                if (
+                    self._after is not None
+                    and self._deployed
+                    and message["generation"] < self._deployed.deployment.generation
+                ):
                     self._send_deployments(after=None)  # the boundary is out of reach: all leave now
             case "raised":
                 self._raised(entry, message)
@@ -278,7 +284,7 @@ class Launcher:
                 raise JobFailed(f"{cell}: {message['text']}")
 
     def _raised(self, entry: WorkerProcess, message: channel.Message) -> None:
-        """An op of a micro-batch raised: the worker lives, and waits for the next epoch."""
+        """An op of a micro-batch raised: the worker lives, and waits for the next generation."""
         cell, recipe = entry.worker, self._options.recipe
         said = poison.Raised(
             *(str(cell), entry.incarnation, cell.stage, message["iteration"], message["op"], message["micro_batch"]),
@@ -294,12 +300,12 @@ class Launcher:
             others = self._record.skipped.get(iteration, ())
             self._record.skipped[iteration] = tuple(sorted((*others, micro_batch)))
         if found.halt:
-            if self._until is not None:
+            if self._why_halted:
                 raise JobFailed(found.halt)
-            self._until, self._why_halted = said.iteration, found.halt
-            self._halt_by = time.monotonic() + self._options.timeouts.transfer
-        self._coordination.raised(cell, entry.incarnation, message["epoch"], found.halt or found.text)
-        if self._after is not None and self._deployed and message["epoch"] < self._deployed.deployment.epoch:
+            self._why_halted, self._halt_by = found.halt, time.monotonic() + self._options.timeouts.transfer
+            self._end_at(said.iteration)
+        self._coordination.raised(cell, entry.incarnation, message["generation"], found.halt or found.text)
+        if self._after is not None and self._deployed and message["generation"] < self._deployed.deployment.generation:
             self._send_deployments(after=None)  # as for a transfer that broke
 
     def _incarnations(self, stage: int | None = None) -> dict[str, str]:
@@ -307,33 +313,30 @@ class Launcher:
         members = ((w, e) for w, e in self._pool.running.items() if e.member and stage in (None, w.stage))
         return {str(w): e.incarnation for w, e in members}
 
-    def _put_out_the_blamed(self) -> None:
+    def _fence_the_blamed(self) -> None:
         """Those that could not do what others could."""
         self._poison, blamed = poison.committed(self._poison, self._record.committed, self._incarnations())
         if blamed and self._deployed is not None and self._found["runs"] and not self._poison.suspects:
             first = next(e for e in self._pool.running.values() if e.incarnation == blamed[0].incarnation)
-            epoch, text = self._deployed.deployment.epoch, "it is decided whose fault it was: all do what is planned"
-            self._coordination.raised(first.worker, first.incarnation, epoch, text)
+            generation, text = (
+                self._deployed.deployment.generation,
+                "it is decided whose fault it was: all do what is planned",
+            )
+            self._coordination.raised(first.worker, first.incarnation, generation, text)
         for one in blamed:
             self._listener({"warning": one.text})
             entry = self._pool.running.get(Worker.parse(one.worker))
             if one.out and entry is not None:
-                self._pool.put_out(entry, one.text)
+                self._pool.fence(entry, one.text)
                 self._record.died(entry.worker, time.monotonic_ns())
                 self._coordination.exited(entry.worker, entry.incarnation, f"was taken out: {one.text}")
-
-    def _halted(self) -> bool:
-        """Is everything of a job that must halt where it should be, or is there no more time for that?"""
-        if self._until is None:
-            return False
-        return self._record.finished(self._until) or time.monotonic() > self._halt_by
 
     def _ended(self, entry: WorkerProcess) -> None:
         detected = time.monotonic_ns()
         self._read(entry)
         entry.process.join()
         self._pool.forget(entry)
-        if entry.put_out:
+        if entry.fenced:
             return
         self._record.died(entry.worker, detected)
         self._coordination.exited(entry.worker, entry.incarnation, entry.ending)
@@ -349,7 +352,7 @@ class Launcher:
             self._coordination.recovered(recovery)
         self._coordination.committed(recorded.iterations)
         if recorded.iterations:
-            self._put_out_the_blamed()
+            self._fence_the_blamed()
             due = [r for r in self._rejoins if r.iteration < self._record.committed]
             for rejoin in due:
                 place = self._pool.vacancy(rejoin.worker, self._options.job.workers())
@@ -364,20 +367,27 @@ class Launcher:
         self._deployed = event
         now = time.monotonic_ns()
         for source, to in event.moves:
-            if self._pool.move(source, to, deployment.epoch):
+            if self._pool.move(source, to, deployment.generation):
                 self._pool.running[to].whole = False
-                why = {"worker": str(source), "to": str(to), "epoch": deployment.epoch, "reason": deployment.reason}
+                why = {
+                    "worker": str(source),
+                    "to": str(to),
+                    "generation": deployment.generation,
+                    "reason": deployment.reason,
+                }
                 self._listener({"move": why})
             self._record.moved(source, to)
         joining = {Worker.parse(name) for name in deployment.joining}
-        self._certain(self._record.epoch_opened(deployment.epoch, living, now, after, joining))
+        self._certain(self._record.generation_opened(deployment.generation, living, now, after, joining))
         leaving = {Worker.parse(name) for name in deployment.leaving}
         for cell, entry in list(self._pool.running.items()):
             if cell in leaving:
                 self._record.released(cell)
-                self._listener({"left": {"worker": str(cell), "epoch": deployment.epoch, "reason": deployment.reason}})
+                self._listener(
+                    {"left": {"worker": str(cell), "generation": deployment.generation, "reason": deployment.reason}}
+                )
             elif entry.member and cell not in living:
-                self._pool.put_out(entry, "put out of the job")
+                self._pool.fence(entry, "put out of the job")
                 self._record.died(cell, now)
         schedule = event.plan.schedule() if self._poison.suspects else None
 
@@ -389,10 +399,12 @@ class Launcher:
 
         in_force = {str(w): self._pool.running[w].incarnation for w in living if w in self._pool.running}
         self._poison, runs = poison.assign(self._poison, owner, in_force)
-        # Fixed with the epoch: all its members must leave out the same.
-        self._found = {"left_out": list(self._poison.left_out), "runs": list(runs), "until": self._until}
+        # Fixed with the generation: all its members must leave out the same.
+        self._found = {"left_out": list(self._poison.left_out), "runs": list(runs)}
         # Whoever is to try a bad sample is named for the plan of all.
         self._interim = None if runs else self._plan_meanwhile(event)
+        if self._interim is not None:
+            self._coordination.meanwhile(deployment.generation, self._interim)
         self._send_deployments(after)
 
     def _plan_meanwhile(self, event: Deploy) -> Plan | None:
@@ -410,7 +422,7 @@ class Launcher:
             return None
 
     def _boundary(self, event: Deploy) -> int | None:
-        """For an epoch in which workers come, change their place or leave, and none was lost: the iteration
+        """For a generation in which workers come, change their place or leave, and none was lost: the iteration
         that all finish first.
 
         One more than the foremost is known to be in, so that the news is there before it ends; in a paused
@@ -432,11 +444,11 @@ class Launcher:
         for name in self._deployed.deployment.leaving:
             entry = self._pool.running.get(Worker.parse(name))
             if entry is not None and entry.member:
-                self._pool.put_out(entry, "left as asked")
+                self._pool.fence(entry, "left as asked")
                 self._coordination.exited(entry.worker, entry.incarnation, "left as asked")
 
     def _send_deployments(self, after: int | None) -> None:
-        """Tells every member of the newest epoch. after: see agent.channel.Orders."""
+        """Tells every member of the newest generation. after: see agent.channel.Orders."""
         assert self._deployed is not None
         deployment, plan = self._deployed.deployment, self._deployed.plan
         self._after = after
@@ -489,31 +501,35 @@ class Launcher:
         if common is None or not self._record.formed_by_all or not self._hold.settled(entries):
             return
         if self._hold.after is not None and common > self._hold.after:
-            self._iterations = common
-            self._hold.end_at(common, entries)
+            self._end_at(common)
+
+    def _end_at(self, iterations: int) -> None:
+        """There are no more than so many: nobody can have committed the next one."""
+        self._iterations = iterations
+        self._hold.end_at(iterations, self._pool.running.values())
 
     def _heard_of(self, entry: WorkerProcess, told: dict[str, Any]) -> None:
         """What a worker is at."""
         where = told.pop("where", "")
-        standing = Standing(**told)
-        known, entry.standing = entry.standing, standing
-        if standing.overdue and (known is None or not known.overdue):
-            self._listener({"warning": f"{entry.worker} is at {standing} for {standing.seconds:.0f} s; {where}"})
+        current = CurrentOp(**told)
+        known, entry.current = entry.current, current
+        if current.overdue and (known is None or not known.overdue):
+            self._listener({"warning": f"{entry.worker} is at {current} for {current.seconds:.0f} s; {where}"})
 
-    def _all_live(self, epoch: int, iteration: int) -> None:
-        """Nobody commits two iterations of an epoch without all of its members, heard or not: the launcher of
+    def _all_live(self, generation: int, iteration: int) -> None:
+        """Nobody commits two iterations of a generation without all of its members, heard or not: the launcher of
         their node may stand still."""
-        if self._deployed is None or epoch != self._deployed.deployment.epoch:
+        if self._deployed is None or generation != self._deployed.deployment.generation:
             return
-        before, self._committed_in = self._committed_in, max(self._committed_in, (epoch, iteration))
-        if before[0] == epoch and before[1] < iteration:
+        before, self._committed_in = self._committed_in, max(self._committed_in, (generation, iteration))
+        if before[0] == generation and before[1] < iteration:
             now = time.monotonic()
             for entry in self._pool.running.values():
                 if entry.member:
                     entry.heard_at = now
 
     def _judge(self, asked: float) -> None:
-        """Puts out who is gone or hangs: an epoch forms with all of its members or not at all.
+        """Puts out who is gone or hangs: a generation forms with all of its members or not at all.
 
         asked: seconds that this turn was to wait at most.
         """
@@ -530,9 +546,9 @@ class Launcher:
                 continue
             self._read(entry)  # what has come since this turn began
             why = self._why_out(entry, now)
-            if why is None or entry.put_out:
+            if why is None or entry.fenced:
                 continue
-            self._pool.put_out(entry, why)
+            self._pool.fence(entry, why)
             self._record.died(entry.worker, time.monotonic_ns())
             self._coordination.exited(entry.worker, entry.incarnation, why)
 
@@ -546,20 +562,20 @@ class Launcher:
             if computes and silent <= borne + (limits.first_op if entry.op_limit is None else entry.op_limit):
                 return None
             return f"was silent for {silent:.0f} s" + (", stopped by a signal" if entry.stopped else "")
-        standing = entry.standing
-        if standing is None or standing.limit is None or not standing.overdue:
+        current = entry.current
+        if current is None or current.limit is None or not current.overdue:
             return None
         peers = [e for e in self._pool.running.values() if e.member and e.worker.stage == entry.worker.stage]
         # Where a whole stage is at something for long, a disk is slow, or the data: and nobody would be left.
-        alone = all(e.standing is not None and e.standing.lags for e in peers)
-        limit = max(standing.limit, limits.first_op) if alone else standing.limit
+        alone = all(e.current is not None and e.current.lags for e in peers)
+        limit = max(current.limit, limits.first_op) if alone else current.limit
         if alone:
-            entry.excused_until = now + standing.limit
-        if standing.seconds <= limit or (not alone and now < entry.excused_until):
+            entry.excused_until = now + current.limit
+        if current.seconds <= limit or (not alone and now < entry.excused_until):
             return None
         known = limit == limits.first_op or limit == limits.op
         why = "" if known else f", {TIMES_LONGEST:g} times its longest so far"
-        return f"hangs: it is at {standing} for {standing.seconds:.0f} s (limit {limit:.0f} s{why})"
+        return f"hangs: it is at {current} for {current.seconds:.0f} s (limit {limit:.0f} s{why})"
 
     def _say_nobody_is_heard(self) -> None:
         nobody = self._silences.nobody_heard
@@ -579,7 +595,7 @@ class Launcher:
             options.pace,
             options.kills,
             recipe=options.recipe,
-            boundaries=options.boundaries,
+            stage_io=options.stage_io,
             weights=options.weights,
             checkpoints=options.checkpoints,
             platform=options.platform,
@@ -612,7 +628,7 @@ def iteration_line(iteration: Iteration) -> dict[str, Any]:
         "iteration": iteration.iteration,
         "loss": iteration.loss_hex,
         "seconds": round(iteration.seconds, 6),
-        "epoch": iteration.epoch,
+        "generation": iteration.generation,
         "living": iteration.living,
         **({"skipped": list(iteration.skipped)} if iteration.skipped else {}),
     }

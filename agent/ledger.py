@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.job import Job, Worker
+from openrecycle.planner.job import Job, Worker
 
 MicroBatch = tuple[int, int]
 _BITS = 62

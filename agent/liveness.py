@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.timeouts import ALIVE_SECONDS, TIMES_LONGEST, Timeouts
+from openrecycle.agent.timeouts import ALIVE_SECONDS, TIMES_LONGEST, Timeouts
 
 Clock = Callable[[], float]
 
@@ -88,7 +88,7 @@ class Silences:
 
 
 @dataclass(frozen=True)
-class Standing:
+class CurrentOp:
     """What a training thread is at. kind: an op's, or one of those above. index: (pipeline, micro-batch) of an op on
     one. seconds: for how long, of time in which its process could run. limit: None where there is none."""
 
@@ -114,7 +114,7 @@ class Standing:
 
 class Progress:
     """What one worker's training thread is at, and what its ops have taken at most. No locks: `at` and `waiting` are
-    the training thread's, `beat` that of one other thread, and `standing` anybody's.
+    the training thread's, `beat` that of one other thread, and `current` anybody's.
 
     Ops of the first iteration are not counted, in which they may be compiled.
     """
@@ -162,7 +162,7 @@ class Progress:
 
     # -- the thread that beats ------------------------------------------------------------------
 
-    def beat(self, late: float) -> Standing:
+    def beat(self, late: float) -> CurrentOp:
         """late: seconds, up to now, in which this process did not get to run."""
         now = self._beaten = self._clock()
         if late > ALIVE_SECONDS:
@@ -171,12 +171,12 @@ class Progress:
         for kind, (since, until) in candidates.items():
             seconds = until - since - self._stalled(since, until)
             self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
-        return self.standing()
+        return self.current()
 
-    def standing(self) -> Standing:
+    def current(self) -> CurrentOp:
         kind, index, since = self._now
         now = self._clock()
-        return Standing(kind, index, max(0.0, now - since - self._stalled(since, now)), self.limit(kind))
+        return CurrentOp(kind, index, max(0.0, now - since - self._stalled(since, now)), self.limit(kind))
 
     def limit(self, kind: str) -> float | None:
         """Seconds that it may be at `kind`; None: that has no limit."""

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TextIO
 
-from agent.protocol import LOG_LINE, LOG_LINES, LogLine
+from openrecycle.agent.protocol import LOG_LINE, LOG_LINES, LogLine
 
 
 class LogTail:

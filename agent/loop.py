@@ -1,11 +1,11 @@
-"""The training loop of one worker, through failures: take up an epoch, agree, train, and again.
+"""The training loop of one worker, through failures: take up a generation, agree, train, and again.
 
 A worker that joins is in the groups at once and takes its stage's state beside the training of the others
 (agent.state_transfer); until it has all of it, everybody runs a plan that does without it.
 
 No failure of a peer ends this process. What interrupts an iteration is a broken transfer or the
-news of another epoch; both lead to the same place: abandon the iteration in flight, wait for an
-epoch that is newer than the one left, form its groups, agree on an iteration, go on. An epoch that
+news of another generation; both lead to the same place: abandon the iteration in flight, wait for a
+generation that is newer than the one left, form its groups, agree on an iteration, go on. A generation that
 only adds workers interrupts nothing: all leave at the same boundary, with nothing in flight.
 """
 
@@ -18,34 +18,34 @@ from pathlib import Path
 
 import torch
 
-from agent.assembly import assemble
-from agent.boundaries import CPU, Boundaries, boundaries_of
-from agent.channel import Orders, WorkerChannel
-from agent.checkpoints.checkpoint import CheckpointError, load_stage
-from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions
-from agent.checkpoints.weights import save_weights
-from agent.communicator import Communicator, Groups
-from agent.devices import Platform, kind_number
-from agent.executor import Executor, Interrupted, OpError
-from agent.faults import FaultInjector, Kill, Slow, slowness
-from agent.heartbeat import HeartbeatThread, Status
-from agent.ledger import Redo, decode, encode
-from agent.ledger import redo as plan_redo
-from agent.liveness import AT_REST
-from agent.optimizer import stage_optimizer
-from agent.pacing import profile_pace
-from agent.recipe import HandOver, Recipe
-from agent.recovery import Agreement, Makeup, agree, check_alike
-from agent.script import Script
-from agent.state_transfer import StateReceiver, StateServer
-from agent.timeouts import ALIVE_SECONDS, Timeouts
-from agent.transport.group import TransferError
-from agent.validation import Verdict
-from agent.verdicts import Steps
-from agent.whereabouts import told
-from agent.workload import Workload
-from planner.job import Job, Worker
-from planner.plan import Plan
+from openrecycle.agent.assembly import assemble
+from openrecycle.agent.channel import Orders, WorkerChannel
+from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_stage
+from openrecycle.agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions
+from openrecycle.agent.checkpoints.weights import save_weights
+from openrecycle.agent.communicator import Communicator, Groups
+from openrecycle.agent.devices import Platform, kind_number
+from openrecycle.agent.executor import Executor, Interrupted, OpError
+from openrecycle.agent.faults import FaultInjector, Kill, Slow, slowness
+from openrecycle.agent.heartbeat import HeartbeatThread, Status
+from openrecycle.agent.ledger import Redo, decode, encode
+from openrecycle.agent.ledger import redo as plan_redo
+from openrecycle.agent.liveness import AT_REST
+from openrecycle.agent.optimizer import stage_optimizer
+from openrecycle.agent.pacing import profile_pace
+from openrecycle.agent.post_validation import ValidationResult
+from openrecycle.agent.recipe import HandOver, Recipe
+from openrecycle.agent.recovery import Agreement, Makeup, agree, check_alike
+from openrecycle.agent.script import Script
+from openrecycle.agent.stage_io import CPU, StageIO, stage_io_of
+from openrecycle.agent.state_transfer import StateReceiver, StateServer
+from openrecycle.agent.thread_stacks import told
+from openrecycle.agent.timeouts import ALIVE_SECONDS, Timeouts
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.validation_exchange import Steps
+from openrecycle.agent.workload import Workload
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.plan import Plan
 
 _JOINING = -1
 WAIT_SECONDS = 0.5
@@ -60,7 +60,7 @@ class LoopOptions:
     paced_by_profile: ops take as long as the job's profile says of this worker; pace is {} then.
 
     joins: this process replaces a dead one and takes its state from a peer of its stage.
-    boundaries: what passes between stages; None: each worker finds out. weights: folder that the
+    stage_io: what passes between stages; None: each worker finds out. weights: folder that the
     trained weights are written to, by one worker of each stage. platform: the same for all workers.
     compare_every: iterations after which a stage's workers compare a hash of their parameters; 0: never.
     """
@@ -72,7 +72,7 @@ class LoopOptions:
     kills: tuple[Kill, ...] = ()
     joins: bool = False
     recipe: Recipe = field(default_factory=Recipe)
-    boundaries: Boundaries | None = None
+    stage_io: StageIO | None = None
     weights: str | None = None
     checkpoints: CheckpointOptions | None = None
     platform: Platform = field(default_factory=Platform)
@@ -86,8 +86,8 @@ class LoopOptions:
 class WorkerLoop:
     """Trains one stage of one pipeline until the job is over.
 
-    channel brings epochs and takes reports; heartbeat, where there is a console, tells it how each
-    epoch was taken up. device: where the stage computes.
+    channel brings generations and takes reports; heartbeat, where there is a console, tells it how each
+    generation was taken up. device: where the stage computes.
     """
 
     def __init__(
@@ -104,31 +104,28 @@ class WorkerLoop:
         self._options, self._workload = options, workload
         self._communicator, self._channel = communicator, channel
         self._status, self._heartbeat = status, heartbeat
-        self._boundaries = options.boundaries
-        if self._boundaries is None:
-            self._boundaries = boundaries_of(
-                workload, options.job.stages, options.seed, options.recipe.autocast, device
-            )
+        self._stage_io = options.stage_io
+        if self._stage_io is None:
+            self._stage_io = stage_io_of(workload, options.job.stages, options.seed, options.recipe.autocast, device)
         self._device = device
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
         self._kills, self._pace = options.kills, options.pace
-        self._until: int | None = None
         self._take_place(me, options.checkpoints)
         if not options.joins:
             self._state.holds_everything()
         if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
             self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
-        self._epoch = 0
+        self._generation = 0
         self._corrected = False
-        """Did this epoch's agreement put the last step right?"""
+        """Did this generation's agreement put the last step right?"""
 
     def _take_place(self, me: Worker, checkpoints: CheckpointOptions | None) -> None:
         """Puts together what a worker of that place needs, with the stage's initial state."""
         options, channel = self._options, self._channel
-        assert self._boundaries is not None
+        assert self._stage_io is not None
         self._me = me
         stage, split = assemble(
-            self._workload, options.job, me.stage, options.seed, options.recipe, self._boundaries, self._device
+            self._workload, options.job, me.stage, options.seed, options.recipe, self._stage_io, self._device
         )
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
@@ -149,7 +146,7 @@ class WorkerLoop:
             options.pace,
             self._superseded,
             self._say_committed,
-            self._boundaries,
+            self._stage_io,
             options.recipe.keep_finished,
             self._device,
             progress,
@@ -190,14 +187,14 @@ class WorkerLoop:
         """Returns when the launcher says that the job is over."""
         while not self._channel.over:
             self._status.phase = "waiting"
-            orders = self._channel.wait_for_epoch(self._epoch)
+            orders = self._channel.wait_for_generation(self._generation)
             if orders is None:
                 return
-            self._channel.take_up(orders.epoch)
+            self._channel.take_up(orders.generation)
             if str(orders.cell) not in orders.deployment.living:
                 # It was asked to leave, and has: the launcher ends it when nobody needs it any more.
-                self._epoch, self._status.phase = orders.epoch, "draining"
-                self._channel.wait_for_epoch(self._epoch)
+                self._generation, self._status.phase = orders.generation, "draining"
+                self._channel.wait_for_generation(self._generation)
                 continue
             whole = True
             try:
@@ -214,12 +211,12 @@ class WorkerLoop:
                 whole = False
             self._end_hand_overs()
             self._status.progress.at(AT_REST)
-            self._channel.say("left", epoch=self._epoch, whole=whole)
+            self._channel.say("left", generation=self._generation, whole=whole)
 
     def _live_through(self, orders: Orders) -> None:
-        """One epoch, until it is superseded, broken or over; returns when it was left at a boundary,
+        """One generation, until it is superseded, broken or over; returns when it was left at a boundary,
         with its groups still up."""
-        self._epoch = self._status.epoch = orders.epoch
+        self._generation = self._status.generation = orders.generation
         self._acknowledge("adopted", self._optimizer.committed)
         self._status.phase = "forming"
         if orders.cell != self._me or orders.restore is not None:
@@ -232,7 +229,7 @@ class WorkerLoop:
         if orders.interim is not None:
             scripts.append(Script.of(orders.interim.schedule(), self._me))
         groups = self._communicator.form(
-            *(orders.epoch, self._me, living, orders.store, self._device),
+            *(orders.generation, self._me, living, orders.store, self._device),
             at_boundary=orders.after is not None,
             neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
         )
@@ -242,12 +239,11 @@ class WorkerLoop:
             self._executor.forget_finished()  # it is a share of another mean
         redo = self._compare_finished(groups, agreement)
         whole = [w for w in living if w not in joining]
-        self._executor.timeline.epoch = orders.epoch
+        self._executor.timeline.generation = orders.generation
         self._status.phase = "training"
         formed: int | None = None
         if self._me not in joining:
             formed = self._say_formed(agreement.iteration)
-        self._until = orders.until
         while (iteration := self._optimizer.committed) < self._iterations:
             self._status.iteration = iteration
             if joining and self._steps.counts_on_all(iteration):
@@ -260,9 +256,10 @@ class WorkerLoop:
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
             self._compare(whole)
             self._checkpoint(whole)
-            if not self._channel.may_begin(orders.epoch, iteration):
+            if not self._channel.may_begin(orders.generation, iteration, self._say_paused):
                 self._executor.settle()
                 return
+            self._status.phase = "training"
             if iteration >= self._iterations:
                 break  # the job was told to end while it was held here
             script = scripts[1 if joining else 0]
@@ -278,8 +275,8 @@ class WorkerLoop:
             save_weights(self._options.weights, self._me.stage, self._optimizer.module)
         # One that has not got all of its state yet has no parameters to compare.
         sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
-        self._channel.say("done", epoch=orders.epoch, sha256=sha256)
-        self._channel.wait_for_epoch(orders.epoch)
+        self._channel.say("done", generation=orders.generation, sha256=sha256)
+        self._channel.wait_for_generation(orders.generation)
         if self._superseded():
             raise Interrupted
 
@@ -293,7 +290,7 @@ class WorkerLoop:
         agreement = agree(
             {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()},
             {w for w, row in rows.items() if row[0] != _JOINING and row[1]},
-            attempt=self._epoch,
+            attempt=self._generation,
         )
         if self._me in agreement.anew:
             self._state.forget()
@@ -339,7 +336,7 @@ class WorkerLoop:
                 self._state.wait(WAIT_SECONDS)
 
     def _end_hand_overs(self) -> None:
-        """Of the epoch that is being left. What has arrived stays."""
+        """Of the generation that is being left. What has arrived stays."""
         self._state.stop()
         if self._server is not None:
             self._server.close()
@@ -358,7 +355,7 @@ class WorkerLoop:
         rows = groups.gather_rows(encode(self._executor.finished, job))
         left = plan_redo({w: decode(row, job) for w, row in rows.items()}, job, self._me.stage)
         run, kept = len(left.run), len(self._executor.finished)
-        self._channel.say("redo", epoch=self._epoch, iteration=agreement.iteration, run=run, kept=kept)
+        self._channel.say("redo", generation=self._generation, iteration=agreement.iteration, run=run, kept=kept)
         return left
 
     def _left_out(self, orders: Orders, iteration: int) -> frozenset[tuple[int, int]]:
@@ -369,18 +366,24 @@ class WorkerLoop:
     @property
     def _iterations(self) -> int:
         """How many there are in all, as far as is known."""
-        return min(n for n in (self._options.iterations, self._channel.last, self._until) if n is not None)
+        last = self._channel.last
+        return self._options.iterations if last is None else min(self._options.iterations, last)
+
+    def _say_paused(self) -> None:
+        self._status.phase = "paused"
 
     def _superseded(self) -> bool:
-        return self._channel.superseded(self._epoch)
+        return self._channel.superseded(self._generation)
 
     def _say_committed(self, iteration: int, loss: float) -> None:
         per_pipeline = self._options.job.micro_batches
         skipped = [pipeline * per_pipeline + number for pipeline, number in self._optimizer.skipped]
-        self._channel.say("committed", epoch=self._epoch, iteration=iteration, loss=loss.hex(), skipped=skipped)
+        self._channel.say(
+            "committed", generation=self._generation, iteration=iteration, loss=loss.hex(), skipped=skipped
+        )
 
     def _say_formed(self, iteration: int) -> int:
-        self._channel.say("formed", epoch=self._epoch, iteration=iteration)
+        self._channel.say("formed", generation=self._generation, iteration=iteration)
         self._acknowledge("formed", iteration)
         return iteration
 
@@ -390,7 +393,7 @@ class WorkerLoop:
         if self._checkpointer is not None:
             writes = self._me == min(w for w in whole if w.stage == self._me.stage)
             last = self._optimizer.committed == self._iterations
-            self._checkpointer.boundary(self._optimizer, self._epoch, writes=writes, last=last)
+            self._checkpointer.boundary(self._optimizer, self._generation, writes=writes, last=last)
             if last:
                 self._checkpointer.finish()
 
@@ -404,17 +407,19 @@ class WorkerLoop:
         peers = [w for w in whole if w.stage == self._me.stage]
         if due and committed and self._me in peers and len(peers) > 1:
             settled, sha256 = self._optimizer.settled, self._optimizer.parameters_sha256()
-            self._channel.say("parameters", epoch=self._epoch, iteration=committed, settled=settled, sha256=sha256)
+            self._channel.say(
+                "parameters", generation=self._generation, iteration=committed, settled=settled, sha256=sha256
+            )
 
     def _say_checkpoint(self, iteration: int, problem: str | None) -> None:
         self._channel.say("checkpoint", at_iteration=iteration, problem=problem)
 
-    def _say_verdict(self, iteration: int, verdict: Verdict, redone: bool) -> None:
+    def _say_verdict(self, iteration: int, verdict: ValidationResult, redone: bool) -> None:
         self._channel.say("verdict", iteration=iteration, coefficient=verdict.coefficient, redone=redone)
 
     def _acknowledge(self, state: str, iteration: int) -> None:
         if self._heartbeat is not None:
-            self._heartbeat.acknowledge(self._epoch, state, iteration)
+            self._heartbeat.acknowledge(self._generation, state, iteration)
 
     def _say_raised(self, end: OpError) -> None:
         """Raises what the op raised, where this process is of no use any more."""
@@ -423,7 +428,7 @@ class WorkerLoop:
         samples = getattr(self._workload, "samples", None)
         self._channel.say(
             "raised",
-            epoch=self._epoch,
+            generation=self._generation,
             iteration=end.iteration,
             op=end.kind,
             micro_batch=end.key[0] * self._options.job.micro_batches + end.key[1],
@@ -440,9 +445,9 @@ class WorkerLoop:
         if stood_still > ALIVE_SECONDS:
             detail = f"{detail} (this process did not run for {stood_still:.0f} s)"
         name = "" if peer is None else str(peer)
-        self._channel.say("broken", epoch=self._epoch, detail=detail, peer=name, stood_still=stood_still)
+        self._channel.say("broken", generation=self._generation, detail=detail, peer=name, stood_still=stood_still)
         if self._heartbeat is not None:
-            self._heartbeat.report_broken(self._epoch, detail, name)
+            self._heartbeat.report_broken(self._generation, detail, name)
 
 
 def _runs_ops(plan: Plan, workers: frozenset[Worker]) -> bool:

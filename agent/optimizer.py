@@ -3,7 +3,7 @@
 A stage steps when *its* gradients are reduced, without waiting for the other stages. Two things may
 undo that step: a death that interrupts the iteration elsewhere (some stages have stepped and others
 have not; the ones that have go back), and a verdict on the whole gradient that comes later (see
-agent.validation). One snapshot is enough for both: see agent.recovery.
+agent.post_validation). One snapshot is enough for both: see agent.recovery.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from agent.gradients import GradientSum, MicroBatch
-from agent.recipe import Recipe
-from agent.state import StageState, StateError, decode, encode, sha256
-from agent.validation import CLEAN, SKIP, Outlook, Slot, Verdict
-from agent.workload import Workload
-from planner.errors import InputError
+from openrecycle.agent.gradients import GradientSum, MicroBatch
+from openrecycle.agent.post_validation import CLEAN, SKIP, PostValidation, Slot, ValidationResult
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.state import StageState, StateError, decode, encode, sha256
+from openrecycle.agent.workload import Workload
+from openrecycle.planner.errors import InputError
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"}
@@ -57,7 +57,7 @@ class StageOptimizer:
     """Module, optimizer and scheduler of one stage on one worker, and how many steps they have taken.
 
     committed: number of iterations whose step has been taken (so also the next iteration). settled:
-    is the verdict on the last one known? slot: this stage's share of it. outlook: what the verdicts
+    is the verdict on the last one known? slot: this stage's share of it. post_validation: what the verdicts
     so far make of the next one. skipped: this worker's micro-batches that the last measured sum lacks.
     clips: will anybody ask for the gradients' norm? lock: held while anything changes. corrections: how
     often a verdict has changed a step; with `committed` it says which values these are.
@@ -85,7 +85,7 @@ class StageOptimizer:
         self.committed = 0
         self.settled = True
         self.slot = Slot()
-        self.outlook = Outlook()
+        self.post_validation = PostValidation()
         self.lock = threading.RLock()
         self.corrections = 0
         self.skipped: list[MicroBatch] = []
@@ -108,7 +108,7 @@ class StageOptimizer:
         return Slot(self.gradients.squared_norm() if self._clips and not rejected else 0.0, rejected)
 
     @_changing
-    def step(self, verdict: Verdict | None = CLEAN, slot: Slot | None = None) -> float:
+    def step(self, verdict: ValidationResult | None = CLEAN, slot: Slot | None = None) -> float:
         """Takes the step on the reduced gradients; returns the (scaled) loss that came with them.
 
         verdict: what all stages' gradients make of it; None when that is not known yet: then the
@@ -131,11 +131,11 @@ class StageOptimizer:
         self.committed += 1
         self.settled = verdict is not None
         if verdict is not None:
-            self.outlook = self.outlook.after(verdict)
+            self.post_validation = self.post_validation.after(verdict)
         return loss
 
     @_changing
-    def settle(self, verdict: Verdict) -> bool:
+    def settle(self, verdict: ValidationResult) -> bool:
         """Takes note of the verdict on the last step, and puts the step right where it differs.
 
         Returns whether it does: the same answer on every worker.
@@ -143,7 +143,7 @@ class StageOptimizer:
         assert not self.settled
         self.settled, kept = True, self._kept
         self._kept = None
-        self.outlook = self.outlook.after(verdict)
+        self.post_validation = self.post_validation.after(verdict)
         if verdict.clean:
             return False
         # Whatever has been summed since belongs to parameters that nobody has any more.
@@ -200,7 +200,7 @@ class StageOptimizer:
             states[name] = encode(state, f"optimizer.{name}", tensors)
         document = {
             "committed": self.committed,
-            "outlook": (self.outlook if self.settled else self.outlook.after(CLEAN)).to_json(),
+            "post_validation": (self.post_validation if self.settled else self.post_validation.after(CLEAN)).to_json(),
             "model": model,
             "optimizer": type(self.optimizer).__name__,
             "state": states,
@@ -226,7 +226,11 @@ class StageOptimizer:
 
     @_changing
     def load_state(self, state: StageState) -> None:
-        """Takes over a state, wholly or not at all. Raises StateError when it is of another stage."""
+        """Takes over a state, wholly or not at all. Of a tensor without values (on the device "meta") they are to
+        come: until then a parameter or buffer keeps its own, and what the optimizer keeps is zero.
+
+        Raises StateError when it is of another stage.
+        """
         own, doc = self.state().document, state.document
         parameters = dict(self.module.named_parameters())
         targets = {**parameters, **dict(self.module.named_buffers())}
@@ -252,12 +256,13 @@ class StageOptimizer:
             device = next((p.device for p in parameters.values()), None)
             groups = [decode(g["options"], state.tensors, device) for g in doc["groups"]]
             scheduler = decode((doc["scheduler"] or [None, None])[1], state.tensors, device)
-            committed, outlook = int(doc["committed"]), Outlook.from_json(doc["outlook"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            committed, post_validation = int(doc["committed"]), PostValidation.from_json(doc["post_validation"])
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise StateError(f"unreadable state: {type(error).__name__} {error}") from None
         with torch.no_grad():
             for name, value in values.items():
-                targets[name].copy_(value)
+                if not state.tensors[doc["model"][name]["tensor"]].is_meta:
+                    targets[name].copy_(value)
         self.optimizer.state.clear()
         for name, value in states.items():
             self.optimizer.state[parameters[name]] = value
@@ -265,7 +270,7 @@ class StageOptimizer:
             _put_options(group, options)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(scheduler)
-        self.committed, self.outlook, self.settled, self.slot = committed, outlook, True, Slot()
+        self.committed, self.post_validation, self.settled, self.slot = committed, post_validation, True, Slot()
         self._snapshot.forget()
         self._kept = None
 
@@ -293,7 +298,7 @@ class _Snapshot:
         self._stage = stage
         self._valid = False
         self._copies: list[Tensor] = []
-        self.before = Outlook(), Slot()
+        self.before = PostValidation(), Slot()
 
     def _live(self) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, dict[str, Any], list[str]]]]:
         """(parameters, moving buffers, per parameter its optimizer state and which of it are tensors)."""
@@ -322,7 +327,7 @@ class _Snapshot:
             copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in stage.optimizer.param_groups
         ]
         self._scheduler = copy.deepcopy(stage.scheduler.state_dict()) if stage.scheduler is not None else {}
-        self.before = stage.outlook, stage.slot
+        self.before = stage.post_validation, stage.slot
         self._valid = True
 
     def restore(self, *, buffers: bool) -> None:
@@ -352,7 +357,7 @@ class _Snapshot:
         if not self._valid:
             raise StateError(f"no snapshot to roll back from {stage.committed} committed iterations")
         self.restore(buffers=True)
-        stage.outlook, stage.slot = self.before
+        stage.post_validation, stage.slot = self.before
         stage.settled = True
         stage.committed -= 1
         self._valid = False

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from planner.errors import InputError
-from planner.job import Job, Problem, Worker
-from planner.normalization import SECONDS
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, Problem, Worker
+from openrecycle.planner.migration import SECONDS
 
 # Seconds. An op that starts so soon after this process woke up from the one before had its inputs by then.
 PROMPT = 0.00025

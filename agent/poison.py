@@ -1,7 +1,7 @@
 """What to do about micro-batches whose ops raise: is it the data's fault, or a worker's? Pure: no processes, no torch.
 
 The launcher of a job keeps this, with a console and without: it alone hears every worker, and hands out what follows
-with each epoch, so that all members of an epoch leave out the same micro-batches.
+with each generation, so that all members of a generation leave out the same micro-batches.
 
 - What raised once is tried again, by another worker of the stage where one lives: the two swap what the plan has them
   do, or one does both, which never shows in the bits. All do what is planned again once it is decided.
@@ -14,7 +14,7 @@ with each epoch, so that all members of an epoch leave out the same micro-batche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 ATTEMPTS = 4
@@ -22,6 +22,12 @@ STRIKES = 3
 
 Run = tuple[str, tuple[str, ...]]
 """A worker, and the workers of its stage whose part of the plan it does; (): it takes part in sums and steps only."""
+
+
+def named(samples: Sequence[int]) -> str:
+    """Which they are, behind the micro-batch that they are in; nothing where that is not known."""
+    few = ", ".join(map(str, samples[:8])) + (", …" if len(samples) > 8 else "")
+    return f" (samples {few})" if few else ""
 
 
 @dataclass(frozen=True)
@@ -42,14 +48,13 @@ class Raised:
 
     @property
     def what(self) -> str:
-        few = ", ".join(map(str, self.samples[:8])) + (", …" if len(self.samples) > 8 else "")
-        return f"iteration {self.iteration}, micro-batch {self.micro_batch}" + (f" (samples {few})" if few else "")
+        return f"iteration {self.iteration}, micro-batch {self.micro_batch}{named(self.samples)}"
 
 
 @dataclass(frozen=True)
 class Suspect:
     """A micro-batch that has raised, and is to be tried again. tried: the processes that it raised on, by incarnation,
-    with the worker's name then. given: the incarnation that has it in the newest epoch."""
+    with the worker's name then. given: the incarnation that has it in the newest generation."""
 
     first: Raised
     tried: Mapping[str, str]
@@ -123,7 +128,7 @@ def raised(poison: Poison, report: Raised, peers: Mapping[str, str], *, skip: bo
 def assign(
     poison: Poison, owner: Callable[[int, int], str], living: Mapping[str, str]
 ) -> tuple[Poison, tuple[Run, ...]]:
-    """Who does whose part of the plan in a new epoch, so that other workers try what is suspect; and who that is.
+    """Who does whose part of the plan in a new generation, so that other workers try what is suspect; and who that is.
 
     Two swap their parts; where that gives one what it has failed at, too, one does both, and the other none.
 

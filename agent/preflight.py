@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agent.boundaries import BoundaryError, TensorSpec, tensors_of
-from agent.gradients import gradient_sum
-from agent.optimizer import StageOptimizer, stage_optimizer
-from agent.recipe import Recipe
-from agent.state import StateError, pack, unpack
-from agent.workload import Workload
-from planner.errors import InputError
-from planner.job import Job
+from openrecycle.agent.gradients import gradient_sum
+from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.poison import named
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.stage_io import StageIOError, TensorSpec, tensors_of
+from openrecycle.agent.state import StateError, pack, unpack
+from openrecycle.agent.workload import Workload
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job
 
 _SIDE = 3
 """Elements along each dimension of the parameters that an optimizer is tried on."""
@@ -34,7 +35,7 @@ def check_workload(workload: Workload, job: Job, seed: int, recipe: Recipe) -> N
     and for an optimizer or scheduler that can't be driven, or whose state can't be handed over."""
     # The caller's own random numbers must not depend on what is tried out here.
     with torch.random.fork_rng(devices=[]):
-        _check_data(workload, job, seed)
+        _check_data(workload, job, seed, skips=recipe.on_bad_sample == "skip")
         shapes = _check_stages(workload, job.stages, seed)
         _check_optimizer(workload, shapes, recipe)
 
@@ -42,11 +43,25 @@ def check_workload(workload: Workload, job: Job, seed: int, recipe: Recipe) -> N
 # -- data -------------------------------------------------------------------------------------
 
 
-def _check_data(workload: Workload, job: Job, seed: int) -> None:
-    """The first and the last micro-batch of the first iteration."""
-    first = _micro_batch(workload, seed, 0, 0)
-    last = (job.pipelines - 1, job.micro_batches - 1)
-    if (other := _micro_batch(workload, seed, *last)) != first:
+class _UnreadableError(InputError):
+    """One micro-batch raises."""
+
+
+def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None:
+    """The first and the last micro-batch of the first iteration. skips: one that raises is passed over, as long as
+    there are others."""
+    places = [(p, m) for p in range(job.pipelines) for m in range(job.micro_batches)]
+    found = []
+    for order in (places, places[::-1]):
+        for place in order:
+            try:
+                found.append(_micro_batch(workload, seed, *place))
+                break
+            except _UnreadableError:
+                if not skips or place == order[-1]:
+                    raise
+    first, other = found
+    if other != first:
         raise InputError(
             "data",
             f"{_specs(first)} in the first micro-batch, {_specs(other)} in another",
@@ -60,11 +75,13 @@ def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int)
         workload.targets(seed, 0, pipeline, micro_batch)
     except InputError:
         raise
-    except BoundaryError as error:
+    except StageIOError as error:
         raise InputError("data", str(error).partition("got ")[2].partition(",")[0], _TENSORS) from None
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError("data", text[:200], f"micro-batch {micro_batch} of pipeline {pipeline} to be there") from error
+        samples = getattr(workload, "samples", lambda *_: ())(0, pipeline, micro_batch)
+        which = f"micro-batch {micro_batch} of pipeline {pipeline}" + named(samples)
+        raise _UnreadableError("data", text[:200], f"{which} to be there") from error
     return tuple(part for t in inputs for part in (tuple(t.shape), str(t.dtype).removeprefix("torch.")))
 
 

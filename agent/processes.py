@@ -20,11 +20,11 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from agent import channel
-from agent.liveness import Activity, Standing, activity
-from agent.protocol import TOKEN_VARIABLE
-from agent.workload import WorkloadSource
-from planner.job import Worker
+from openrecycle.agent import channel
+from openrecycle.agent.liveness import Activity, CurrentOp, activity
+from openrecycle.agent.protocol import TOKEN_VARIABLE
+from openrecycle.agent.workload import WorkloadSource
+from openrecycle.planner.job import Worker
 
 
 class Process(Protocol):
@@ -52,14 +52,14 @@ class Process(Protocol):
 
 @dataclass
 class WorkerProcess:
-    """One incarnation. heard_at: monotonic seconds of its last message. member: of an epoch.
+    """One incarnation. heard_at: monotonic seconds of its last message. member: of a generation.
 
-    spoke: it has said something. put_out: it was held for dead while it still is a process: whatever it
-    says is void. since: the epoch with which it came to its place; what it says of earlier ones concerns
+    spoke: it has said something. fenced: it was held for dead while it still is a process: whatever it
+    says is void. since: the generation with which it came to its place; what it says of earlier ones concerns
     its place before, came_from. slot: the lowest number that no other process of this node had at its
     start, so also its GPU's where it has one. whole: it has all of its stage's state. lived_at: when its
     system last showed that it is at work. stopped: by a signal. looked_at: when that was asked last.
-    op_limit: seconds that any of its ops may take. standing: what it said last that it is at. excused_until:
+    op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
     then it is time that it was through with that, whose peers were late, too.
     """
 
@@ -71,7 +71,7 @@ class WorkerProcess:
     outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
     error: str = ""
     member: bool = False
-    put_out: bool = False
+    fenced: bool = False
     since: int = 0
     came_from: Worker | None = None
     slot: int = 0
@@ -81,7 +81,7 @@ class WorkerProcess:
     stopped: bool = False
     looked_at: float = float("-inf")
     op_limit: float | None = None
-    standing: Standing | None = None
+    current: CurrentOp | None = None
     excused_until: float = float("-inf")
     _activity: Activity | None = None
 
@@ -119,7 +119,7 @@ class WorkerProcess:
 def preload(workload: WorkloadSource) -> list[str]:
     """Modules that the server imports once, for all workers. Of torch, those that it imports by itself
     with the first optimizer and the first backward: more than a second, in every worker anew."""
-    return ["agent.worker", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", *workload.modules]
+    return ["openrecycle.agent.worker", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", *workload.modules]
 
 
 def start_server(preload: list[str]) -> None:
@@ -174,11 +174,11 @@ class ProcessPool:
         """Every process that has not ended, those put out of the job too."""
         return [*self.running.values(), *self._aside]
 
-    def move(self, source: Worker, to: Worker, epoch: int) -> bool:
-        """From `epoch` on the process of `source`, if it lives, is that of `to`; said twice, it has moved.
+    def move(self, source: Worker, to: Worker, generation: int) -> bool:
+        """From `generation` on the process of `source`, if it lives, is that of `to`; said twice, it has moved.
         Returns whether it moves now.
 
-        One that is being started for `to`, and is in no epoch yet, takes the place of `source` in turn.
+        One that is being started for `to`, and is in no generation yet, takes the place of `source` in turn.
         """
         entry, occupant = self.running.get(source), self.running.get(to)
         if entry is None or (occupant is not None and (occupant.member or occupant.came_from == source)):
@@ -186,7 +186,7 @@ class ProcessPool:
         del self.running[source]
         if occupant is not None:
             occupant.worker, self.running[source] = source, occupant
-        entry.worker, entry.came_from, entry.since = to, source, epoch
+        entry.worker, entry.came_from, entry.since = to, source, generation
         self.running[to] = entry
         return True
 
@@ -202,13 +202,13 @@ class ProcessPool:
             place = entry.came_from
         return place if place is not None else next((c for c in cells if c not in self.running), None)
 
-    def put_out(self, entry: WorkerProcess, reason: str) -> None:
+    def fence(self, entry: WorkerProcess, reason: str) -> None:
         """Makes room for a successor: tells the process to end, and ends it. It may hang, and then
         only SIGKILL reaches it; on another host nothing may, so all that it says is void."""
-        entry.put_out, entry.error = True, reason
+        entry.fenced, entry.error = True, reason
         del self.running[entry.worker]
         self._aside.append(entry)
-        entry.post("put_out")
+        entry.post("fenced")
         entry.kill()
 
     def forget(self, entry: WorkerProcess) -> None:

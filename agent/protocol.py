@@ -8,7 +8,6 @@ start, so that a report of a dead process can't be taken for one of its successo
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import socket
@@ -27,9 +26,9 @@ from pydantic import (
     model_validator,
 )
 
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Technique
-from planner.plan import INTEGER, JobDoc
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.plan import INTEGER, JobDoc
 
 API = "/api/v1"
 PROTOCOL_VERSION = 1
@@ -41,12 +40,12 @@ TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
 MEASURED_OPS = 100_000
 # Of one post of a worker's log: lines, and characters in each.
 LOG_LINES, LOG_LINE = 100, 500
+# Characters of an interim plan that is sent to the console.
+INTERIM_DOCUMENT = 6_000_000
 
 
 def _hexadecimal(text: str) -> str:
     """As float.hex writes it, which is how a history reads it."""
-    if not _HEXADECIMAL.fullmatch(text):
-        raise ValueError(f"got {text!r}, expected a hexadecimal float such as {math.pi.hex()}")
     try:
         float.fromhex(text)
     except OverflowError:
@@ -54,8 +53,16 @@ def _hexadecimal(text: str) -> str:
     return text
 
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[\w .:@/()+-]+$")]
+# The characters of names are written out: readers of a pattern differ in what they take for a letter. Beyond ASCII all
+# that can be seen is in it: no space, no mark of direction, no surrogate, nothing of private use.
+_BEYOND_ASCII = (
+    "\xa1-\xac\xae-\u061b\u061d-\u167f\u1681-\u180d\u180f-\u1fff\u200c\u200d\u2010-\u2027\u2030-\u205e\u2070-\u2fff"
+    "\u3001-\ud7ff\uf900-\ufefe\uff00-\uffef\U00010000-\U000dffff\U000e0100-\U000e01ef"
+)
+NAME = f"^[A-Za-z0-9_ .:@/()+{_BEYOND_ASCII}-]+$"
+Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=NAME)]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
+Memory = Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9][0-9]{0,8})$")]
 WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
 Text = Annotated[str, StringConstraints(max_length=2000)]
 Count = Annotated[int, Field(ge=0, le=2**53), INTEGER]
@@ -64,7 +71,7 @@ PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=
 Milliseconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Microseconds = Annotated[int, Field(ge=0, le=10**12), INTEGER]
-_HEXADECIMAL = re.compile(r"-?(0x[0-9a-f]{1,20}(\.[0-9a-f]{0,20})?(p[+-]?[0-9]{1,5})?|inf|nan)")
+_HEXADECIMAL = r"^-?(0x[0-9a-f]{1,20}(\.[0-9a-f]{0,20})?(p[+-]?[0-9]{1,5})?|inf|nan)$"
 OpKind = Literal["F", "I", "W", "B", "O"]
 
 
@@ -75,9 +82,9 @@ class Message(BaseModel):
 class WorkerState(StrEnum):
     """What the console holds a worker for.
 
-    STARTING: known, not yet registered. RUNNING: in the epoch, heard lately. SUSPECT: in the
-    epoch, heartbeats overdue. FAILED: out of the epoch. REJOINING: registered again, not yet in
-    an epoch or still taking weights. FINISHED: left after the last iteration.
+    STARTING: known, not yet registered. RUNNING: in the generation, heard lately. SUSPECT: in the
+    generation, heartbeats overdue. FAILED: out of the generation. REJOINING: registered again, not yet in
+    a generation or still taking weights. FINISHED: left after the last iteration.
     Whether a running worker takes re-routed work is read off the plan, not stored.
     """
 
@@ -118,7 +125,7 @@ class JobSpec(Message):
     iterations: Annotated[int, Field(ge=1, le=2**53), INTEGER]
     samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31), INTEGER] = 1
     technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
-    memory: Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9][0-9]{0,8})$")] = "uniform"
+    memory: Memory = "uniform"
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
     # Left out where there is none: consoles that do not know of it take such a job, too.
     profile: Annotated[JobDoc | None, Field(exclude_if=lambda value: value is None)] = None
@@ -177,10 +184,10 @@ class Registration(Message):
 
 
 class Registered(Message):
-    """epoch: the newest one of the job (0: none yet)."""
+    """generation: the newest one of the job (0: none yet)."""
 
     worker: WorkerName
-    epoch: Count
+    generation: Count
 
 
 class Doing(Message):
@@ -198,26 +205,26 @@ class Doing(Message):
 class Heartbeat(Message):
     """POST /jobs/{job_id}/heartbeats -> HeartbeatReply. `seq` rises by one per incarnation.
 
-    epoch: the worker's own. iteration: the one it works on. op_milliseconds: mean duration of
+    generation: the worker's own. iteration: the one it works on. op_milliseconds: mean duration of
     each kind (F, I, W, B, O) since the last heartbeat. doing: at the moment.
     """
 
     worker: WorkerName
     incarnation: Identifier
     seq: Count
-    epoch: Count
+    generation: Count
     iteration: Count
-    phase: Literal["starting", "waiting", "forming", "training", "draining"]
+    phase: Literal["starting", "waiting", "forming", "training", "paused", "draining"]
     op_milliseconds: dict[OpKind, Milliseconds] = Field(default_factory=dict)
     resident_bytes: Count = 0
     doing: Annotated[Doing | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class HeartbeatReply(Message):
-    """epoch: the newest epoch of the job. measure: an iteration, not begun yet, whose ops all workers
+    """generation: the newest generation of the job. measure: an iteration, not begun yet, whose ops all workers
     record and post as a MeasuredOps. A fenced worker gets 409 with `code: fenced` instead."""
 
-    epoch: Count
+    generation: Count
     measure: Count | None = None
 
 
@@ -250,7 +257,7 @@ class MeasuredOps(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[int, Field(ge=1), INTEGER]
+    generation: Annotated[int, Field(ge=1), INTEGER]
     iteration: Count
     clock: Identifier
     started_us: Count
@@ -275,16 +282,16 @@ class MeasuredOps(Message):
 
 
 class Deployment(Message):
-    """GET /jobs/{job_id}/deployment?after=E&wait=S -> the newest deployment with epoch > E, or 204
+    """GET /jobs/{job_id}/deployment?after=E&wait=S -> the newest deployment with generation > E, or 204
     after S seconds.
 
-    One epoch: who is in it, and the plan they run. joining: living workers that must take state
+    One generation: who is in it, and the plan they run. joining: living workers that must take state
     from a peer of their stage first. moves: (from, to) of workers that give up their stage and take
     an empty place on another one, in their processes. restore: all go back to the newest checkpoint.
     leaving: of those that were living, who is to go when the iteration in hand is done.
     """
 
-    epoch: Annotated[int, Field(ge=1), INTEGER]
+    generation: Annotated[int, Field(ge=1), INTEGER]
     plan_fingerprint: Identifier
     living: tuple[WorkerName, ...]
     failed: tuple[WorkerName, ...]
@@ -295,16 +302,27 @@ class Deployment(Message):
     reason: Text = ""
 
 
-class Acknowledgement(Message):
-    """POST /jobs/{job_id}/acknowledgements. A worker's progress in taking up an epoch.
+class InterimPlan(Message):
+    """POST /jobs/{job_id}/interim. From the launcher: what a generation runs until those who take their state from a
+    peer have it, and acknowledge `formed`; then it runs the deployment's plan. failed: whom it goes without.
+    document: the Plan, as JSON; "": too large to be sent."""
 
-    adopted: has the plan. formed: is in the epoch's process groups. resumed: committed its first
+    generation: Annotated[int, Field(ge=1), INTEGER]
+    plan_fingerprint: Identifier
+    failed: tuple[WorkerName, ...]
+    document: Annotated[str, StringConstraints(max_length=INTERIM_DOCUMENT)] = ""
+
+
+class Acknowledgement(Message):
+    """POST /jobs/{job_id}/acknowledgements. A worker's progress in taking up a generation.
+
+    adopted: has the plan. formed: is in the generation's process groups. resumed: committed its first
     iteration in it. iteration: the one agreed on (formed) or committed (resumed).
     """
 
     worker: WorkerName
     incarnation: Identifier
-    epoch: Annotated[int, Field(ge=1), INTEGER]
+    generation: Annotated[int, Field(ge=1), INTEGER]
     state: Literal["adopted", "formed", "resumed"]
     iteration: Count = 0
 
@@ -316,8 +334,8 @@ class FailureReport(Message):
     all must form anew, with what the launcher makes of it. `transfer`: `reporter` could not exchange data (then
     `worker` is the reporter's best guess, or itself). incarnation: of `worker` for an exit or exception, of
     `reporter` for a transfer. detail: for an exit, what the process did (`was killed by SIGKILL`).
-    age_milliseconds: how long ago it was seen. epoch: the reporter's own when the transfer broke or the op raised, so
-    that a late report can't disturb the next one (0: not said).
+    age_milliseconds: how long ago it was seen. generation: the reporter's own when the transfer broke or the op raised,
+    so that a late report can't disturb the next one (0: not said).
     """
 
     worker: WorkerName
@@ -326,7 +344,7 @@ class FailureReport(Message):
     reporter: Name
     detail: Text = ""
     age_milliseconds: Milliseconds = 0
-    epoch: Count = 0
+    generation: Count = 0
 
 
 class Iteration(Message):
@@ -335,10 +353,10 @@ class Iteration(Message):
 
     iteration: Count
     loss: Number
-    loss_hex: Annotated[str, StringConstraints(max_length=40), AfterValidator(_hexadecimal)]
+    loss_hex: Annotated[str, StringConstraints(max_length=40, pattern=_HEXADECIMAL), AfterValidator(_hexadecimal)]
     seconds: Seconds
-    epoch: Count
-    living: Count
+    generation: Count
+    living: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER]
     skipped: Annotated[tuple[Count, ...], Field(max_length=65536, exclude_if=lambda value: not value)] = ()
 
 
@@ -355,7 +373,7 @@ class Recovery(Message):
     count from there)."""
 
     worker: WorkerName
-    epoch: Count
+    generation: Count
     detected_ms: Milliseconds
     unblocked_ms: Milliseconds
     reformed_ms: Milliseconds

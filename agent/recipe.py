@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from planner.errors import InputError
+from openrecycle.planner.errors import InputError
 
 Mode = Literal["deterministic", "fast"]
 Autocast = Literal["bf16"]

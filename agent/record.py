@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.protocol import Iteration, Recovery
-from planner.job import Worker
+from openrecycle.agent.protocol import Iteration, Recovery
+from openrecycle.planner.job import Worker
 
 _MS = 1e6
 REMEMBERED = 4096
@@ -32,15 +32,15 @@ class _Failure:
     detected_at: int
     known: bool
     """Is the moment of death known, or only when it was seen?"""
-    epoch: int = 0
-    """The first epoch without the worker; 0 until it is opened."""
+    generation: int = 0
+    """The first generation without the worker; 0 until it is opened."""
 
 
 @dataclass
 class _Progress:
     committed: int = 0
     left_at: int = 0
-    formed_epoch: int = 0
+    formed_generation: int = 0
     formed_at: int = 0
     committed_at: dict[int, int] = field(default_factory=dict)
     sha256: str | None = None
@@ -64,7 +64,7 @@ class RunRecord:
         """Members that take their state from a peer: nobody waits for them."""
         self._workers: dict[Worker, _Progress] = {}
         self._living: frozenset[Worker] = frozenset()
-        self._epoch = 0
+        self._generation = 0
         self._losses: dict[int, str] = {}
         self._recorded: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._failures: list[_Failure] = []
@@ -74,16 +74,16 @@ class RunRecord:
         """Of parameters: by stage and point of the run, and worker."""
         self._last_at = started_at
         self._before: tuple[int, int, int] | None = None
-        """(after, epoch, living): through iteration `after` the epoch before the newest still trains."""
+        """(after, generation, living): through iteration `after` the generation before the newest still trains."""
         self.committed = committed
         self.skipped: dict[int, tuple[int, ...]] = {}
         """By iteration, the micro-batches that are left out of it."""
 
     # -- what happens -------------------------------------------------------------------------
 
-    def epoch_opened(
+    def generation_opened(
         self,
-        epoch: int,
+        generation: int,
         living: Iterable[Worker],
         at: int,
         after: int | None = None,
@@ -91,22 +91,22 @@ class RunRecord:
     ) -> Recorded:
         """A new membership is in force. after: the iteration through which the previous one goes on
         first, while the newcomers wait; None: it stops at once. joining: those of `living` whose
-        process is not the one that an earlier epoch had at that place."""
-        if self._epoch == 0:
+        process is not the one that an earlier generation had at that place."""
+        if self._generation == 0:
             self._last_at = at
-        self._before = None if after is None else (after, self._epoch, len(self._living))
+        self._before = None if after is None else (after, self._generation, len(self._living))
         previous, self._living = self._living, frozenset(living)
-        self._epoch = epoch
+        self._generation = generation
         self._joining = {w for w in joining if w in self._living}
         if after is not None:
             for worker in (self._living - previous) | set(joining):
                 # It takes over what the others will have committed, and holds up nothing until then.
                 self._workers[worker] = _Progress(committed=after + 1)
         # Held for dead while its process still is: the launcher ends it, and `died` follows.
-        self._evicted |= {w: epoch for w in previous - self._living if w in self._workers}
+        self._evicted |= {w: generation for w in previous - self._living if w in self._workers}
         for failure in self._failures:
-            if not failure.epoch and (failure.worker not in self._living or failure.worker in joining):
-                failure.epoch = epoch
+            if not failure.generation and (failure.worker not in self._living or failure.worker in joining):
+                failure.generation = generation
         for worker in self._living:
             self._workers.setdefault(worker, _Progress())
         return self._settle()
@@ -124,8 +124,8 @@ class RunRecord:
 
     @property
     def formed_by_all(self) -> bool:
-        """Has every member that has its state taken up the newest epoch?"""
-        return all(self._of(w).formed_epoch == self._epoch for w in self._living - self._joining)
+        """Has every member that has its state taken up the newest generation?"""
+        return all(self._of(w).formed_generation == self._generation for w in self._living - self._joining)
 
     def dying(self, worker: Worker, at: int) -> None:
         """The moment of a death that is about to be seen."""
@@ -134,11 +134,11 @@ class RunRecord:
     def died(self, worker: Worker, detected_at: int) -> None:
         """A process has ended; of one that never was a member nothing is recorded."""
         died_at = self._deaths.pop(worker, None)
-        epoch = self._evicted.pop(worker, 0)
+        generation = self._evicted.pop(worker, 0)
         self._workers.pop(worker, None)
-        if epoch or worker in self._living:
+        if generation or worker in self._living:
             since = detected_at if died_at is None else died_at
-            self._failures.append(_Failure(worker, since, detected_at, died_at is not None, epoch))
+            self._failures.append(_Failure(worker, since, detected_at, died_at is not None, generation))
 
     def moved(self, worker: Worker, to: Worker) -> None:
         """The worker gives up its place and its state; what it does from now on it does as `to`."""
@@ -147,7 +147,7 @@ class RunRecord:
         self._living = self._living - {worker} | {to}
 
     def released(self, worker: Worker) -> None:
-        """The worker is out of the newest epoch because it was asked to go: that is no failure."""
+        """The worker is out of the newest generation because it was asked to go: that is no failure."""
         self._workers.pop(worker, None)
         self._evicted.pop(worker, None)
 
@@ -155,10 +155,10 @@ class RunRecord:
         """The worker has abandoned the iteration in flight."""
         self._of(worker).left_at = at
 
-    def formed(self, worker: Worker, epoch: int, iteration: int, at: int) -> Recorded:
-        """The worker is in the groups of `epoch` and goes on with `iteration`."""
+    def formed(self, worker: Worker, generation: int, iteration: int, at: int) -> Recorded:
+        """The worker is in the groups of `generation` and goes on with `iteration`."""
         progress = self._of(worker)
-        progress.formed_epoch, progress.formed_at, progress.committed = epoch, at, iteration
+        progress.formed_generation, progress.formed_at, progress.committed = generation, at, iteration
         self._joining.discard(worker)
         progress.committed_at = {i: t for i, t in progress.committed_at.items() if i < iteration}
         return self._settle()
@@ -199,13 +199,13 @@ class RunRecord:
         """Has every living worker committed all iterations and handed in its hash?"""
         return self.committed >= iterations and all(self._of(w).sha256 is not None for w in self._living)
 
-    def compared(self, worker: Worker, epoch: int, iteration: int, settled: bool, sha256: str) -> None:
+    def compared(self, worker: Worker, generation: int, iteration: int, settled: bool, sha256: str) -> None:
         """At the boundary before `iteration` the worker's parameters had this hash. settled: was the verdict on
-        its last step known? Peers that are at the same point of the same epoch answer alike.
+        its last step known? Peers that are at the same point of the same generation answer alike.
 
         Raises DivergedError when they differ.
         """
-        point = (epoch, iteration, settled)
+        point = (generation, iteration, settled)
         hashes = self._hashes.setdefault((worker.stage, point), {})
         hashes[worker] = sha256
         _check_alike(worker.stage, iteration, hashes)
@@ -237,16 +237,16 @@ class RunRecord:
             i = self.committed
             at = max(self._of(w).committed_at.get(i, self._last_at) for w in self._living)
             loss = self._losses.pop(i)
-            epoch, living = self._epoch, len(self._living)
+            generation, living = self._generation, len(self._living)
             if self._before is not None and i <= self._before[0]:
-                _, epoch, living = self._before
+                _, generation, living = self._before
             iterations.append(
                 Iteration(
                     iteration=i,
                     loss=float.fromhex(loss),
                     loss_hex=loss,
                     seconds=max(0.0, (at - self._last_at) / 1e9),
-                    epoch=epoch,
+                    generation=generation,
                     living=living,
                     skipped=self.skipped.get(i, ()),
                 )
@@ -257,17 +257,17 @@ class RunRecord:
         return Recorded(tuple(iterations), self._survived() if iterations else ())
 
     def _survived(self) -> tuple[Recovery, ...]:
-        """Failures after which a whole iteration has been committed, by all, in a later epoch."""
+        """Failures after which a whole iteration has been committed, by all, in a later generation."""
         if not self.formed_by_all:
             return ()
         members = [self._of(w) for w in self._living - self._joining]
-        done = [f for f in self._failures if 0 < f.epoch <= self._epoch]
+        done = [f for f in self._failures if 0 < f.generation <= self._generation]
         self._failures = [f for f in self._failures if f not in done]
         left, formed = max(p.left_at for p in members), max(p.formed_at for p in members)
         return tuple(
             Recovery(
                 worker=str(f.worker),
-                epoch=f.epoch,
+                generation=f.generation,
                 detected_ms=max(0.0, (f.detected_at - f.died_at) / _MS),
                 unblocked_ms=max(0.0, (left - f.died_at) / _MS),
                 reformed_ms=max(0.0, (formed - f.died_at) / _MS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.protocol import Iteration, Recovery
+from openrecycle.agent.protocol import Iteration, Recovery
 
 
 def sentence_of(line: dict[str, Any]) -> str:
@@ -23,16 +23,16 @@ def sentence_of(line: dict[str, Any]) -> str:
         return f"{line['hand_over']['worker']} {line['hand_over']['text']}"
     if "move" in line:
         move = line["move"]
-        return f"epoch {move['epoch']}: {move['worker']} takes the place of {move['to']} ({move['reason']})"
+        return f"generation {move['generation']}: {move['worker']} takes the place of {move['to']} ({move['reason']})"
     if "left" in line:
         left = line["left"]
-        return f"epoch {left['epoch']}: {left['worker']} leaves ({left['reason']})"
+        return f"generation {left['generation']}: {left['worker']} leaves ({left['reason']})"
     if "final" in line:
         return f"parameters {line['final']['parameters_sha256']}"
     loss = float.fromhex(line["loss"])
     return (
         f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
-        f"epoch {line['epoch']}  {line['living']} workers"
+        f"generation {line['generation']}  {line['living']} workers"
     ) + (f"  without micro-batches {', '.join(map(str, line['skipped']))}" if line.get("skipped") else "")
 
 

@@ -24,7 +24,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from planner.job import Worker
+from openrecycle.planner.job import Worker
 
 
 class NoAgreementError(RuntimeError):
@@ -50,7 +50,7 @@ def agree(committed: Mapping[Worker, int | None], incomplete: Collection[Worker]
     """committed: for each living worker the number of iterations it has committed, None if it has no state.
 
     incomplete: workers that have begun to take their stage's state from a peer, and step what they have.
-    attempt: rises from one agreement to the next (an epoch's number does), so that a newcomer whose
+    attempt: rises from one agreement to the next (a generation's number does), so that a newcomer whose
     transfer failed asks another peer.
 
     Raises NoAgreementError when nobody holds the whole state of some stage, or when a stage can't go back far

@@ -24,12 +24,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import get_args
 
-from agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
-from agent.console_link import LONG_POLL_SECONDS, next_deployment
-from agent.heartbeat import HeartbeatThread, Status
-from agent.liveness import AT_REST
-from agent.op_times import OpTimes
-from agent.protocol import (
+from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
+from openrecycle.agent.console_link import LONG_POLL_SECONDS, next_deployment
+from openrecycle.agent.heartbeat import HeartbeatThread, Status
+from openrecycle.agent.liveness import AT_REST
+from openrecycle.agent.op_times import OpTimes
+from openrecycle.agent.protocol import (
     Deployment,
     Iteration,
     IterationReport,
@@ -37,11 +37,11 @@ from agent.protocol import (
     JobFinished,
     OpKind,
 )
-from agent.start import argument_names, job_spec, with_profile
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Technique, Worker
-from planner.plan import JobDoc, Plan
-from planner.profiles import Profile
+from openrecycle.agent.start import argument_names, job_spec, with_profile
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plan import JobDoc, Plan
+from openrecycle.planner.profiles import Profile
 
 log = logging.getLogger("openrecycle")
 
@@ -62,7 +62,7 @@ class Reporter:
     this process, such as W0_1. iterations: how many the job runs. technique, memory: for the plans. profile: the op
     times, where job has none, as for ResilientTrainer.
     samples_per_micro_batch: for the throughput shown.
-    on_plan: called with each new epoch and its plan, in a thread of the reporter's; what it raises is
+    on_plan: called with each new generation and its plan, in a thread of the reporter's; what it raises is
     logged. It should only leave the plan for the training loop, which takes it up between iterations.
     on_fenced: called once when the console has given this process up; a new Reporter comes back in.
 
@@ -119,7 +119,7 @@ class Reporter:
         self.fenced = False
         self._delivery = threading.Thread(target=self._deliver, name="iterations", daemon=True)
         self._delivery.start()
-        threading.Thread(target=self._follow, name="epochs", daemon=True).start()
+        threading.Thread(target=self._follow, name="generations", daemon=True).start()
 
     # -- what the training loop calls ---------------------------------------------------------
 
@@ -143,16 +143,16 @@ class Reporter:
         seconds, self._last_at = now - self._last_at, now
         self._status.iteration, self._status.phase = number + 1, "training"
         deployment, heartbeat = self._deployment, self._heartbeat
-        if deployment is not None and heartbeat is not None and self._resumed < deployment.epoch:
-            self._resumed = deployment.epoch
-            heartbeat.acknowledge(deployment.epoch, "resumed", number)
+        if deployment is not None and heartbeat is not None and self._resumed < deployment.generation:
+            self._resumed = deployment.generation
+            heartbeat.acknowledge(deployment.generation, "resumed", number)
         if loss is None or self._me.stage != self._last_stage:
             return
         if not math.isfinite(loss):
             self._say_once(f"iteration {number} has loss {loss}; iterations without a finite loss are not reported")
             return
         with self._lock:
-            self._unsent.append((number, float(loss), seconds, self._status.epoch))
+            self._unsent.append((number, float(loss), seconds, self._status.generation))
         self._there_is_news.set()
 
     def close(self, *, done: bool = True) -> None:
@@ -182,17 +182,17 @@ class Reporter:
     # -- threads ------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Joins the job, then takes one epoch after the other."""
+        """Joins the job, then takes one generation after the other."""
         client, backoff = ConsoleClient(self._url, token=self._token), Backoff(0.2, 30.0)
-        epoch, plans = 0, dict[str, Plan]()
+        generation, plans = 0, dict[str, Plan]()
         while not self._closing.is_set():
             try:
                 if self._heartbeat is None:
                     self._join(client)
-                found = next_deployment(client, self._job_path, epoch, plans, LONG_POLL_SECONDS)
+                found = next_deployment(client, self._job_path, generation, plans, LONG_POLL_SECONDS)
                 backoff.reset()
                 if found is not None and not self._closing.is_set():
-                    epoch = found[0].epoch
+                    generation = found[0].generation
                     self._take_up(*found)
             except ConsoleUnavailable:
                 self._closing.wait(backoff.seconds())
@@ -221,15 +221,15 @@ class Reporter:
             return  # the heartbeats will be told that this process is fenced
         assert self._heartbeat is not None
         iteration = self._status.iteration
-        self._heartbeat.acknowledge(deployment.epoch, "adopted", iteration)
+        self._heartbeat.acknowledge(deployment.generation, "adopted", iteration)
         if self._on_plan is not None:
             try:
                 self._on_plan(deployment, plan)
             except Exception:
-                log.exception("on_plan failed for epoch %d", deployment.epoch)
-        self._status.epoch = deployment.epoch
+                log.exception("on_plan failed for generation %d", deployment.generation)
+        self._status.generation = deployment.generation
         self._deployment = deployment
-        self._heartbeat.acknowledge(deployment.epoch, "formed", iteration)
+        self._heartbeat.acknowledge(deployment.generation, "formed", iteration)
         self._there_is_news.set()  # it may be this worker's turn to report iterations
 
     def _deliver(self) -> None:
@@ -267,8 +267,10 @@ class Reporter:
     def _messages(self, batch: list[tuple[int, float, float, int]]) -> tuple[Iteration, ...]:
         living = len(self._deployment.living) if self._deployment else 0
         return tuple(
-            Iteration(iteration=number, loss=loss, loss_hex=loss.hex(), seconds=seconds, epoch=epoch, living=living)
-            for number, loss, seconds, epoch in batch
+            Iteration(
+                iteration=number, loss=loss, loss_hex=loss.hex(), seconds=seconds, generation=generation, living=living
+            )
+            for number, loss, seconds, generation in batch
         )
 
     def _finish(self) -> None:

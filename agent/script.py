@@ -1,4 +1,4 @@
-"""What one worker does in every iteration of an epoch, and what it exchanges with its neighbours. No torch here."""
+"""What one worker does in every iteration of a generation, and what it exchanges with its neighbours. No torch here."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.job import Worker
-from planner.schedule import Op, Schedule
+from openrecycle.planner.job import Worker
+from openrecycle.planner.schedule import Op, Schedule
 
 MicroBatch = tuple[int, int]
 """(home pipeline, micro-batch index inside it)."""

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agent.backward.buffers import MovingBuffers
-from agent.backward.split import Deferred, Flight, Strategy
-from agent.boundaries import Gradients, Tensors, tensors_of
-from agent.gradients import GradientSum, MicroBatch
-from agent.recipe import Autocast
+from openrecycle.agent.backward.buffers import MovingBuffers
+from openrecycle.agent.backward.split import Deferred, MicroBatchState, Strategy
+from openrecycle.agent.gradients import GradientSum, MicroBatch
+from openrecycle.agent.recipe import Autocast
+from openrecycle.agent.stage_io import Gradients, Tensors, tensors_of
 
 __all__ = ["MicroBatch", "Stage"]
 
@@ -44,7 +44,7 @@ class Stage:
         self.split = split or Deferred(module)
         self._buffers = MovingBuffers(module, gradients.moving)
         self._autocast = autocast
-        self._flights: dict[MicroBatch, Flight] = {}
+        self._states: dict[MicroBatch, MicroBatchState] = {}
         self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
         """Micro-batches that are in the sum of a peer, and are run once more for the neighbours' sake."""
 
@@ -55,7 +55,7 @@ class Stage:
     @property
     def held(self) -> int:
         """Micro-batches whose activations are held."""
-        return len(self._flights)
+        return len(self._states)
 
     def forward(
         self, key: MicroBatch, x: Tensors, *, seed: int, loss: Callable[[Any], Tensor] | None = None
@@ -67,15 +67,15 @@ class Stage:
         """
         inputs = tuple(_leaf(t) for t in (x if isinstance(x, tuple) else (x,)))
         _seed(seed, inputs[0].device)
-        flight = Flight(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
-        with self._buffers.kept(flight.moves), self.split.recording(flight), self._precision(inputs[0]):
+        state = MicroBatchState(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
+        with self._buffers.kept(state.moves), self.split.recording(state), self._precision(inputs[0]):
             y = self.module(*inputs)
             if loss is not None:
                 y = loss(y)
-                flight.loss = y.detach()
-        flight.outputs = tensors_of(y, "output of the stage")
-        self._flights[key] = flight
-        return y.detach() if isinstance(y, Tensor) else tuple(t.detach() for t in flight.outputs)
+                state.loss = y.detach()
+        state.outputs = tensors_of(y, "output of the stage")
+        self._states[key] = state
+        return y.detach() if isinstance(y, Tensor) else tuple(t.detach() for t in state.outputs)
 
     def input_backward(self, key: MicroBatch, dy: Gradients) -> Gradients:
         """I. dy: gradient of the output, in its form (None on the last stage, whose output is the loss).
@@ -83,43 +83,43 @@ class Stage:
         Returns the gradient of the input, in its form: None for integers, zeros where the output does
         not depend on an input.
         """
-        flight = self._flights[key]
-        inputs = flight.inputs
+        state = self._states[key]
+        inputs = state.inputs
         wanted = [t.requires_grad for t in inputs]
         dys = dy if isinstance(dy, tuple) else (dy,)
-        pairs = [(y, g) for y, g in zip(flight.outputs, dys, strict=True) if y.requires_grad]
-        flight.outputs, flight.dys = tuple(y for y, _ in pairs), tuple(g for _, g in pairs)
+        pairs = [(y, g) for y, g in zip(state.outputs, dys, strict=True) if y.requires_grad]
+        state.outputs, state.dys = tuple(y for y, _ in pairs), tuple(g for _, g in pairs)
         with self._buffers.kept():
-            self.split.input_backward(flight)
-        flight.inputs = ()
-        if self.split.whole and not flight.late:
-            self._settle(key, flight)
+            self.split.input_backward(state)
+        state.inputs = ()
+        if self.split.whole and not state.late:
+            self._settle(key, state)
         dxs = tuple(
             (torch.zeros_like(t) if t.grad is None else t.grad) if want else None
             for t, want in zip(inputs, wanted, strict=True)
         )
-        return dxs if flight.several else dxs[0]
+        return dxs if state.several else dxs[0]
 
     def weight_backward(self, key: MicroBatch) -> None:
         """W. Adds the gradients that I left owing."""
-        self._settle(key, self._flights.pop(key))
+        self._settle(key, self._states.pop(key))
 
     def abandon(self, *, keep_settled: bool = False) -> None:
-        """Forgets every micro-batch in flight; and, unless `keep_settled`, what is in the sum."""
-        self._flights.clear()
+        """Forgets every micro-batch under way; and, unless `keep_settled`, what is in the sum."""
+        self._states.clear()
         if not keep_settled:
             self.gradients.clear()
 
-    def _settle(self, key: MicroBatch, flight: Flight) -> None:
+    def _settle(self, key: MicroBatch, state: MicroBatchState) -> None:
         """Brings everything of a micro-batch into the sum, at one stroke, unless it is in it."""
         if self.counted(key):
             return
         with self._buffers.kept():
-            self.split.weight_backward(flight, self.gradients)
-        for buffer, change in flight.moves:
+            self.split.weight_backward(state, self.gradients)
+        for buffer, change in state.moves:
             self.gradients.add_change(buffer, change)
-        if flight.loss is not None:
-            self.gradients.add_loss(flight.loss)
+        if state.loss is not None:
+            self.gradients.add_loss(state.loss)
         self.gradients.settle(key)
 
     def _precision(self, like: Tensor) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""From options to a launcher that is ready to run: what `python -m agent launch` and
+"""From options to a launcher that is ready to run: what `openrecycle train` and
 `ResilientTrainer.fit` share.
 
 torch is imported only by `make_launcher`: bad input should not have to wait for it.
@@ -16,25 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from agent.client import ConsoleClient, check_url
-from agent.devices import Platform
-from agent.faults import Kill, Rejoin, Slow
-from agent.nodes.role import NodeRole
-from agent.pacing import profile_pace
-from agent.processes import preload, start_server
-from agent.protocol import JobSpec
-from agent.recipe import CheckpointWish, HandOver, Recipe
-from agent.timeouts import Timeouts
-from planner.catalog import Catalog
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.plan import JobDoc, PlanError, job_doc
-from planner.profiles import Profile, job_on, load
+from openrecycle.agent.client import ConsoleClient, check_url
+from openrecycle.agent.devices import Platform
+from openrecycle.agent.faults import Kill, Rejoin, Slow
+from openrecycle.agent.nodes.role import NodeRole
+from openrecycle.agent.pacing import profile_pace
+from openrecycle.agent.processes import preload, start_server
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.recipe import CheckpointWish, HandOver, Recipe
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plan import JobDoc, PlanError, job_doc
+from openrecycle.planner.profile import MAX_BYTES
+from openrecycle.planner.profiles import Profile, job_on, load
 
 if TYPE_CHECKING:
-    from agent.checkpoints.checkpointing import CheckpointOptions
-    from agent.launch import Launcher
-    from agent.workload import WorkloadSource
+    from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
+    from openrecycle.agent.launch import Launcher
+    from openrecycle.agent.workload import WorkloadSource
 
 UNIFORM = MemoryLimit("uniform")
 PLANNED_FAILURES = 2
@@ -121,7 +122,7 @@ class StartOptions:
 
 def _with_step(options: StartOptions, say: Callable[[str], None]) -> StartOptions:
     """Its plans reckon with the step as this machine takes it; what is paced leaves it as it is."""
-    from agent.profiling.stages import measure_step
+    from openrecycle.agent.profiling.stages import measure_step
 
     step = measure_step(options.workload, options.job, options.recipe)
     say(f"a step takes {step:g} ms here, which plans reckon with")
@@ -140,23 +141,23 @@ def make_launcher(
     # It takes as long to import torch as this process does, so both do it at the same time.
     start_server(preload(options.workload))
     options.platform.check(_workers_here(options))
-    from agent import launch
-    from agent.boundaries import boundaries_of
-    from agent.console_link import ConsoleCoordination, create_job
-    from agent.coordination import Coordination, LocalCoordination
-    from agent.nodes.pool import open_pool
-    from agent.preflight import check_workload
-    from agent.worker import ConsoleLink
+    from openrecycle.agent import launch
+    from openrecycle.agent.console_link import ConsoleCoordination, create_job
+    from openrecycle.agent.coordination import Coordination, LocalCoordination
+    from openrecycle.agent.nodes.pool import open_pool
+    from openrecycle.agent.preflight import check_workload
+    from openrecycle.agent.stage_io import stage_io_of
+    from openrecycle.agent.worker import ConsoleLink
 
     _check_folder("--checkpoint", None if options.checkpoints is None else options.checkpoints.directory)
     _check_folder("--weights", options.weights)
     workload = options.workload.load()
     if not options.checked:
         check_workload(workload, options.job, options.seed, options.recipe)
-    boundaries = None
+    stage_io = None
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
     if options.platform.device == "cpu" or options.recipe.autocast is None:
-        boundaries = boundaries_of(workload, options.job.stages, options.seed, options.recipe.autocast)
+        stage_io = stage_io_of(workload, options.job.stages, options.seed, options.recipe.autocast)
     if options.console is not None and options.pace and "O" not in options.pace and options.platform.device == "cpu":
         options = _with_step(options, say)
     checkpoints = _checkpoints(options, say)
@@ -214,7 +215,7 @@ def make_launcher(
             rejoins=options.rejoins,
             console=link,
             recipe=options.recipe,
-            boundaries=boundaries,
+            stage_io=stage_io,
             weights=options.weights,
             checkpoints=checkpoints,
             platform=options.platform,
@@ -251,6 +252,26 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
     return job_on(document, job.pipelines, job.stages, job.micro_batches)
 
 
+_BYTES = {"": 1, **{f"{prefix}iB": 1 << 10 * n for n, prefix in enumerate("KMGT", start=1)}}
+_BYTES |= {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", start=1)}
+
+
+def parse_bytes(text: str, *, field: str) -> int:
+    """`80GiB`, `24GB` or a plain number of bytes. Raises InputError."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([KMGT]i?B)?", text.strip())
+    size = int(float(match[1]) * _BYTES[match[2] or ""]) if match else 0
+    if not 1 <= size <= MAX_BYTES:
+        raise InputError(field, text, "a size in bytes such as 80GiB, 24GB or 1073741824")
+    return size
+
+
+def with_capacity(job: Job, capacity: str | int | None) -> Job:
+    """Its workers have so much memory each, whatever its profile says; with None, `job` itself. Raises InputError."""
+    if capacity is None:
+        return job
+    return replace(job, capacity_bytes=(parse_bytes(str(capacity), field="--capacity"),) * job.stages)
+
+
 def parse_pace(text: str | None) -> dict[str, float]:
     """`F=40ms,I=40ms` to milliseconds by op kind. Raises InputError.
 
@@ -259,7 +280,7 @@ def parse_pace(text: str | None) -> dict[str, float]:
     """
     out: dict[str, float] = {}
     for part in filter(None, (p.strip() for p in (text or "").split(","))):
-        match = re.fullmatch(r"([FIWO]|transfer)=(\d+(?:\.\d{1,3})?)(ms|s)", part)
+        match = re.fullmatch(r"([FIWO]|transfer)=([0-9]+(?:\.[0-9]{1,3})?)(ms|s)", part)
         if not match:
             raise InputError(
                 "--pace", part, "comma-separated KIND=TIME such as F=40ms, with KIND F, I, W, O or transfer"
@@ -291,7 +312,7 @@ def _workers_here(options: StartOptions) -> int:
     """On this node."""
     if options.role is None:
         return options.job.pipelines * options.job.stages
-    from agent.nodes.placement import place
+    from openrecycle.agent.nodes.placement import place
 
     return sum(node == options.role.rank for node in place(options.job, options.role.nodes).values())
 
@@ -299,8 +320,8 @@ def _workers_here(options: StartOptions) -> int:
 def _checkpoints(options: StartOptions, say: Callable[[str], None]) -> CheckpointOptions | None:
     if options.checkpoints is None:
         return None
-    from agent.checkpoints.checkpoint import Identity
-    from agent.checkpoints.checkpointing import prepare
+    from openrecycle.agent.checkpoints.checkpoint import Identity
+    from openrecycle.agent.checkpoints.checkpointing import prepare
 
     job = options.job
     name = getattr(options.workload, "path", type(options.workload).__name__)
@@ -314,7 +335,7 @@ def _restore_point(wish: CheckpointWish | None, say: Callable[[str], None]) -> C
     def newest() -> str | None:
         if wish is None:
             return None
-        from agent.checkpoints.checkpoint import CheckpointError, find, set_aside_later
+        from openrecycle.agent.checkpoints.checkpoint import CheckpointError, find, set_aside_later
 
         try:
             found = find(Path(wish.directory), "newest-intact")

@@ -6,18 +6,24 @@ The same form goes to a peer that re-joins (packed into a header and one body) a
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
+import mmap
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from openrecycle.planner.plan import read_json
 
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -64,7 +70,10 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """What `encode` was given, with copies of the tensors. Raises StateError."""
+    """What `encode` was given, with copies of the tensors; where one has no values (on the device "meta"), zeros.
+
+    Raises StateError.
+    """
     if isinstance(value, list):
         return [decode(v, tensors, device) for v in value]
     if not isinstance(value, dict):
@@ -72,12 +81,22 @@ def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | Non
     if "tensor" in value:
         if value["tensor"] not in tensors:
             raise StateError(f"{value['tensor']}: missing")
-        return tensors[value["tensor"]].clone().to("cpu" if value["on"] == "cpu" else device)
+        tensor, where = tensors[value["tensor"]], None if value["on"] == "cpu" else device
+        return zeros(tensor, where) if tensor.is_meta else tensor.clone().to(where or "cpu")
     if "tuple" in value:
         return tuple(decode(value["tuple"], tensors, device))
     pairs = value["counter"] if "counter" in value else value["dict"]
     plain = {decode(k, tensors, device): decode(v, tensors, device) for k, v in pairs}
     return Counter(plain) if "counter" in value else plain
+
+
+def zeros(like: Tensor, device: torch.device | None = None) -> Tensor:
+    """Of the same shape and type, contiguous. On a CPU it takes no time: the memory comes when it is written to."""
+    if (device is not None and device.type != "cpu") or not like.numel():
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+    # torch.zeros writes all of it: half a second for a GiB.
+    memory = mmap.mmap(-1, like.numel() * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
 def pack(state: StageState) -> tuple[bytes, Tensor]:
@@ -95,7 +114,7 @@ def pack(state: StageState) -> tuple[bytes, Tensor]:
 def unpack(header: bytes, body: Tensor) -> StageState:
     """Raises StateError when either is damaged."""
     try:
-        doc = json.loads(header)
+        doc = read_json(header)
         document, specs = doc["document"], [(n, DTYPES[d], [int(x) for x in shape]) for n, d, shape in doc["tensors"]]
         intact = doc["sha256"] == _checksum(document, body)
     except (ValueError, KeyError, TypeError) as error:
@@ -107,7 +126,7 @@ def unpack(header: bytes, body: Tensor) -> StageState:
     for (name, dtype, shape), part in zip(specs, torch.split(body, sizes), strict=True):
         # A copy starts at an aligned address, which a slice of the body need not.
         tensors[name] = part.clone().view(dtype).view(shape)
-    return StageState(json.loads(document), tensors)
+    return StageState(read_json(document), tensors)
 
 
 def join(tensors: Iterable[Tensor]) -> Tensor:
@@ -162,6 +181,18 @@ def write_tensors(file: Path, tensors: Iterable[Tensor]) -> None:
         os.fsync(out.fileno())
 
 
+def opened(file: Path) -> BufferedReader:
+    """To be read. Raises OSError for what is no regular file: a pipe or a device may say nothing, or never end."""
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(file))
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
 def read_tensors(description: Any, file: Path) -> StageState:
     """What `describe` and `write_tensors` were given. Nothing is allocated before the file's size is known to be
     that of the tensors. Raises StateError; OSError.
@@ -174,7 +205,7 @@ def read_tensors(description: Any, file: Path) -> StageState:
     if not isinstance(document, dict) or not all(isinstance(n, str) for n, _, _ in specs):
         raise StateError("unreadable description: the document is no object, or a tensor's name no text")
     sizes = [dtype.itemsize * prod(shape) for _, dtype, shape in specs]
-    with file.open("rb") as data:
+    with opened(file) as data:
         there = os.fstat(data.fileno()).st_size
         if there != sum(sizes) or len({n for n, _, _ in specs}) != len(specs):
             raise StateError(f"{file.name} has {there} bytes and its description says {sum(sizes)}, each name once")

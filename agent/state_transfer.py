@@ -6,11 +6,11 @@ elements of a parameter, with the same range of all that the optimizer keeps of 
 its values are; where the newcomer has taken just as many, it puts them in place, and steps them from then on. A
 piece that comes too late is asked for again. So nothing has to be copied aside, nobody waits, no time-out applies,
 and a newcomer that is slow, breaks off or dies costs the others nothing but its place in the reductions. What it
-has stays good across epochs. It works for optimizers that step each element by itself; with any other the whole
+has stays good across generations. It works for optimizers that step each element by itself; with any other the whole
 job waits until the newcomer has everything, however long that takes.
 
 What is small comes at once, with the description of the rest. Nothing is pickled; every piece carries the SHA-256
-of its bytes. The connection is a plain one, beside the groups': it is good for one epoch and opens with a random
+of its bytes. The connection is a plain one, beside the groups': it is good for one generation and opens with a random
 secret, which has come over the groups.
 """
 
@@ -33,11 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent.communicator import Groups
-from agent.optimizer import StageOptimizer
-from agent.state import DTYPES, StageState, StateError, memory, pack, sha256, unpack
-from agent.transport.group import TransferError
-from planner.job import Worker
+from openrecycle.agent.communicator import Groups
+from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.state import DTYPES, StageState, StateError, memory, pack, sha256, unpack
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import read_json
 
 _TAG = 2**30
 # A header of a model with 100,000 tensors is 10 MB; nothing that calls itself larger is one.
@@ -60,7 +61,7 @@ _SECRET_BYTES = 32
 _MAX_REPLY_HEADER = 1 << 16
 
 Version = tuple[int, int]
-"""(steps taken, corrections of a step since the epoch began): which values a stage holds."""
+"""(steps taken, corrections of a step since the generation began): which values a stage holds."""
 
 
 class StateTransferError(TransferError):
@@ -132,7 +133,7 @@ class StateServer:
         threading.Thread(target=self._accept, name="state-server", daemon=True).start()
 
     def send_description(self, groups: Groups, to: Worker, at_once: int) -> None:
-        """Over the epoch's groups, while the newcomer waits for it. Raises TransferError."""
+        """Over the generation's groups, while the newcomer waits for it. Raises TransferError."""
         with self._optimizer.lock:
             state = self._optimizer.state()
             large = columns(state)
@@ -309,8 +310,9 @@ class StateReceiver:
         return description
 
     def _load(self, state: StageState, description: Mapping[str, Any]) -> None:
+        # All others wait for this one now: nothing that is large may be written.
         empty = {
-            name: torch.zeros([int(n) for n in shape], dtype=DTYPES[dtype])
+            name: torch.empty([int(n) for n in shape], dtype=DTYPES[dtype], device="meta")
             for name, (dtype, shape) in description["tensors"].items()
         }
         pieces = [p for name, elements in description["columns"] for p in pieces_of(str(name), int(elements))]
@@ -381,7 +383,7 @@ class StateReceiver:
                 time.sleep(RECHECK_SECONDS)
                 continue
             tries += 1
-            # A peer that dies is told of by the next epoch; until then there may be no reason to ask so often.
+            # A peer that dies is told of by the next generation; until then there may be no reason to ask so often.
             pause = RECONNECT_SECONDS[0] if len(self._arrived) > before else min(2 * pause, longest)
             self._say(f"its state from {source} broke off ({reason}); try {tries + 1} follows in {pause:.1f} s")
             time.sleep(pause)
@@ -417,7 +419,7 @@ class StateReceiver:
         header_size, payload_size = _REPLY.unpack(_exactly(connection, _REPLY.size))
         if header_size > _MAX_REPLY_HEADER or payload_size > 64 * 16 * PIECE_ELEMENTS:
             raise StateError(f"piece {number} claims {payload_size} bytes")
-        header = json.loads(_exactly(connection, header_size))
+        header = read_json(_exactly(connection, header_size))
         payload = _exactly(connection, payload_size)
         piece = self._pieces[number]
         if header["piece"] != number:

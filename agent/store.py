@@ -1,7 +1,7 @@
-"""The store through which the groups of an epoch find each other: a process of its own that may die.
+"""The store through which the groups of a generation find each other: a process of its own that may die.
 
 Groups need it only while they form. So its death at any moment costs running iterations nothing,
-and the next epoch forms over a new one, whose address travels with the epoch.
+and the next generation forms over a new one, whose address travels with the generation.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def serve(host: str, pipe: Connection) -> None:
 
 
 class StoreClient:
-    """A worker's connections to whichever store the epoch names: one per thread that uses it.
+    """A worker's connections to whichever store the generation names: one per thread that uses it.
 
     A TCPStore client serialises its calls, and the thread that cancels must not wait for the one
     that waits.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.schedule import Op
+from openrecycle.planner.schedule import Op
 
 _NONE = -1
 
@@ -21,7 +21,7 @@ class Recorded:
     """One whole iteration. ops: in the order they ran. ends, seconds: of each, on this process's
     monotonic clock; seconds is what it took on the device, waiting for inputs not counted."""
 
-    epoch: int
+    generation: int
     iteration: int
     ops: Sequence[Op]
     ends: Sequence[float]
@@ -31,11 +31,11 @@ class Recorded:
 class Timeline:
     """Filled by the training thread; `want` and `take` are for the reporting one.
 
-    epoch: the one that the iterations to come belong to. recording: is this iteration wanted?
+    generation: the one that the iterations to come belong to. recording: is this iteration wanted?
     """
 
     def __init__(self) -> None:
-        self.epoch = 0
+        self.generation = 0
         self.recording = False
         self._wanted = _NONE
         self._iteration = _NONE
@@ -74,7 +74,7 @@ class Timeline:
             self.recording, self._wanted = False, _NONE
             if self._count == len(ops):
                 self._done.append(
-                    Recorded(self.epoch, self._iteration, ops, self._ends.tolist(), self._seconds.tolist())
+                    Recorded(self.generation, self._iteration, ops, self._ends.tolist(), self._seconds.tolist())
                 )
 
     def drop(self) -> None:

@@ -2,8 +2,8 @@
 silent, how long it may be at one op.
 
 heartbeat < suspect < dead < transfer < group: the lower rungs are the console's (app.coordination.ladder). Whoever
-waits for a dead peer is freed by the epoch that the console opens, long before its own time-outs. A shorter one would
-break a transfer whose peer is only slow to be declared dead, and take the blame for it.
+waits for a dead peer is freed by the generation that the console opens, long before its own time-outs. A shorter one
+would break a transfer whose peer is only slow to be declared dead, and take the blame for it.
 
 None of them counts time in which the one who judges, or the one who is judged, did not get to run: see agent.liveness.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.errors import InputError
+from openrecycle.planner.errors import InputError
 
 LONGEST_SECONDS = 86400.0
 ALIVE_SECONDS = 1.0
@@ -25,7 +25,7 @@ TIMES_LONGEST = 20.0
 class Timeouts:
     """Seconds. Raises InputError.
 
-    form: to connect the groups of an epoch.
+    form: to connect the groups of a generation.
     transfer: to wait for a peer's data. Above any silence that is borne.
     group: for a sum over a stage's workers, in which others may still wait for transfers.
     silence: without a word from a worker process, after which its launcher ends it, unless it computes. A worker

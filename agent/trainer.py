@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch.utils.data import default_collate
 
-from agent.boundaries import Boundaries
-from agent.callables import (
+from openrecycle.agent.callables import (
     CallableWorkload,
     Data,
     Loss,
@@ -35,33 +34,35 @@ from agent.callables import (
     SentWorkload,
     Stages,
 )
-from agent.checkpoints.weights import load_weights
-from agent.data import DatasetBatches, MicroBatchSampler, Sampler
-from agent.delivery import Delivery, RecordFile
-from agent.devices import Platform
-from agent.faults import Kill, Rejoin, Slow
-from agent.preflight import check_workload
-from agent.processes import preload, start_server
-from agent.protocol import Iteration, Recovery
-from agent.recipe import Autocast, CheckpointWish, HandOver, Mode, NonFinite, OnBadSample, Recipe
-from agent.record_words import is_remark, iteration_of, sentence_of
-from agent.start import (
+from openrecycle.agent.checkpoints.weights import load_weights
+from openrecycle.agent.data import DatasetBatches, MicroBatchSampler, Sampler
+from openrecycle.agent.delivery import Delivery, RecordFile
+from openrecycle.agent.devices import Platform
+from openrecycle.agent.faults import Kill, Rejoin, Slow
+from openrecycle.agent.preflight import check_workload
+from openrecycle.agent.processes import preload, start_server
+from openrecycle.agent.protocol import Iteration, Recovery
+from openrecycle.agent.recipe import Autocast, CheckpointWish, HandOver, Mode, NonFinite, OnBadSample, Recipe
+from openrecycle.agent.record_words import is_remark, iteration_of, sentence_of
+from openrecycle.agent.stage_io import StageIO
+from openrecycle.agent.start import (
     BY_PROFILE,
     StartOptions,
     argument_names,
     check_writable,
     make_launcher,
     parse_pace,
+    with_capacity,
     with_profile,
 )
-from agent.timeouts import Timeouts
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Technique
-from planner.plan import JobDoc
-from planner.profiles import Profile
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.profiles import Profile
 
 if TYPE_CHECKING:
-    from agent.launch import Launcher
+    from openrecycle.agent.launch import Launcher
 
 log = logging.getLogger("openrecycle")
 
@@ -108,11 +109,11 @@ class ResilientTrainer:
     optimizer: a stage's parameters to a torch.optim.Optimizer. scheduler: that optimizer to an
         LRScheduler, stepped once per iteration.
     job: the grid, and the op times that plans are made from. profile: these times, where job has none:
-        a file that `python -m agent profile` wrote, a shipped profile's name, or what either holds.
-    boundaries: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
-    seed: of parameters, data order and dropout. technique, memory, mode, autocast, clip_norm,
+        a file that `openrecycle profile` wrote, a shipped profile's name, or what either holds.
+    stage_io: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
+    seed: of parameters, data order and dropout. technique, memory, capacity, mode, autocast, clip_norm,
         non_finite, staggered, keep_finished, on_bad_sample, bad_sample_limit, device, transport, pace: as
-        `python -m agent launch --help` says; pace is "profile" for the times that job or profile have.
+        `openrecycle train --help` says; pace is "profile" for the times that job or profile have.
     console: address of a console that watches and decides, its standby's after a comma; token: their
         token. name: there.
         demo: the console may kill and restart these processes.
@@ -153,10 +154,11 @@ class ResilientTrainer:
         shuffle: bool = True,
         collate: Callable[[list[Any]], Any] = default_collate,
         sampler: Sampler | None = None,
-        boundaries: Boundaries | None = None,
+        stage_io: StageIO | None = None,
         seed: int = 0,
         technique: str = "staggered",
         memory: str | int = "uniform",
+        capacity: str | int | None = None,
         mode: Mode = "deterministic",
         autocast: Autocast | None = None,
         clip_norm: float | None = None,
@@ -202,26 +204,26 @@ class ResilientTrainer:
             if on_error not in get_args(OnError):
                 raise InputError("on_error", on_error, "stop or log")
             if timeouts is not None and not isinstance(timeouts, Timeouts):
-                raise InputError("timeouts", timeouts, "agent.Timeouts(...)")
+                raise InputError("timeouts", timeouts, "openrecycle.Timeouts(...)")
             if hand_over is not None and not isinstance(hand_over, HandOver):
-                raise InputError("hand_over", hand_over, "agent.HandOver(...)")
+                raise InputError("hand_over", hand_over, "openrecycle.HandOver(...)")
             if record is not None:
                 check_writable(Path(record), field="record")
-            job = with_profile(job, profile)
+            job = with_capacity(with_profile(job, profile), capacity)
             by_profile = pace == BY_PROFILE
             paced = {} if by_profile else parse_pace(pace)
             if paced and profile is not None:
                 raise InputError("pace", pace, f"{BY_PROFILE!r}, or None, beside profile, which has the op times")
             if paced:
                 sizes = job.pipelines, job.stages, job.micro_batches
-                job = Job.uniform(*sizes, durations=paced, time_unit="ms")
+                job = with_capacity(Job.uniform(*sizes, durations=paced, time_unit="ms"), capacity)
             workload = CallableWorkload(
                 make_stages=stages,
                 make_batch=_batches(data, job, seed, batch_size, shuffle, collate, sampler),
                 make_loss=loss,
                 make_optimizer=optimizer,
                 scheduler=scheduler,
-                boundaries=boundaries,
+                stage_io=stage_io,
                 seed=seed,
             )
             if resume is not None and checkpoint is None:
@@ -276,7 +278,7 @@ class ResilientTrainer:
         or ConsoleRefused where a console was asked for and does not take it, and what a callback raised (see
         on_error), once the weights are written.
         """
-        from agent.launch import JobFailed
+        from openrecycle.agent.launch import JobFailed
 
         self._stop_asked = False
         with argument_names():

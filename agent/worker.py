@@ -12,27 +12,27 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from agent.boundaries import BoundaryError
-from agent.channel import WorkerChannel
-from agent.checkpoints.weights import WeightsError
-from agent.client import ConsoleClient
-from agent.communicator import LOOPBACK, Communicator
-from agent.heartbeat import HeartbeatThread, Status
-from agent.liveness import Progress, Turns
-from agent.log_tail import Followed, LogTail
-from agent.loop import LoopOptions, WorkerLoop
-from agent.optimizer import NonFiniteError
-from agent.recovery import NoAgreementError
-from agent.state import StateError
-from agent.timeouts import ALIVE_SECONDS
-from agent.whereabouts import told, whereabouts
-from agent.workload import WorkloadSource
-from planner.job import Worker
+from openrecycle.agent.channel import WorkerChannel
+from openrecycle.agent.checkpoints.weights import WeightsError
+from openrecycle.agent.client import ConsoleClient
+from openrecycle.agent.communicator import LOOPBACK, Communicator
+from openrecycle.agent.heartbeat import HeartbeatThread, Status
+from openrecycle.agent.liveness import Progress, Turns
+from openrecycle.agent.log_tail import Followed, LogTail
+from openrecycle.agent.loop import LoopOptions, WorkerLoop
+from openrecycle.agent.optimizer import NonFiniteError
+from openrecycle.agent.recovery import NoAgreementError
+from openrecycle.agent.stage_io import StageIOError
+from openrecycle.agent.state import StateError
+from openrecycle.agent.thread_stacks import thread_stacks, told
+from openrecycle.agent.timeouts import ALIVE_SECONDS
+from openrecycle.agent.workload import WorkloadSource
+from openrecycle.planner.job import Worker
 
 # Exit codes the launcher tells apart.
 FAILED, FENCED = 1, 3
 STUCK_SECONDS = 10.0
-"""A worker that has not taken up an epoch after so long says where it stands, and again after each doubling."""
+"""A worker that has not taken up a generation after so long says where it stands, and again after each doubling."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
         if heartbeat is not None:
             heartbeat.start()
         loop.run()
-    except (NonFiniteError, NoAgreementError, BoundaryError, WeightsError, StateError) as error:
+    except (NonFiniteError, NoAgreementError, StageIOError, WeightsError, StateError) as error:
         # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
         channel.say("fatal", text=str(error))
-        channel.wait_for_epoch(WorkerChannel.OVER - 1)
+        channel.wait_for_generation(WorkerChannel.OVER - 1)
     except Exception as error:
         channel.say("error", text=told(error), traceback=traceback.format_exc())
         sys.stdout.flush()
@@ -117,23 +117,23 @@ def _heartbeat(spec: WorkerSpec, status: Status, log: LogTail) -> HeartbeatThrea
 
 def _say_alive(channel: WorkerChannel, status: Status, log: LogTail) -> None:
     """Tells the launcher once a second that the process still runs, and what its training thread is at. And where its
-    threads stand, when it is at something for too long, or does not take up an epoch."""
+    threads stand, when it is at something for too long, or does not take up a generation."""
     pause, due, turns = threading.Event(), STUCK_SECONDS, Turns()
     while not pause.wait(ALIVE_SECONDS):
-        standing = status.progress.beat(turns.late(ALIVE_SECONDS))
-        told = asdict(standing) | ({"where": whereabouts()} if standing.overdue else {})
+        current = status.progress.beat(turns.late(ALIVE_SECONDS))
+        told = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})
         channel.say(
             "alive",
             phase=status.phase,
             iteration=status.iteration,
-            standing=told,
+            current=told,
             op_limit=status.progress.longest_limit,
         )
-        owed = channel.owed
-        if owed < STUCK_SECONDS:
+        pending = channel.pending
+        if pending < STUCK_SECONDS:
             due = STUCK_SECONDS
-        elif owed >= due:
-            due = 2 * owed
-            text = f"an epoch waits for {owed:.0f} s to be taken up; {whereabouts()}"
+        elif pending >= due:
+            due = 2 * pending
+            text = f"a generation waits for {pending:.0f} s to be taken up; {thread_stacks()}"
             log.add(text)
             channel.say("stuck", text=text)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from planner.errors import InputError
+from openrecycle.planner.errors import InputError
 
 if TYPE_CHECKING:  # a launcher refuses bad input before it imports torch, which takes seconds
     import torch
     from torch import Tensor, nn
+
+T = TypeVar("T")
+PROBED = 16
+"""Micro-batches that are tried at most to see what data is like."""
 
 
 class Workload(Protocol):
@@ -21,8 +26,8 @@ class Workload(Protocol):
     `inputs` and `targets` depend on (seed, iteration, pipeline, micro_batch) only, so that whichever
     worker runs a micro-batch sees the same data.
     A workload may have more: `scheduler(optimizer)`, an LRScheduler that is stepped once per
-    iteration; and, where agent.boundaries should not find out what passes from stage to stage,
-    `boundaries` (TensorSpecs per pair of neighbours) or `boundary_shape` and `boundary_dtype` (of
+    iteration; and, where agent.stage_io should not find out what passes from stage to stage,
+    `stage_io` (TensorSpecs per pair of neighbours) or `stage_output_shape` and `stage_output_dtype` (of
     one tensor that is the same between all stages); and `samples(iteration, pipeline, micro_batch)`, the indices of
     the samples in a micro-batch, for messages about one that raises.
     """
@@ -43,6 +48,15 @@ class Workload(Protocol):
         """Scalar mean loss of one micro-batch."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer: ...
+
+
+def first_readable(read: Callable[[int, int, int], T]) -> T:
+    """What `read` gives for (iteration, pipeline, micro-batch): of the first iteration, or the next ones while it
+    raises, as one bad sample is no reason not to begin. Where all raise, so does this, what the first did."""
+    for iteration in range(PROBED):
+        with contextlib.suppress(Exception):
+            return read(iteration, 0, 0)
+    return read(0, 0, 0)
 
 
 def load_workload(path: str, options: dict[str, Any]) -> Workload:
@@ -74,10 +88,18 @@ class WorkloadSource(Protocol):
 
 @dataclass(frozen=True)
 class NamedWorkload:
-    """A workload by name: plain data, so it may go to another host. path: `package.module:factory`."""
+    """A workload by name: plain data, so it may go to another host. path: `package.module:factory`.
+
+    In a clone the examples may be named by their folder, `agent.examples.gpt:Gpt`; the module is
+    `openrecycle.agent.examples.gpt`.
+    """
 
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path.startswith("agent.examples."):
+            object.__setattr__(self, "path", f"openrecycle.{self.path}")
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -1,8 +1,6 @@
-from planner.errors import say_missing
+"""`python -m app` in a clone. Kept empty of imports: processes that it starts import the main module again."""
 
 if __name__ == "__main__":
-    try:
-        from app.cli import cli
-    except ModuleNotFoundError as error:
-        say_missing(error, "openrecycle[console]")
-    cli()
+    from openrecycle.cli import main
+
+    main("app")

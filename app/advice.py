@@ -1,4 +1,4 @@
-"""Which way on is best while workers are out, in a sentence, and which of them the job can take by itself.
+"""Which option is best while workers are out, in a sentence, and which of them the job can take by itself.
 
 Pure: the planner's advisor, and what of its advice the agents can carry out.
 """
@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from app.coordination.choices import Candidate
-from app.coordination.membership import names
-from planner.errors import PlannerError
-from planner.job import MemoryLimit, Problem, Technique, Worker
-from planner.packed import packed_plan_of, to_bytes
-from planner.plan import JobDoc, Plan
-from planner.policy import (
+from openrecycle.app.coordination.choices import Candidate
+from openrecycle.app.coordination.membership import names
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.packed import packed_plan_of, to_bytes
+from openrecycle.planner.plan import JobDoc, Plan
+from openrecycle.planner.policy import (
     DROP,
     MIGRATE,
     PLANNED_OPS,
@@ -32,10 +32,10 @@ from planner.policy import (
     shares,
     span,
 )
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import PlannedJob, Rate
-from planner.solvers.portfolio import make_plan
-from planner.words import percent
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.words import percent
 
 REPARTITION, RESTART, SPARES = "re-partition", "restart from the checkpoint", "take spares"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.
@@ -173,7 +173,10 @@ def candidates(
 def _plan(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
     try:
         return make_plan(
-            Problem(planned.job, failed, planned.technique, planned.memory), solver="list", form=packed_plan_of
+            Problem(planned.job, failed, planned.technique, planned.memory),
+            solver="list",
+            look_ahead=False,
+            form=packed_plan_of,
         )
     except PlannerError:
         return None
@@ -236,7 +239,7 @@ def decide(
     if ranked:
         best = ranked[0]
         said = {way.name: way.text for way in ways if way.text}
-        text += f", the best way on is {best.name}: {said.get(best.name) or _numbers(best, horizon, full)}"
+        text += f", the best option is {best.name}: {said.get(best.name) or _numbers(best, horizon, full)}"
         if len(ranked) > 1:
             text += f"; next is {ranked[1].name}: {_numbers(ranked[1], horizon, full)}"
         text += f"; {advice.load}." if advice.load else "."
@@ -249,7 +252,7 @@ def decide(
         elif best.name != REROUTE:
             text += f" The job re-routes, which trains less by under {percent(CLEAR_MARGIN)}."
     else:
-        text += ", the job has no way on that it could take by itself."
+        text += ", the job has no option that it could take by itself."
     text += _not_here(advice, ranked[0] if ranked else None, can, full, migrate=migrate)
     return Verdict(way, advised, advice.absorbed, f"{text} {basis}".strip(), tuple(ways), better)
 

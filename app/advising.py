@@ -1,4 +1,4 @@
-"""When a job is advised on its way on, and on what grounds: once for each set of workers that are out.
+"""When a job is advised on its option, and on what grounds: once for each set of workers that are out.
 
 It is done after the recovery, in a process of its own: neither a recovery nor a plan waits for it. In
 manual mode it is done first, for the operator to choose by.
@@ -15,21 +15,21 @@ from statistics import fmean, median
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.advice import AdviceRequest, Verdict
-from app.coordination.choices import Candidate, Mode, Offer, Offered
-from app.coordination.choosing import out
-from app.coordination.events import Note
-from app.coordination.membership import State
-from app.errors import ConsoleError
-from app.jobs import PlanMaker
-from app.live import LiveJob
-from app.observing.job_history import changes, repair_times
-from app.observing.waiting import NOTHING, Waited, segments
-from db.store import Record, Store
-from planner.job import Worker
-from planner.packed import from_bytes, storable
-from planner.plan import job_doc
-from planner.simulation.costs import RecoveryCosts
+from openrecycle.app.advice import AdviceRequest, Verdict
+from openrecycle.app.coordination.choices import Candidate, Mode, Offer, Offered
+from openrecycle.app.coordination.choosing import out
+from openrecycle.app.coordination.events import Note
+from openrecycle.app.coordination.membership import State
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.jobs import PlanMaker
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.job_history import changes, repair_times
+from openrecycle.app.observing.waiting import NOTHING, Waited, segments
+from openrecycle.db.store import Record, Store
+from openrecycle.planner.job import Worker
+from openrecycle.planner.packed import from_bytes, storable
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.simulation.costs import RecoveryCosts
 
 log = structlog.get_logger()
 
@@ -109,7 +109,7 @@ class Advising:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
         job.verdict = failed, verdict  # who reads it finds its line in the event feed
         offer = Offer(failed, candidates, verdict.better) if candidates else None
-        self._offer(job, Offered(failed, offer, "the job has no way on that it could take by itself"))
+        self._offer(job, Offered(failed, offer, "the job has no option that it could take by itself"))
 
     def _with_plans(self, job: LiveJob, verdict: Verdict) -> tuple[Candidate, ...]:
         """The candidates, each with the plan that would be in force: the best that the job has by now."""
@@ -129,7 +129,7 @@ class Advising:
         try:
             job.apply(event)
         except ConsoleError as error:
-            log.warning("the ways on could not be stored", job=job.job_id, reason=error.detail)
+            log.warning("the options could not be stored", job=job.job_id, reason=error.detail)
             job.advice_asked = ()  # they are asked for again
 
     def _request(self, job: LiveJob, failed: tuple[str, ...]) -> AdviceRequest | None:
@@ -137,20 +137,20 @@ class Advising:
         store, spec = self._store, job.spec
         if job.job.time_unit == "slot" and not job.state.committed:
             return None
-        epochs = store.epochs(job.job_id)
-        unit = unit_seconds(job, epochs, store.iterations(job.job_id, limit=ITERATIONS, newest=True))
+        generations = store.generations(job.job_id)
+        unit = unit_seconds(job, generations, store.iterations(job.job_id, limit=ITERATIONS, newest=True))
         if unit is None and job.job.time_unit == "slot":
             return None
-        copies = copy_times(epochs, store.last_acknowledgements(job.job_id))
+        copies = copy_times(generations, store.last_acknowledgements(job.job_id))
         waited = self._waited(job)
-        known = grounds(store.recoveries(job.job_id), repair_times(changes(epochs)), copies, waited)
+        known = grounds(store.recoveries(job.job_id), repair_times(changes(generations)), copies, waited)
         work = None
         if spec.checkpoints:
             # When the last one was written is not reported: on average half an interval ago.
-            work = min(RecoveryCosts().checkpoint_interval / 2, max(0.0, time.time() - epochs[0]["opened_at"]))
+            work = min(RecoveryCosts().checkpoint_interval / 2, max(0.0, time.time() - generations[0]["opened_at"]))
         return AdviceRequest(
             job.job_id,
-            job_doc(replace(job.job, speeds=())),  # ways on are compared with workers that are alike
+            job_doc(replace(job.job, speeds=())),  # options are compared with workers that are alike
             failed,
             spec.technique,
             spec.memory,
@@ -175,13 +175,13 @@ def _in_question(state: State) -> tuple[str, ...] | None:
     return out(state)
 
 
-def copy_times(epochs: Sequence[Record], acknowledgements: Sequence[Record]) -> list[float]:
-    """Seconds that the others waited while newcomers took a stage's state, one per epoch that had any:
+def copy_times(generations: Sequence[Record], acknowledgements: Sequence[Record]) -> list[float]:
+    """Seconds that the others waited while newcomers took a stage's state, one per generation that had any:
     from the last that had left the iteration before to the last that was ready for the next."""
-    taken = {e["epoch"] for e in epochs if e["joining"] and not e["restore"]}
+    taken = {e["generation"] for e in generations if e["joining"] and not e["restore"]}
     at: dict[tuple[int, str], float] = {}
     for row in acknowledgements:
-        key = row["epoch"], row["state"]
+        key = row["generation"], row["state"]
         at[key] = max(at.get(key, row["at"]), row["at"])
     both = [(at.get((e, "adopted")), at.get((e, "formed"))) for e in sorted(taken)]
     return [max(0.0, formed - adopted) for adopted, formed in both if formed is not None and adopted is not None]
@@ -208,30 +208,30 @@ def grounds(
     )
 
 
-def unit_seconds(job: LiveJob, epochs: Sequence[Record], iterations: Sequence[Record]) -> float | None:
+def unit_seconds(job: LiveJob, generations: Sequence[Record], iterations: Sequence[Record]) -> float | None:
     """Seconds that a time unit of the job's plans takes in truth, by the median of its iterations.
 
     None while no iteration ran by a plan that is at hand.
     """
     periods: dict[int, float] = {}
-    ran = {row["epoch"] for row in iterations}
+    ran = {row["generation"] for row in iterations}
     with job.lock:
-        for epoch in epochs:
-            if epoch["epoch"] in ran:
-                plan = job.catalog.find(frozenset(Worker.parse(name) for name in epoch["failed"]))
+        for generation in generations:
+            if generation["generation"] in ran:
+                plan = job.catalog.find(frozenset(Worker.parse(name) for name in generation["failed"]))
                 if plan is not None and plan.metrics.period > 0:
-                    periods[epoch["epoch"]] = plan.metrics.period
-    took = [row["seconds"] / periods[row["epoch"]] for row in iterations if row["epoch"] in periods]
+                    periods[generation["generation"]] = plan.metrics.period
+    took = [row["seconds"] / periods[row["generation"]] for row in iterations if row["generation"] in periods]
     took = [seconds for seconds in took if seconds > 0]
     return median(took) if took else None
 
 
 def _told(newest: Sequence[Record]) -> bool:
-    """newest: events, newest first. Has advice been given since the newest epoch opened?
+    """newest: events, newest first. Has advice been given since the newest generation opened?
 
     A console that restarts does not repeat it.
     """
-    last = next((row["kind"] for row in newest if row["kind"] in ("plan", "epoch")), None)
+    last = next((row["kind"] for row in newest if row["kind"] in ("plan", "generation")), None)
     return last == "plan"
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import time
 
-from app.errors import storing
-from db.audit import AuditStore
-from db.store import Record
+from openrecycle.app.errors import storing
+from openrecycle.db.audit import AuditStore
+from openrecycle.db.store import Record
 
 
 class AuditLog:

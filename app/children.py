@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from app.logs import configure_logging
+from openrecycle.app.logs import configure_logging
 
 _PAGES = str(Path(__file__).resolve().parent / "ui")
 _original = spawn.get_preparation_data

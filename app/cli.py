@@ -1,4 +1,4 @@
-"""The command line: `python -m app serve`."""
+"""The command line: `openrecycle serve`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from app.coordination.ladder import Ladder
-from app.errors import SettingsError
-from app.history.commands import install as install_histories
-from app.observing.keep import Keep, seconds
-from app.security.oidc import read_oidc
-from app.settings import Settings, read_token
-from app.token_cli import tokens
-from planner.errors import PlannerError
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.errors import SettingsError
+from openrecycle.app.history.commands import install as install_histories
+from openrecycle.app.observing.keep import Keep, seconds
+from openrecycle.app.security.oidc import read_oidc
+from openrecycle.app.settings import Settings, read_token
+from openrecycle.app.token_cli import tokens
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.output import run as run_command
 
 cli = typer.Typer(
-    name="python -m app",
     help="The console: watch and repair training jobs from a browser.",
     no_args_is_help=True,
     add_completion=False,
@@ -87,8 +87,8 @@ def serve(
     keep_events: Annotated[int, typer.Option(help="Lines of each job's event feed that are kept.")] = Keep.events,
 ) -> None:
     """Serve the pages and the REST API until Ctrl-C."""
-    from app.server import serve as run
-    from db.session import DatabaseError
+    from openrecycle.app.server import serve as run
+    from openrecycle.db.session import DatabaseError
 
     try:
         settings = Settings(
@@ -130,7 +130,7 @@ def demo(
     ] = "F=40ms,I=40ms,W=40ms",
 ) -> None:
     """Serve the console and run a real training job of 12 processes here, until Ctrl-C."""
-    from app.demo import DemoOptions, run
+    from openrecycle.app.demo import DemoOptions, run
 
     grid = ("--pipelines", str(pipelines), "--stages", str(stages), "--micro-batches", str(micro_batches))
     job = ("--name", "demo GPT", "--iterations", str(iterations), "--pace", pace)
@@ -140,6 +140,11 @@ def demo(
     except SettingsError as error:
         fail(str(error))
     raise SystemExit(status)
+
+
+def main() -> None:
+    """Runs the command line; what it does not know is refused in one sentence."""
+    run_command(cli)
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -16,51 +16,51 @@ from contextlib import suppress
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import JobCreated, JobSpec, JobState
-from app.advising import Advising
-from app.audit import AuditLog
-from app.catalogs.service import Catalogs
-from app.children import begin_without_pages
-from app.coordination.events import Note
-from app.coordination.ladder import Ladder
-from app.errors import ConsoleError, storing, unknown_job
-from app.history.service import Histories
-from app.live import TICK_SECONDS, LiveJob
-from app.metrics.exposition import Metrics
-from app.metrics.jobs import OVER_SHOWN, JobMetrics
-from app.observing.drifting import Drifting
-from app.observing.feed import Feed
-from app.observing.goodput import Accounts
-from app.observing.keep import Keep
-from app.observing.log_book import LogBook
-from app.observing.measuring import Measuring
-from app.observing.recorder import Recorder
-from app.observing.rollout import RollOuts
-from app.operators import Operators
-from app.past_jobs import PastJobs
-from app.planning import Planning
-from app.plans.library import Library
-from app.plans.making import Making
-from app.plans.profiles import NamedProfiles
-from app.plans.replanning import Replanning
-from app.plans.solving import Solves
-from app.plans.uploading import Uploads
-from app.pulse import Pulse
-from app.readings import Readings
-from app.reports import Reports
-from app.security.access import Access
-from app.security.tokens import Tokens
-from app.simulations import Simulations
-from app.views import PlanCache
-from db.audit import AuditStore
-from db.job_index import OVER, JobIndex
-from db.observations import Observations
-from db.session import Database
-from db.store import Store
-from db.tokens import TokenStore
-from planner.errors import PlannerError
-from planner.plan import Plan
-from planner.plan_codec import Question
+from openrecycle.agent.protocol import JobCreated, JobSpec, JobState
+from openrecycle.app.advising import Advising
+from openrecycle.app.audit import AuditLog
+from openrecycle.app.catalogs.service import Catalogs
+from openrecycle.app.children import begin_without_pages
+from openrecycle.app.coordination.events import Note
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.errors import ConsoleError, storing, unknown_job
+from openrecycle.app.event_loop_watch import EventLoopWatch
+from openrecycle.app.history.service import Histories
+from openrecycle.app.live import TICK_SECONDS, LiveJob
+from openrecycle.app.metrics.exposition import Metrics
+from openrecycle.app.metrics.jobs import OVER_SHOWN, JobMetrics
+from openrecycle.app.observing.drifting import Drifting
+from openrecycle.app.observing.feed import Feed
+from openrecycle.app.observing.goodput import Accounts
+from openrecycle.app.observing.keep import Keep
+from openrecycle.app.observing.log_book import LogBook
+from openrecycle.app.observing.measuring import Measuring
+from openrecycle.app.observing.recorder import Recorder
+from openrecycle.app.observing.rollout import RollOuts
+from openrecycle.app.operators import Operators
+from openrecycle.app.past_jobs import PastJobs
+from openrecycle.app.planning import Planning
+from openrecycle.app.plans.library import Library
+from openrecycle.app.plans.making import Making
+from openrecycle.app.plans.profiles import NamedProfiles
+from openrecycle.app.plans.replanning import Replanning
+from openrecycle.app.plans.solving import Solves
+from openrecycle.app.plans.uploading import Uploads
+from openrecycle.app.readings import Readings
+from openrecycle.app.reports import Reports
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.tokens import Tokens
+from openrecycle.app.simulations import Simulations
+from openrecycle.app.views import PlanCache
+from openrecycle.db.audit import AuditStore
+from openrecycle.db.job_index import OVER, JobIndex
+from openrecycle.db.observations import Observations
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
+from openrecycle.db.tokens import TokenStore
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.packed import Question
+from openrecycle.planner.plan import Plan
 
 log = structlog.get_logger()
 
@@ -92,11 +92,11 @@ class Console(Reports, Readings):
         ladder: Ladder | None = None,
         tolerance: int = 2,
         keep: Keep | None = None,
-        pulse: Pulse | None = None,
+        pulse: EventLoopWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ladder = ladder or Ladder()
-        self.pulse, self._clock = pulse or Pulse(clock=clock), clock
+        self.pulse, self._clock = pulse or EventLoopWatch(clock=clock), clock
         self._store = store
         self._jobs: dict[str, LiveJob] = {}
         self._index = JobIndex(store.database)
@@ -165,7 +165,7 @@ class Console(Reports, Readings):
         """Sends every long-poll home, so that the server can end."""
         for job in list(self._jobs.values()):
             job.topic.close()
-            job.epoch_topic.close()
+            job.generation_topic.close()
         self.solves.stop_waiting()
 
     def close(self) -> None:
@@ -326,7 +326,7 @@ class Console(Reports, Readings):
         if job is not None:
             self.job_ended(job)
             job.topic.close()
-            job.epoch_topic.close()
+            job.generation_topic.close()
 
     # -- details ----------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class Console(Reports, Readings):
             store=self._store,
             ladder=self.ladder,
             want_plan=self._planning.make_now,
-            on_epoch=self._planning.make_next,
+            on_generation=self._planning.make_next,
             look_up=self.catalogs.find,
             clock=self._clock,
         )

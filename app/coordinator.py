@@ -1,9 +1,10 @@
-"""Decides who is in a job's epoch, and when the next one opens. No I/O, no clock, no threads.
+"""Decides who is in a job's generation, and when the next one opens. No I/O, no clock, no threads.
 
     step(state, event, now, ladder) -> Step(state, decisions, reason)
 
-Here: who comes, what they report of an epoch, and how the job ends. app.coordination.liveness: who is lost.
-app.coordination.epochs: what follows from either. app.coordination.choosing: what operators and the advisor say to it.
+Here: who comes, what they report of a generation, and how the job ends. app.coordination.liveness: who is lost.
+app.coordination.generations: what follows from either. app.coordination.choosing: what operators and the advisor say to
+it.
 app.coordination.freezing: a plan that is to stay.
 """
 
@@ -13,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from agent.protocol import WorkerState
-from app.coordination import choosing, epochs, fencing, freezing, liveness
-from app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
-from app.coordination.epochs import reconsider
-from app.coordination.events import (
+from openrecycle.agent.protocol import WorkerState
+from openrecycle.app.coordination import choosing, fencing, freezing, generations, liveness
+from openrecycle.app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
+from openrecycle.app.coordination.events import (
     Acknowledged,
     ConsoleRestarted,
     Decision,
@@ -26,6 +26,7 @@ from app.coordination.events import (
     Finished,
     Heard,
     IterationsCommitted,
+    Meanwhile,
     Note,
     PlanReady,
     PlanRefused,
@@ -36,9 +37,10 @@ from app.coordination.events import (
     Tick,
     TransferBroken,
 )
-from app.coordination.fencing import fence, fenced_text, holder, no_such_worker, refuse
-from app.coordination.ladder import Ladder
-from app.coordination.membership import ACK_ORDER, PRESENT, State, names
+from openrecycle.app.coordination.fencing import fence, fenced_text, holder, no_such_worker, refuse
+from openrecycle.app.coordination.generations import reconsider
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.membership import ACK_ORDER, PRESENT, State, names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
@@ -72,7 +74,7 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
         state=STARTING if state.current is None else REJOINING,
         incarnation=event.incarnation,
         retired=member.incarnations,
-        epoch=0,
+        generation=0,
         acknowledged="",
         last_heard=now,
         draining=False,
@@ -99,33 +101,50 @@ def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder)
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if fenced := fence(state, member, event.incarnation):
         return fenced
-    if event.epoch > state.epoch:
-        return refuse(state, "invalid", f"epoch: got {event.epoch}, expected at most {state.epoch}, the newest")
-    if event.epoch < state.epoch or state.over:
-        return Step(state, reason=f"epoch {event.epoch} is over")
-    if member.epoch != state.epoch:
-        return refuse(state, "not_member", f"{member.name} is not in epoch {event.epoch}; it waits for a later one")
+    if event.generation > state.generation:
+        return refuse(
+            state, "invalid", f"generation: got {event.generation}, expected at most {state.generation}, the newest"
+        )
+    if event.generation < state.generation or state.over:
+        return Step(state, reason=f"generation {event.generation} is over")
+    if member.generation != state.generation:
+        return refuse(
+            state, "not_member", f"{member.name} is not in generation {event.generation}; it waits for a later one"
+        )
     if ACK_ORDER.index(event.state) <= ACK_ORDER.index(member.acknowledged):
         return Step(state, reason="known already")
     notes: list[Decision] = []
     now_in = replace(member, acknowledged=event.state)
     if event.state == "resumed" and member.state is REJOINING:
         now_in = replace(now_in, state=RUNNING)
-        notes.append(Note("info", "recovery", f"{member.name} has re-joined the job", member.name))
+        moved = {to: source for source, to in state.current.moves} if state.current else {}
+        source = moved.get(member.name)
+        text = f"{source}'s process trains as {member.name}" if source else f"{member.name} has re-joined the job"
+        notes.append(Note("info", "recovery", text, member.name))
     state = state.with_member(now_in)
     if event.state == "resumed" and state.settled:
         living = len(state.current.living) if state.current else 0
-        text = f"epoch {state.epoch}: all {living:,} workers have committed an iteration"
-        notes.append(Note("info", "recovery" if state.epoch > 1 else "job", text))
+        text = f"generation {state.generation}: all {living:,} workers have committed an iteration"
+        notes.append(Note("info", "recovery" if state.generation > 1 else "job", text))
         if not state.frozen_by and (back := freezing.returned(state)):
             return reconsider(state, f"{names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
-    return Step(state, tuple(notes), f"{member.name} {event.state} epoch {event.epoch}")
+    return Step(state, tuple(notes), f"{member.name} {event.state} generation {event.generation}")
 
 
 def _iterations_committed(state: State, event: IterationsCommitted, now: float, ladder: Ladder) -> Step:
     if event.count <= state.committed:
         return Step(state, reason="known already")
     return Step(replace(state, committed=event.count), reason=f"{event.count} iterations are committed")
+
+
+def _meanwhile(state: State, event: Meanwhile, now: float, ladder: Ladder) -> Step:
+    if state.current is None or event.generation != state.generation or state.over:
+        return Step(state, reason=f"generation {event.generation} is not in force")
+    if unknown := [name for name in event.interim.failed if name not in state.members]:
+        return refuse(state, "invalid", f"failed: got {unknown[0]!r}, expected workers of the job's grid")
+    current = replace(state.current, interim=event.interim)
+    text = f"a plan without {names(event.interim.failed)} is run until all have their state"
+    return Step(replace(state, current=current), reason=text)
 
 
 def _finished(state: State, event: Finished, now: float, ladder: Ladder) -> Step:
@@ -159,10 +178,11 @@ _HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
     Raised: liveness.raised,
     Tick: liveness.tick,
     Stalled: liveness.stalled,
-    PlanReady: epochs.plan_ready,
-    PlanRefused: epochs.plan_refused,
+    PlanReady: generations.plan_ready,
+    PlanRefused: generations.plan_refused,
     Acknowledged: _acknowledged,
     IterationsCommitted: _iterations_committed,
+    Meanwhile: _meanwhile,
     Finished: _finished,
     ConsoleRestarted: _console_restarted,
     Offered: choosing.offered,

@@ -1,4 +1,4 @@
-"""`python -m app demo`: a console and a real training job on this machine, under one roof.
+"""`openrecycle demo`: a console and a real training job on this machine, under one roof.
 
 Two child processes, the console's server and the job's launcher. Both end with this one, however it
 ends: they are told on Ctrl-C and SIGTERM, and the kernel tells them should this process be killed.
@@ -21,9 +21,9 @@ from typing import Any
 
 import requests
 
-from agent.protocol import API
-from app.errors import SettingsError
-from app.logs import LEVEL
+from openrecycle.agent.protocol import API
+from openrecycle.app.errors import SettingsError
+from openrecycle.app.logs import LEVEL
 
 _PR_SET_PDEATHSIG = 1
 # A busy machine takes its time to import torch a dozen times.
@@ -33,7 +33,7 @@ _END_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """serve, launch: further arguments of `python -m app serve` and `python -m agent launch`."""
+    """serve, launch: further arguments of `openrecycle serve` and `openrecycle train`."""
 
     host: str
     port: int
@@ -55,13 +55,11 @@ def run(options: DemoOptions, say: Callable[[str], None]) -> int:
     began = time.monotonic()
     try:
         say(f"starting the console at {address} ...")
-        children["console"] = _start(
-            ["app", "serve", "--host", options.host, "--port", str(options.port), *options.serve]
-        )
+        children["console"] = _start(["serve", "--host", options.host, "--port", str(options.port), *options.serve])
         if not _wait(f"{address}/healthz", children, ended, lambda answer: answer.status_code == 200):
             return _verdict(children, ended)
         say(f"console ready ({time.monotonic() - began:.1f} s); starting the training processes ...")
-        children["training job"] = _start(["agent", "launch", "--console", address, "--demo", *options.launch])
+        children["training job"] = _start(["train", "--console", address, "--demo", *options.launch])
         if not _wait(f"{address}{API}/jobs", children, ended, _trains):
             return _verdict(children, ended)
         say(f"training ({time.monotonic() - began:.1f} s)")
@@ -95,7 +93,7 @@ def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
     environment = {LEVEL: "warning", **os.environ}
     # Its own session: Ctrl-C reaches this process alone, which then ends both in order.
     return subprocess.Popen(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, "-m", "openrecycle", *arguments],
         stdout=subprocess.DEVNULL,
         env=environment,
         start_new_session=True,

@@ -8,13 +8,13 @@ takes time has limits here (objects and lists, fields), and the messages give up
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import orjson
 
-from app.errors import ConsoleError
+from openrecycle.app.errors import ConsoleError
+from openrecycle.planner.plan import DuplicateKey, refuse_duplicates
 
 # Of one body: objects and lists; and fields of all its objects together. A batch of 8,192 heartbeats, and a job of
 # 4,096 stages or 16,384 workers, have less.
@@ -54,21 +54,13 @@ def refuse_repeats(body: bytes) -> None:
     """Raises ConsoleError (422) for a field that is in one object twice: programs differ in which one counts. What is
     not JSON is passed over."""
     try:
-        _REPEATS.decode(body.decode())
+        refuse_duplicates(body)
+    except DuplicateKey as error:
+        raise _wrong(f"the body: {error}") from None
     except RecursionError:
         raise _wrong("the body: got lists or objects nested too deeply") from None
     except ValueError:  # no JSON, or a number of thousands of digits
         return
-
-
-def _once(pairs: list[tuple[str, Any]]) -> None:
-    if len(pairs) > len({name for name, _ in pairs}):
-        names: set[str] = set()
-        twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
-        raise _wrong(f"{twice[:80]}: got it twice in one object, expected each field once")
-
-
-_REPEATS = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _check_objects(document: Any) -> None:
@@ -93,7 +85,7 @@ def _check_objects(document: Any) -> None:
             left += [(where, inner) for inner in value if type(inner) in (dict, list)]
 
 
-_WORKER = re.compile(r"W\d{1,6}_\d{1,6}")
+_WORKER = re.compile(r"W[0-9]{1,6}_[0-9]{1,6}")
 
 
 def _wrong(detail: str) -> ConsoleError:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, SQLAlchemyError
+
+# What drivers say of a database that can't be reached any more.
+_GONE = re.compile(
+    r"connection (failed|refused|timeout|is closed|is lost|reset)|closed the connection|shutting down|"
+    r"terminating connection|starting up|in recovery"
+)
 
 
 class ConsoleError(Exception):
@@ -27,7 +34,9 @@ def unknown_job(job_id: str) -> ConsoleError:
 
 
 def unavailable(error: SQLAlchemyError) -> ConsoleError:
-    """In words, where the database has said what it is."""
+    """In words, where the database has said what it is. What it can never store is not to be tried again."""
+    if isinstance(error, DataError):
+        return ConsoleError(422, "invalid", "a text has a NUL character, or a number is larger than what can be stored")
     said = str(getattr(error, "orig", None) or "").strip().splitlines()
     text = said[0].lower() if said else ""
     if getattr(getattr(error, "orig", None), "sqlstate", None) == "53100" or "disk is full" in text:
@@ -38,7 +47,7 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
         return ConsoleError(503, "disk_fails", detail)
     if "readonly" in text or "read-only" in text:
         return ConsoleError(503, "read_only", "the database can't be written: it is read-only; try again once it can")
-    why = "it is busy" if "locked" in text else type(error).__name__
+    why = "it is busy" if "locked" in text else "it does not answer" if _GONE.search(text) else type(error).__name__
     return ConsoleError(503, "unavailable", f"the database can't take this now ({why}); try again")
 
 

@@ -21,16 +21,16 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from app.advice import verdict_document
-from app.catalogs.outlook import OutlookRequest, outlook_document
-from app.heap import OP_BYTES, building
-from app.logs import configure_logging
-from planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
-from planner.errors import PlannerError
-from planner.job import MemoryLimit, Problem, Technique, Worker
-from planner.packed import checked, from_bytes, packed_plan_of, to_bytes
-from planner.plan import JobDoc, Plan, PlanError
-from planner.solvers.portfolio import make_plan
+from openrecycle.app.advice import verdict_document
+from openrecycle.app.catalogs.outlook import OutlookRequest, outlook_document
+from openrecycle.app.garbage_collection import OP_BYTES, building
+from openrecycle.app.logs import configure_logging
+from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.packed import from_bytes, packed_plan_of, to_bytes
+from openrecycle.planner.plan import JobDoc, Plan, PlanError
+from openrecycle.planner.solvers.portfolio import make_plan
 
 log = structlog.get_logger()
 
@@ -244,6 +244,7 @@ def answer(request: bytes) -> bytes:
             problem(JobDoc.model_validate(body["job"]), body["failed"], body["technique"], body["memory"]),
             solver=body["solver"],
             time_limit=body["time_limit"],
+            look_ahead=body["solver"] != "list",  # asked for while workers wait
             form=packed_plan_of,
         )
     except PlannerError as error:
@@ -261,7 +262,7 @@ def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: ob
     found = catalog.find(Worker.parse(worker, field="failed") for worker in failed)
     if found is None:
         raise PlanError(f"plan {name} is not for these failures")
-    return checked(found.plan)
+    return found.plan
 
 
 def problem(job: JobDoc, failed: Sequence[str], technique: str, memory: str) -> Problem:

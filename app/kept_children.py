@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from app.logs import configure_logging
+from openrecycle.app.logs import configure_logging
 
 # Of a process that nobody asks anything.
 KEEP_SECONDS = 300.0

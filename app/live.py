@@ -11,15 +11,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import NamedTuple
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import Command, Deployment, Heartbeat, JobSpec
-from app import coordinator
-from app.advice import Verdict
-from app.coordination import fencing
-from app.coordination.events import (
+from openrecycle.agent.protocol import Command, Deployment, Heartbeat, JobSpec
+from openrecycle.app import coordinator
+from openrecycle.app.advice import Verdict
+from openrecycle.app.coordination import fencing
+from openrecycle.app.coordination.events import (
     Beat,
     ConsoleRestarted,
     Decision,
@@ -27,29 +28,30 @@ from app.coordination.events import (
     Heard,
     NeedPlan,
     Note,
-    OpenEpoch,
+    OpenGeneration,
     Refuse,
     Stalled,
     Tick,
 )
-from app.coordination.ladder import Ladder
-from app.coordination.membership import Member, State
-from app.coordination.standing import Process, Standing, follow
-from app.coordination.together import Report, processes_of, run_together
-from app.errors import ConsoleError, refused, unavailable, unknown_job
-from app.notify import Topic
-from app.observing.baseline import Baseline, read_baseline
-from app.observing.folding import LOOK_BACK, Folding
-from app.observing.op_times import OpTimes
-from app.observing.recording import Recording
-from app.observing.waiting import Wait, after_change, pauses, read_waits
-from app.planned import LookUp, PlannedJob
-from app.plans.stored import stored_plan
-from app.rows import (
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.membership import Member, State
+from openrecycle.app.coordination.together import Report, processes_of, run_together
+from openrecycle.app.coordination.worker_states import Process, WorkerStates, follow
+from openrecycle.app.errors import ConsoleError, refused, unavailable, unknown_job
+from openrecycle.app.notify import Topic
+from openrecycle.app.observing.baseline import Baseline, read_baseline
+from openrecycle.app.observing.folding import LOOK_BACK, Folding
+from openrecycle.app.observing.op_times import OpTimes
+from openrecycle.app.observing.recording import Recording
+from openrecycle.app.observing.waiting import Wait, after_change, pauses, read_waits
+from openrecycle.app.planned import LookUp, PlannedJob
+from openrecycle.app.plans.stored import stored_plan
+from openrecycle.app.rows import (
     Contact,
     contact_row,
     differs,
-    epoch_row,
+    generation_row,
+    interim_columns,
     job_columns,
     member_row,
     process_rows,
@@ -59,19 +61,31 @@ from app.rows import (
     state_rows,
     waits_row,
 )
-from db.store import Change, Record, Store
-from planner.errors import PlannerError
-from planner.packed import storable
-from planner.plan import Plan
+from openrecycle.db.store import Change, Record, Store
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.packed import storable
+from openrecycle.planner.plan import Plan
 
 log = structlog.get_logger()
 
 TICK_SECONDS = 0.25
 
+# How a job stands to a plan. SOON: an interim plan is run, which was too large to be sent here.
+IN_FORCE, LAST, INTERIM, SOON = "in force", "last in force", "interim", "in force soon"
+
+
+class PlanRun(NamedTuple):
+    """A plan that workers run. failed: whom it goes without. words: one of those above."""
+
+    fingerprint: str
+    generation: int
+    failed: tuple[str, ...]
+    words: str
+
 
 class LiveJob(PlannedJob):
     """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
-    the answer comes back as a PlanReady or PlanRefused event. on_epoch: called after an epoch has
+    the answer comes back as a PlanReady or PlanRefused event. on_generation: called after a generation has
     opened. look_up: a plan made ahead that is kept elsewhere, and where it is from."""
 
     def __init__(
@@ -83,7 +97,7 @@ class LiveJob(PlannedJob):
         store: Store,
         ladder: Ladder,
         want_plan: Callable[[LiveJob, tuple[str, ...]], None],
-        on_epoch: Callable[[LiveJob], None],
+        on_generation: Callable[[LiveJob], None],
         look_up: LookUp = lambda question, failed: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,7 +107,7 @@ class LiveJob(PlannedJob):
         self.advice_asked: tuple[str, ...] = ()  # the workers that were out then
         self.verdict: tuple[tuple[str, ...], Verdict] | None = None  # on these workers being out
         self.topic = Topic()  # anything that is stored
-        self.epoch_topic = Topic()  # what thousands of workers may wait for: no other change wakes them
+        self.generation_topic = Topic()  # what thousands of workers may wait for: no other change wakes them
         self.state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
         self.deployment: tuple[object, Deployment] | None = None  # the newest that was asked for, and of what
         self.contacts: dict[str, Contact] = {}
@@ -107,12 +121,12 @@ class LiveJob(PlannedJob):
         self.baseline: Baseline | None = None
         self.view_cache: dict[object, object] = {}  # of app.views
         self._want_plan = want_plan
-        self._on_epoch = on_epoch
+        self._on_generation = on_generation
         self._clock = clock
         self._ticked = clock()
         self._event_seq = 0
         self._folding = Folding()
-        self._published_epoch = 0
+        self._published_generation = 0
         self._doubtful = False  # may the database hold another state than this object?
         self._fresh: deque[tuple[Heartbeat, float]] = deque()
         self._unsaved: dict[str, None] = {}
@@ -125,8 +139,14 @@ class LiveJob(PlannedJob):
     @property
     def advice(self) -> str | None:
         """What the advisor says of the workers that are out now; None when it has not, or none is."""
-        verdict, epoch = self.verdict, self.state.current
-        if verdict is None or epoch is None or epoch.failed != verdict[0] or self.state.halted or self.state.over:
+        verdict, generation = self.verdict, self.state.current
+        if (
+            verdict is None
+            or generation is None
+            or generation.failed != verdict[0]
+            or self.state.halted
+            or self.state.over
+        ):
             return None
         return verdict[1].reason
 
@@ -140,9 +160,36 @@ class LiveJob(PlannedJob):
         """When it waited for a person: for a choice, or for the end of a pause."""
         return *self.choices, *pauses(self.held)
 
-    def standing(self, rerouted: Mapping[str, int] | None = None) -> Standing:
-        """Which process holds which role, and how each is. rerouted: by the plan in force."""
-        return Standing(self.state, self.processes, self.paused, rerouted or {}, self.slow)
+    @property
+    def stopped(self) -> frozenset[str]:
+        """Who has said, since an operator asked for it, that it waits before an iteration."""
+        if not self.paused:
+            return frozenset()
+        asked, members = self.held[-1][1], self.state.members
+        return frozenset(
+            name
+            for name, known in self.contacts.items()
+            if known.beat.phase == "paused"
+            and known.at >= asked
+            and known.beat.incarnation == members[name].incarnation
+        )
+
+    @property
+    def plan_run(self) -> PlanRun | None:
+        """What its workers run; None before the first generation."""
+        state = self.state
+        if (current := state.current) is None:
+            return None
+        if (interim := state.interim) is not None and interim.plan_fingerprint:
+            return PlanRun(interim.plan_fingerprint, current.number, interim.failed, INTERIM)
+        words = SOON if interim is not None else LAST if state.over else IN_FORCE
+        return PlanRun(current.plan_fingerprint, current.number, current.failed, words)
+
+    def worker_states(self, rerouted: Mapping[str, int] | None = None) -> WorkerStates:
+        """Which process holds which role, and how each is. rerouted: by the plan that they run."""
+        return WorkerStates(
+            self.state, self.processes, self.paused, rerouted or {}, self.slow, self.stopped, self.state.choosing
+        )
 
     @property
     def quiet(self) -> bool:
@@ -194,8 +241,8 @@ class LiveJob(PlannedJob):
         self._publish(change)
         if wanted is not None:
             self.ask_for(wanted)
-        if change.epoch:
-            self._on_epoch(self)
+        if change.generation:
+            self._on_generation(self)
         return reason
 
     def apply_all(self, reports: Sequence[Report]) -> list[str | ConsoleError]:
@@ -220,18 +267,18 @@ class LiveJob(PlannedJob):
     def _publish(self, change: Change) -> None:
         if change:
             self.topic.publish()
-        if self._published_epoch != self.state.epoch:
-            self._published_epoch = self.state.epoch
-            self.epoch_topic.publish()
+        if self._published_generation != self.state.generation:
+            self._published_generation = self.state.generation
+            self.generation_topic.publish()
 
     def heard(self, beat: Heartbeat) -> int:
-        """Takes a heartbeat, without lock or database; returns the newest epoch.
+        """Takes a heartbeat, without lock or database; returns the newest generation.
 
         Raises ConsoleError for an unknown or fenced worker.
         """
         self.sender(beat.worker, beat.incarnation)
         self._fresh.append((beat, self._clock()))
-        return self.state.epoch
+        return self.state.generation
 
     def sender(self, worker: str, incarnation: str) -> Member:
         """Whose report it is that comes from `incarnation`, as `worker`: one that was given another place may
@@ -340,19 +387,21 @@ class LiveJob(PlannedJob):
         rows = {row["name"]: row for row in workers}
         for row in process_rows(known, changed):
             rows.setdefault(row["name"], {}).update(row)
-        choices = after_change(self.choices, new.choosing, new.epoch + 1 if new.pending else new.epoch, now)
-        opened = next((d.epoch for d in decisions if isinstance(d, OpenEpoch)), None)
+        choices = after_change(self.choices, new.choosing, new.generation + 1 if new.pending else new.generation, now)
+        opened = next((d.generation for d in decisions if isinstance(d, OpenGeneration)), None)
+        interim = interim_columns(old, new)
         fresh, repeats = self._folding.split((d for d in decisions if isinstance(d, Note)), now)
         change = Change(
             job=job_columns(old, new) | (waits_row(choices) if choices != self.choices else {}),
             workers=list(rows.values()),
-            plan=(plan.fingerprint, storable(plan), plan.failed, False) if opened and plan else None,
-            epoch=epoch_row(opened) if opened else None,
+            plan=(plan.fingerprint, storable(plan), plan.failed, False) if (opened or interim) and plan else None,
+            generation=generation_row(opened) if opened else None,
+            interim=interim,
             events=self.note(fresh),
             # Of a job that is over none counts any more.
             acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement and not old.over],
             audit=audit,
-            states=state_rows(Standing(old, self.processes), Standing(new, known), now),
+            states=state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now),
             repeats=repeats,
         )
         self._save(change)

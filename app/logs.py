@@ -8,8 +8,15 @@ import sys
 
 import structlog
 
+from openrecycle.planner.words import printable
+
 LEVEL = "OPENRECYCLE_LOG"
 """Environment variable: `warning` for less, `debug` for more. Processes started from here inherit it."""
+
+
+def _in_print(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """What comes from outside may hold what terminals obey, or line breaks, after which a line seems to be another."""
+    return {key: printable(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
 def configure_logging() -> None:
@@ -21,6 +28,7 @@ def configure_logging() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _in_print,
             structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),

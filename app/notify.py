@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 AT_ONCE = 8
 # Those who come while so many wait are sent home at different moments, after half of their time at the earliest: else
-# thousands who were woken by the same epoch would all ask again at the same time, too, and again each time.
+# thousands who were woken by the same generation would all ask again at the same time, too, and again each time.
 CROWD = 64
 
 

@@ -8,16 +8,25 @@ from dataclasses import asdict, replace
 
 import structlog
 
-from agent.protocol import Command, WorkerState
-from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Chosen, DrainAsked, Mode, ModeSet, Offer, PlanFrozen
-from app.coordination.choosing import out
-from app.coordination.events import Note
-from app.coordination.membership import Member
-from app.errors import ConsoleError
-from app.live import LiveJob
-from app.reports import plain
-from db.store import Record, Store
-from planner.job import Worker
+from openrecycle.agent.protocol import Command, WorkerState
+from openrecycle.app.coordination.choices import (
+    LEAST_PATIENCE,
+    MOST_PATIENCE,
+    Chosen,
+    DrainAsked,
+    Mode,
+    ModeSet,
+    Offer,
+    PlanFrozen,
+)
+from openrecycle.app.coordination.choosing import out
+from openrecycle.app.coordination.events import Note
+from openrecycle.app.coordination.membership import Member
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.reports import plain
+from openrecycle.db.store import Record, Store
+from openrecycle.planner.job import Worker
 
 log = structlog.get_logger()
 
@@ -139,14 +148,14 @@ class Operators:
         return text
 
     def choose(self, job_id: str, name: str, failed: tuple[str, ...] | None, actor: str) -> str:
-        """Takes one of the ways on. failed: without whom, in what the operator saw. Raises ConsoleError."""
+        """Takes one of the options. failed: without whom, in what the operator saw. Raises ConsoleError."""
         who = named(actor)
         return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=_audit(who, "choose", plain(name)))
 
     def choice(self, job_id: str) -> Record:
         """Who decides, and what there is to choose from. frozen_by: who has frozen the plan; "": nobody. paused:
-        did an operator stop the job? waiting: does it stand still for a choice? seconds_left: then, until the
-        best is taken."""
+        did an operator stop the job? stopped: and do all workers wait by now? waiting: does it stand still for a
+        choice? seconds_left: then, until the best is taken."""
         job = self._find(job_id)
         state = job.state
         pending = state.pending
@@ -159,6 +168,7 @@ class Operators:
             "patience": state.patience,
             "frozen_by": state.frozen_by,
             "paused": job.paused,
+            "stopped": job.paused and not job.worker_states().running_on,
             "waiting": waiting,
             "seconds_left": None if left is None else max(0.0, left),
             "failed": list(failed or ()),

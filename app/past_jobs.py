@@ -8,12 +8,12 @@ from collections.abc import Collection
 import orjson
 import structlog
 
-from agent.protocol import JobState
-from app.coordination.sentence import over_sentence
-from app.coordination.standing import Condition
-from app.view import JobSummary
-from db.job_index import JobIndex
-from db.store import Record
+from openrecycle.agent.protocol import JobState
+from openrecycle.app.coordination.sentence import over_sentence
+from openrecycle.app.coordination.worker_states import Condition
+from openrecycle.app.view import JobSummary
+from openrecycle.db.job_index import JobIndex
+from openrecycle.db.store import Record
 
 log = structlog.get_logger()
 
@@ -59,7 +59,7 @@ def _line(row: Record) -> JobSummary | None:
         state=state,
         sentence=over_sentence(state, row["reason"]),
         created_at=row["created_at"],
-        epoch=row["epoch"],
+        generation=row["generation"],
         living=row["living"],
         workers=workers,
         condition=Condition(state.value),

@@ -10,18 +10,18 @@ from functools import partial
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.catalogs.fill import CatalogRequest
-from app.catalogs.outlook import MOST, Outlook
-from app.catalogs.service import KEPT_OPS, Catalogs, info_of
-from app.errors import ConsoleError
-from app.heap import LARGE_OPS, building
-from app.jobs import AHEAD, URGENT, Done, LookUpRequest, PlanMaker, PlanRequest
-from app.live import LiveJob
-from planner.catalog_build import LISTED
-from planner.catalog_store import plan_name
-from planner.failures import canonical_pattern
-from planner.job import Job, Worker
-from planner.plan import Plan, job_doc
+from openrecycle.app.catalogs.fill import CatalogRequest
+from openrecycle.app.catalogs.outlook import MOST, Outlook
+from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.garbage_collection import LARGE_OPS, building
+from openrecycle.app.jobs import AHEAD, URGENT, Done, LookUpRequest, PlanMaker, PlanRequest
+from openrecycle.app.live import LiveJob
+from openrecycle.planner.catalog_build import LISTED
+from openrecycle.planner.catalog_store import plan_name
+from openrecycle.planner.failures import canonical_pattern
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.plan import Plan, job_doc
 
 log = structlog.get_logger()
 
@@ -81,11 +81,11 @@ class Planning:
 
     def make_next(self, job: LiveJob) -> None:
         """Beyond the tolerance too, whatever worker fails next finds its plan made."""
-        epoch = job.state.current
-        if epoch is None or len(epoch.failed) < self._tolerance or len(epoch.living) > NEXT_WORKERS:
+        generation = job.state.current
+        if generation is None or len(generation.failed) < self._tolerance or len(generation.living) > NEXT_WORKERS:
             return
-        failed = {Worker.parse(name) for name in epoch.failed}
-        living = [Worker.parse(name) for name in epoch.living]
+        failed = {Worker.parse(name) for name in generation.failed}
+        living = [Worker.parse(name) for name in generation.living]
         peers = Counter(worker.stage for worker in living)
         patterns = {canonical_pattern({*failed, w}, job.job)[0]: None for w in living if peers[w.stage] > 1}
         missing = [pattern for pattern in patterns if pattern not in job.patterns_asked]
@@ -122,7 +122,7 @@ class Planning:
                     request = LookUpRequest(job.job_id, located.info, failed, located.name, located.stored)
                     self._maker.submit(request, fitted, priority=URGENT)
                     return
-                if found is not None and not job.is_valid(found[0], failed):
+                if found is not None and not job.is_for(found[0], failed):
                     found = None
             if found is None:
                 self._maker.submit(_request(job, failed), done, priority=URGENT)

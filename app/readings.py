@@ -8,21 +8,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.coordination.ladder import Ladder
-from app.coordination.sentence import sentence
-from app.coordination.standing import Standing
-from app.errors import storing, unknown_plan
-from app.live import LiveJob
-from app.observing.goodput import Accounts
-from app.observing.rates import recent_rate, share_of
-from app.past_jobs import PastJobs
-from app.reports import plain
-from app.view import IterationView, JobHead, JobSummary, JobView
-from app.views import SHARED, SHARED_SECONDS, PlanCache, head, job_view, summary
-from db.observations import Observations
-from db.plan_columns import PlanColumns
-from db.store import Record, Store
-from planner.plan import Plan
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.sentence import sentence
+from openrecycle.app.coordination.worker_states import WorkerStates
+from openrecycle.app.errors import storing, unknown_plan
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.goodput import Accounts
+from openrecycle.app.observing.rates import recent_rate, share_of
+from openrecycle.app.past_jobs import PastJobs
+from openrecycle.app.reports import plain
+from openrecycle.app.view import IterationView, JobHead, JobSummary, JobView
+from openrecycle.app.views import SHARED, SHARED_SECONDS, PlanCache, head, job_view, summary
+from openrecycle.db.observations import Observations
+from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.store import Record, Store
+from openrecycle.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Readings(ABC):
             figures, waited = self.accounts.of(job), self.accounts.waiting.of(job)
             stores = self._store, self.observations
 
-            def say(standing: Standing, newest: Sequence[IterationView]) -> str:
+            def say(worker_states: WorkerStates, newest: Sequence[IterationView]) -> str:
                 share = share_of(recent_rate(newest), figures)
-                return sentence(standing, time.monotonic(), self.ladder, share=share)
+                return sentence(worker_states, time.monotonic(), self.ladder, share=share)
 
             return job_view(job, stores, self._plans, say, figures, waited, iterations, events, workers=workers)
 
     def sentence(self, job: LiveJob) -> str:
-        return sentence(job.standing(), time.monotonic(), self.ladder)
+        return sentence(job.worker_states(), time.monotonic(), self.ladder)
 
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""
@@ -125,27 +125,31 @@ class Readings(ABC):
         with storing():
             return self._store.iterations(job_id, after=after, limit=limit)
 
-    def epochs_by_plan(self, job_id: str) -> dict[str, list[int]]:
-        """The numbers of the epochs that each plan was in force in, by its fingerprint."""
+    def generations_by_plan(self, job_id: str) -> dict[str, list[int]]:
+        """The numbers of the generations that each plan was run in, by its fingerprint."""
         self.job(job_id)
         with storing():
-            rows = self._store.epochs(job_id)
+            rows = self._store.generations(job_id)
         found: dict[str, list[int]] = {}
         for row in rows:
-            found.setdefault(row["plan_fingerprint"], []).append(row["epoch"])
+            for fingerprint in filter(None, (row["plan_fingerprint"], row["interim_plan"])):
+                found.setdefault(fingerprint, []).append(row["generation"])
         return found
 
-    def epochs(self, job_id: str, after: int = 0, limit: int | None = None) -> list[Record]:
-        """Epochs with a number > after and their acknowledgements, oldest first."""
+    def generations(self, job_id: str, after: int = 0, limit: int | None = None) -> list[Record]:
+        """Generations with a number > after and their acknowledgements, oldest first."""
         self.job(job_id)
         with storing():
-            epochs = self._store.epochs(job_id, after=after, limit=limit)
-            last = epochs[-1]["epoch"] if epochs else 0
-            acks = self._store.acknowledgements(job_id, after=after, last=last) if epochs else []
-        by_epoch: dict[int, list[Record]] = {}
+            generations = self._store.generations(job_id, after=after, limit=limit)
+            last = generations[-1]["generation"] if generations else 0
+            acks = self._store.acknowledgements(job_id, after=after, last=last) if generations else []
+        by_generation: dict[int, list[Record]] = {}
         for ack in acks:
-            by_epoch.setdefault(ack.pop("epoch"), []).append({k: v for k, v in ack.items() if k != "job_id"})
+            by_generation.setdefault(ack.pop("generation"), []).append({k: v for k, v in ack.items() if k != "job_id"})
         return [
-            {**{k: v for k, v in e.items() if k != "job_id"}, "acknowledgements": by_epoch.get(e["epoch"], [])}
-            for e in epochs
+            {
+                **{k: v for k, v in e.items() if k != "job_id"},
+                "acknowledgements": by_generation.get(e["generation"], []),
+            }
+            for e in generations
         ]

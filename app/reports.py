@@ -10,12 +10,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from agent.protocol import (
+from openrecycle.agent.protocol import (
     Acknowledgement,
     Command,
     Deployment,
     FailureReport,
     Heartbeat,
+    InterimPlan,
     Iteration,
     JobFinished,
     JobState,
@@ -23,14 +24,25 @@ from agent.protocol import (
     Registered,
     Registration,
 )
-from app.coordination import events as happening
-from app.coordination.membership import Epoch
-from app.coordination.together import Report
-from app.errors import ConsoleError, storing
-from app.live import LiveJob
-from app.observing.goodput import Accounts
-from db.store import Store
-from planner.words import milliseconds
+from openrecycle.app.coordination import events as happening
+from openrecycle.app.coordination.membership import Generation, Interim
+from openrecycle.app.coordination.together import Report
+from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.goodput import Accounts
+from openrecycle.app.plans.stored import stored_plan
+from openrecycle.db.store import Store
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.words import micro_batch_names, milliseconds
+
+
+def skipped_note(report: Iteration, micro_batches: int) -> happening.Note:
+    """What an iteration left out, as a line of the feed. micro_batches: of a pipeline."""
+    numbers = micro_batch_names(report.skipped, micro_batches)
+    text = f"iteration {report.iteration}: {numbers} left out; the loss is the mean of the others"
+    return happening.Note("warning", "step", text)
 
 
 class Reports(ABC):
@@ -51,7 +63,7 @@ class Reports(ABC):
     def register(self, job_id: str, message: Registration) -> Registered:
         job, report = self.registration(job_id, message)
         job.apply(report.event, beside=[report])
-        return Registered(worker=message.worker, epoch=job.state.epoch)
+        return Registered(worker=message.worker, generation=job.state.generation)
 
     def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, Report]:
         """For whoever takes many together."""
@@ -73,11 +85,11 @@ class Reports(ABC):
             )
         if message.cause == "exception":
             return job.apply(
-                happening.Raised(message.worker, message.incarnation, message.epoch, plain(message.detail))
+                happening.Raised(message.worker, message.incarnation, message.generation, plain(message.detail))
             )
         return job.apply(
             happening.TransferBroken(
-                message.reporter, message.incarnation, message.worker, message.epoch, plain(message.detail)
+                message.reporter, message.incarnation, message.worker, message.generation, plain(message.detail)
             )
         )
 
@@ -87,8 +99,26 @@ class Reports(ABC):
 
     def acknowledgement(self, job_id: str, message: Acknowledgement) -> tuple[LiveJob, Report]:
         """For whoever takes many together."""
-        event = happening.Acknowledged(message.worker, message.incarnation, message.epoch, message.state)
+        event = happening.Acknowledged(message.worker, message.incarnation, message.generation, message.state)
         return self.job(job_id), Report(event, acknowledgement={**message.model_dump(), "at": time.time()})
+
+    def meanwhile(self, job_id: str, message: InterimPlan) -> str:
+        """What a generation runs until newcomers have their state."""
+        job, failed, plan = self.job(job_id), message.failed, None
+        if message.document:
+            try:
+                plan = Plan.from_json(message.document, source="document")
+            except PlannerError as error:
+                raise ConsoleError(422, "invalid", str(error)) from None
+            grid = (plan.job.pipelines, plan.job.stages, plan.job.micro_batches)
+            of_job = (job.spec.pipelines, job.spec.stages, job.spec.micro_batches)
+            same = message.plan_fingerprint == plan.fingerprint == plan.compute_fingerprint()
+            if grid != of_job or not same or not job.is_for(plan, failed) or check(plan):
+                raise ConsoleError(422, "invalid", "document: expected a valid plan of the job, as the report names it")
+        with storing():
+            known = plan is not None or stored_plan(self._store, message.plan_fingerprint) is not None
+        interim = Interim(message.plan_fingerprint if known else "", failed)
+        return job.apply(happening.Meanwhile(message.generation, interim), plan=plan)
 
     def committed(self, job_id: str, iterations: Sequence[Iteration]) -> None:
         job = self.job(job_id)
@@ -103,10 +133,13 @@ class Reports(ABC):
         now = time.time()
         with storing():
             self._store.add_iterations(
-                job_id, [{**i.model_dump(exclude={"skipped"}), "committed_at": now} for i in iterations]
+                job_id, [{**i.model_dump(), "skipped": i.skipped, "committed_at": now} for i in iterations]
             )
             count = self._store.committed_iterations(job_id)
         job.stored()
+        left_out = [i for i in iterations if i.skipped and i.iteration >= job.state.committed]
+        if left_out:
+            job.record(*(skipped_note(i, job.spec.micro_batches) for i in left_out))
         job.apply(happening.IterationsCommitted(count))
 
     def recovered(self, job_id: str, message: Recovery) -> None:
@@ -114,7 +147,7 @@ class Reports(ABC):
         if message.worker not in job.state.members:
             raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
         took, at = milliseconds(message.resumed_ms), time.time()
-        text = f"epoch {message.epoch}: training resumed {took} after {message.worker} died"
+        text = f"generation {message.generation}: training resumed {took} after {message.worker} died"
         with storing():
             people = sum(self.accounts.waiting.of(job).in_recovery({**message.model_dump(), "at": at}))
         if people:
@@ -131,16 +164,16 @@ class Reports(ABC):
         self.job_ended(job)
 
     def deployment(self, job_id: str, after: int) -> Deployment | None:
-        """The newest deployment, if its epoch is above `after`. Does not block."""
+        """The newest deployment, if its generation is above `after`. Does not block."""
         job = self.job(job_id)
         state = job.state
-        epoch = state.current
-        if epoch is None or epoch.number <= after:
+        generation = state.current
+        if generation is None or generation.number <= after:
             return None
-        leaving = tuple(name for name in epoch.failed if state.members[name].leaving)
-        key = (epoch.number, leaving)
+        leaving = tuple(name for name in generation.failed if state.members[name].leaving)
+        key = (generation.number, leaving)
         if job.deployment is None or job.deployment[0] != key:
-            job.deployment = key, _deployment(epoch, leaving)
+            job.deployment = key, _deployment(generation, leaving)
         return job.deployment[1]
 
     def commands(self, job_id: str, after: int) -> list[Command]:
@@ -153,16 +186,16 @@ def plain(text: str) -> str:
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
-def _deployment(epoch: Epoch, leaving: tuple[str, ...]) -> Deployment:
+def _deployment(generation: Generation, leaving: tuple[str, ...]) -> Deployment:
     # What it is made of has been checked, and there may be thousands of names.
     return Deployment.model_construct(
-        epoch=epoch.number,
-        plan_fingerprint=epoch.plan_fingerprint,
-        living=epoch.living,
-        failed=epoch.failed,
-        joining=epoch.joining,
-        moves=epoch.moves,
-        restore=epoch.restore,
+        generation=generation.number,
+        plan_fingerprint=generation.plan_fingerprint,
+        living=generation.living,
+        failed=generation.failed,
+        joining=generation.joining,
+        moves=generation.moves,
+        restore=generation.restore,
         leaving=leaving,
-        reason=epoch.reason[:2000],
+        reason=generation.reason[:2000],
     )

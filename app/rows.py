@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import orjson
 
-from agent.blame import Complaint, Links
-from agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
-from app.coordination.choices import Mode
-from app.coordination.membership import ACK_ORDER, Broken, Epoch, Member, Pending, State
-from app.coordination.standing import Process, Standing
-from app.observing.waiting import Wait
-from db.store import Record, Store
+from openrecycle.agent.blame import Complaint, Links
+from openrecycle.agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
+from openrecycle.app.coordination.choices import Mode
+from openrecycle.app.coordination.membership import ACK_ORDER, Broken, Generation, Interim, Member, Pending, State
+from openrecycle.app.coordination.worker_states import Process, WorkerStates
+from openrecycle.app.observing.waiting import Wait
+from openrecycle.db.store import Record, Store
 
 # Of the processes that were started for one place, the newest so many.
 KEPT = 16
@@ -32,8 +32,8 @@ class Contact(NamedTuple):
 def differs(a: Member, b: Member) -> bool:
     """Is there a change to store? `last_heard` alone is none."""
     return a is not b and (
-        (a.state, a.incarnation, a.epoch, a.draining, a.detail, a.retired, a.leaving)
-        != (b.state, b.incarnation, b.epoch, b.draining, b.detail, b.retired, b.leaving)
+        (a.state, a.incarnation, a.generation, a.draining, a.detail, a.retired, a.leaving)
+        != (b.state, b.incarnation, b.generation, b.draining, b.detail, b.retired, b.leaving)
     )
 
 
@@ -44,7 +44,7 @@ def member_row(member: Member) -> Record:
         "state": member.state.value,
         "incarnation": member.incarnation,
         "retired": json.dumps(member.retired),
-        "member_epoch": member.epoch,
+        "member_generation": member.generation,
         "draining": member.draining,
         "detail": member.detail,
         "leaving": member.leaving,
@@ -60,7 +60,7 @@ def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member
         state=state,
         incarnation=incarnation,
         retired=tuple(json.loads(row["retired"])),
-        epoch=row["member_epoch"],
+        generation=row["member_generation"],
         acknowledged="" if state is WorkerState.FAILED else said,  # type: ignore[arg-type]
         last_heard=0.0 if incarnation else None,  # ConsoleRestarted sets it to now
         draining=row["draining"],
@@ -113,30 +113,42 @@ def _moves_text(state: State) -> str:
 
 
 def _read_pending(row: Record) -> Pending | None:
-    """An epoch that was to open is worked out anew; of its moves nobody but the database knows."""
+    """A generation that was to open is worked out anew; of its moves nobody but the database knows."""
     moves = tuple((source, to) for source, to in json.loads(row["moves"]))
     return Pending((), (), (), "", moves) if moves else None
 
 
-def epoch_row(epoch: Epoch) -> Record:
+def generation_row(generation: Generation) -> Record:
     return {
-        "epoch": epoch.number,
-        "plan_fingerprint": epoch.plan_fingerprint,
-        "living": epoch.living,
-        "failed": epoch.failed,
-        "joining": epoch.joining,
-        "moves": epoch.moves,
-        "restore": epoch.restore,
-        "reason": epoch.reason,
+        "generation": generation.number,
+        "plan_fingerprint": generation.plan_fingerprint,
+        "living": generation.living,
+        "failed": generation.failed,
+        "joining": generation.joining,
+        "moves": generation.moves,
+        "restore": generation.restore,
+        "reason": generation.reason,
         "opened_at": time.time(),
     }
 
 
-def read_epoch(row: Record) -> Epoch:
+def read_generation(row: Record) -> Generation:
     living, failed, joining = (tuple(row[key]) for key in ("living", "failed", "joining"))
     moves = tuple((source, to) for source, to in row["moves"])
     plan, reason = row["plan_fingerprint"], row["reason"]
-    return Epoch(row["epoch"], living, failed, joining, plan, reason, moves, row["restore"])
+    without = tuple(row["interim_failed"])
+    interim = Interim(row["interim_plan"], without) if without else None
+    return Generation(row["generation"], living, failed, joining, plan, reason, moves, row["restore"], interim)
+
+
+def interim_columns(old: State, new: State) -> tuple[int, Record] | None:
+    """Of the generation in force, where it is still the same and now runs an interim plan."""
+    current = new.current
+    known = old.current.interim if old.current else None
+    if current is None or current.interim is None or old.generation != current.number or current.interim == known:
+        return None
+    found = current.interim
+    return current.number, {"interim_plan": found.plan_fingerprint, "interim_failed": found.failed}
 
 
 def contact_row(name: str, contact: Contact) -> Record:
@@ -145,7 +157,7 @@ def contact_row(name: str, contact: Contact) -> Record:
     return {
         "name": name,
         "seq": beat.seq,
-        "epoch": beat.epoch,
+        "generation": beat.generation,
         "iteration": beat.iteration,
         "phase": beat.phase,
         "op_milliseconds": orjson.dumps(beat.op_milliseconds).decode(),
@@ -159,7 +171,7 @@ def read_contact(row: Record) -> Contact:
         worker=row["name"],
         incarnation=row["incarnation"],
         seq=row["seq"],
-        epoch=row["epoch"],
+        generation=row["generation"],
         iteration=row["iteration"],
         phase=row["phase"],
         op_milliseconds=json.loads(row["op_milliseconds"]),
@@ -171,8 +183,8 @@ def read_contact(row: Record) -> Contact:
 def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
     """What the database says of a job; nobody has been heard in it yet."""
     job_id = job_row["id"]
-    newest = store.newest_epoch(job_id)
-    current = read_epoch(newest) if newest else None
+    newest = store.newest_generation(job_id)
+    current = read_generation(newest) if newest else None
     acknowledged: dict[str, str] = {}  # by incarnation: a process may still use the name it had
     for row in store.acknowledgements(job_id, current.number) if current else ():
         key = row["incarnation"]
@@ -204,7 +216,7 @@ def waits_row(waits: Sequence[Wait]) -> Record:
     return {"waits": json.dumps(waits)}
 
 
-def state_rows(old: Standing, new: Standing, at: float) -> list[Record]:
+def state_rows(old: WorkerStates, new: WorkerStates, at: float) -> list[Record]:
     """Which role came into another state. at: POSIX seconds."""
     rows: list[Record] = []
     if new.state.current is None and not new.state.over:

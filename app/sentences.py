@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from openrecycle.planner.words import printable
+
 _SHORT = reprlib.Repr()
 # More than is shown of any value, and far less than what somebody may send.
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 100, 100, 100
@@ -16,7 +18,7 @@ def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
     """`pipelines: got 0, expected a value greater than or equal to 1; and 2 more`."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
-    where = ".".join(place) or "the body"
+    where = printable(".".join(place)[:200]) or "the body"
     shown = _SHORT.repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     kind, message = first["type"], str(first["msg"])

@@ -1,4 +1,4 @@
-"""`python -m app serve`: Streamlit pages and REST API in one process, on one port.
+"""`openrecycle serve`: Streamlit pages and REST API in one process, on one port.
 
 A Starlette application carries both: the API's routes first, Streamlit's for everything else, the
 guards of app.security around all of it. Where several consoles share a database, it is there while this
@@ -30,34 +30,34 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
-from agent.protocol import API
-from app.api.express import express
-from app.api.lane import Lane
-from app.api.problems import problem
-from app.api.routes import create_routes
-from app.console import Console
-from app.documents import PLAN_MIB
-from app.errors import SettingsError
-from app.frontend import PAGES, PageBase
-from app.heap import HouseKeeping
-from app.leadership.gate import Gate
-from app.leadership.host import ConsoleHost, set_host
-from app.leadership.start import make_host
-from app.logs import configure_logging
-from app.metrics.requests import Metering
-from app.process import prepare
-from app.pulse import Pulse
-from app.security.access import Access
-from app.security.bodies import BodyLimit
-from app.security.guard import AccessGuard
-from app.security.hosts import HostGuard
-from app.security.oidc import Login
-from app.security.tokens import Tokens
-from app.settings import Settings
-from app.static_files import StaticFiles
-from app.warming import BUSY_SECONDS, CALM_SECONDS, Warming
-from db.session import Database
-from db.store import Store
+from openrecycle.agent.protocol import API
+from openrecycle.app.api.express import express
+from openrecycle.app.api.lane import Lane
+from openrecycle.app.api.problems import problem
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.app.documents import PLAN_MIB
+from openrecycle.app.errors import SettingsError
+from openrecycle.app.event_loop_watch import EventLoopWatch
+from openrecycle.app.frontend import PAGES, PageBase
+from openrecycle.app.garbage_collection import GarbageCollection
+from openrecycle.app.leadership.gate import Gate
+from openrecycle.app.leadership.host import ConsoleHost, set_host
+from openrecycle.app.leadership.start import make_host
+from openrecycle.app.logs import configure_logging
+from openrecycle.app.metrics.requests import Metering
+from openrecycle.app.process import prepare
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.bodies import BodyLimit
+from openrecycle.app.security.guard import AccessGuard
+from openrecycle.app.security.hosts import HostGuard
+from openrecycle.app.security.oidc import Login
+from openrecycle.app.security.tokens import Tokens
+from openrecycle.app.settings import Settings
+from openrecycle.app.static_files import StaticFiles
+from openrecycle.app.warming import BUSY_SECONDS, CALM_SECONDS, Warming
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 log = structlog.get_logger()
 
@@ -118,10 +118,10 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     settings = replace(settings, port=listener.getsockname()[1])
     configure_logging()
     prepare()
-    house_keeping = HouseKeeping()
+    house_keeping = GarbageCollection()
     house_keeping.start()
     access = Access(settings.token, None, settings.oidc, _sign_in(settings))
-    pulse = Pulse()
+    pulse = EventLoopWatch()
     pulse.expect()
 
     def make(database: Database) -> Console:
@@ -235,7 +235,7 @@ def _run(server: _Server, listener: socket.socket) -> None:
 
 def _ready(settings: Settings, host: ConsoleHost, on_ready: Callable[[Settings], None] | None) -> None:
     what = f"API only, at {API}" if settings.api_only else f"API at {API}"
-    role = "" if host.console is not None else f"; standby: {host.standing.reason}"
+    role = "" if host.console is not None else f"; standby: {host.status.reason}"
     print(
         f"OpenReCycle console: {settings.address} ({what}; database {host.shown_url}{role}). Ctrl-C stops it.",
         flush=True,
@@ -249,7 +249,7 @@ def _streamlit(settings: Settings) -> Any:
     from streamlit import config
     from streamlit.web import bootstrap
 
-    from app.ui.failed import page_failed
+    from openrecycle.app.ui.failed import page_failed
 
     # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes.
     config._main_script_path = str(HERE / "__main__.py")
@@ -261,7 +261,7 @@ def _streamlit(settings: Settings) -> Any:
             "server.fileWatcherType": "none",
             "server.maxUploadSize": PLAN_MIB,
             # It would look through all that the console has, in one piece, after each refresh of each viewer's
-            # page (app.heap); Python's own rounds come when there is something to free.
+            # page (app.garbage_collection); Python's own rounds come when there is something to free.
             "runner.postScriptGC": False,
             "browser.gatherUsageStats": False,
             "browser.serverAddress": settings.host if settings.loopback else None,
@@ -283,7 +283,7 @@ def _trains(console: Console | None) -> bool:
 
 
 def _warm_up() -> None:
-    from app.ui.warm import warm_up
+    from openrecycle.app.ui.warm import warm_up
 
     warm_up(frozenset({"main", "live", *PAGES}))
 
@@ -297,7 +297,7 @@ def _static() -> Path:
 def _sign_in(settings: Settings) -> Login | None:
     if settings.oidc is None:
         return None
-    from app.ui.streamlit_login import StreamlitLogin
+    from openrecycle.app.ui.streamlit_login import StreamlitLogin
 
     return StreamlitLogin()
 

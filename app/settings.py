@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.coordination.ladder import Ladder
-from app.errors import SettingsError
-from app.observing.keep import Keep
-from app.security.hosts import is_loopback
-from app.security.oidc import OidcSettings
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.errors import SettingsError
+from openrecycle.app.observing.keep import Keep
+from openrecycle.app.security.hosts import is_loopback
+from openrecycle.app.security.oidc import OidcSettings
 
 MIN_TOKEN = 16
 _ADDRESS = re.compile(r"https?://[A-Za-z0-9._\[\]:-]{1,200}(/[A-Za-z0-9._~/-]{0,40})?")

@@ -15,22 +15,22 @@ from typing import Annotated, Any
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.kept_children import Asked, KeptChildren
-from planner.errors import InputError, PlannerError
-from planner.job import Job
-from planner.models import SHAPES, analytic_job, model_shape
-from planner.plan import JobDoc
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.engine import simulate
-from planner.simulation.outcome import HOUR, Outcome
-from planner.simulation.planned import PlannedJob, Rate
-from planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from planner.simulation.sensitivity import sweep
-from planner.simulation.trace import Trace
-from planner.simulation.traces.generated import Domain, generated
-from planner.simulation.traces.history import from_history
-from planner.simulation.traces.public import public_traces
-from planner.simulation.traces.scaled import scaled
+from openrecycle.app.kept_children import Asked, KeptChildren
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Job
+from openrecycle.planner.models import SHAPES, analytic_job, model_shape
+from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.engine import simulate
+from openrecycle.planner.simulation.outcome import HOUR, Outcome
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
+from openrecycle.planner.simulation.sensitivity import sweep
+from openrecycle.planner.simulation.trace import Trace
+from openrecycle.planner.simulation.traces.generated import Domain, generated
+from openrecycle.planner.simulation.traces.history import from_history
+from openrecycle.planner.simulation.traces.public import public_traces
+from openrecycle.planner.simulation.traces.scaled import scaled
 
 log = structlog.get_logger()
 
@@ -255,7 +255,7 @@ def run(
             raise InputError(
                 "pipelines x stages",
                 request.pipelines * request.stages,
-                f"at most {MAX_WORKERS} workers here; `python -m planner simulate` takes more",
+                f"at most {MAX_WORKERS} workers here; `openrecycle simulate` takes more",
             )
         shape = model_shape(request.model)
         job, label = analytic_job(shape, request.pipelines, request.stages, request.micro_batches), request.model

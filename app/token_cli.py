@@ -1,4 +1,4 @@
-"""The command line's tokens: `python -m app token create`, `list` and `revoke`, on the console's database."""
+"""The command line's tokens: `openrecycle token create`, `list` and `revoke`, on the console's database."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Annotated
 
 import typer
 
-from app.audit import AuditLog
-from app.errors import ConsoleError
-from app.security.tokens import Tokens
-from app.settings import default_database_url
-from db.audit import AuditStore
-from db.session import Database, DatabaseError
-from db.store import Store
-from db.tokens import TokenStore
+from openrecycle.app.audit import AuditLog
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.security.tokens import Tokens
+from openrecycle.app.settings import default_database_url
+from openrecycle.db.audit import AuditStore
+from openrecycle.db.session import Database, DatabaseError
+from openrecycle.db.store import Store
+from openrecycle.db.tokens import TokenStore
 
 tokens = typer.Typer(help="Tokens that let others view, operate, or report to a console.", no_args_is_help=True)
 

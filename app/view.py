@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from agent.protocol import Doing, JobSpec, JobState, OpKind
-from app.coordination.standing import Condition, Process, RoleState
-from app.observing.goodput import Figures
-from planner.plan import Plan
+from openrecycle.agent.protocol import Doing, JobSpec, JobState, OpKind
+from openrecycle.app.coordination.worker_states import Condition, Process, RoleState
+from openrecycle.app.observing.goodput import Figures
+from openrecycle.planner.plan import Plan
 
 
 class WorkerView(NamedTuple):
@@ -32,7 +32,7 @@ class WorkerView(NamedTuple):
     state: RoleState
     takes_rerouted: int = 0
     heartbeat_age: float | None = None
-    epoch: int = 0
+    generation: int = 0
     iteration: int = 0
     phase: str = ""
     op_milliseconds: Mapping[OpKind, float] = MappingProxyType({})
@@ -50,22 +50,23 @@ class WorkerView(NamedTuple):
 
 @dataclass(frozen=True)
 class IterationView:
-    """seconds: wall time of the iteration, without waited, for which the job waited for a person in it.
-    samples_per_second: global batch / seconds."""
+    """seconds: wall time of the iteration, without waited, for which the job waited for a person in it. skipped:
+    micro-batches, numbered over the pipelines, that are in no sum of it. samples_per_second: global batch / seconds."""
 
     iteration: int
     loss: float
     seconds: float
     samples_per_second: float
-    epoch: int
+    generation: int
     living: int
     committed_at: float
     waited: float = 0.0
+    skipped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class EventView:
-    """One line of the feed. severity: info, warning, error. kind: failure, epoch, recovery, ...
+    """One line of the feed. severity: info, warning, error. kind: failure, generation, recovery, ...
     seen_by: who has taken note of it; empty: nobody yet. count: how often it was said, `last_at` the last time."""
 
     seq: int
@@ -85,7 +86,7 @@ class RecoveryView:
     which adds up to the whole, people's time apart."""
 
     worker: str
-    epoch: int
+    generation: int
     detected_ms: float
     unblocked_ms: float
     reformed_ms: float
@@ -97,14 +98,14 @@ class RecoveryView:
 
 @dataclass(frozen=True)
 class JobView:
-    """condition: of the job, in a word. sentence: what the coordinator does or waits for, and why. plan: the one in
-    force. missing: processes that have left the job and are not replaced. moved: those that hold another role than at
-    first.
+    """condition: of the job, in a word. sentence: what the coordinator does or waits for, and why. plan: the one that
+    is run; plan_words: how the job stands to it (app.live.PlanRun). missing: processes that have left the job and are
+    not replaced. moved: those that hold another role than at first.
 
     iterations: the newest ones, oldest first. events: the newest ones, newest first.
     figures: ETTR, goodput and the fault-free rate so far. waits_since: when the wait for a person began that lasts
     (POSIX seconds), None: nobody is waited for.
-    advice: the best way on with the workers that are out, None while nothing is known of it.
+    advice: the best option with the workers that are out, None while nothing is known of it.
     """
 
     job_id: str
@@ -112,7 +113,7 @@ class JobView:
     state: JobState
     sentence: str
     created_at: float
-    epoch: int
+    generation: int
     workers: tuple[WorkerView, ...]
     plan: Plan | None
     iterations: tuple[IterationView, ...]
@@ -126,12 +127,13 @@ class JobView:
     missing: tuple[Process, ...] = ()
     moved: tuple[Process, ...] = ()
     waits_since: float | None = None
+    plan_words: str = ""
 
 
 @dataclass(frozen=True)
 class JobHead:
     """What every page says of a job: little, and nothing that has to be read. workers: of the grid. plan: the
-    fingerprint of the one in force."""
+    fingerprint of the one that is run, and plan_words how the job stands to it."""
 
     job_id: str
     spec: JobSpec
@@ -139,20 +141,21 @@ class JobHead:
     condition: Condition
     workers: int
     plan: str | None
+    plan_words: str
     planned_ahead: int
     plans_to_make: int
 
 
 @dataclass(frozen=True)
 class JobSummary:
-    """One line of the list of jobs. living: workers in the epoch; workers: size of the grid."""
+    """One line of the list of jobs. living: workers in the generation; workers: size of the grid."""
 
     job_id: str
     name: str
     state: JobState
     sentence: str
     created_at: float
-    epoch: int
+    generation: int
     living: int
     workers: int
     condition: Condition = Condition.RUNNING

@@ -8,20 +8,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.coordination.membership import Member
-from app.coordination.standing import OUT, Standing
-from app.live import LiveJob
-from app.observing.goodput import Figures
-from app.observing.rates import iteration_view
-from app.observing.waiting import Waited, segments
-from app.plans.packing import Packing
-from app.plans.stored import stored_plan
-from app.view import EventView, IterationView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
-from db.observations import Observations
-from db.plan_columns import PlanColumns
-from db.store import Store
-from planner.columnar import ColumnarPlan
-from planner.plan import Plan
+from openrecycle.app.coordination.membership import Member
+from openrecycle.app.coordination.worker_states import OUT, WorkerStates
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.goodput import Figures
+from openrecycle.app.observing.rates import iteration_view
+from openrecycle.app.observing.waiting import Waited, segments
+from openrecycle.app.plans.packing import Packing
+from openrecycle.app.plans.stored import stored_plan
+from openrecycle.app.view import EventView, IterationView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
+from openrecycle.db.observations import Observations
+from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.store import Store
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.plan_arrays import ColumnarPlan
 
 # Parsed plans kept in memory; a plan of 393,216 ops takes about 300 MB.
 _KEEP_PLANS = 64
@@ -121,7 +121,7 @@ def job_view(
     job: LiveJob,
     stores: tuple[Store, Observations],
     plans: PlanCache,
-    sentence: Callable[[Standing, Sequence[IterationView]], str],
+    sentence: Callable[[WorkerStates, Sequence[IterationView]], str],
     figures: Figures,
     waited: Waited,
     iterations: int,
@@ -130,18 +130,19 @@ def job_view(
     workers: bool = True,
 ) -> JobView:
     state = job.state
-    fingerprint = state.current.plan_fingerprint if state.current else None
+    run = job.plan_run
+    fingerprint = run.fingerprint if run else None
     rerouted = plans.rerouted(fingerprint) if fingerprint else {}
     history = _history(job, *stores, waited, iterations, events)
-    standing = job.standing(rerouted)
+    worker_states = job.worker_states(rerouted)
     return JobView(
         job_id=job.job_id,
         spec=job.spec,
         state=state.job_state,
-        sentence=sentence(standing, history.iterations),
+        sentence=sentence(worker_states, history.iterations),
         created_at=job.created_at,
-        epoch=state.epoch,
-        workers=_workers(job, fingerprint, standing) if workers else (),
+        generation=state.generation,
+        workers=_workers(job, fingerprint, worker_states) if workers else (),
         plan=plans.get(fingerprint) if fingerprint else None,
         iterations=history.iterations,
         events=history.events,
@@ -150,25 +151,26 @@ def job_view(
         plans_to_make=job.plans_to_make,
         advice=job.advice,
         figures=figures,
-        condition=standing.condition,
-        missing=standing.missing,
-        moved=standing.moved,
+        condition=worker_states.condition,
+        missing=worker_states.missing,
+        moved=worker_states.moved,
         waits_since=waited.since,
+        plan_words=run.words if run else "",
     )
 
 
-def _workers(job: LiveJob, fingerprint: str | None, standing: Standing) -> tuple[WorkerView, ...]:
+def _workers(job: LiveJob, fingerprint: str | None, worker_states: WorkerStates) -> tuple[WorkerView, ...]:
     """In grid order. Those of a large job are shared by all who look within a second, unless something is stored."""
-    members = standing.state.members
+    members = worker_states.state.members
     if len(members) < SHARED:
-        return tuple(worker_view(job, member, standing) for member in members.values())
+        return tuple(worker_view(job, member, worker_states) for member in members.values())
     key, now = (job.version, fingerprint), time.monotonic()
     known = job.view_cache.get("workers")
     if isinstance(known, _Workers) and known.key == key and now - known.at < SHARED_SECONDS:
         return known.workers
     made: list[WorkerView] = []
     for count, member in enumerate(members.values(), start=1):
-        made.append(worker_view(job, member, standing))
+        made.append(worker_view(job, member, worker_states))
         if count % AT_ONCE == 0:
             time.sleep(PAUSE_SECONDS)
     workers = tuple(made)
@@ -176,8 +178,8 @@ def _workers(job: LiveJob, fingerprint: str | None, standing: Standing) -> tuple
     return workers
 
 
-def worker_view(job: LiveJob, member: Member, standing: Standing) -> WorkerView:
-    role = standing.role(member)
+def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> WorkerView:
+    role = worker_states.role(member)
     process = role.process if role.process and role.process.role == role.name else None
     contact = job.contacts.get(member.name)
     beat = contact.beat if contact and contact.beat.incarnation == member.incarnation else None
@@ -187,9 +189,9 @@ def worker_view(job: LiveJob, member: Member, standing: Standing) -> WorkerView:
         pipeline=int(member.name[1:].partition("_")[0]),
         stage=member.stage,
         state=role.state,
-        takes_rerouted=0 if role.state in OUT else standing.rerouted.get(member.name, 0),
+        takes_rerouted=0 if role.state in OUT else worker_states.rerouted.get(member.name, 0),
         heartbeat_age=age,
-        epoch=member.epoch,
+        generation=member.generation,
         iteration=beat.iteration if beat else 0,
         phase=beat.phase if beat else "",
         op_milliseconds=beat.op_milliseconds if beat else {},
@@ -198,7 +200,7 @@ def worker_view(job: LiveJob, member: Member, standing: Standing) -> WorkerView:
         pid=process.pid if process else 0,
         acknowledged=member.acknowledged,
         detail=role.detail,
-        slow=standing.slow.get(member.name, 0.0),
+        slow=worker_states.slow.get(member.name, 0.0),
         since=process.since if process else 0.0,
         slot=process.slot if process else "",
         moved_to=role.moved_to,
@@ -207,14 +209,15 @@ def worker_view(job: LiveJob, member: Member, standing: Standing) -> WorkerView:
 
 
 def head(job: LiveJob) -> JobHead:
-    current = job.state.current
+    run = job.plan_run
     return JobHead(
         job_id=job.job_id,
         spec=job.spec,
         state=job.state.job_state,
-        condition=job.standing().condition,
+        condition=job.worker_states().condition,
         workers=len(job.state.members),
-        plan=current.plan_fingerprint if current else None,
+        plan=run.fingerprint if run else None,
+        plan_words=run.words if run else "",
         planned_ahead=job.planned_ahead,
         plans_to_make=job.plans_to_make,
     )
@@ -228,10 +231,10 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
         state=state.job_state,
         sentence=sentence,
         created_at=job.created_at,
-        epoch=state.epoch,
+        generation=state.generation,
         living=len(state.current.living) if state.current else 0,
         workers=len(state.members),
-        condition=job.standing().condition,
+        condition=job.worker_states().condition,
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sqlalchemy import insert, select
 
-from db.models import AuditRow
-from db.session import Database
-from db.store import Record
+from openrecycle.db.models import AuditRow
+from openrecycle.db.session import Database
+from openrecycle.db.store import Record
 
 
 class AuditStore:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy import select
 
-from db.models import CatalogPlanRow
-from db.session import Database
+from openrecycle.db.models import CatalogPlanRow
+from openrecycle.db.session import Database
 
 
 class CatalogBlobs:

@@ -15,9 +15,9 @@ from typing import Any
 
 from sqlalchemy import and_, delete, func, insert, or_, select
 
-from db.models import HeartbeatRow
-from db.samples import BlockError, Samples, joined, pack, rolled_up, unpack
-from db.session import Database
+from openrecycle.db.models import HeartbeatRow
+from openrecycle.db.samples import BlockError, Samples, joined, pack, rolled_up, unpack
+from openrecycle.db.session import Database
 
 # Workers in one block. More are packed a little better, and cost more to read one of.
 GROUP = 32

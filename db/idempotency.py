@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import delete, select, update
 
-from db.models import IdempotentRequestRow
-from db.session import Database
+from openrecycle.db.models import IdempotentRequestRow
+from openrecycle.db.session import Database
 
 # Keys are kept for a day.
 KEPT_SECONDS = 86_400.0

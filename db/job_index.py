@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from sqlalchemy import and_, case, func, select
 
-from db.job_rows import HIDDEN
-from db.models import EpochRow, JobRow
-from db.session import Database
-from db.store import Record
+from openrecycle.db.job_rows import HIDDEN
+from openrecycle.db.models import GenerationRow, JobRow
+from openrecycle.db.session import Database
+from openrecycle.db.store import Record
 
 OVER = ("finished", "stopped")
 
@@ -28,16 +28,22 @@ class JobIndex:
 
     def over(self, job_ids: Collection[str] | None = None) -> list[Record]:
         """Jobs that are over (all of them, or these), oldest first: id, name, spec, state, reason, created_at, and of
-        the newest epoch its number and how many are living in it (0: there was none)."""
-        newest = select(EpochRow.job_id, func.max(EpochRow.epoch).label("epoch")).group_by(EpochRow.job_id).subquery()
+        the newest generation its number and how many are living in it (0: there was none)."""
+        newest = (
+            select(GenerationRow.job_id, func.max(GenerationRow.generation).label("generation"))
+            .group_by(GenerationRow.job_id)
+            .subquery()
+        )
         # A JSON list of names, which have no commas: it may be long, and there may be thousands.
-        commas = func.length(EpochRow.living) - func.length(func.replace(EpochRow.living, ",", ""))
-        living = case((EpochRow.living.is_(None), 0), (EpochRow.living == "[]", 0), else_=commas + 1)
+        commas = func.length(GenerationRow.living) - func.length(func.replace(GenerationRow.living, ",", ""))
+        living = case((GenerationRow.living.is_(None), 0), (GenerationRow.living == "[]", 0), else_=commas + 1)
         columns = (JobRow.id, JobRow.name, JobRow.spec, JobRow.state, JobRow.reason, JobRow.created_at)
         query = (
-            select(*columns, func.coalesce(newest.c.epoch, 0).label("epoch"), living.label("living"))
+            select(*columns, func.coalesce(newest.c.generation, 0).label("generation"), living.label("living"))
             .outerjoin(newest, newest.c.job_id == JobRow.id)
-            .outerjoin(EpochRow, and_(EpochRow.job_id == JobRow.id, EpochRow.epoch == newest.c.epoch))
+            .outerjoin(
+                GenerationRow, and_(GenerationRow.job_id == JobRow.id, GenerationRow.generation == newest.c.generation)
+            )
             .where(JobRow.state.in_(OVER))
             .order_by(JobRow.created_at, JobRow.id)
         )

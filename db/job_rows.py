@@ -13,14 +13,14 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, String, Table, delete, insert, literal_column, select, update
 from sqlalchemy.exc import IntegrityError
 
-from db.models import (
+from openrecycle.db.models import (
     AcknowledgementRow,
     AuditRow,
     Base,
     CommandRow,
-    EpochRow,
     EventRow,
     EventSeenRow,
+    GenerationRow,
     HeartbeatRow,
     IterationRow,
     JobPlanRow,
@@ -30,9 +30,9 @@ from db.models import (
     WorkerRow,
     WorkerStateRow,
 )
-from db.plan_rows import keep_plan, plan_document
-from db.retention import drop_orphans
-from db.session import Database
+from openrecycle.db.plan_rows import keep_plan, plan_document
+from openrecycle.db.retention import drop_orphans
+from openrecycle.db.session import Database
 
 Record = dict[str, Any]
 
@@ -47,7 +47,7 @@ MODELS: dict[str, type[Base]] = {
     for model in (
         WorkerRow,
         JobPlanRow,
-        EpochRow,
+        GenerationRow,
         AcknowledgementRow,
         EventRow,
         EventSeenRow,
@@ -175,7 +175,7 @@ class Snapshot:
 
     def fingerprints(self, job_id: str) -> list[str]:
         """Of every plan that the job has or has run."""
-        plans, epochs = table("job_plan"), table("epoch")
-        ran = select(epochs.c.plan_fingerprint).where(epochs.c.job_id == job_id)
+        plans, generations = table("job_plan"), table("generation")
+        ran = select(generations.c.plan_fingerprint).where(generations.c.job_id == job_id)
         query = select(plans.c.fingerprint).where(plans.c.job_id == job_id).union(ran)
         return sorted(self._connection.scalars(query))

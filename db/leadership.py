@@ -17,7 +17,7 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from db.session import Database, application_name, connect_arguments, explained
+from openrecycle.db.session import Database, application_name, connect_arguments, explained
 
 # Any number, so that our lock doesn't meet those of other users of the database.
 _LOCK = 0x0C1E_0002

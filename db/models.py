@@ -46,10 +46,11 @@ class JobRow(Base):
     """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs one.
 
     mode: who decides how it goes on, automatic or manual. patience: seconds that it waits in manual mode.
-    frozen_by: the operator who has frozen its plan; "": nobody. broken: the transfer that broke in the epoch in
+    frozen_by: the operator who has frozen its plan; "": nobody. broken: the transfer that broke in the generation in
     force, as JSON (reporter, worker, detail); "": none. moves: (from, to) of workers that have taken another place
-    in an epoch which is still to open, as JSON. baseline: what its throughput is measured by (app.observing.baseline);
-    waits: when it waited for a person's choice, (begin, end, epoch that it led to); both as JSON.
+    in a generation which is still to open, as JSON. baseline: what its throughput is measured by
+    (app.observing.baseline);
+    waits: when it waited for a person's choice, (begin, end, generation that it led to); both as JSON.
     """
 
     __tablename__ = "job"
@@ -73,8 +74,8 @@ class JobRow(Base):
 class WorkerRow(Base):
     """The latest of one cell of the grid. What a heartbeat brings is written behind, in batches.
 
-    retired: the incarnations that came before, a JSON list: they are fenced for good. member_epoch:
-    the newest epoch that its incarnation is in; epoch: the one it says it is in. leaving: it was asked to
+    retired: the incarnations that came before, a JSON list: they are fenced for good. member_generation:
+    the newest generation that its incarnation is in; generation: the one it says it is in. leaving: it was asked to
     go, and may not have gone yet. processes: those that were started for this cell, wherever they are by now, as JSON.
     """
 
@@ -88,10 +89,10 @@ class WorkerRow(Base):
     detail: Mapped[str] = mapped_column(Text, default="")
     draining: Mapped[bool] = mapped_column(default=False)
     leaving: Mapped[bool] = mapped_column(default=False, server_default=false())
-    member_epoch: Mapped[int] = mapped_column(BigInteger, default=0)
+    member_generation: Mapped[int] = mapped_column(BigInteger, default=0)
     processes: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
     seq: Mapped[int] = mapped_column(BigInteger, default=-1)
-    epoch: Mapped[int] = mapped_column(BigInteger, default=0)
+    generation: Mapped[int] = mapped_column(BigInteger, default=0)
     iteration: Mapped[int] = mapped_column(BigInteger, default=0)
     phase: Mapped[str] = mapped_column(String(16), default="")
     op_milliseconds: Mapped[str] = mapped_column(Text, default="{}")
@@ -110,7 +111,7 @@ class PlanRow(Base):
 
 
 class PlanColumnsRow(Base):
-    """A large plan once more, in columns (planner.columnar.pack)."""
+    """A large plan once more, in columns (planner.packed.pack)."""
 
     __tablename__ = "plan_columns"
 
@@ -156,7 +157,7 @@ class CatalogRow(Base):
 
 
 class CatalogPlanRow(Base):
-    """One plan of a catalog in its stored form (planner.plan_codec). failures: how many it is for."""
+    """One plan of a catalog in its stored form (planner.packed). failures: how many it is for."""
 
     __tablename__ = "catalog_plan"
 
@@ -180,16 +181,18 @@ class JobPlanRow(Base):
     created_at: Mapped[float] = mapped_column(Double)
 
 
-class EpochRow(Base):
-    """One deployment: who is in the epoch, and the plan it runs.
+class GenerationRow(Base):
+    """One deployment: who is in the generation, and the plan it runs.
 
-    living, failed, joining: JSON lists of workers; moves: of [from, to]. restore: from a checkpoint.
+    living, failed, joining: JSON lists of workers; moves: of [from, to]. restore: from a checkpoint. interim_plan: the
+    fingerprint of what it runs until newcomers have their state, "": of nothing; interim_failed: whom that goes
+    without, a JSON list.
     """
 
-    __tablename__ = "epoch"
+    __tablename__ = "generation"
 
     job_id: Mapped[str] = _job_key()
-    epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    generation: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     plan_fingerprint: Mapped[str] = mapped_column(String(64), ForeignKey("plan.fingerprint"), index=True)
     living: Mapped[str] = mapped_column(Text)
     failed: Mapped[str] = mapped_column(Text)
@@ -198,15 +201,17 @@ class EpochRow(Base):
     restore: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
     reason: Mapped[str] = mapped_column(Text)
     opened_at: Mapped[float] = mapped_column(Double)
+    interim_plan: Mapped[str] = mapped_column(String(64), default="", server_default="")
+    interim_failed: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
 
 
 class AcknowledgementRow(Base):
-    """How far a worker came in taking up an epoch: a row each for adopted, formed, resumed."""
+    """How far a worker came in taking up a generation: a row each for adopted, formed, resumed."""
 
     __tablename__ = "acknowledgement"
 
     job_id: Mapped[str] = _job_key()
-    epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    generation: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     worker: Mapped[str] = mapped_column(String(16), primary_key=True)
     state: Mapped[str] = mapped_column(String(16), primary_key=True)
     incarnation: Mapped[str] = mapped_column(String(64))
@@ -232,7 +237,8 @@ class EventRow(Base):
 
 
 class IterationRow(Base):
-    """One committed iteration; the first report of it counts. loss_hex: exact."""
+    """One committed iteration; the first report of it counts. loss_hex: exact. skipped: JSON list of micro-batches,
+    numbered over the pipelines, that are in no sum of it."""
 
     __tablename__ = "iteration"
 
@@ -241,9 +247,10 @@ class IterationRow(Base):
     loss: Mapped[float] = mapped_column(Double)
     loss_hex: Mapped[str] = mapped_column(String(40))
     seconds: Mapped[float] = mapped_column(Double)
-    epoch: Mapped[int] = mapped_column(BigInteger)
+    generation: Mapped[int] = mapped_column(BigInteger)
     living: Mapped[int] = mapped_column(Integer)
     committed_at: Mapped[float] = mapped_column(Double)
+    skipped: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
 
 
 class RecoveryRow(Base):
@@ -256,7 +263,7 @@ class RecoveryRow(Base):
 
     job_id: Mapped[str] = _job_key()
     worker: Mapped[str] = mapped_column(String(16), primary_key=True)
-    epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    generation: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     detected_ms: Mapped[float] = mapped_column(Double)
     unblocked_ms: Mapped[float] = mapped_column(Double)
     reformed_ms: Mapped[float] = mapped_column(Double)

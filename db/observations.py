@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import delete, func, insert, select
 
-from db.models import (
+from openrecycle.db.models import (
     AuditRow,
     EventRow,
     EventSeenRow,
@@ -20,7 +20,7 @@ from db.models import (
     MeasuredIterationRow,
     WorkerStateRow,
 )
-from db.session import Database
+from openrecycle.db.session import Database
 
 Record = dict[str, Any]
 
@@ -113,23 +113,23 @@ class Observations:
     # -- iterations ---------------------------------------------------------------------------
 
     def iteration_sums(self, job_id: str, through: int) -> list[Record]:
-        """Of each epoch's iterations up to `through`: epoch, living, count, seconds, and of the first
-        one its number and seconds; oldest epoch first."""
+        """Of each generation's iterations up to `through`: generation, living, count, seconds, and of the first
+        one its number and seconds; oldest generation first."""
         where = (IterationRow.job_id == job_id, IterationRow.iteration <= through)
         sums = (
             select(
-                IterationRow.epoch,
+                IterationRow.generation,
                 func.count().label("count"),
                 func.sum(IterationRow.seconds).label("seconds"),
                 func.min(IterationRow.iteration).label("first"),
             )
             .where(*where)
-            .group_by(IterationRow.epoch)
+            .group_by(IterationRow.generation)
             .subquery()
         )
         query = (
             select(
-                sums.c.epoch,
+                sums.c.generation,
                 IterationRow.living,
                 sums.c.count,
                 sums.c.seconds,
@@ -145,7 +145,7 @@ class Observations:
     def committed_after(self, job_id: str, at: float) -> Record | None:
         """The first iteration that was committed at this time (POSIX seconds) or later; None: there is none yet."""
         row = IterationRow
-        query = select(row.iteration, row.epoch, row.seconds, row.committed_at).where(
+        query = select(row.iteration, row.generation, row.seconds, row.committed_at).where(
             row.job_id == job_id, row.committed_at >= at
         )
         with self._database.read() as session:

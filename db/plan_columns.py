@@ -1,11 +1,11 @@
-"""Large plans in columns (planner.columnar), beside their documents: what pages read."""
+"""Large plans in columns (planner.packed), beside their documents: what pages read."""
 
 from __future__ import annotations
 
 from sqlalchemy import select
 
-from db.models import JobPlanRow, PlanColumnsRow, PlanRow
-from db.session import Database
+from openrecycle.db.models import JobPlanRow, PlanColumnsRow, PlanRow
+from openrecycle.db.session import Database
 
 
 class PlanColumns:

@@ -9,9 +9,9 @@ from sqlalchemy import Connection, select
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Session
 
-from db.models import PlanColumnsRow, PlanRow
-from db.session import Database
-from planner.packed import Packed
+from openrecycle.db.models import PlanColumnsRow, PlanRow
+from openrecycle.db.session import Database
+from openrecycle.planner.packed import Packed
 
 
 def keep_plan(database: Database, session: Session, fingerprint: str, document: str | Packed) -> None:

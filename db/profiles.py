@@ -9,8 +9,8 @@ from typing import Any
 
 from sqlalchemy import delete, select, update
 
-from db.models import ProfileRow
-from db.session import Database
+from openrecycle.db.models import ProfileRow
+from openrecycle.db.session import Database
 
 _LISTED = (
     ProfileRow.name,

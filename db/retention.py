@@ -8,17 +8,17 @@ from typing import Any
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from db.models import (
+from openrecycle.db.models import (
     AcknowledgementRow,
-    EpochRow,
     EventRow,
     EventSeenRow,
+    GenerationRow,
     JobPlanRow,
     PlanRow,
     SavedPlanRow,
     WorkerStateRow,
 )
-from db.session import Database
+from openrecycle.db.session import Database
 
 ROWS = 5_000
 PLANS = 100
@@ -30,23 +30,23 @@ class Retention:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def trim_job(self, job_id: str, *, events: int, states: int, epochs: int, plans: int) -> int:
+    def trim_job(self, job_id: str, *, events: int, states: int, generations: int, plans: int) -> int:
         """Deletes some of a job's oldest rows beyond these numbers; returns how many it were (0: none are left).
 
         events: the newest lines of the feed that are kept. states: changes of workers' states; the last
-        one of each worker always is. epochs: those whose acknowledgements are kept. plans: those made
-        ahead that no epoch has run.
+        one of each worker always is. generations: those whose acknowledgements are kept. plans: those made
+        ahead that no generation has run.
         """
         with self._database.write() as session:
             return (
                 _trim_events(session, job_id, events)
                 + _trim_states(session, job_id, states)
-                + _trim_acknowledgements(session, job_id, epochs)
+                + _trim_acknowledgements(session, job_id, generations)
                 + _trim_plans(session, job_id, plans)
             )
 
     def drop_orphans(self) -> int:
-        """Deletes some of the plans that no job, epoch or name refers to; returns how many it were."""
+        """Deletes some of the plans that no job, generation or name refers to; returns how many it were."""
         with self._database.write() as session:
             return drop_orphans(session)
 
@@ -54,7 +54,7 @@ class Retention:
 def drop_orphans(session: Session, limit: int = PLANS) -> int:
     used = (
         PlanRow.fingerprint.not_in(select(JobPlanRow.fingerprint)),
-        PlanRow.fingerprint.not_in(select(EpochRow.plan_fingerprint)),
+        PlanRow.fingerprint.not_in(select(GenerationRow.plan_fingerprint)),
         PlanRow.fingerprint.not_in(select(SavedPlanRow.fingerprint)),
     )
     # Whoever takes a plan up at this moment holds its row (db.plan_rows): it is left for another time.
@@ -91,17 +91,17 @@ def _trim_states(session: Session, job_id: str, keep: int) -> int:
 def _trim_acknowledgements(session: Session, job_id: str, keep: int) -> int:
     of_job = AcknowledgementRow.job_id == job_id
     first, last = session.execute(
-        select(func.min(AcknowledgementRow.epoch), func.max(AcknowledgementRow.epoch)).where(of_job)
+        select(func.min(AcknowledgementRow.generation), func.max(AcknowledgementRow.generation)).where(of_job)
     ).one()
     if last is None or last - first < keep:
         return 0
-    # One epoch at a time: of a large job it has thousands.
-    return _deleted(session, delete(AcknowledgementRow).where(of_job, AcknowledgementRow.epoch == first))
+    # One generation at a time: of a large job it has thousands.
+    return _deleted(session, delete(AcknowledgementRow).where(of_job, AcknowledgementRow.generation == first))
 
 
 def _trim_plans(session: Session, job_id: str, keep: int) -> int:
     of_job = JobPlanRow.job_id == job_id
-    ran = select(EpochRow.plan_fingerprint).where(EpochRow.job_id == job_id)
+    ran = select(GenerationRow.plan_fingerprint).where(GenerationRow.job_id == job_id)
     old = (
         select(JobPlanRow.fingerprint)
         .where(of_job, JobPlanRow.ahead, JobPlanRow.fingerprint.not_in(ran))

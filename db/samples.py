@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 # Milliseconds of each op kind, bytes of the process, seconds since the worker's heartbeat before.
 METRICS = ("F", "I", "W", "B", "O", "resident_bytes", "silence_seconds")
-PHASES = ("starting", "waiting", "forming", "training", "draining")
+PHASES = ("starting", "waiting", "forming", "training", "draining", "paused")
 FORMAT = 1
 # Of one block: a damaged or hostile one can't ask for more memory than this takes, about 27 MB.
 MAX_SAMPLES = 200_000

@@ -8,10 +8,10 @@ from typing import Any
 
 from sqlalchemy import delete, exists, select, update
 
-from db.models import EpochRow, JobPlanRow, PlanRow, SavedPlanRow
-from db.plan_rows import keep_plan, plan_document
-from db.session import Database
-from planner.packed import Packed
+from openrecycle.db.models import GenerationRow, JobPlanRow, PlanRow, SavedPlanRow
+from openrecycle.db.plan_rows import keep_plan, plan_document
+from openrecycle.db.session import Database
+from openrecycle.planner.packed import Packed
 
 
 class SavedPlans:
@@ -61,12 +61,12 @@ class SavedPlans:
     def forget(self, fingerprint: str) -> bool:
         """False when it is not saved. The plan itself goes too, unless a job has it."""
         of_job = exists().where(JobPlanRow.fingerprint == PlanRow.fingerprint)
-        of_epoch = exists().where(EpochRow.plan_fingerprint == PlanRow.fingerprint)
+        of_generation = exists().where(GenerationRow.plan_fingerprint == PlanRow.fingerprint)
         with self._database.write() as session:
             gone = delete(SavedPlanRow).where(SavedPlanRow.fingerprint == fingerprint)
             if session.scalar(gone.returning(SavedPlanRow.fingerprint)) is None:
                 return False
             # Whoever takes the plan up at this moment holds its row (keep_plan): seen first, or it waits for us.
             session.execute(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update())
-            session.execute(delete(PlanRow).where(PlanRow.fingerprint == fingerprint, ~of_job, ~of_epoch))
+            session.execute(delete(PlanRow).where(PlanRow.fingerprint == fingerprint, ~of_job, ~of_generation))
         return True

@@ -22,7 +22,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from db.models import Base
+from openrecycle.db.models import Base
 
 # Any number, so that our advisory lock doesn't meet those of other users of the database.
 _MIGRATION_LOCK = 0x0C1E_0001
@@ -166,7 +166,7 @@ def explained(shown_url: str) -> Iterator[None]:
         yield
     except CommandError:
         raise DatabaseError(
-            f"database {shown_url} was used by a newer version of this program, whose tables this one does not know: "
+            f"database {shown_url} was used by another version of this program, whose tables this one does not know: "
             "run that version, or name another database"
         ) from None
     except DBAPIError as error:

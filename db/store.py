@@ -6,6 +6,7 @@ Thread-safe: a Store holds nothing but the Database.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +16,17 @@ from typing import Any
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from db.catalog_blobs import CatalogBlobs
-from db.job_rows import HIDDEN
-from db.models import (
+from openrecycle.db.catalog_blobs import CatalogBlobs
+from openrecycle.db.job_rows import HIDDEN
+from openrecycle.db.models import (
     AcknowledgementRow,
     AuditRow,
     Base,
     CatalogPlanRow,
     CatalogRow,
     CommandRow,
-    EpochRow,
     EventRow,
+    GenerationRow,
     IdempotentRequestRow,
     IterationRow,
     JobPlanRow,
@@ -34,14 +35,14 @@ from db.models import (
     WorkerRow,
     WorkerStateRow,
 )
-from db.plan_rows import keep_plan, plan_document
-from db.session import Database
-from db.worker_rows import update_workers
-from planner.packed import Packed
+from openrecycle.db.plan_rows import keep_plan, plan_document
+from openrecycle.db.session import Database
+from openrecycle.db.worker_rows import update_workers
+from openrecycle.planner.packed import Packed
 
 Record = dict[str, Any]
 
-# More than fits beside other rows of a page: SQLite has to find another one for it.
+# More than fits beside other rows of a page: the database has to find others for it, since PostgreSQL can't press it.
 PROBE_BYTES = 16 * 1024
 
 CATALOG_BATCH = 64  # plans per statement; a large one has some 10^5 bytes
@@ -51,25 +52,26 @@ CATALOG_BATCH = 64  # plans per statement; a large one has some 10^5 bytes
 class Change:
     """What one step of the coordinator adds to a job's history: stored in one transaction.
 
-    job: columns of the job row that changed. workers, epoch, events, acknowledgements, states, audit: rows
+    job: columns of the job row that changed. workers, generation, events, acknowledgements, states, audit: rows
     without their job_id; `plan` is (fingerprint, document as for `keep_plan`, failed workers, made ahead). states:
-    which workers came into another state. audit: what an operator did. repeats: columns of events that are
-    stored already, by their seq.
+    which workers came into another state. interim: a generation's number, and its columns that changed. audit: what an
+    operator did. repeats: columns of events that are stored already, by their seq.
     """
 
     job: Record = field(default_factory=dict)
     workers: Sequence[Record] = ()
     plan: tuple[str, str | Packed, Sequence[str], bool] | None = None
-    epoch: Record | None = None
+    generation: Record | None = None
     events: Sequence[Record] = ()
     acknowledgements: Sequence[Record] = ()
     states: Sequence[Record] = ()
+    interim: tuple[int, Record] | None = None
     audit: Record | None = None
     repeats: Sequence[Record] = ()
 
     def __bool__(self) -> bool:
-        parts = (self.job, self.workers, self.plan, self.epoch, self.events, self.acknowledgements, self.audit)
-        return any(parts) or bool(self.repeats)
+        parts = (self.job, self.workers, self.plan, self.generation, self.events, self.acknowledgements, self.audit)
+        return any(parts) or bool(self.repeats) or self.interim is not None
 
 
 class Store:
@@ -87,7 +89,7 @@ class Store:
         key = "is there room?"
         row = {"key": key, "request": "", "status": 0, "media_type": "", "location": "", "at": time.time()}
         with self.database.write() as session:
-            session.execute(self._insert_new(IdempotentRequestRow).values(row | {"body": bytes(PROBE_BYTES)}))
+            session.execute(self._insert_new(IdempotentRequestRow).values(row | {"body": os.urandom(PROBE_BYTES)}))
             session.execute(delete(IdempotentRequestRow).where(IdempotentRequestRow.key == key))
 
     # -- jobs -------------------------------------------------------------------------------
@@ -148,9 +150,13 @@ class Store:
             update_workers(session, job_id, change.workers)
             if change.plan:
                 self._put_plan(session, job_id, *change.plan)
-            if change.epoch:
-                row = {k: json.dumps(v) if isinstance(v, (list, tuple)) else v for k, v in change.epoch.items()}
-                session.execute(insert(EpochRow).values(job_id=job_id, **row))
+            if change.generation:
+                row = {k: _text(v) for k, v in change.generation.items()}
+                session.execute(insert(GenerationRow).values(job_id=job_id, **row))
+            if change.interim:
+                number, columns = change.interim
+                same = (GenerationRow.job_id == job_id, GenerationRow.generation == number)
+                session.execute(update(GenerationRow).where(*same).values({k: _text(v) for k, v in columns.items()}))
             if change.events:
                 session.execute(insert(EventRow), [{"job_id": job_id, **e} for e in change.events])
             for row in change.repeats:
@@ -183,40 +189,41 @@ class Store:
             rows = _rows(session, select(EventRow.__table__).where(*where).order_by(order).limit(limit))
         return [{**row, "last_at": row["last_at"] or row["at"]} for row in rows]
 
-    def epochs(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
-        """Epochs with a number > after, oldest first; living, failed and joining as lists."""
-        where = (EpochRow.job_id == job_id, EpochRow.epoch > after)
+    def generations(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
+        """Generations with a number > after, oldest first; living, failed and joining as lists."""
+        where = (GenerationRow.job_id == job_id, GenerationRow.generation > after)
         with self.database.read() as session:
-            query = select(EpochRow.__table__).where(*where).order_by(EpochRow.epoch).limit(limit)
+            query = select(GenerationRow.__table__).where(*where).order_by(GenerationRow.generation).limit(limit)
             rows = _rows(session, query)
         for row in rows:
-            for key in ("living", "failed", "joining", "moves"):
+            for key in ("living", "failed", "joining", "moves", "interim_failed"):
                 row[key] = json.loads(row[key])
         return rows
 
-    def newest_epoch(self, job_id: str) -> Record | None:
-        """The last of `epochs`."""
+    def newest_generation(self, job_id: str) -> Record | None:
+        """The last of `generations`."""
         with self.database.read() as session:
-            last = session.scalar(select(func.max(EpochRow.epoch)).where(EpochRow.job_id == job_id))
-        return None if last is None else self.epochs(job_id, after=last - 1)[0]
+            last = session.scalar(select(func.max(GenerationRow.generation)).where(GenerationRow.job_id == job_id))
+        return None if last is None else self.generations(job_id, after=last - 1)[0]
 
     def acknowledgements(
-        self, job_id: str, epoch: int | None = None, *, after: int = 0, last: int | None = None
+        self, job_id: str, generation: int | None = None, *, after: int = 0, last: int | None = None
     ) -> list[Record]:
-        """Of one epoch; or of those with a number > after, up to and with `last`."""
+        """Of one generation; or of those with a number > after, up to and with `last`."""
         where = [AcknowledgementRow.job_id == job_id]
-        if epoch is not None:
-            where.append(AcknowledgementRow.epoch == epoch)
+        if generation is not None:
+            where.append(AcknowledgementRow.generation == generation)
         if after:
-            where.append(AcknowledgementRow.epoch > after)
+            where.append(AcknowledgementRow.generation > after)
         if last is not None:
-            where.append(AcknowledgementRow.epoch <= last)
+            where.append(AcknowledgementRow.generation <= last)
         with self.database.read() as session:
             return _rows(session, select(AcknowledgementRow.__table__).where(*where).order_by(AcknowledgementRow.at))
 
     def last_acknowledgements(self, job_id: str) -> list[Record]:
-        """Of each epoch and state (epoch, state, at) that of the last worker: of thousands, one row is enough."""
-        key = (AcknowledgementRow.epoch, AcknowledgementRow.state)
+        """Of each generation and state (generation, state, at) that of the last worker: of thousands, one row is
+        enough."""
+        key = (AcknowledgementRow.generation, AcknowledgementRow.state)
         query = select(*key, func.max(AcknowledgementRow.at).label("at")).where(AcknowledgementRow.job_id == job_id)
         with self.database.read() as session:
             return _rows(session, query.group_by(*key).order_by(*key))
@@ -311,7 +318,8 @@ class Store:
         """The first report of an iteration counts; later ones are ignored."""
         if rows:
             with self.database.write() as session:
-                session.execute(self._insert_new(IterationRow), [{"job_id": job_id, **r} for r in rows])
+                own = ({k: _text(v) for k, v in row.items()} for row in rows)
+                session.execute(self._insert_new(IterationRow), [{"job_id": job_id, **row} for row in own])
 
     def iterations(self, job_id: str, *, after: int = -1, limit: int = 1000, newest: bool = False) -> list[Record]:
         """Iterations with a number > after, oldest first: the first `limit`, or the newest."""
@@ -319,6 +327,8 @@ class Store:
         where = (IterationRow.job_id == job_id, IterationRow.iteration > after)
         with self.database.read() as session:
             rows = _rows(session, select(IterationRow.__table__).where(*where).order_by(order).limit(limit))
+        for row in rows:
+            row["skipped"] = json.loads(row["skipped"])
         return rows[::-1] if newest else rows
 
     def committed_iterations(self, job_id: str) -> int:
@@ -341,7 +351,7 @@ class Store:
         """Oldest first."""
         with self.database.read() as session:
             query = select(RecoveryRow.__table__).where(RecoveryRow.job_id == job_id)
-            return _rows(session, query.order_by(RecoveryRow.at, RecoveryRow.epoch))
+            return _rows(session, query.order_by(RecoveryRow.at, RecoveryRow.generation))
 
     # -- operators --------------------------------------------------------------------------
 
@@ -396,6 +406,11 @@ class Store:
 
     def _insert_new(self, model: type[Base]) -> Any:
         return self.database.insert_new(model)
+
+
+def _text(value: object) -> object:
+    """As a column has it: of a list, JSON."""
+    return json.dumps(value) if isinstance(value, (list, tuple)) else value
 
 
 def _rows(session: Session, query: Any) -> list[Record]:

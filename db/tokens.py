@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from sqlalchemy import Table, bindparam, insert, or_, select, update
 
-from db.models import TokenRow
-from db.session import Database
-from db.store import Record
+from openrecycle.db.models import TokenRow
+from openrecycle.db.session import Database
+from openrecycle.db.store import Record
 
 
 class TokenStore:

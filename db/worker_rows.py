@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Table, bindparam, update
 from sqlalchemy.orm import Session
 
-from db.models import WorkerRow
+from openrecycle.db.models import WorkerRow
 
 
 def update_workers(session: Session, job_id: str, workers: Iterable[Mapping[str, Any]]) -> None:

@@ -1,8 +1,6 @@
-from planner.errors import say_missing
+"""`python -m planner` in a clone. Kept empty of imports: processes that it starts import the main module again."""
 
 if __name__ == "__main__":
-    try:
-        from planner.cli import main
-    except ModuleNotFoundError as error:
-        say_missing(error, "openrecycle[planner]")
-    main()
+    from openrecycle.cli import main
+
+    main("planner")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from planner.errors import InfeasibleError
-from planner.job import Job, MemoryLimit, Problem, StageTicks, Technique, Worker
-from planner.schedule import Op, Schedule
+from openrecycle.planner.errors import InfeasibleError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageTicks, Technique, Worker
+from openrecycle.planner.schedule import Op, Schedule
 
 Order = list[tuple[str, int]]  # (kind, micro-batch)
 

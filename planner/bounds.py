@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from planner.job import Job, MemoryLimit, Problem, StageTicks, Technique, Worker
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageTicks, Technique, Worker
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from planner.errors import InputError
-from planner.failures import canonical_pattern, patterns
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc
-from planner.solvers.portfolio import make_plan
-from planner.words import percent
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.failures import canonical_pattern, patterns
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
+from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.words import percent
 
 # More patterns than this per failure count are not planned ahead; the list scheduler takes over.
 MAX_PATTERNS = 10_000
@@ -123,7 +123,7 @@ class Catalog:
         plan = self.find(problem.failed)
         if plan is not None:
             return plan, f"from the catalog: planned ahead for {what} ({plan.solver.name}, {_gap(plan)})"
-        plan = make_plan(problem, solver="list")
+        plan = make_plan(problem, solver="list", look_ahead=False)
         return plan, f"no plan was made ahead for {what}: the list scheduler made one now ({_gap(plan)})"
 
     # -- JSON --------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Catalog:
     def from_json(cls, text: str | bytes, *, source: str = "catalog") -> Catalog:
         """Raises PlanError naming the first field that is wrong."""
         try:
-            document = CatalogDoc.model_validate_json(text)
+            document = read_model(CatalogDoc, text)
         except ValidationError as error:
             raise PlanError(f"{source} is not a catalog: {first_problem(error)}") from None
         catalog = cls(document.job.job(), document.technique, MemoryLimit.parse(document.memory, field="memory"))

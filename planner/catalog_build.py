@@ -2,7 +2,7 @@
 
 Where all failure patterns can be listed each gets a plan. Larger grids get one plan per failure
 *count*, for the distribution over stages that costs least: any failures can be led there by
-migrations (planner.normalization), and failures with equal counts per stage need not even those.
+migrations (planner.migration), and failures with equal counts per stage need not even those.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Protocol
 
-from planner.catalog_engines import Engine
-from planner.catalog_store import Blobs, StoredCatalog, create_folder, plan_name
-from planner.catalog_task import LARGE as LARGE  # (where it was)
-from planner.catalog_task import Heir, Rows, Target, Task, workers_of
-from planner.distribution import Counts, best_distributions, models
-from planner.errors import InputError
-from planner.failures import canonical_pattern, patterns
-from planner.job import Job, Worker
-from planner.plan import PlanError, job_doc
-from planner.plan_codec import Effort, Header, Question, decode_columns, decode_header
-from planner.solvers.base import Cancelled
+from openrecycle.planner.catalog_engines import Engine
+from openrecycle.planner.catalog_store import Blobs, StoredCatalog, create_folder, plan_name
+from openrecycle.planner.catalog_task import LARGE as LARGE  # (where it was)
+from openrecycle.planner.catalog_task import Heir, Rows, Target, Task, workers_of
+from openrecycle.planner.distribution import Counts, best_distributions, models
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.failures import canonical_pattern, patterns
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.packed import Effort, Header, Question, decode_columns, decode_header
+from openrecycle.planner.plan import PlanError, job_doc
+from openrecycle.planner.solvers.base import Cancelled
 
 # Up to so many patterns each gets its own plan.
 LISTED = 500

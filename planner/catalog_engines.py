@@ -15,9 +15,9 @@ from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any, Protocol
 
-from planner.catalog_task import Blobs, Task, work
-from planner.errors import InputError, PlannerError
-from planner.solvers.base import Cancelled
+from openrecycle.planner.catalog_task import Blobs, Task, work
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.solvers.base import Cancelled
 
 # Seconds after which a wait for the next result looks whether it is to stop.
 POLL = 0.2
@@ -128,8 +128,8 @@ class RayEngine:
     def _connect(self) -> None:
         ray = self._ray
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
-        # Workers elsewhere have no copy of this package: it is sent to them.
-        package = {"py_modules": [str(Path(__file__).parent)]}
+        # Workers elsewhere have no copy of this package: it is sent to them, without what plans are not made by.
+        package = {"py_modules": [str(Path(__file__).parents[1])], "excludes": ["/agent", "/app", "/db"]}
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": package}
         if self._address is None:
             options |= {"num_cpus": self._jobs, "include_dashboard": False, "address": "local"}

@@ -1,7 +1,7 @@
 """Catalogs on disk, and the look-up of one plan: no other plan is read for it.
 
     DIR/<fingerprint>/catalog.json       what the plans answer (`CatalogInfo`)
-    DIR/<fingerprint>/<name>.plan        one plan each (planner.plan_codec)
+    DIR/<fingerprint>/<name>.plan        one plan each (planner.packed)
 
 Files appear whole or not at all. A plan's name begins with its number of failures and is otherwise
 a hash of the failed workers, so that a failure set's own plan is found without a search.
@@ -20,18 +20,16 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from planner.catalog import Catalog, rename_pipelines
-from planner.columnar import ColumnarPlan
-from planner.distribution import Counts
-from planner.errors import InputError
-from planner.failures import canonical_pattern, failures_per_stage
-from planner.job import Job, MemoryLimit, Technique, Worker
-from planner.normalization import Migration, migrations_to
-from planner.packed import SMALL_OPS
-from planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc
-from planner.plan_codec import Header, Question, decode_columns, decode_header, decode_plan
-from planner.plan_columns import Columns
-from planner.version import PLANNER_VERSION
+from openrecycle.planner.catalog import Catalog, rename_pipelines
+from openrecycle.planner.distribution import Counts
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.failures import canonical_pattern, failures_per_stage
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.migration import Migration, migrations_to
+from openrecycle.planner.packed import SMALL_OPS, Header, Question, decode_columns, decode_header, decode_plan
+from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
+from openrecycle.planner.plan_arrays import ColumnarPlan, Columns
+from openrecycle.planner.version import PLANNER_VERSION
 
 INFO = "catalog.json"
 SUFFIX = ".plan"
@@ -63,7 +61,7 @@ class CatalogInfo(BaseModel):
     def from_json(cls, text: str | bytes, *, source: str = INFO) -> CatalogInfo:
         """Raises PlanError naming the first field that is wrong."""
         try:
-            return cls.model_validate_json(text)
+            return read_model(cls, text)
         except ValidationError as error:
             raise PlanError(f"{source} does not describe a catalog: {first_problem(error)}") from None
 

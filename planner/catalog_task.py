@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner.bounds import period_bound
-from planner.catalog_store import plan_name
-from planner.job import MemoryLimit, Problem, Technique, Worker
-from planner.plan import PROVERS, JobDoc
-from planner.plan_codec import Effort, Question, encode_columns, encode_plan
-from planner.plan_columns import Columns, NotColumnar
-from planner.solvers.base import Solution
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.portfolio import best_solution, metrics_of, plan_of, solver_of
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.catalog_store import plan_name
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.packed import Effort, Question, encode_columns, encode_plan
+from openrecycle.planner.plan import PROVERS, JobDoc
+from openrecycle.planner.plan_arrays import ColumnarSchedule, Columns, NotColumnar
+from openrecycle.planner.solvers.base import Solution
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import best_solution, metrics_of, plan_of, solver_of
 
 # Ops from which alternatives are compared by a quick try, not solved in full.
 LARGE = 50_000
@@ -79,7 +81,10 @@ def work(task: Task) -> Blobs:
         if problems:
             begin = time.perf_counter()
             limit = effort.time_limit or float("inf")
-            solutions = [best_solution(problem, solver=effort.solver, time_limit=limit) for problem in problems]
+            ahead = effort.solver != "list"  # its plans are compared with each other in the end
+            solutions = [
+                best_solution(problem, solver=effort.solver, time_limit=limit, look_ahead=ahead) for problem in problems
+            ]
             best = min(solutions, key=lambda s: (s.schedule.period, s.bound))
             seconds = time.perf_counter() - begin
             if taken is None or best.schedule.period <= taken.period:
@@ -126,6 +131,8 @@ def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, by
         columns = Columns.of(solution.schedule)
     except NotColumnar:
         return plan_name(failed), encode_plan(plan_of(solution, seconds=seconds), effort), None
+    if wrong := check(ColumnarSchedule(columns)):
+        raise PlannerError(f"the plan of {solution.solver} is not valid, and is not stored: {wrong[0]}")
     solution = replace(solution, schedule=columns.summary(), seconds=seconds)
     return plan_name(failed), _encoded(columns, solution, effort), Heir(columns, len(failed), solution.solver)
 

@@ -15,22 +15,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from planner.check import check as find_violations
-from planner.check import claim
-from planner.cli_shared import interruptible, job_of_options
-from planner.commands_bench import bench_command
-from planner.commands_catalog import catalog_command, normalize_command
-from planner.commands_export import compare_command, export_command
-from planner.commands_simulate import simulate_command
-from planner.errors import InputError
-from planner.failures import parse_failed
-from planner.gantt_text import gantt_lines
-from planner.job import Job, MemoryLimit, Problem, Technique
-from planner.output import check_out, console, is_stdout, run, write_out
-from planner.plan import Plan
-from planner.reference import reference_plan
-from planner.solvers.base import Progress
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.check import check as find_violations
+from openrecycle.planner.check import claim
+from openrecycle.planner.cli_shared import interruptible, job_of_options
+from openrecycle.planner.commands_bench import bench_command
+from openrecycle.planner.commands_catalog import catalog_command, normalize_command
+from openrecycle.planner.commands_export import compare_command, export_command
+from openrecycle.planner.commands_simulate import simulate_command
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.failures import parse_failed
+from openrecycle.planner.gantt_text import gantt_lines
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.reference import reference_plan
+from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.portfolio import make_plan
 
 SHOWN_VIOLATIONS = 20
 

@@ -10,10 +10,10 @@ from types import FrameType
 
 from rich.console import Console
 
-from planner.errors import InputError
-from planner.job import Job, parse_durations
-from planner.plan import JobDoc
-from planner.profiles import job_on, load
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, parse_durations
+from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.profiles import job_on, load
 
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`python -m planner bench`: how good the plans of this machine are, and how soon they are there."""
+"""`openrecycle bench`: how good the plans of this machine are, and how soon they are there."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from planner.solvers.portfolio import best_solution
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.solvers.portfolio import best_solution
 
 GRIDS = ("8x8x16", "16x8x64", "16x16x64", "32x64x128", "64x32x64")
 QUICK_GRIDS = ("4x4x8", "8x8x16")

@@ -1,4 +1,4 @@
-"""`python -m planner catalog` and `normalize`."""
+"""`openrecycle catalog` and `normalize`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from planner.cli_shared import interruptible, job_of_options
-from planner.distribution import check_copy_cost
-from planner.errors import InputError, PlannerError
-from planner.failures import parse_failed
-from planner.job import MemoryLimit, Technique
-from planner.normalization import SECONDS, Normalization, normalize
+from openrecycle.planner.cli_shared import interruptible, job_of_options
+from openrecycle.planner.distribution import check_copy_cost
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.failures import parse_failed
+from openrecycle.planner.job import MemoryLimit, Technique
+from openrecycle.planner.migration import SECONDS, Normalization, normalize
 
 MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number; or the profile's bytes."
 DEFAULT_BANDWIDTH = 12.5e9  # bytes per second: a 100 Gb/s link
@@ -119,12 +119,12 @@ def catalog_command(
 ) -> None:
     """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
     # The cli registers this module; the rest needs numpy, which an agent's machine may lack.
-    from planner.solvers.portfolio import SOLVERS
+    from openrecycle.planner.solvers.portfolio import SOLVERS
 
     try:
-        from planner.catalog_build import build_catalog
-        from planner.catalog_engines import make_engine
-        from planner.plan_codec import Effort, Question
+        from openrecycle.planner.catalog_build import build_catalog
+        from openrecycle.planner.catalog_engines import make_engine
+        from openrecycle.planner.packed import Effort, Question
     except ImportError as error:
         raise PlannerError(f"catalogs on disk need numpy, which is not installed here ({error})") from None
     if solver not in SOLVERS:

@@ -1,4 +1,4 @@
-"""`python -m planner export` and `compare`: plans in other formats, and side by side."""
+"""`openrecycle export` and `compare`: plans in other formats, and side by side."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from planner.check import check
-from planner.errors import InputError
-from planner.export import EXPORTERS, format_named
-from planner.export.compare import Row, compare
-from planner.export.yaml_document import parse_yaml
-from planner.output import check_out, console, write_out
-from planner.plan import Plan, PlanError
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.export import EXPORTERS, format_named
+from openrecycle.planner.export.compare import Row, compare
+from openrecycle.planner.export.yaml_document import parse_yaml
+from openrecycle.planner.output import check_out, console, write_out
+from openrecycle.planner.plan import Plan, PlanError
 
 MAX_COMPARED = 4
 

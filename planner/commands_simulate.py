@@ -1,4 +1,4 @@
-"""`python -m planner simulate`: what a job lives through under a failure trace, by policy."""
+"""`openrecycle simulate`: what a job lives through under a failure trace, by policy."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from planner.catalog_store import open_folder
-from planner.cli_shared import job_of_options
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Technique
-from planner.models import analytic_job, model_shape
-from planner.output import console
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.engine import simulate
-from planner.simulation.outcome import Outcome
-from planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob
-from planner.simulation.policies.measured import READY_AFTER
-from planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from planner.simulation.policies.published import PUBLISHED, published
-from planner.simulation.sensitivity import Sweep, sweep
-from planner.simulation.trace import Trace
-from planner.simulation.traces import read_trace
-from planner.simulation.traces.generated import Domain, generated
+from openrecycle.planner.catalog_store import open_folder
+from openrecycle.planner.cli_shared import job_of_options
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.models import analytic_job, model_shape
+from openrecycle.planner.output import console
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.engine import simulate
+from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob
+from openrecycle.planner.simulation.policies.measured import READY_AFTER
+from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
+from openrecycle.planner.simulation.policies.published import PUBLISHED, published
+from openrecycle.planner.simulation.sensitivity import Sweep, sweep
+from openrecycle.planner.simulation.trace import Trace
+from openrecycle.planner.simulation.traces import read_trace
+from openrecycle.planner.simulation.traces.generated import Domain, generated
 
 HOST = 8  # workers of one host
 

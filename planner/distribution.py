@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.bounds import CountBounds
-from planner.errors import InfeasibleError, InputError
-from planner.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.bounds import CountBounds
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
 
 Counts = tuple[int, ...]
 

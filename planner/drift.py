@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from planner.errors import InputError
-from planner.job import FASTEST, SLOWEST, Job, Worker
-from planner.normalization import SECONDS
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import FASTEST, SLOWEST, Job, Worker
+from openrecycle.planner.migration import SECONDS
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from typing import NoReturn
-
 
 class PlannerError(ValueError):
     """Base of everything the planner refuses. `str(error)` is one sentence for the user."""
@@ -42,15 +39,3 @@ class InfeasibleError(PlannerError):
 
     def __reduce__(self) -> tuple[type[InfeasibleError], tuple[str, str]]:
         return type(self), (self.constraint, self.remedy)
-
-
-def say_missing(error: ModuleNotFoundError, package: str) -> NoReturn:
-    """Ends the program with a sentence on what to install; package: what brings the module that was not found.
-
-    Raises `error` itself where it is a module of this project.
-    """
-    name = (error.name or "").partition(".")[0]
-    if name in ("", "agent", "planner", "db", "app"):
-        raise error
-    print(f"error: this needs {name}: pip install '{package}'", file=sys.stderr)
-    sys.exit(2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from planner.job import Job, Worker
+from openrecycle.planner.job import Job, Worker
 
 
 def parse_failed(names: Iterable[str], job: Job, *, field: str = "--fail") -> frozenset[Worker]:

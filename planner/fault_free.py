@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from planner.errors import InfeasibleError
-from planner.job import Job, MemoryLimit, Problem, Technique
-from planner.schedule import Schedule
-from planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.errors import InfeasibleError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
 # Of one period the plainest: what comes first asks least of the job.
 _TECHNIQUES = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from planner.schedule import Schedule
+from openrecycle.planner.schedule import Schedule
 
 MAX_ROWS = 48
 _STYLE = {"F": "blue", "I": "green", "W": "yellow", "B": "cyan", "O": "magenta", ".": "dim"}

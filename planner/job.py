@@ -15,8 +15,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from planner.errors import InfeasibleError, InputError
-from planner.profile import (
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.profile import (
     MAX_DECIMALS,
     StageProfile,
     StageTicks,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from planner.baseline import reference_period
-from planner.errors import InputError
-from planner.job import Job, StageProfile
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, StageProfile
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from planner.errors import InputError, PlannerError
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.words import printable
 
 _STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 # Wider than any line: what is no terminal has no edge at which to cut a table.
@@ -133,4 +134,4 @@ def _refuse(sentence: str) -> NoReturn:
 
 def _say(sentence: str) -> None:
     with suppress(OSError):
-        print(sentence, file=sys.stderr, flush=True)
+        print(printable(sentence, keep="\n"), file=sys.stderr, flush=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.job import Worker
-from planner.schedule import Op, Schedule
+from openrecycle.planner.job import Worker
+from openrecycle.planner.schedule import Op, Schedule
 
 _Key = tuple[int, int, int]  # home pipeline, micro-batch, stage
 

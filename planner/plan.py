@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -24,14 +25,18 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from planner.errors import InputError, PlannerError
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from planner.schedule import Op, Schedule
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.words import printable
 
 SCHEMA_VERSION: Literal[1] = 1
+Model = TypeVar("Model", bound=BaseModel)
 
 
 # Bounded: a whole number may be too large for a float, and would pass for finite.
@@ -44,9 +49,13 @@ def _no_text_or_truth(value: object) -> object:
 INTEGER = BeforeValidator(_no_text_or_truth)
 """For an int as JSON Schema has it: 3.0 is one, "3" and true are none. After the field's limits, which the schema loses
 otherwise."""
-Time = Annotated[StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)], Field(ge=0, le=1e18)]
-WorkerName = Annotated[str, Field(pattern=r"^W\d{1,6}_\d{1,6}$")]
-Bytes = Annotated[StrictInt, Field(ge=0)]
+Time = Annotated[
+    StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)],
+    Field(ge=0, le=1e18),
+    WithJsonSchema({"type": "number", "minimum": 0, "maximum": 1e18}),  # else the schema loses the limits
+]
+WorkerName = Annotated[str, Field(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
+Bytes = Annotated[int, Field(ge=0), INTEGER]
 Speed = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
 # What a document need not say is left out where it says nothing, so that documents, and with them
 # fingerprints, of jobs without it stay what they were.
@@ -90,12 +99,16 @@ class StageDoc(_Model):
     optimizer_bytes: Annotated[Bytes, _WHERE_GIVEN] = 0
 
 
+# What is less is refused by Job, in its own words.
+_Size = Annotated[int, INTEGER, Field(json_schema_extra={"minimum": 1})]
+
+
 class JobDoc(_Model):
     """See planner.job.Job. `capacity_bytes`: one number for all workers, or one per stage."""
 
-    pipelines: Annotated[int, INTEGER]
-    stages: Annotated[int, INTEGER]
-    micro_batches: Annotated[int, INTEGER]
+    pipelines: _Size
+    stages: _Size
+    micro_batches: _Size
     profiles: Annotated[tuple[StageDoc, ...], Field(fail_fast=True)]
     transfers: Annotated[tuple[Time, ...], Field(fail_fast=True)]
     time_unit: Annotated[str, Field(max_length=20, pattern=PRINTABLE)] = "slot"
@@ -141,6 +154,36 @@ class OpDoc(_Model):
     start: Time
     duration: Time
 
+
+class OpColumns(NamedTuple):
+    """Ops of one worker, as OpDoc has them."""
+
+    kinds: list[str]
+    pipelines: list[int]
+    micro_batches: list[int | None]
+    stages: list[int]
+    starts: list[int | float]
+    durations: list[int | float]
+
+    def canonical(self) -> str:
+        """As the fingerprint is computed from them."""
+        return "[" + ",".join([
+            f'{{"duration":{d!r},"kind":"{kind}","micro_batch":{"null" if m is None else m},'
+            f'"pipeline":{p},"stage":{s},"start":{a!r}}}'
+            for kind, p, m, s, a, d in zip(*self, strict=True)
+        ]) + "]"  # fmt: skip
+
+    def document(self) -> str:
+        """As the Plan document has them."""
+        return "[" + ",".join([
+            f'{{"kind":"{kind}","pipeline":{p},"micro_batch":{"null" if m is None else m},'
+            f'"stage":{s},"start":{a!r},"duration":{d!r}}}'
+            for kind, p, m, s, a, d in zip(*self, strict=True)
+        ]) + "]"  # fmt: skip
+
+
+_NO_OPS = OpColumns([], [], [], [], [], [])
+_VALUES = attrgetter("kind", "pipeline", "micro_batch", "stage", "start", "duration")
 
 # A wrong document may have a million wrong entries: the first is said.
 _Ops = Annotated[tuple[OpDoc, ...], Field(fail_fast=True)]
@@ -209,14 +252,26 @@ class Plan(_Model):
 
     def compute_fingerprint(self) -> str:
         """SHA-256 over the canonical JSON of the problem and the ops (not of who solved it)."""
-        body = self.model_dump(mode="json", include={"schema_version", "job", "failed", "technique", "memory"})
-        digest = hashlib.sha256(_canonical(body)[:-1])
+        body = {
+            "failed": list(self.failed),
+            "job": self.job.model_dump(mode="json"),
+            "memory": self.memory,
+            "schema_version": self.schema_version,
+            "technique": self.technique.value,
+        }
+        head = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(f'{head[:-1]},"workers":{{'.encode())
         # `workers` is the last key of all; worker by worker, for the reason that `_PIECEMEAL` gives.
-        for i, name in enumerate(sorted(self.workers)):
-            ops = _canonical(_OPS.dump_python(self.workers[name], mode="json"))
-            digest.update((b"," if i else b',"workers":{') + b'"%b":' % name.encode() + ops)
-        digest.update(b"}}" if self.workers else b',"workers":{}}')
+        written = sorted((name, ops.canonical()) for name, ops in self.op_columns())
+        for i, (name, ops) in enumerate(written):
+            digest.update(f'{"," if i else ""}"{name}":{ops}'.encode())
+        digest.update(b"}}")
         return digest.hexdigest()[:32]
+
+    def op_columns(self) -> Iterator[tuple[str, OpColumns]]:
+        """The ops of each worker, in columns."""
+        for name, ops in self.workers.items():
+            yield name, OpColumns(*map(list, zip(*map(_VALUES, ops), strict=True))) if ops else _NO_OPS
 
     def problem(self) -> Problem:
         """Raises PlannerError when the document describes no job."""
@@ -251,13 +306,10 @@ class Plan(_Model):
     # -- JSON --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        return self.json_with(f'"{name}":{_OPS.dump_json(ops).decode()}' for name, ops in self.workers.items())
-
-    def json_with(self, workers: Iterable[str]) -> str:
-        """The document with these members of `workers`, as JSON, in the place of its own."""
         head = Plan.model_construct(**{**self.__dict__, "workers": {}}).model_dump_json()
         before, empty, after = head.partition(_NO_WORKERS)
-        return f"{before}{empty[:-1]}{','.join(workers)}}}{after}"
+        workers = ",".join(f'"{name}":{ops.document()}' for name, ops in self.op_columns())
+        return f"{before}{empty[:-1]}{workers}}}{after}"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "plan") -> Plan:
@@ -335,7 +387,7 @@ _OPS = TypeAdapter(_Ops)
 # thread run meanwhile, which for 2,048 workers at once takes seconds.
 _PIECEMEAL = 1_000_000
 _NO_WORKERS = '"workers":{}'
-_WORKER = re.compile(r'"(W\d{1,6}_\d{1,6})":(\[[^\[\]]*\])(?:,(?=")|(?=\}))')
+_WORKER = re.compile(r'"(W[0-9]{1,6}_[0-9]{1,6})":(\[[^\[\]]*\])(?:,(?=")|(?=\}))')
 
 
 _OP_KEYS = tuple(f'"{name}"' for name in OpDoc.model_fields)
@@ -347,17 +399,46 @@ class DuplicateKey(PlannerError):
 
 def refuse_duplicates(text: str | bytes) -> None:
     """Raises DuplicateKey for a document (valid JSON) in which an object has a key twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> None:
-        if len({key for key, _ in pairs}) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise DuplicateKey(f"the key {next(k for k in keys if keys.count(k) > 1)!r} is there twice in one object")
-
-    json.loads(text, object_pairs_hook=unique)
+    json.loads(text, object_pairs_hook=_unique)
 
 
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    if len({key for key, _ in pairs}) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise DuplicateKey(f"the key {twice[:80]!r} is there twice in one object")
+
+
+def read_json(text: str | bytes) -> Any:
+    """A document that a person, a file or another host gave.
+
+    Raises ValueError, in words, also for a key that is in one object twice, and for what is nested too deeply.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _unique(pairs)
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except DuplicateKey as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_model(model: type[Model], text: str | bytes) -> Model:
+    """As model.model_validate_json, for what a person, a file or another host gave: ValidationError also for a key
+    that is in one object twice."""
+    read = model.model_validate_json(text)
+    try:
+        refuse_duplicates(text)
+    except (DuplicateKey, ValueError, RecursionError) as error:
+        why = str(error) if isinstance(error, DuplicateKey) else "it is nested too deeply, or holds a number too long"
+        problem = PydanticCustomError("strict_json", "{why}", {"why": why})
+        line = InitErrorDetails(type=problem, loc=(), input=None)
+        raise ValidationError.from_exception_data(model.__name__, [line]) from None
+    return read
 
 
 def job_doc(job: Job) -> JobDoc:
@@ -394,7 +475,7 @@ def _stage_doc(profile: StageProfile) -> StageDoc:
 def first_problem(error: ValidationError) -> str:
     """One sentence out of pydantic's error: field, value and what was expected."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"])) or "the document"
+    where = printable(".".join(map(str, first["loc"]))[:200]) or "the document"
     value = repr(first.get("input"))
     shown = value if len(value) <= 80 else value[:77] + "..."
     more = len(error.errors()) - 1

@@ -1,4 +1,4 @@
-"""What to do at a failure: predicts each way on, picks the one that trains most, and says why.
+"""What to do at a failure: predicts each option, picks the one that trains most, and says why.
 
 Pure functions of the job's state, its planned throughput and what recovery costs. All ways are
 compared by the samples that are trained from now to the expected repair.
@@ -10,18 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.baseline import reference_period
-from planner.catalog import Catalog
-from planner.catalog_store import Found, StoredCatalog
-from planner.distribution import CopyCost
-from planner.errors import InfeasibleError, InputError
-from planner.failures import failures_per_stage
-from planner.job import Problem, Worker
-from planner.normalization import Migration, normalize
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import PlannedJob, Rate
-from planner.solvers.list_scheduler import ListScheduler
-from planner.words import percent
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.catalog_store import Found, StoredCatalog
+from openrecycle.planner.distribution import CopyCost
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.failures import failures_per_stage
+from openrecycle.planner.job import Problem, Worker
+from openrecycle.planner.migration import Migration, normalize
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.words import percent
 
 # Ops above which nothing is planned while a failure waits: the count's own period stands for it.
 PLANNED_OPS = 200_000
@@ -34,7 +34,7 @@ WHOLE = 0.995
 
 @dataclass(frozen=True)
 class Option:
-    """One way on. pause: seconds until training goes on. redo: seconds of earlier work that is lost.
+    """One option. pause: seconds until training goes on. redo: seconds of earlier work that is lost.
 
     rate: samples per second from then on. migrations: who changes stage for it, where that is known.
     """

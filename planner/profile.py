@@ -9,7 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
-from planner.errors import InputError
+from openrecycle.planner.errors import InputError
 
 MAX_DECIMALS = 6
 MAX_BYTES = 1 << 60

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
-from planner.bounds import period_bound
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Problem, Technique
-from planner.plan import Plan
-from planner.schedule import Schedule
-from planner.solvers.base import Solution
-from planner.solvers.portfolio import plan_of
+from openrecycle.planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.base import Solution
+from openrecycle.planner.solvers.portfolio import plan_of
 
 # What each is, the least technique that allows its ops, and the memory limit that it keeps. The
 # zero-bubble schedules split B and step without a barrier.

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterator
 from itertools import cycle
 
-from planner.job import Problem, Worker
+from openrecycle.planner.job import Problem, Worker
 
 Routes = tuple[tuple[int, ...], ...]
 

@@ -7,11 +7,11 @@ planner.check to say, which shares no code with this module's users.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from planner.job import Problem, Technique, Worker
+from openrecycle.planner.job import Problem, Technique, Worker
 
 COMPUTE_KINDS = ("F", "I", "W", "B")
 
@@ -49,10 +49,12 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """ops: for each living worker its ops by start time (O last). Includes the O ops."""
+    """ops: for each living worker its ops by start time (O last). Includes the O ops. made_for: the schedule for
+    more failures that this one is, where it is one (`for_fewer`)."""
 
     problem: Problem
     ops: Mapping[Worker, tuple[Op, ...]]
+    made_for: Schedule | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def build(cls, problem: Problem, compute_ops: Iterable[Op]) -> Schedule:
@@ -78,7 +80,7 @@ class Schedule:
 
     def for_fewer(self, problem: Problem) -> Schedule:
         """The same ops for `problem`, whose failures are among this one's: whoever lives after all stays idle."""
-        return Schedule.build(problem, self.compute_ops())
+        return replace(Schedule.build(problem, self.compute_ops()), made_for=self.made_for or self)
 
     def compute_ops(self) -> Iterable[Op]:
         """Every op but the O's, worker by worker."""

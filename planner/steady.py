@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from planner.errors import InputError
-from planner.job import Job, Problem
-from planner.schedule import Op, Schedule
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, Problem
+from openrecycle.planner.schedule import Op, Schedule
 
 _Node = int
 

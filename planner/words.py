@@ -1,6 +1,17 @@
-"""How numbers are written in sentences that the command line and the console share. ASCII alone."""
+"""How numbers, and the words of others, are written in sentences that the command line and the console share."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def printable(text: str, keep: str = "") -> str:
+    """What others wrote, for a terminal or a log: what is not seen but obeyed (escapes, line breaks, marks of
+    direction) is written out, as in \\x1b. keep: characters that stay as they are."""
+    if text.isprintable():
+        return text
+    shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(shown)
 
 
 def percent(fraction: float, digits: int = 0) -> str:
@@ -30,3 +41,11 @@ def milliseconds(value: float, digits: int = 3) -> str:
 
 def _both(value: int, per: int, large: str, small: str) -> str:
     return f"{value // per} {large}" + (f" {value % per} {small}" if value % per else "")
+
+
+def micro_batch_names(numbers: Sequence[int], micro_batches: int, most: int = 6) -> str:
+    """`micro-batch 1.3`, or `micro-batches 0.0, 1.3 and 2 more`. numbers: counted over the pipelines, which have
+    `micro_batches` each."""
+    shown = [f"{n // micro_batches}.{n % micro_batches}" for n in numbers[:most]]
+    more = f" and {len(numbers) - most:,} more" if len(numbers) > most else ""
+    return f"micro-batch{'' if len(numbers) == 1 else 'es'} {', '.join(shown)}{more}"

@@ -18,6 +18,9 @@ from sqlalchemy import create_engine, text
 
 # Consoles and jobs that tests start are many: they need not compile this program anew each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# They run this clone's code, also where another one is installed.
+_SOURCE = str(Path(__file__).resolve().parents[1] / ".src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))
 
 # The same examples in each run, however long a busy machine takes for one. tests/chaos looks for new ones.
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)
@@ -54,7 +57,8 @@ def postgres_url() -> Iterator[str]:
 
 
 @contextmanager
-def postgres_cluster() -> Iterator[str]:
+def postgres_cluster(disk_mib: int | None = None) -> Iterator[str]:
+    """disk_mib: on a disk of its own, in memory, of that size."""
     binaries = _postgres_bin()
     if binaries is None:
         pytest.skip("PostgreSQL is not installed here (no initdb on the PATH or in /usr/lib/postgresql)")
@@ -63,14 +67,23 @@ def postgres_cluster() -> Iterator[str]:
     if root and not shutil.which("runuser"):
         pytest.skip("PostgreSQL does not run as root, and runuser is not here")
     as_user = ["runuser", "-u", "postgres", "--"] if root else []
+    on_disk: list[str] = []
+    if disk_mib is not None:
+        # PostgreSQL would not run as the root of this name space either: it runs in another one inside.
+        inside = 'mount -t tmpfs -o size="$1"m tmpfs "$0" && shift && cd "$0" && exec unshare -U --map-user=1000 "$@"'
+        trial = subprocess.run([*as_user, "unshare", "-Urm", "unshare", "-U", "--map-user=1000", "true"], check=False)
+        if trial.returncode:
+            pytest.skip("this system has no name spaces for users, or unshare is not here")
     folder = Path(tempfile.mkdtemp(prefix="openrecycle-pg-"))
+    if disk_mib is not None:
+        on_disk = ["unshare", "-Urm", "sh", "-c", inside, str(folder), str(disk_mib)]
     if root:
         shutil.chown(folder, "postgres")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     arguments = [str(binaries), str(folder), str(port)]
     process = subprocess.Popen(
-        [*as_user, "sh", "-c", _CLUSTER, "cluster", *arguments],
+        [*as_user, *on_disk, "sh", "-c", _CLUSTER, "cluster", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Sink(Protocol):
+class GradientSink(Protocol):
     """Where gradients go, one call per parameter and micro-batch (see agent.gradients)."""
 
     def add(self, tensor: Tensor, term: Tensor) -> None:
@@ -50,8 +50,8 @@ Gradients = Callable[[], Sequence[Term]]
 """Computes the gradients of a layer's parameters, in their order, or leaves that to the sum."""
 
 
-class Tape:
-    """The weight gradients that one micro-batch still owes, in the order I met them."""
+class DeferredGradients:
+    """The weight gradients that one micro-batch has still to compute, in the order I met them."""
 
     def __init__(self) -> None:
         self._owed: list[tuple[Sequence[nn.Parameter], Gradients]] = []
@@ -59,11 +59,11 @@ class Tape:
     def __len__(self) -> int:
         return len(self._owed)
 
-    def owe(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+    def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
         self._owed.append((parameters, gradients))
 
-    def pay(self, sink: Sink, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """Computes every owed gradient, hands each parameter's to `sink` once, and forgets it.
+    def flush(self, sink: GradientSink, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Computes every pending gradient, hands each parameter's to `sink` once, and forgets it.
 
         known: gradients that I has already produced. A parameter used more than once gets the sum of its
         gradients first, in the order of the uses' backwards, as autograd sums them.
@@ -90,8 +90,8 @@ class Tape:
         self._owed.reverse()
         while self._owed:
             parameters, gradients = self._owed.pop()
-            for owed, term in zip(parameters, gradients(), strict=True):
-                put(owed, term)
+            for pending, term in zip(parameters, gradients(), strict=True):
+                put(pending, term)
         for entry in shared.values():
             if entry is not None:
                 sink.add(*entry)
@@ -99,11 +99,11 @@ class Tape:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tape: Tape) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
         # weight and bias are inputs so that the output requires a gradient even where x does not; they
         # are kept as they are, since checkpointing gives back what it saves as another tensor.
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.tape = weight, bias, tape
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
         return functional.linear(x, weight, bias)
 
     @staticmethod
@@ -121,15 +121,15 @@ class _Linear(torch.autograd.Function):
                 out.append(flat.sum(0).to(bias.dtype))
             return out
 
-        ctx.tape.owe(_where((of_weight, of_bias), (weight, bias)), gradients)
+        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients)
         return (dy @ weight.to(dy.dtype) if of_x else None), None, None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int, tape: Tape) -> Tensor:
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int, deferred: DeferredGradients) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.weight, ctx.padding, ctx.tape = weight, padding, tape
+        ctx.weight, ctx.padding, ctx.deferred = weight, padding, deferred
         return torch.embedding(weight, indices, padding)
 
     @staticmethod
@@ -137,15 +137,19 @@ class _Embedding(torch.autograd.Function):
         (dy,) = grads
         (indices,) = ctx.saved_tensors
         rows, padding = ctx.weight.shape[0], ctx.padding
-        ctx.tape.owe([ctx.weight], lambda: [torch.ops.aten.embedding_dense_backward(dy, indices, rows, padding, False)])
+        ctx.deferred.defer(
+            [ctx.weight], lambda: [torch.ops.aten.embedding_dense_backward(dy, indices, rows, padding, False)]
+        )
         return None, None, None, None
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Conv2d, tape: Tape) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Conv2d, deferred: DeferredGradients
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.layer, ctx.tape = weight, bias, layer, tape
+        ctx.weight, ctx.bias, ctx.layer, ctx.deferred = weight, bias, layer, deferred
         # The layer's own arithmetic (any number of dimensions); here no gradient is recorded.
         y: Tensor = layer._conv_forward(x, weight, bias)
         return y
@@ -164,7 +168,7 @@ class _Convolution(torch.autograd.Function):
             )  # fmt: skip
             return [g for g, wanted in zip(out, mask, strict=True) if wanted]
 
-        ctx.tape.owe(parameters, lambda: _in_types_of(parameters, part(False, of_weight, of_bias)))
+        ctx.deferred.defer(parameters, lambda: _in_types_of(parameters, part(False, of_weight, of_bias)))
         return (part(True, False, False)[0] if of_x else None), None, None, None, None
 
 
@@ -178,14 +182,14 @@ def _in_types_of(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> l
 
 
 class DeferredLayers:
-    """Makes layers inside `module` deferred while a tape is set; without one they are as before.
+    """Makes layers inside `module` deferred while a deferred is set; without one they are as before.
 
     Left alone are subclasses (what their forward does is not known), layers whose weight is
     computed (weight norm), and options that change the gradient's form (sparse embeddings and such).
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.tape: Tape | None = None
+        self.deferred: DeferredGradients | None = None
         self.parameters: list[nn.Parameter] = []
         self._layers: list[nn.Module] = []
         for layer in module.modules():
@@ -202,42 +206,44 @@ class DeferredLayers:
         self._layers.clear()
 
     @contextlib.contextmanager
-    def on(self, tape: Tape) -> Iterator[None]:
-        """Within, the layers owe to `tape`."""
-        self.tape = tape
+    def on(self, deferred: DeferredGradients) -> Iterator[None]:
+        """Within, the layers leave their weight gradients to `deferred`."""
+        self.deferred = deferred
         try:
             yield
         finally:
-            self.tape = None
+            self.deferred = None
 
-    def _forward_of(self, layer: nn.Module, apply: Callable[[Tensor, Tape], Tensor]) -> Callable[[Tensor], Tensor]:
+    def _forward_of(
+        self, layer: nn.Module, apply: Callable[[Tensor, DeferredGradients], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
         plain: Callable[[Tensor], Tensor] = layer.forward
 
         def forward(x: Tensor) -> Tensor:
-            if self.tape is None or not torch.is_grad_enabled():
+            if self.deferred is None or not torch.is_grad_enabled():
                 return plain(x)
-            return apply(_as_autocast(x), self.tape)
+            return apply(_as_autocast(x), self.deferred)
 
         return forward
 
 
-def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, Tape], Tensor] | None:
-    """(input, tape) → output; None for a layer that can't be deferred."""
+def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, DeferredGradients], Tensor] | None:
+    """(input, deferred) → output; None for a layer that can't be deferred."""
     own = layer._parameters
     computed = own.get("weight") is None or (hasattr(layer, "bias") and "bias" not in own)
     if computed or not any(p is not None and p.requires_grad for p in own.values()):
         return None
     if type(layer) is nn.Linear:
-        return lambda x, tape: _apply(_Linear, x, layer.weight, layer.bias, tape)
+        return lambda x, deferred: _apply(_Linear, x, layer.weight, layer.bias, deferred)
     if type(layer) is nn.Embedding:
         if layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq:
             return None
         padding = -1 if layer.padding_idx is None else layer.padding_idx
-        return lambda x, tape: _apply(_Embedding, x, layer.weight, padding, tape)
+        return lambda x, deferred: _apply(_Embedding, x, layer.weight, padding, deferred)
     if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
             return None
-        return lambda x, tape: _apply(_Convolution, x, layer.weight, layer.bias, layer, tape)
+        return lambda x, deferred: _apply(_Convolution, x, layer.weight, layer.bias, layer, deferred)
     return None
 
 

@@ -20,12 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from agent.backward.buffers import moved_by
-from agent.backward.flops import FlopCount
-from agent.backward.split import Deferred, Fused, Strategy, StrategyName, TorchSplit
-from agent.gradients import GradientSum, MicroBatch
-from agent.recipe import Autocast
-from agent.stage import Stage
+from openrecycle.agent.backward.buffers import moved_by
+from openrecycle.agent.backward.flops import FlopCount
+from openrecycle.agent.backward.split import Deferred, Fused, Strategy, StrategyName, TorchSplit
+from openrecycle.agent.gradients import GradientSum, MicroBatch
+from openrecycle.agent.recipe import Autocast
+from openrecycle.agent.stage import Stage
 
 Wanted = Literal["auto"] | StrategyName
 

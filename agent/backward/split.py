@@ -19,14 +19,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from agent.backward.buffers import Move
-from agent.backward.deferred import DeferredLayers, Sink, Tape
+from openrecycle.agent.backward.buffers import Move
+from openrecycle.agent.backward.deferred import DeferredGradients, DeferredLayers, GradientSink
 
 StrategyName = Literal["deferred", "torch", "fused"]
 
 
 @dataclass
-class Flight:
+class MicroBatchState:
     """What one micro-batch holds from F to the end of W.
 
     inputs: leaves; those that require a gradient have it in `.grad` after I. late: none requires
@@ -43,7 +43,7 @@ class Flight:
     loss: Tensor | None = None
     moves: list[Move] = field(default_factory=list)
     known: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    tape: Tape = field(default_factory=Tape)
+    deferred: DeferredGradients = field(default_factory=DeferredGradients)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def release(self) -> None:
@@ -52,18 +52,18 @@ class Flight:
 
 
 class Strategy(Protocol):
-    """Fills and empties a Flight. whole: I leaves nothing to W, unless the flight is late."""
+    """Fills and empties a MicroBatchState. whole: I leaves nothing to W, unless the state is late."""
 
     name: StrategyName
     whole: bool
 
-    def recording(self, flight: Flight) -> AbstractContextManager[None]:
+    def recording(self, state: MicroBatchState) -> AbstractContextManager[None]:
         """Around the module's forward."""
 
-    def input_backward(self, flight: Flight) -> None:
+    def input_backward(self, state: MicroBatchState) -> None:
         """I: the gradients of the inputs, and whatever comes with them."""
 
-    def weight_backward(self, flight: Flight, sink: Sink) -> None:
+    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
         """W: every parameter's gradient to `sink`, at most once each."""
 
     def close(self) -> None:
@@ -79,19 +79,19 @@ class Fused:
     def __init__(self, module: nn.Module) -> None:
         self._parameters = _trainable(module)
 
-    def recording(self, flight: Flight) -> AbstractContextManager[None]:
+    def recording(self, state: MicroBatchState) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def input_backward(self, flight: Flight) -> None:
-        if not flight.late:
-            flight.known = _backward(flight, self._parameters)
+    def input_backward(self, state: MicroBatchState) -> None:
+        if not state.late:
+            state.known = _backward(state, self._parameters)
 
-    def weight_backward(self, flight: Flight, sink: Sink) -> None:
-        if flight.late:
-            flight.known = _backward(flight, self._parameters)
-        for parameter, gradient in flight.known:
+    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+        if state.late:
+            state.known = _backward(state, self._parameters)
+        for parameter, gradient in state.known:
             sink.add(parameter, gradient)
-        flight.known = []
+        state.known = []
 
     def close(self) -> None:
         """Nothing was changed."""
@@ -107,16 +107,16 @@ class Deferred:
         self.layers = DeferredLayers(module)
         self.parameters = _trainable(module)
 
-    def recording(self, flight: Flight) -> AbstractContextManager[None]:
-        return self.layers.on(flight.tape)
+    def recording(self, state: MicroBatchState) -> AbstractContextManager[None]:
+        return self.layers.on(state.deferred)
 
-    def input_backward(self, flight: Flight) -> None:
-        # Activation checkpointing runs forwards inside the backward; those owe to the same tape.
-        with self.layers.on(flight.tape):
-            flight.known = _backward(flight, self.parameters)
+    def input_backward(self, state: MicroBatchState) -> None:
+        # Activation checkpointing runs forwards inside the backward; those defer their gradients, too.
+        with self.layers.on(state.deferred):
+            state.known = _backward(state, self.parameters)
 
-    def weight_backward(self, flight: Flight, sink: Sink) -> None:
-        flight.tape.pay(sink, flight.known)
+    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+        state.deferred.flush(sink, state.known)
 
     def close(self) -> None:
         self.layers.undo()
@@ -135,27 +135,27 @@ class TorchSplit:
         self._torch: Any = _backward
         self._parameters = _trainable(module)
 
-    def recording(self, flight: Flight) -> AbstractContextManager[None]:
+    def recording(self, state: MicroBatchState) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def input_backward(self, flight: Flight) -> None:
-        if flight.late:
+    def input_backward(self, state: MicroBatchState) -> None:
+        if state.late:
             return
         # A view can't be detached in place, which is how torch's function frees the upper graph.
-        outputs = [y.clone() if y._is_view() else y for y in flight.outputs]
-        inputs = [x for x in flight.inputs if x.requires_grad]
-        dys = None if flight.dys == (None,) else list(flight.dys)
-        _, flight.groups = self._torch.stage_backward_input(outputs, dys, inputs, self._parameters)
-        flight.release()
+        outputs = [y.clone() if y._is_view() else y for y in state.outputs]
+        inputs = [x for x in state.inputs if x.requires_grad]
+        dys = None if state.dys == (None,) else list(state.dys)
+        _, state.groups = self._torch.stage_backward_input(outputs, dys, inputs, self._parameters)
+        state.release()
 
-    def weight_backward(self, flight: Flight, sink: Sink) -> None:
-        if flight.late:
-            gradients = _backward(flight, self._parameters)
+    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+        if state.late:
+            gradients = _backward(state, self._parameters)
         else:
             with _own_gradients(self._parameters) as gradients:
                 # The graph is kept, since two groups of parameters may share a part of it.
-                self._torch.stage_backward_weight(self._parameters, flight.groups, retain_graph=True)
-        flight.groups = []
+                self._torch.stage_backward_weight(self._parameters, state.groups, retain_graph=True)
+        state.groups = []
         for parameter, gradient in gradients:
             sink.add(parameter, gradient)
 
@@ -167,12 +167,12 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def _backward(flight: Flight, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
+def _backward(state: MicroBatchState, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
     """The whole graph's backward; returns the gradients of the parameters that autograd knows of."""
     with _own_gradients(parameters) as gradients:
-        if flight.outputs:
-            torch.autograd.backward(flight.outputs, flight.dys)
-    flight.release()
+        if state.outputs:
+            torch.autograd.backward(state.outputs, state.dys)
+    state.release()
     return gradients
 
 

@@ -37,14 +37,15 @@ from typing import Any
 
 import torch
 
-from agent.state import StageState, StateError, describe, read_tensors, write_tensors
+from openrecycle.agent.state import StageState, StateError, describe, opened, read_tensors, write_tensors
+from openrecycle.planner.plan import read_json
 
 FORMAT, VERSION = "openrecycle-checkpoint", 2
 # Asked for before a file is read. A state of 100,000 tensors has a description of 20 MB, a job of 16,384
 # stages a manifest of 4 MB; nothing that is larger is one.
 MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**24, 2**28
 _STATE, _TENSORS = "state.json", "tensors.bin"
-_NAME = re.compile(r"iteration-(\d{10,})")
+_NAME = re.compile(r"iteration-([0-9]{10,18})")
 
 
 class CheckpointError(StateError):
@@ -194,7 +195,7 @@ def load_stage(directory: Path, stage: int) -> StageState:
 def write_part(directory: Path, state: StageState, stage: int, identity: Identity, attempt: int, keep: int) -> bool:
     """Writes one stage's part, and makes the checkpoint whole when all parts are there; returns whether.
 
-    attempt: tells apart writers of one iteration that did not know of each other (an epoch's number).
+    attempt: tells apart writers of one iteration that did not know of each other (a generation's number).
     keep: how many whole checkpoints stay. Raises CheckpointError, or OSError.
     """
     iteration = int(state.document["committed"])
@@ -293,7 +294,7 @@ def _open(directory: Path) -> Iterator[int]:
 
 
 def _sha256(file: Path) -> str:
-    with file.open("rb") as data:
+    with opened(file) as data:
         return hashlib.file_digest(data, "sha256").hexdigest()
 
 
@@ -303,17 +304,17 @@ def _sha256(file: Path) -> str:
 def _read_part(part: Path) -> StageState:
     try:
         return read_tensors(_read(part / _STATE, MAX_STATE_BYTES), part / _TENSORS)
-    except (OSError, ValueError, StateError, RecursionError) as error:
+    except (OSError, ValueError, StateError, RecursionError, RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{part}: can't be read: {reason_of(error)}") from None
 
 
 def _read(file: Path, most: int) -> Any:
     """A JSON document of at most so many bytes, whatever the file has grown to meanwhile."""
-    with file.open("rb") as data:
+    with opened(file) as data:
         text = data.read(most + 1)
     if len(text) > most:
         raise ValueError(f"{file.name} has more than {most:,} bytes")
-    return json.loads(text)
+    return read_json(text)
 
 
 def reason_of(error: BaseException) -> str:

@@ -8,11 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.checkpoints.checkpoint import CheckpointError, Identity, find, set_aside_later, whole_checkpoints, write_part
-from agent.optimizer import StageOptimizer
-from agent.recipe import CheckpointWish
-from agent.state import StageState
-from planner.errors import InputError
+from openrecycle.agent.checkpoints.checkpoint import (
+    CheckpointError,
+    Identity,
+    find,
+    set_aside_later,
+    whole_checkpoints,
+    write_part,
+)
+from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.recipe import CheckpointWish
+from openrecycle.agent.state import StageState
+from openrecycle.planner.errors import InputError
 
 PATIENCE_SECONDS = 30.0
 """How long training waits for the checkpoint before to be written, when the next is to begin."""
@@ -103,8 +110,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
 
     def boundary(self, optimizer: StageOptimizer, attempt: int, *, writes: bool, last: bool = False) -> None:
-        """Between two iterations. writes: does this worker write for its stage? attempt: the epoch. last: will there
-        be no other?
+        """Between two iterations. writes: does this worker write for its stage? attempt: the generation. last: will
+        there be no other?
 
         The copy taken here is written only once the next step has been taken: until then the last
         one may be overturned, or undone by a death elsewhere.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from agent.checkpoints.checkpoint import reason_of
+from openrecycle.agent.checkpoints.checkpoint import reason_of
 
 
 class WeightsError(RuntimeError):

@@ -1,4 +1,4 @@
-"""`python -m agent launch`: trains on this machine, through failures."""
+"""`openrecycle train`: trains on this machine, through failures."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from agent.commands.node import serve_node
-from agent.commands.shared import (
+from openrecycle.agent.commands.node import serve_node
+from openrecycle.agent.commands.shared import (
     FirstOpTimeout,
     FormTimeout,
     GroupTimeout,
@@ -23,22 +22,29 @@ from agent.commands.shared import (
     StartTimeout,
     TransferTimeout,
     json_object,
-    parse_bytes,
     read_token,
     sentences,
 )
-from agent.delivery import Delivery, Line, RecordFile
-from agent.devices import Platform
-from agent.faults import Kill, Rejoin, Slow
-from agent.nodes.role import check_token, role_of
-from agent.recipe import CheckpointWish, HandOver, Recipe
-from agent.record_words import is_remark, sentence_of
-from agent.start import BY_PROFILE, StartOptions, check_writable, make_launcher, parse_pace
-from agent.timeouts import Timeouts
-from agent.workload import NamedWorkload
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Technique
-from planner.profiles import job_on, load
+from openrecycle.agent.delivery import Delivery, Line, RecordFile
+from openrecycle.agent.devices import Platform
+from openrecycle.agent.faults import Kill, Rejoin, Slow
+from openrecycle.agent.nodes.role import check_token, role_of
+from openrecycle.agent.recipe import CheckpointWish, HandOver, Recipe
+from openrecycle.agent.record_words import is_remark, sentence_of
+from openrecycle.agent.start import (
+    BY_PROFILE,
+    StartOptions,
+    check_writable,
+    make_launcher,
+    parse_bytes,
+    parse_pace,
+    with_capacity,
+)
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.profiles import job_on, load
 
 GRID = (3, 4, 6)
 """Pipelines, stages and micro-batches of a job that says nothing else."""
@@ -142,7 +148,9 @@ def launch(
     node_address: Annotated[
         str | None, typer.Option(help="Of this node's workers, if not what leads to node 0.")
     ] = None,
-    workload: Annotated[str, typer.Option(help="module:factory of what is trained.")] = "agent.examples.gpt:Gpt",
+    workload: Annotated[
+        str, typer.Option(help="module:factory of what is trained.")
+    ] = "openrecycle.agent.examples.gpt:Gpt",
     workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
 ) -> None:
     """Starts a job of PIPELINES x STAGES worker processes, here or on several nodes, and trains through failures."""
@@ -158,9 +166,7 @@ def launch(
             raise InputError("--resume", resume, "--checkpoint too, with the folder to resume from")
         by_profile = pace == BY_PROFILE
         paced = {} if by_profile else parse_pace(pace)
-        job = _job((pipelines, stages, micro_batches), profile, paced, by_profile)
-        if capacity is not None:
-            job = replace(job, capacity_bytes=(parse_bytes(capacity, field="--capacity"),) * job.stages)
+        job = with_capacity(_job((pipelines, stages, micro_batches), profile, paced, by_profile), capacity)
         options = StartOptions(
             job=job,
             iterations=iterations,
@@ -223,7 +229,7 @@ def launch(
         try:
             launcher = make_launcher(options, listener, say)
             # Only now, so that bad input has not waited for torch.
-            from agent.launch import JobFailed, Stopped
+            from openrecycle.agent.launch import JobFailed, Stopped
 
             def stop(number: int, _frame: object) -> None:
                 stopped.append(number)

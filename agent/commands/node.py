@@ -1,4 +1,4 @@
-"""`python -m agent launch` on a node that does not lead: it works for the one that does."""
+"""`openrecycle train` on a node that does not lead: it works for the one that does."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import signal
 
 import typer
 
-from agent.nodes.role import NodeRole
-from agent.processes import preload, start_server
-from agent.workload import WorkloadSource
-from planner.errors import InputError
+from openrecycle.agent.nodes.role import NodeRole
+from openrecycle.agent.processes import preload, start_server
+from openrecycle.agent.workload import WorkloadSource
+from openrecycle.planner.errors import InputError
 
 PATIENCE_SECONDS = 600.0
 
@@ -20,8 +20,8 @@ def serve_node(role: NodeRole, token: str | None, address: str | None, workload:
     workload: what the lead will most likely ask for; its modules are imported meanwhile.
     """
     start_server(preload(workload))
-    from agent.nodes.server import LeadLost, NodeServer
-    from agent.nodes.wire import find_lead
+    from openrecycle.agent.nodes.server import LeadLost, NodeServer
+    from openrecycle.agent.nodes.wire import find_lead
 
     lead = (role.host, role.port)
     if role.store is not None:

@@ -1,4 +1,4 @@
-"""`python -m agent profile`: measure a model on this machine and write what the planner reads."""
+"""`openrecycle profile`: measure a model on this machine and write what the planner reads."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Annotated, get_args
 
 import typer
 
-from agent.commands.shared import json_object, parse_bytes, refuse, sentences
-from agent.recipe import Recipe
-from planner.errors import InputError
-from planner.job import Job
-from planner.output import check_out, is_stdout, write_out
-from planner.profiles import Clock, Profile
+from openrecycle.agent.commands.shared import json_object, refuse, sentences
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.start import parse_bytes
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job
+from openrecycle.planner.output import check_out, is_stdout, write_out
+from openrecycle.planner.profiles import Clock, Profile
 
 MODELS_HELP = "gpt3-medium, gpt3-3.35b or gpt3-6.7b: one layer, the embedding and the head are measured."
 MAX_REPEATS = 1000
 
 
 def profile_command(
-    out: Annotated[Path, typer.Option(help="JSON file to write; `python -m planner plan --profile` reads it.")],
+    out: Annotated[Path, typer.Option(help="JSON file to write; `openrecycle plan --profile` reads it.")],
     model: Annotated[str | None, typer.Option(help=MODELS_HELP)] = None,
     workload: Annotated[str | None, typer.Option(help="module:factory, as for launch: each stage is measured.")] = None,
     workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
@@ -68,8 +69,8 @@ def profile_command(
         # Only now: importing torch takes seconds, and bad input should not have to wait for it.
         import torch
 
-        from agent.profiling import job as profile_job
-        from agent.profiling import profiler
+        from openrecycle.agent.profiling import job as profile_job
+        from openrecycle.agent.profiling import profiler
 
         torch.set_num_threads(threads)
         effort = profiler.Effort(repeats, warm_up, clock)  # type: ignore[arg-type]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from agent.client import ConsoleRefused, ConsoleUnavailable
-from planner.errors import InputError, PlannerError
-from planner.profile import MAX_BYTES
+from openrecycle.agent.client import ConsoleRefused, ConsoleUnavailable
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.plan import read_json
+from openrecycle.planner.words import printable
 
 # The limits of agent.timeouts, as options; the defaults are those of Timeouts.
-FormTimeout = Annotated[float, typer.Option(help="Seconds in which the workers of an epoch must have connected.")]
+FormTimeout = Annotated[float, typer.Option(help="Seconds in which the workers of a generation must have connected.")]
 TransferTimeout = Annotated[
     float, typer.Option(help="Seconds to wait for a peer's data; longer than any silence that is borne.")
 ]
@@ -44,20 +43,20 @@ def sentences() -> Iterator[None]:
     except PlannerError as error:
         refuse(str(error))
     except ConsoleUnavailable as error:
-        refuse(f"--console: {error}; start one with `python -m app serve`")
+        refuse(f"--console: {error}; start one with `openrecycle serve`")
     except ConsoleRefused as error:
         refuse(f"the console refused the job: {error}")
 
 
 def refuse(sentence: str) -> None:
-    typer.echo(f"error: {sentence}", err=True)
+    typer.echo(printable(f"error: {sentence}", keep="\n"), err=True)
     raise typer.Exit(2)
 
 
 def json_object(text: str, *, field: str = "--workload-options") -> dict[str, Any]:
     """Raises InputError unless `text` is a JSON object."""
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -73,16 +72,3 @@ def read_token(path: Path | None) -> str | None:
         return path.read_text().strip()
     except OSError as error:
         raise InputError("--token-file", str(path), f"a readable file ({error.strerror})") from None
-
-
-_BYTES = {"": 1, **{f"{prefix}iB": 1 << 10 * n for n, prefix in enumerate("KMGT", start=1)}}
-_BYTES |= {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", start=1)}
-
-
-def parse_bytes(text: str, *, field: str) -> int:
-    """`80GiB`, `24GB` or a plain number of bytes. Raises InputError."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?) ?([KMGT]i?B)?", text.strip())
-    size = int(float(match[1]) * _BYTES[match[2] or ""]) if match else 0
-    if not 1 <= size <= MAX_BYTES:
-        raise InputError(field, text, "a size in bytes such as 80GiB, 24GB or 1073741824")
-    return size

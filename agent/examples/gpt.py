@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agent.randomness import seed_for
+from openrecycle.agent.randomness import seed_for
 
 VOCABULARY = 256
 _TEXT_BYTES = 2_000_000
@@ -78,8 +78,8 @@ class Gpt:
         self._width, self._heads, self._blocks = width, heads, blocks
         self._sequence, self._dropout, self._learning_rate = sequence, dropout, learning_rate
         self.samples_per_micro_batch = batch
-        self.boundary_shape = (batch, sequence, width)
-        self.boundary_dtype = torch.float32
+        self.stage_output_shape = (batch, sequence, width)
+        self.stage_output_dtype = torch.float32
 
     def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
         torch.manual_seed(seed_for("parameters", seed, stage))

@@ -1,4 +1,4 @@
-"""Your own model, trained through a failure: `python -m agent.examples.own_job`."""
+"""Your own model, trained through a failure: `python -m openrecycle.agent.examples.own_job`."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from agent import Job, ResilientTrainer
+from openrecycle import Job, ResilientTrainer
 
 
 def build_stage(stage: int, stages: int) -> nn.Module:

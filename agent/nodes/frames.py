@@ -20,6 +20,8 @@ import threading
 import time
 from typing import Any, Literal
 
+from openrecycle.planner.plan import read_json
+
 MAX_MESSAGE_BYTES = 1 << 26
 _MAGIC = b"openrecycle node 1\n"
 _NONCE = _MAC = 32
@@ -76,7 +78,7 @@ class Frames:
             raise NotTrusted("a message has a wrong HMAC")
         self._received += 1
         try:
-            message = json.loads(text)
+            message = read_json(text)
         except ValueError:
             message = None
         if not isinstance(message, dict):
@@ -166,6 +168,8 @@ def _exactly(connection: socket.socket, size: int, until: float | None) -> bytes
     """until: monotonic seconds; a time-out of the socket itself would begin anew with each byte, and hold for what
     another thread sends."""
     data = bytearray()
+    if connection.fileno() < 0:
+        raise ConnectionResetError("the connection is closed")
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     while len(data) < size:

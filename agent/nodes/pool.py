@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
-from agent.nodes.placement import place, stand_in
-from agent.nodes.role import NodeRole
-from agent.nodes.wire import MACHINE, by_name, encode_spec, publish_lead
-from agent.processes import ProcessPool, WorkerProcess, preload
-from agent.worker import WorkerSpec, main
-from agent.workload import WorkloadSource
-from planner.errors import InputError
-from planner.job import Job, Worker
+from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
+from openrecycle.agent.nodes.placement import place, stand_in
+from openrecycle.agent.nodes.role import NodeRole
+from openrecycle.agent.nodes.wire import MACHINE, by_name, encode_spec, publish_lead
+from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.worker import WorkerSpec, main
+from openrecycle.agent.workload import WorkloadSource
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, Worker
 
 CLOCK_SAMPLES = 7
 """Round trips by which a node's clock is compared with the lead's; the quickest one counts."""
@@ -182,6 +182,7 @@ class NodeHub:
         self.links: dict[int, NodeLink] = {}
         self._news = threading.Condition()
         self._closing = False
+        self._last_word = ""
         self._strangers: dict[socket.socket, str] = {}  # with their addresses, the oldest first
         self._strangers_lock = threading.Lock()
         self._listener = socket.create_server((host, port))
@@ -201,20 +202,24 @@ class NodeHub:
                 )
 
     def close(self, reason: str) -> None:
-        """Tells every node that the job is over."""
-        self._closing = True
+        """Tells every node that the job is over, also one that is being welcomed just now."""
+        with self._news:
+            self._closing, self._last_word = True, reason
         # Wakes the accepting thread; closing alone would not.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for link in list(self.links.values()):
-            link.post({"kind": "over", "reason": reason})
-            link.post({"kind": "bye"})
+            self._dismiss(link)
         deadline = time.monotonic() + 5.0
         with self._news:
             self._news.wait_for(lambda: not self.links, deadline - time.monotonic())
         for link in list(self.links.values()):
             link.close()
+
+    def _dismiss(self, link: NodeLink) -> None:
+        link.post({"kind": "over", "reason": self._last_word})
+        link.post({"kind": "bye"})
 
     def _accept(self) -> None:
         while not self._closing:
@@ -272,6 +277,9 @@ class NodeHub:
         with self._news:
             if link.rank in self.links:
                 link.close()
+                return
+            if self._closing:
+                self._dismiss(link)
                 return
             if link.alive:
                 self.links[link.rank] = link

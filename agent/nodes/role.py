@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.errors import InputError
+from openrecycle.planner.errors import InputError
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29431
@@ -100,7 +100,7 @@ def _slurm(env: Mapping[str, str], lead: str | None) -> NodeRole | None:
 
 def first_host(hosts: str) -> str:
     """Of a Slurm list: `gpu[007-009,12],login` gives gpu007. Raises InputError."""
-    match = re.match(r"^([\w.-]+)(?:\[(\d+)[^\]]*\])?([\w.-]*)", hosts.strip())
+    match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[([0-9]+)[^\]]*\])?([A-Za-z0-9_.-]*)", hosts.strip())
     if not match:
         raise InputError("SLURM_JOB_NODELIST", hosts, "a list of hosts such as gpu[001-004]")
     return match[1] + (match[2] or "") + (match[3] or "")
@@ -113,13 +113,17 @@ def _rank_of(env: Mapping[str, str]) -> int | None:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     value = env.get(name, "")
-    if not re.fullmatch(r"\d{1,7}", value):
+    if not re.fullmatch(r"[0-9]{1,7}", value):
         raise InputError(name, value or None, "a whole number in the environment")
     return int(value)
 
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not re.fullmatch(r"[\w.-]{1,253}", host) or not re.fullmatch(r"\d{1,5}", port) or not 1 <= int(port) <= 65535:
+    if (
+        not re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", host)
+        or not re.fullmatch(r"[0-9]{1,5}", port)
+        or not 1 <= int(port) <= 65535
+    ):
         raise InputError("--lead", text, "HOST:PORT such as 10.0.0.5:29431")
     return host, int(port)

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from agent import channel, worker
-from agent.client import Backoff
-from agent.nodes.frames import Frames, NotTrusted, greet
-from agent.nodes.wire import MACHINE, decode_spec
-from agent.processes import ProcessPool, WorkerProcess, preload
-from agent.timeouts import ALIVE_SECONDS
-from planner.job import Worker
+from openrecycle.agent import channel, worker
+from openrecycle.agent.client import Backoff
+from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
+from openrecycle.agent.nodes.wire import MACHINE, decode_spec
+from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.timeouts import ALIVE_SECONDS
+from openrecycle.planner.job import Worker
 
 Say = Callable[[str], None]
 

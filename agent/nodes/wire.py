@@ -10,11 +10,11 @@ import torch
 import torch.distributed
 from pydantic import TypeAdapter, ValidationError
 
-from agent.loop import LoopOptions
-from agent.worker import ConsoleLink, WorkerSpec
-from agent.workload import NamedWorkload, WorkloadSource
-from planner.errors import InputError
-from planner.job import Worker
+from openrecycle.agent.loop import LoopOptions
+from openrecycle.agent.worker import ConsoleLink, WorkerSpec
+from openrecycle.agent.workload import NamedWorkload, WorkloadSource
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Worker
 
 dist: Any = torch.distributed
 

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent.assembly import assemble
-from agent.boundaries import Tensors, boundaries_of, tensors_of
-from agent.optimizer import StageOptimizer, stage_optimizer
-from agent.profiling.profiler import Effort, PartSpec, measure_part, size_of, timing_of
-from agent.profiling.shapes import parts_of, shape_of
-from agent.profiling.stages import Rounds, StageError, measure_stages
-from agent.profiling.traffic import TrafficError, measure_traffic
-from agent.recipe import Recipe
-from agent.stage import Stage
-from agent.workload import NamedWorkload, load_workload
-from planner.errors import InputError
-from planner.job import Job
-from planner.profiles import Hardware, Measurements, Part, Reductions, Timing
+from openrecycle.agent.assembly import assemble
+from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.profiling.profiler import Effort, PartSpec, measure_part, size_of, timing_of
+from openrecycle.agent.profiling.shapes import parts_of, shape_of
+from openrecycle.agent.profiling.stages import Rounds, StageError, measure_stages
+from openrecycle.agent.profiling.traffic import TrafficError, measure_traffic
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.stage import Stage
+from openrecycle.agent.stage_io import Tensors, stage_io_of, tensors_of
+from openrecycle.agent.workload import NamedWorkload, load_workload
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job
+from openrecycle.planner.profiles import Hardware, Measurements, Part, Reductions, Timing
 
 __all__ = ["StageError", "TrafficError", "measure_model", "measure_workload"]
 
@@ -79,7 +79,7 @@ def measure_workload(
     """
     pipelines, stages, micro_batches = grid
     workload, job = load_workload(path, dict(options)), Job.uniform(*grid)
-    between = boundaries_of(workload, stages, 0, recipe.autocast)
+    between = stage_io_of(workload, stages, 0, recipe.autocast)
     inputs = tensors_of(workload.inputs(0, 0, 0, 0), "data")
     x: Tensors = inputs if len(inputs) > 1 else inputs[0]
     targets = workload.targets(0, 0, 0, 0)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from agent.boundaries import Gradients, Tensors
-from agent.optimizer import StageOptimizer
-from agent.stage import Stage
-from planner.profiles import Clock, Part, Timing
+from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.stage import Stage
+from openrecycle.agent.stage_io import Gradients, Tensors
+from openrecycle.planner.profiles import Clock, Part, Timing
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agent.examples.gpt import Block
-from agent.gradients import gradient_sum
-from agent.optimizer import StageOptimizer
-from agent.profiling.profiler import PartSpec
-from agent.recipe import Recipe
-from agent.stage import Stage
-from planner.errors import InputError
+from openrecycle.agent.examples.gpt import Block
+from openrecycle.agent.gradients import gradient_sum
+from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.profiling.profiler import PartSpec
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.stage import Stage
+from openrecycle.planner.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -19,22 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent import channel
-from agent.assembly import assemble
-from agent.boundaries import Boundaries, Boundary, boundaries_of
-from agent.executor import Executor
-from agent.faults import FaultInjector
-from agent.optimizer import stage_optimizer
-from agent.processes import ProcessPool, WorkerProcess, preload
-from agent.profiling.profiler import CLOCKS, Effort, size_of
-from agent.profiling.traffic import measure_traffic
-from agent.recipe import Recipe
-from agent.script import MicroBatch, Script
-from agent.transport.transfers import Transfers
-from agent.verdicts import Steps
-from agent.workload import NamedWorkload, WorkloadSource
-from planner.job import Job, Worker
-from planner.schedule import Op
+from openrecycle.agent import channel
+from openrecycle.agent.assembly import assemble
+from openrecycle.agent.executor import Executor
+from openrecycle.agent.faults import FaultInjector
+from openrecycle.agent.optimizer import stage_optimizer
+from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.profiling.profiler import CLOCKS, Effort, size_of
+from openrecycle.agent.profiling.traffic import measure_traffic
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.script import MicroBatch, Script
+from openrecycle.agent.stage_io import StageIO, StageOutput, stage_io_of
+from openrecycle.agent.transport.transfers import Transfers
+from openrecycle.agent.validation_exchange import Steps
+from openrecycle.agent.workload import NamedWorkload, WorkloadSource
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.schedule import Op
 
 _PATIENCE_SECONDS = 600.0
 _FAILED = 1
@@ -70,7 +70,7 @@ def measure_stages(
     found: list[Rounds] = [{} for _ in range(job.stages)]
     for together in batches(job, max(1, (os.cpu_count() or 1) // threads)):
         say("measuring ops of " + ", ".join(f"stage {cell.stage}" for cell in together) + " at the same time")
-        pool = ProcessPool(_process, [*preload(workload), "agent.profiling.stages"])
+        pool = ProcessPool(_process, [*preload(workload), "openrecycle.agent.profiling.stages"])
         try:
             running = []
             for place, cell in enumerate(together):
@@ -161,7 +161,7 @@ class Bench:
 
     def __init__(self, run: StageRun, clock: Callable[[], float] | None = None) -> None:
         workload, me, job = run.workload.load(), run.cell, run.job
-        between = boundaries_of(workload, job.stages, 0, run.recipe.autocast)
+        between = stage_io_of(workload, job.stages, 0, run.recipe.autocast)
         stage, _ = assemble(workload, job, me.stage, 0, run.recipe, between)
         optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.recipe)
         steps = Steps(me, run.recipe, optimizer, lambda *_: None)
@@ -219,7 +219,7 @@ def script_of(me: Worker, job: Job) -> Script:
 class Alone:
     """Groups of one worker whose neighbours have everything ready, and forget what they are sent."""
 
-    def __init__(self, me: Worker, between: Boundaries) -> None:
+    def __init__(self, me: Worker, between: StageIO) -> None:
         generator = torch.Generator().manual_seed(0)
         self._incoming = _numbers(between[me.stage - 1] if me.stage else (), generator, 1.0)
         outgoing = between[me.stage] if me.stage < len(between) else ()
@@ -230,7 +230,7 @@ class Alone:
         return _Instant(self._incoming, self._gradients, layout)
 
 
-def _numbers(boundary: Boundary, generator: torch.Generator, scale: float) -> dict[int, Tensor]:
+def _numbers(boundary: StageOutput, generator: torch.Generator, scale: float) -> dict[int, Tensor]:
     out = {}
     for i, spec in enumerate(boundary):
         tensor = spec.empty()

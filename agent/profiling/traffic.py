@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed
 
-from agent import channel
-from agent.communicator import Groups
-from agent.processes import ProcessPool
-from agent.profiling.profiler import timing_of
-from agent.timeouts import Timeouts
-from planner.job import Worker
-from planner.profiles import Clock, Reductions, Timing
+from openrecycle.agent import channel
+from openrecycle.agent.communicator import Groups
+from openrecycle.agent.processes import ProcessPool
+from openrecycle.agent.profiling.profiler import timing_of
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.planner.job import Worker
+from openrecycle.planner.profiles import Clock, Reductions, Timing
 
 dist: Any = torch.distributed
 
@@ -61,7 +61,7 @@ def measure_traffic(
     if processes < 2:
         return (), None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pool = ProcessPool(_peer, ["agent.profiling.traffic"])
+    pool = ProcessPool(_peer, ["openrecycle.agent.profiling.traffic"])
     try:
         for number in range(processes):
             spec = _PeerSpec(number, processes, store.port, sizes, reduced, repeats, warm_up)

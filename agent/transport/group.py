@@ -19,8 +19,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from agent.timeouts import Timeouts
-from planner.job import Worker
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.planner.job import Worker
 
 # torch ships no types for what is used here.
 dist: Any = torch.distributed

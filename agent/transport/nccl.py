@@ -15,10 +15,10 @@ stand-ins. What it relies on:
   end. So all connections are made in a thread that may be left behind (see agent.communicator), before the
   group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. That the
   communicators of a later group can be made while such a thread still waits is NCCL's to keep: they share nothing.
-- A group in which somebody died is of no use afterwards: an epoch has new ones, under new names.
+- A group in which somebody died is of no use afterwards: a generation has new ones, under new names.
 
 A failure shows nowhere by itself: torch's own handling would end the process, so it is switched off,
-and a kernel whose peer is gone waits until `cancel`, which the news of the next epoch brings, or until the
+and a kernel whose peer is gone waits until `cancel`, which the news of the next generation brings, or until the
 time-out. What a kernel that was ended early has left in a tensor is nobody's data: so nothing that a
 transfer brings is used before its end has been seen on the host, and no cancel before it.
 """
@@ -36,9 +36,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from agent.timeouts import Timeouts
-from agent.transport.group import TransferError, first_line, only_other
-from planner.job import Worker
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.transport.group import TransferError, first_line, only_other
+from openrecycle.planner.job import Worker
 
 dist: Any = torch.distributed
 

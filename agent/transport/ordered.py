@@ -14,7 +14,7 @@ Both ends name the same messages in the same order, iteration by iteration:
   workers, so that both ends leave out the same messages.
 - An iteration that counts no more is passed on: the same ops still send and receive, in the same order.
 - A boundary's tensors follow each other in their order in the boundary.
-- A new epoch has new groups.
+- A new generation has new groups.
 
 Why that can't deadlock. Let B wait for message m of lane A to B. All that A sends in this lane before m
 has a receive posted, so m can get through once A has sent it; and A sends it without waiting for B, right
@@ -34,9 +34,9 @@ from collections.abc import Collection
 
 import torch
 
-from agent.script import Lane, MicroBatch, Script
-from agent.transport.transfers import Layout, Lines, Transfers
-from planner.job import Worker
+from openrecycle.agent.script import Lane, MicroBatch, Script
+from openrecycle.agent.transport.transfers import Layout, Lines, Transfers
+from openrecycle.planner.job import Worker
 
 _ONE_TAG = 0
 

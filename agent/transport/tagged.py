@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agent.script import MicroBatch
-from agent.transport.transfers import Transfers
+from openrecycle.agent.script import MicroBatch
+from openrecycle.agent.transport.transfers import Transfers
 
 # Tags tell apart the messages of this many iterations; two may be in flight, since steps are staggered.
 _TAG_ITERATIONS = 4

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agent.boundaries import Boundary
-from agent.script import MicroBatch, Script, Transfer
-from agent.transport.group import Group, Pending
-from planner.job import Job, Worker
+from openrecycle.agent.script import MicroBatch, Script, Transfer
+from openrecycle.agent.stage_io import StageOutput
+from openrecycle.agent.transport.group import Group, Pending
+from openrecycle.planner.job import Job, Worker
 
 # Receives posted ahead of the op that needs them.
 PREFETCH = 4
@@ -33,7 +33,7 @@ PREFETCH = 4
 
 @dataclass(frozen=True)
 class Lines:
-    """The groups of an epoch as one worker uses them. forward: from each stage to the next; backward: the
+    """The groups of a generation as one worker uses them. forward: from each stage to the next; backward: the
     other way; peers: of the worker's stage, None where it has none. rank: in forward and backward."""
 
     me: Worker
@@ -51,14 +51,14 @@ class Layout:
     """
 
     job: Job
-    incoming: Boundary
-    outgoing: Boundary
+    incoming: StageOutput
+    outgoing: StageOutput
     widest: int
     device: torch.device
 
 
 class Transfers(ABC):
-    """One worker's transfers, one iteration after the other; for one epoch. Raises TransferError."""
+    """One worker's transfers, one iteration after the other; for one generation. Raises TransferError."""
 
     def __init__(self, lines: Lines, layout: Layout) -> None:
         self._lines, self._layout = lines, layout

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent.protocol import Identifier
-from app.api.parsing import ReadBeside
-from app.api.runner import in_thread
-from app.console import Console
-from app.security.access import caller_of
-from app.security.tokens import MAX_DAYS, Token
+from openrecycle.agent.protocol import Identifier
+from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.security.access import caller_of
+from openrecycle.app.security.tokens import MAX_DAYS, Token
 
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 
@@ -117,7 +117,7 @@ def router(console: Console) -> APIRouter:
     async def audit(
         after: Annotated[int, Query(ge=0, le=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=5000)] = 200,
-        job_id: Annotated[str | None, Query(max_length=64)] = None,
+        job_id: Annotated[Identifier | None, Query()] = None,
     ) -> AuditLines:
         """Lines with an id > after, oldest first: read on with `after` = the last one's id."""
         return AuditLines(audit=[AuditLine(**row) for row in await in_thread(console.audit.read, after, limit, job_id)])

@@ -6,12 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
-from agent.protocol import (
+from openrecycle.agent.protocol import (
     AGENT_TOKEN,
     Acknowledgement,
     Commands,
     Deployment,
     FailureReport,
+    InterimPlan,
     IterationReport,
     JobCreated,
     JobFinished,
@@ -20,17 +21,17 @@ from agent.protocol import (
     Registered,
     Registration,
 )
-from app.api.intake import Intake
-from app.api.lean import AgentEndpoints
-from app.api.models import Outcome
-from app.api.parsing import ReadBeside
-from app.api.profiles import ProfileName
-from app.api.runner import in_thread, in_turn
-from app.console import Console
-from app.errors import ConsoleError
-from app.security.access import caller_of
-from app.security.callers import Role
-from planner.plan import job_doc
+from openrecycle.app.api.intake import Intake
+from openrecycle.app.api.lean import AgentEndpoints
+from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.profiles import ProfileName
+from openrecycle.app.api.runner import in_thread, in_turn
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.security.access import caller_of
+from openrecycle.app.security.callers import Role
+from openrecycle.planner.plan import job_doc
 
 After = Annotated[int, Query(ge=0, le=2**53)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
@@ -77,11 +78,11 @@ def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRo
     async def register(job_id: str, message: Registration) -> Registered:
         job, report = console.registration(job_id, message)
         await intake.take(job, report)
-        return Registered(worker=message.worker, epoch=job.state.epoch)
+        return Registered(worker=message.worker, generation=job.state.generation)
 
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
-        """The newest deployment with an epoch above `after`, as soon as there is one; 204: none in time."""
+        """The newest deployment with a generation above `after`, as soon as there is one; 204: none in time."""
         found = await endpoints.next_deployment(job_id, after, wait)
         return Response(status_code=204) if found is None else Response(found, media_type="application/json")
 
@@ -92,6 +93,11 @@ def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRo
     @api.post("/{job_id}/failures")
     async def failure(job_id: str, message: FailureReport) -> Outcome:
         return Outcome(reason=await in_thread(console.failure, job_id, message))
+
+    @api.post("/{job_id}/interim")
+    async def interim(job_id: str, message: InterimPlan) -> Outcome:
+        """What a generation runs until those who take their state from a peer have it."""
+        return Outcome(reason=await in_thread(console.meanwhile, job_id, message))
 
     @api.post("/{job_id}/iterations", status_code=204)
     async def iterations(job_id: str, message: IterationReport) -> None:

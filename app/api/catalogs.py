@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, Field
 
-from app.api.paging import After, Most, page
-from app.api.parsing import ReadBeside
-from app.api.profiles import ProfileName
-from app.api.runner import answer_in_thread, in_thread
-from app.catalogs.export import exported
-from app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
-from app.catalogs.outlook import PATIENCE, Outlook
-from app.catalogs.report import CatalogReport, CatalogSummary, CountLine
-from app.catalogs.service import BUSY, Filling, info_of
-from app.console import Console
-from app.errors import ConsoleError
-from planner.catalog_store import CatalogInfo
-from planner.errors import InputError
-from planner.plan import JobDoc, job_doc
-from planner.plan_codec import Question
+from openrecycle.agent.protocol import Memory
+from openrecycle.app.api.paging import After, Most, page
+from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.profiles import ProfileName
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.catalogs.export import exported
+from openrecycle.app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
+from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, CountLine
+from openrecycle.app.catalogs.service import Filling, info_of
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.planner.catalog_store import CatalogInfo
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Technique
+from openrecycle.planner.packed import Question
+from openrecycle.planner.plan import JobDoc, job_doc
 
 Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 PlanName = Annotated[str, Path(pattern="^[0-9]{6}-[0-9a-f]{24}$")]
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 Tolerance = Annotated[int, Query(ge=0, le=MAX_TOLERANCE)]
+# When to ask again for what is being worked out.
+RETRY_SECONDS = 1
 
 
 class CatalogAsked(CatalogRequest):
     """job_id: of a job of this console, whose question is taken instead of the one given here. profile_name: of a
     profile (GET /profiles) that is taken in the place of the durations, on the grid that is given."""
 
+    technique: Technique = Technique.STAGGERED
+    memory: Memory = "uniform"
+    solver: Literal["auto", "list", "cp-sat", "milp"] = "list"
     job_id: Annotated[str, Field(max_length=64)] | None = None
     profile_name: ProfileName | None = None
 
@@ -107,6 +111,13 @@ class CatalogDetail(BaseModel):
     lines: list[CountInfo]
 
 
+class CatalogPending(BaseModel):
+    """What there is to plan for a large job is worked out by another process."""
+
+    fingerprint: str
+    state: Literal["running"] = "running"
+
+
 class CatalogLines(BaseModel):
     """next: `after` of the next page; null: there is none."""
 
@@ -118,21 +129,16 @@ def router(console: Console) -> APIRouter:
     api = APIRouter(tags=["catalogs"], route_class=ReadBeside)
     catalogs = console.catalogs
 
-    async def report(question: Question, tolerance: int, fingerprint: str | None = None) -> Response:
-        """Waits for what another process works out without a thread of the API's, of which there are few."""
-        loop, answer = asyncio.get_running_loop(), asyncio.Queue[tuple[Outlook | None, str]]()
+    def report(question: Question, tolerance: int, fingerprint: str | None = None) -> Response:
+        found = catalogs.report(question, tolerance, fingerprint)
+        if found is not None:
+            return Response(_detail(found).model_dump_json(), media_type="application/json")
+        pending = CatalogPending(fingerprint=fingerprint or info_of(question).fingerprint)
+        again = {"Retry-After": str(RETRY_SECONDS)}
+        return Response(pending.model_dump_json(), 202, media_type="application/json", headers=again)
 
-        def done(found: Outlook | None, why: str) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(answer.put_nowait, (found, why))
-
-        await in_thread(catalogs.outlook, question, tolerance, done)
-        try:
-            async with asyncio.timeout(PATIENCE):
-                found, why = await answer.get()
-        except TimeoutError:
-            found, why = None, BUSY
-        return await answer_in_thread(lambda: _detail(catalogs.report_on(question, found, why, fingerprint)))
+    def stored_report(fingerprint: str, tolerance: int) -> Response:
+        return report(catalogs.stored(fingerprint).question, tolerance, fingerprint)
 
     @api.get("/catalogs")
     async def listed(after: After = None, limit: Most = None) -> CatalogLines:
@@ -149,12 +155,11 @@ def router(console: Console) -> APIRouter:
         await in_thread(console.audit.record, x_actor, "fill catalog", made.fingerprint)
         return _filling(made)
 
-    @api.get("/catalogs/{fingerprint}", response_model=CatalogDetail)
+    @api.get("/catalogs/{fingerprint}", response_model=CatalogDetail, responses={202: {"model": CatalogPending}})
     async def catalog(fingerprint: Fingerprint, tolerance: Tolerance | None = None) -> Response:
-        """tolerance: by default the console's own."""
-        stored = await in_thread(catalogs.stored, fingerprint)
+        """tolerance: by default the console's own. 202: of a large job it is being worked out; ask again."""
         wanted = console.tolerance if tolerance is None else tolerance
-        return await report(await in_thread(lambda: stored.question), wanted, fingerprint)
+        return await in_thread(stored_report, fingerprint, wanted)
 
     @api.delete("/catalogs/{fingerprint}", status_code=204, tags=["operator"])
     async def delete(fingerprint: Fingerprint, x_actor: Actor = "API") -> None:
@@ -189,12 +194,12 @@ def router(console: Console) -> APIRouter:
         named = {"Content-Disposition": f'attachment; filename="catalog-{fingerprint[:12]}.{format}.zip"'}
         return Response(data, media_type="application/zip", headers=named)
 
-    @api.get("/jobs/{job_id}/catalog", response_model=CatalogDetail)
+    @api.get("/jobs/{job_id}/catalog", response_model=CatalogDetail, responses={202: {"model": CatalogPending}})
     async def of_job(job_id: str, tolerance: Tolerance | None = None) -> Response:
-        """That of the job's question, though nothing may be stored of it yet."""
+        """That of the job's question, though nothing may be stored of it yet. 202: as for `/catalogs/{fingerprint}`."""
         job = console.job(job_id)
         wanted = console.tolerance if tolerance is None else tolerance
-        return await report(job.question, wanted)
+        return await in_thread(report, job.question, wanted)
 
     return api
 

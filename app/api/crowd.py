@@ -18,8 +18,8 @@ from typing import Protocol
 
 import structlog
 
-from agent.protocol import Problem
-from app.api.problems import MEDIA_TYPE
+from openrecycle.agent.protocol import Problem
+from openrecycle.app.api.problems import MEDIA_TYPE
 
 log = structlog.get_logger()
 

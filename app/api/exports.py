@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
-from app.api.runner import in_thread
-from app.console import Console
-from app.plans.exporting import offer_named, render
-from app.plans.references import OfJob, Reference, Saved
-from app.plans.sources import Source, export_of, find
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.plans.exporting import offer_named, render
+from openrecycle.app.plans.references import OfJob, Reference, Saved
+from openrecycle.app.plans.sources import Source, export_of, find
 
 Pipeline = Annotated[int | None, Query(ge=0, le=2**20)]
 FILE: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}, "description": "The file."}}

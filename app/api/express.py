@@ -9,25 +9,33 @@ it. Whatever is not exactly one such request, or not as usual, goes the ordinary
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import re
+import socket
+import struct
+import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 
 from pydantic import ValidationError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.api.crowd import PATIENCE, Crowd
-from app.api.lane import RAW, Lane, Raw
-from app.api.lean import Unusual
-from app.api.problems import problem
-from app.errors import ConsoleError
+from openrecycle.app.api.crowd import PATIENCE, Crowd
+from openrecycle.app.api.lane import RAW, Lane, Raw
+from openrecycle.app.api.lean import Unusual
+from openrecycle.app.api.problems import problem
+from openrecycle.app.errors import ConsoleError
 
 # Of a request's head: bytes, and seconds from its first one, or from the beginning of the connection.
 HEAD_BYTES, HEAD_SECONDS = 64 * 1024, 30.0
+# Of an answer so much must be taken by its reader in that time, or the connection ends: what is not read takes memory.
+SEND_BYTES, SEND_SECONDS = 64 * 1024, 30.0
 # Of what comes after a refusal and is not looked at.
 MOST_THROWN_AWAY = 1024 * 1024
 
+_AT_ONCE = struct.pack("ii", 1, 0)  # of SO_LINGER: on, for no time
 _LENGTH = b"\r\nContent-Length: "
 _END = b"\r\n\r\n"
 _DIGITS = 5
@@ -39,7 +47,8 @@ class ExpressProtocol(HttpToolsProtocol):
     """One connection. lane, crowd: set by `express`.
 
     A request's head has HEAD_BYTES and HEAD_SECONDS at most, from its first byte, or from the connection's beginning;
-    so has what is neither head nor body (trailers, sizes of chunks). A request that has been accepted takes its time.
+    so has what is neither head nor body (trailers, sizes of chunks). A request that has been accepted takes its time;
+    its answer is read, or given up (SEND_BYTES, SEND_SECONDS).
     """
 
     lane: Lane
@@ -55,6 +64,8 @@ class ExpressProtocol(HttpToolsProtocol):
     _head_open = False
     _head_bytes = 0
     _thrown_away = 0
+    _unread: asyncio.TimerHandle | None = None
+    _unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -70,13 +81,50 @@ class ExpressProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
+        self._is_read()
         super().connection_lost(exc)
 
     def make_way(self) -> None:
         self.transport.close()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_read()
+
+    def _await_reader(self) -> None:
+        if self._unread is None and self.transport.get_write_buffer_size():
+            self._unread_bytes = self._unread_now()
+            self._unread = self.loop.call_later(SEND_SECONDS, self._look_for_reader)
+
+    def _look_for_reader(self) -> None:
+        self._unread = None
+        if self.transport.get_write_buffer_size() and self._unread_now() > self._unread_bytes - SEND_BYTES:
+            # Closing it would wait for the reader, and the system would keep what is not read.
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            self.transport.abort()
+        else:
+            self._await_reader()
+
+    def _unread_now(self) -> int:
+        """Bytes, with those that the system has and the other side has not: megabytes, of which it is slow to ask for
+        more."""
+        held = bytearray(4)
+        with suppress(OSError):
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
+        return self.transport.get_write_buffer_size() + int(struct.unpack("i", held)[0])
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
     def handle_websocket_upgrade(self) -> None:
         self._leave()
+        self._is_read()
         super().handle_websocket_upgrade()
 
     def _leave(self) -> None:
@@ -174,6 +222,7 @@ class ExpressProtocol(HttpToolsProtocol):
         if not self._left:
             self.crowd.waits(self)
         super().on_response_complete()
+        self._await_reader()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value) + 4

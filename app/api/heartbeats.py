@@ -7,11 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent.protocol import Heartbeat
-from app.api.parsing import ReadBeside, beside
-from app.console import Console
-from app.errors import ConsoleError
-from app.live import LiveJob
+from openrecycle.agent.protocol import Heartbeat
+from openrecycle.app.api.parsing import ReadBeside, beside
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
 
 MOST = 8_192
 
@@ -32,9 +32,9 @@ class Refused(BaseModel):
 
 
 class HeartbeatsReply(BaseModel):
-    """epoch, measure: as in the answer to a single one. taken: how many counted; the others are in refused."""
+    """generation, measure: as in the answer to a single one. taken: how many counted; the others are in refused."""
 
-    epoch: int
+    generation: int
     measure: int | None
     taken: int
     refused: list[Refused]
@@ -60,7 +60,7 @@ def _take(console: Console, job: LiveJob, beats: list[Heartbeat]) -> str:
         except ConsoleError as error:
             refused.append(Refused(index=index, worker=beat.worker, code=error.code, detail=error.detail))
     return HeartbeatsReply(
-        epoch=job.state.epoch,
+        generation=job.state.generation,
         measure=console.measuring.wanted(job.job_id),
         taken=len(beats) - len(refused),
         refused=refused,

@@ -9,11 +9,11 @@ from pydantic import BaseModel
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse
 
-from agent.protocol import Identifier
-from app.api.jobs import Actor
-from app.api.models import Outcome
-from app.api.runner import in_thread
-from app.console import Console
+from openrecycle.agent.protocol import Identifier
+from openrecycle.app.api.jobs import Actor
+from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.console import Console
 
 ZIP: dict[int | str, dict[str, Any]] = {200: {"content": {"application/zip": {}}, "description": "The file."}}
 BODY = {

@@ -13,11 +13,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agent.protocol import API
-from app.api.problems import problem
-from app.api.runner import in_thread
-from app.errors import ConsoleError, storing
-from db.idempotency import Earlier, IdempotentRequests
+from openrecycle.agent.protocol import API
+from openrecycle.app.api.problems import problem
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.db.idempotency import Earlier, IdempotentRequests
 
 HEADER = "Idempotency-Key"
 MOST_CHARACTERS = 255

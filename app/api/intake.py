@@ -1,6 +1,6 @@
 """What many workers of a job report at the same time is stored in one transaction.
 
-When an epoch opens, every worker acknowledges it three times within a second or two. A transaction each
+When a generation opens, every worker acknowledges it three times within a second or two. A transaction each
 would keep the console of a large job busy for longer than the workers take.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from app.api.runner import in_thread
-from app.coordination.together import Report
-from app.live import LiveJob
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.coordination.together import Report
+from openrecycle.app.live import LiveJob
 
 # Of one transaction: whoever else waits for the job, such as the clock that looks for silent workers, comes in between.
 MOST = 1024

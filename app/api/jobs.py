@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Header, Query, Request, Response
 
-from app.api.agents import Wait
-from app.api.models import (
-    EpochInfo,
-    Epochs,
+from openrecycle.app.api.agents import Wait
+from openrecycle.app.api.models import (
     EventInfo,
     Events,
+    GenerationInfo,
+    Generations,
     IterationInfo,
     Iterations,
     JobDetail,
@@ -25,12 +25,12 @@ from app.api.models import (
     WorkerInfo,
     Workers,
 )
-from app.api.paging import After, Most, page
-from app.api.runner import answer_in_thread, in_thread
-from app.console import Console
-from app.observing.rates import RECENT
-from app.views import summary
-from db.store import Record
+from openrecycle.app.api.paging import After, Most, page
+from openrecycle.app.api.runner import answer_in_thread, in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.observing.rates import RECENT
+from openrecycle.app.views import summary
+from openrecycle.db.store import Record
 
 _DEFLATE = re.compile(r"\bdeflate\b(?! *; *q *= *0(?:\.0*)?(?:,|$))", re.IGNORECASE)
 Limit = Annotated[int, Query(ge=1, le=5000)]
@@ -73,10 +73,13 @@ def router(console: Console) -> APIRouter:
             iterations=[IterationInfo(**row) for row in await in_thread(console.iterations, job_id, after, limit)]
         )
 
-    @api.get("/{job_id}/epochs", response_model=Epochs)
-    async def epochs(job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Most = None) -> Response:
-        """Epochs with a number > after, oldest first: read on with `after` = the last one's. Without a limit, all."""
-        return await answer_in_thread(_epochs, console, job_id, after, limit)
+    @api.get("/{job_id}/generations", response_model=Generations)
+    async def generations(
+        job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Most = None
+    ) -> Response:
+        """Generations with a number > after, oldest first: read on with `after` = the last one's. Without a limit,
+        all."""
+        return await answer_in_thread(_generations, console, job_id, after, limit)
 
     @api.get("/{job_id}/plans")
     async def plans(job_id: str, after: After = None, limit: Most = None) -> Plans:
@@ -129,8 +132,8 @@ def _workers(console: Console, job_id: str) -> Workers:
     return Workers(workers=[WorkerInfo(**worker._asdict()) for worker in console.view(job_id, 1, 1).workers])
 
 
-def _epochs(console: Console, job_id: str, after: int, limit: int | None) -> Epochs:
-    return Epochs(epochs=[EpochInfo(**row) for row in console.epochs(job_id, after, limit)])
+def _generations(console: Console, job_id: str, after: int, limit: int | None) -> Generations:
+    return Generations(generations=[GenerationInfo(**row) for row in console.generations(job_id, after, limit)])
 
 
 def _place_of_plan(row: Record) -> tuple[float, str, float, str]:
@@ -146,6 +149,7 @@ def _detail(console: Console, job_id: str) -> JobDetail:
         spec=view.spec,
         committed=job.state.committed,
         plan_fingerprint=view.plan.fingerprint if view.plan else None,
+        plan_state=view.plan_words,
         planned_ahead=view.planned_ahead,
         plans_to_make=view.plans_to_make,
         fault_free_samples_per_second=view.figures.fault_free if view.figures else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agent.protocol import API
+from openrecycle.agent.protocol import API
 
 PASS, RAW = "openrecycle.pass", "openrecycle.raw"  # in the scope
 # Kinds of requests that are known: nodes times jobs, and some more. Beyond, all begin anew.

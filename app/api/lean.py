@@ -13,13 +13,13 @@ import orjson
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agent.protocol import Acknowledgement, Deployment, Heartbeat
-from app.api import problems
-from app.api.intake import Intake
-from app.api.lane import PASS, Headers
-from app.api.replay import replayed
-from app.console import Console
-from app.errors import ConsoleError
+from openrecycle.agent.protocol import Acknowledgement, Deployment, Heartbeat
+from openrecycle.app.api import problems
+from openrecycle.app.api.intake import Intake
+from openrecycle.app.api.lane import PASS, Headers
+from openrecycle.app.api.replay import replayed
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
 
 _JSON = (b"content-type", b"application/json")
 _QUERY = re.compile(rb"after=(\d{1,15})(?:&wait=(\d{1,2}(?:\.\d{1,6})?))?")
@@ -104,9 +104,13 @@ class AgentEndpoints:
         # A field that is there twice, or a text with a colon in it: whoever looks closer says which.
         if body.count(b":") != len(beat.model_fields_set) + len(beat.op_milliseconds):
             raise Unusual
-        epoch = self._console.heartbeat(job_id, beat)
+        generation = self._console.heartbeat(job_id, beat)
         wanted = self._console.measuring.wanted(job_id)
-        return b'{"epoch":%d}' % epoch if wanted is None else b'{"epoch":%d,"measure":%d}' % (epoch, wanted)
+        return (
+            b'{"generation":%d}' % generation
+            if wanted is None
+            else b'{"generation":%d,"measure":%d}' % (generation, wanted)
+        )
 
     async def acknowledge(self, job_id: str, scope: Scope, body: bytes) -> bytes:
         message = Acknowledgement.model_validate_json(body)
@@ -123,13 +127,13 @@ class AgentEndpoints:
         return await self.next_deployment(job_id, int(asked[1]), float(asked[2] or 0), small=small)
 
     async def next_deployment(self, job_id: str, after: int, wait: float, *, small: bool = False) -> bytes | None:
-        """The newest deployment with an epoch above `after`, as soon as there is one; None: none in `wait` seconds,
+        """The newest deployment with a generation above `after`, as soon as there is one; None: none in `wait` seconds,
         or in less where many wait.
         small: compressed, where that is worth it.
 
         Raises ConsoleError.
         """
-        topic = self._console.job(job_id).epoch_topic
+        topic = self._console.job(job_id).generation_topic
         found = await topic.wait_for(lambda: self._console.deployment(job_id, after), wait)
         if found is None:
             return None

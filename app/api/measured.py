@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
-from agent.protocol import ClockReading, MeasuredOps, clock_name
-from app.api.models import Outcome
-from app.api.parsing import ReadBeside
-from app.api.runner import answer_in_thread, in_thread
-from app.console import Console
-from app.observing.measured import MeasuredIteration, measured_iteration
-from planner.plan import Plan
+from openrecycle.agent.protocol import ClockReading, MeasuredOps, clock_name
+from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.runner import answer_in_thread, in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.observing.measured import MeasuredIteration, measured_iteration
+from openrecycle.planner.plan import Plan
 
 Watch = Annotated[bool, Query(description="have the job measured again soon")]
 
@@ -25,7 +25,7 @@ class MeasuredInfo(BaseModel):
     hosts may be shifted against each other. plan: the ops as they ran, in milliseconds."""
 
     iteration: int
-    epoch: int
+    generation: int
     at: float
     uncertainty_ms: float
     planned_fingerprint: str
@@ -64,7 +64,7 @@ def _newest(console: Console, job_id: str, watch: bool) -> MeasuredIteration | N
 def _info(found: MeasuredIteration) -> MeasuredInfo:
     return MeasuredInfo(
         iteration=found.iteration,
-        epoch=found.epoch,
+        generation=found.generation,
         at=found.at,
         uncertainty_ms=found.uncertainty_ms,
         planned_fingerprint=found.planned.fingerprint,

@@ -6,35 +6,37 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from agent.protocol import JobSpec, JobState
-from app.coordination.standing import Condition, RoleState
+from openrecycle.agent.protocol import JobSpec, JobState
+from openrecycle.app.coordination.worker_states import Condition, RoleState
 
 
 class JobInfo(BaseModel):
-    """created_at: POSIX seconds. living: workers in the epoch. workers: size of the grid. condition: how it is, in the
-    word that the pages use: also whether it is degraded, paused, or waits for a person."""
+    """created_at: POSIX seconds. living: workers in the generation. workers: size of the grid. condition: how it is, in
+    the word that the pages use: also whether it is degraded, paused, or waits for a person."""
 
     job_id: str
     name: str
     state: JobState
     sentence: str
     created_at: float
-    epoch: int
+    generation: int
     living: int
     workers: int
     condition: Condition
 
 
 class JobDetail(JobInfo):
-    """committed: iterations so far. plan_fingerprint: of the plan in force. advice: which way on is best
-    with the workers that are out, and why; null when none is, and until it is worked out. ettr:
-    productive time / wall time so far; goodput: the same weighted with throughput / fault-free throughput.
-    fault_free_samples_per_second: what throughput is measured by, and fault_free_source: where that number is from.
-    waited_seconds: for a person, so far; in no other number."""
+    """committed: iterations so far. plan_fingerprint: of the plan that is run, and plan_state whether it is `in force`,
+    `interim` (until a newcomer has its state), `last in force` (the job is over), or `in force soon` (an interim one
+    is run that was too large to be sent). advice: which option is best with the workers that are out, and why; null
+    when none is, and until it is worked out. ettr: productive time / wall time so far; goodput: the same weighted with
+    throughput / fault-free throughput. fault_free_samples_per_second: what throughput is measured by, and
+    fault_free_source: where that number is from. waited_seconds: for a person, so far; in no other number."""
 
     spec: JobSpec
     committed: int
     plan_fingerprint: str | None
+    plan_state: str = ""
     planned_ahead: int
     plans_to_make: int
     fault_free_samples_per_second: float | None
@@ -59,7 +61,7 @@ class WorkerInfo(BaseModel):
     state: RoleState
     takes_rerouted: int
     heartbeat_age: float | None
-    epoch: int
+    generation: int
     iteration: int
     phase: str
     op_milliseconds: dict[str, float]
@@ -89,15 +91,17 @@ class EventInfo(BaseModel):
 
 
 class IterationInfo(BaseModel):
-    """loss_hex: the loss as a hexadecimal float, exact."""
+    """loss_hex: the loss as a hexadecimal float, exact. skipped: micro-batches, numbered over the pipelines, that are
+    in no sum of the iteration: one that gave NaN or infinity, or whose data nobody could run."""
 
     iteration: int
     loss: float
     loss_hex: str
     seconds: float
-    epoch: int
+    generation: int
     living: int
     committed_at: float
+    skipped: list[int] = []
 
 
 class AcknowledgementInfo(BaseModel):
@@ -108,8 +112,11 @@ class AcknowledgementInfo(BaseModel):
     at: float
 
 
-class EpochInfo(BaseModel):
-    epoch: int
+class GenerationInfo(BaseModel):
+    """interim_plan: what it ran until newcomers had their state, "" if nothing; interim_failed: whom that goes
+    without."""
+
+    generation: int
     plan_fingerprint: str
     living: list[str]
     failed: list[str]
@@ -118,6 +125,8 @@ class EpochInfo(BaseModel):
     restore: bool
     reason: str
     opened_at: float
+    interim_plan: str = ""
+    interim_failed: list[str] = []
     acknowledgements: list[AcknowledgementInfo]
 
 
@@ -155,8 +164,8 @@ class Iterations(BaseModel):
     iterations: list[IterationInfo]
 
 
-class Epochs(BaseModel):
-    epochs: list[EpochInfo]
+class Generations(BaseModel):
+    generations: list[GenerationInfo]
 
 
 class Plans(BaseModel):

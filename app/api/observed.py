@@ -9,16 +9,16 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent.protocol import LogLine, LogLines, VerdictReport
-from app.api.models import Outcome
-from app.api.parsing import ReadBeside
-from app.api.runner import in_thread
-from app.console import Console
-from app.errors import ConsoleError
-from app.live import LiveJob
-from app.observing.worker_history import worker_history
-from db.heartbeats import Level
-from planner.plan import INTEGER
+from openrecycle.agent.protocol import LogLine, LogLines, VerdictReport
+from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.worker_history import worker_history
+from openrecycle.db.heartbeats import Level
+from openrecycle.planner.plan import INTEGER
 
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 Moment = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="POSIX seconds")]

@@ -8,21 +8,21 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from agent.protocol import WorkerName
-from app.api.models import Outcome
-from app.api.parsing import ReadBeside
-from app.api.runner import in_thread
-from app.console import Console
-from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
-from app.operators import named
-from app.plans.replanning import Outcome as ReplanOutcome
-from app.plans.solving_child import MAX_SECONDS
+from openrecycle.agent.protocol import WorkerName
+from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
+from openrecycle.app.operators import named
+from openrecycle.app.plans.replanning import Outcome as ReplanOutcome
+from openrecycle.app.plans.solving_child import MAX_SECONDS
 
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 
 
 class CandidateInfo(BaseModel):
-    """One way on that the job can take by itself. failed: the places that are empty under it. moves: (from,
+    """One option that the job can take by itself. failed: the places that are empty under it. moves: (from,
     to) of workers that change their stage.
 
     rate: samples per second by its plan. share: of the fault-free plan's rate. slowdown_vs_1f1b: of its
@@ -44,8 +44,8 @@ class CandidateInfo(BaseModel):
 
 class ChoiceInfo(BaseModel):
     """mode: who decides when workers are lost. patience: seconds that the job waits in manual mode. frozen_by: the
-    operator who has frozen the plan; "": nobody. paused: has an operator stopped it? waiting: does it stand still
-    for a choice now? seconds_left: then, until the best is taken.
+    operator who has frozen the plan; "": nobody. paused: has an operator stopped it? stopped: and do
+    all workers wait by now? waiting: does it stand still for a choice now? seconds_left: then, until the best is taken.
 
     failed: the workers that are out. candidates: best first; empty until they are worked out, and when
     nobody is out. better: the name of one that is clearly better than re-routing, "" where none is.
@@ -55,6 +55,7 @@ class ChoiceInfo(BaseModel):
     patience: float
     frozen_by: str
     paused: bool
+    stopped: bool
     waiting: bool
     seconds_left: float | None
     failed: list[str]
@@ -137,7 +138,7 @@ def router(console: Console) -> APIRouter:
 
     @api.post("/{job_id}/choice", responses={409: {}})
     async def choose(job_id: str, body: ChoiceMade, x_actor: Actor = "API") -> Outcome:
-        """Takes one of the ways on: at once when the job waits for it, else at the next boundary."""
+        """Takes one of the options: at once when the job waits for it, else at the next boundary."""
         failed = None if body.failed is None else tuple(body.failed)
         return Outcome(reason=await in_thread(operators.choose, job_id, body.name, failed, x_actor))
 
@@ -152,9 +153,15 @@ def router(console: Console) -> APIRouter:
         is frozen no more. A failure is handled as ever."""
         return Outcome(reason=await in_thread(operators.freeze, job_id, body.frozen, x_actor))
 
+    @api.post("/{job_id}/baseline", status_code=202, responses={409: {}})
+    async def measure_baseline(job_id: str, x_actor: Actor = "API") -> Outcome:
+        """Has the fault-free rate, by which throughput and goodput are measured, measured again from the next whole
+        iterations on. Until then it stays; the event feed says who asked, and what it was and is."""
+        return Outcome(reason=await in_thread(operators.measure_anew, job_id, x_actor))
+
     @api.post("/{job_id}/replan", status_code=202, responses={409: {}})
     async def replan(job_id: str, body: ReplanWanted, x_actor: Actor = "API") -> Outcome:
-        """Plans again for the workers that are out now. The plan is put in force if it is worth a new epoch; the
+        """Plans again for the workers that are out now. The plan is put in force if it is worth a new generation; the
         event feed, and GET here, say why not otherwise."""
         actor = named(x_actor)
         reason = await in_thread(console.replanning.start, job_id, body.solver, body.seconds, actor)

@@ -13,7 +13,8 @@ from typing import Annotated, TypeVar
 
 from fastapi import Query
 
-from app.errors import ConsoleError
+from openrecycle.app.errors import ConsoleError
+from openrecycle.planner.plan import read_json
 
 T = TypeVar("T")
 Place = tuple[float | str, ...]
@@ -50,7 +51,7 @@ def _write(of: str, place: Place) -> str:
 
 def _read(of: str, cursor: str) -> Place:
     try:
-        place = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        place = read_json(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except ValueError:
         raise _wrong(cursor) from None
     if not isinstance(place, list) or place[:1] != [of]:

@@ -15,9 +15,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from app.documents import bounded, refuse_repeats
-from app.errors import ConsoleError
-from app.sentences import sentence
+from openrecycle.app.documents import bounded, refuse_repeats
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.sentences import sentence
 
 P = ParamSpec("P")
 T = TypeVar("T")

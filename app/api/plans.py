@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api.jobs import Actor
-from app.api.models import Outcome
-from app.api.paging import After, Most, page
-from app.api.parsing import ReadBeside, is_json
-from app.api.profiles import ProfileName
-from app.api.runner import in_thread
-from app.console import Console
-from app.errors import ConsoleError
-from app.plans.applying import use_plan
-from app.plans.solving import Point, Solve, SolveState
-from app.plans.solving_child import (
+from openrecycle.agent.protocol import Memory
+from openrecycle.app.api.jobs import Actor
+from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.paging import After, Most, page
+from openrecycle.app.api.parsing import ReadBeside, is_json
+from openrecycle.app.api.profiles import ProfileName
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.applying import use_plan
+from openrecycle.app.plans.solving import Point, Solve, SolveState
+from openrecycle.app.plans.solving_child import (
     Migrations,
     MigrationsAsked,
     MigrationsSettings,
@@ -29,9 +30,9 @@ from app.plans.solving_child import (
     PlanSettings,
     Request,
 )
-from app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
-from planner.errors import PlannerError
-from planner.plan import INTEGER, JobDoc, Plan, job_doc
+from openrecycle.app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.plan import INTEGER, JobDoc, Plan, job_doc
 
 
 class SavedPlan(BaseModel):
@@ -107,13 +108,20 @@ class _WhoseJob(BaseModel):
 
 class PlanWanted(_WhoseJob, PlanSettings):
     """job: a whole one; or profile_name: of a profile (GET /profiles), and pipelines, stages, micro_batches, which are
-    the profile's own where they are not given. solver: auto, list, cp-sat or milp. time_limit: seconds."""
+    the profile's own where they are not given. time_limit: seconds."""
+
+    kind: Literal["plan"]
+    memory: Memory = "uniform"
+    solver: Literal["auto", "list", "cp-sat", "milp"] = "auto"
 
 
 class MigrationsWanted(_WhoseJob, MigrationsSettings):
     """job, or profile_name and the sizes of the grid: as for a plan. state_bytes: of weights and optimizer of every
     stage; 0: what the profile says. bandwidth: bytes per second of a copy. heals_in: seconds until the failed workers
     are back; null: they don't come back."""
+
+    kind: Literal["migrations"]
+    memory: Memory = "uniform"
 
 
 def router(console: Console) -> APIRouter:

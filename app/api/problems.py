@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from agent.protocol import Problem
-from app.errors import ConsoleError
-from app.sentences import sentence
+from openrecycle.agent.protocol import Problem
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.sentences import sentence
 
 log = structlog.get_logger()
 

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Response
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from app.api.paging import After, Most, page
-from app.api.parsing import ReadBeside
-from app.api.runner import in_thread
-from app.console import Console
-from app.plans.profiles import NAME, ProfileInfo
-from planner.plan import JobDoc, job_doc
-from planner.profiles import Profile
+from openrecycle.app.api.paging import After, Most, page
+from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.plans.profiles import NAME, ProfileInfo
+from openrecycle.planner.plan import JobDoc, job_doc
+from openrecycle.planner.profiles import Profile
 
 ProfileName = Annotated[str, Field(pattern=NAME)]
 InPath = Annotated[str, Path(pattern=NAME)]
@@ -27,7 +27,7 @@ def _kind(document: Any) -> str:
     return "job"
 
 
-# What `python -m agent profile` writes, or the document of a job.
+# What `openrecycle profile` writes, or the document of a job.
 Document = Annotated[
     Annotated[Profile, Tag("measured")] | Annotated[JobDoc, Tag("job")],
     Discriminator(_kind),

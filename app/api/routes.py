@@ -9,8 +9,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from agent.protocol import API, Heartbeat, HeartbeatReply, Problem
-from app.api import (
+from openrecycle.agent.protocol import API, Heartbeat, HeartbeatReply, Problem
+from openrecycle.app.api import (
     access,
     agents,
     catalogs,
@@ -28,16 +28,16 @@ from app.api import (
     runner,
     streams,
 )
-from app.api.idempotency import Idempotency
-from app.api.intake import Intake
-from app.api.lean import AgentEndpoints, Lean
-from app.api.parsing import ReadBeside
-from app.api.reference import POLICY, page
-from app.api.runner import in_thread
-from app.console import Console
-from app.errors import ConsoleError
-from app.metrics.requests import Named
-from db.idempotency import IdempotentRequests
+from openrecycle.app.api.idempotency import Idempotency
+from openrecycle.app.api.intake import Intake
+from openrecycle.app.api.lean import AgentEndpoints, Lean
+from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.reference import POLICY, page
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.metrics.requests import Named
+from openrecycle.db.idempotency import IdempotentRequests
 
 
 def create_api(console: Console, endpoints: AgentEndpoints | None = None, intake: Intake | None = None) -> FastAPI:
@@ -77,7 +77,7 @@ def create_api(console: Console, endpoints: AgentEndpoints | None = None, intake
     # Answered by a lean route of `create_routes`, unless something is wrong with it.
     @api.post("/jobs/{job_id}/heartbeats", tags=["agents"])
     async def heartbeat(job_id: str, message: Heartbeat) -> HeartbeatReply:
-        return HeartbeatReply(epoch=console.heartbeat(job_id, message), measure=console.measuring.wanted(job_id))
+        return HeartbeatReply(generation=console.heartbeat(job_id, message), measure=console.measuring.wanted(job_id))
 
     return api
 

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from app.api.models import EventInfo
-from app.api.plans import solve_info
-from app.api.runner import in_thread
-from app.console import Console
-from app.errors import ConsoleError
-from app.live import LiveJob
-from app.plans.solving import Solve
-from app.security.callers import STILL
+from openrecycle.app.api.models import EventInfo
+from openrecycle.app.api.plans import solve_info
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.plans.solving import Solve
+from openrecycle.app.security.callers import STILL
 
 # Seconds after which a comment shows that the connection lives; proxies close silent ones after a minute.
 KEEP_ALIVE = 15.0

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from app.catalogs.service import Catalogs
-from app.errors import ConsoleError
-from planner.catalog_store import INFO, SUFFIX, CatalogInfo
-from planner.errors import PlannerError
-from planner.plan_codec import decode_plan
+from openrecycle.app.catalogs.service import Catalogs
+from openrecycle.app.errors import ConsoleError
+from openrecycle.planner.catalog_store import INFO, SUFFIX, CatalogInfo
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.packed import decode_plan
 
 # A document takes about 100 bytes per op: beyond this the file would have gigabytes.
 MAX_OPS = 2_000_000
@@ -37,7 +37,7 @@ def exported(catalogs: Catalogs, fingerprint: str, form: Literal["json", "stored
 
 
 def stored_zip(fingerprint: str, info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
-    """The folder that `python -m planner catalog --out` writes and goes on from."""
+    """The folder that `openrecycle catalog --out` writes and goes on from."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:  # plans are compressed already
         archive.writestr(f"{fingerprint}/{INFO}", info.model_dump_json(indent=1) + "\n")

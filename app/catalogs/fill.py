@@ -19,20 +19,20 @@ from typing import Annotated, Any, Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.catalogs.outlook import most_failures
-from app.logs import configure_logging
-from planner.catalog_build import fill, targets
-from planner.catalog_engines import make_engine
-from planner.errors import InputError, PlannerError
-from planner.job import Job, MemoryLimit, Technique
-from planner.plan import INTEGER, JobDoc
-from planner.plan_codec import Effort, Question
-from planner.solvers.portfolio import SOLVERS
+from openrecycle.app.catalogs.outlook import most_failures
+from openrecycle.app.logs import configure_logging
+from openrecycle.planner.catalog_build import fill, targets
+from openrecycle.planner.catalog_engines import make_engine
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.plan import INTEGER, PRINTABLE, JobDoc
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 log = structlog.get_logger()
 
 # As many workers as a job may have. Plans of more ops take seconds each: the command line makes those, and
-# `python -m planner catalog` may use a cluster.
+# `openrecycle catalog` may use a cluster.
 MAX_WORKERS = 16_384
 MAX_OPS = 3_200_000
 MAX_TOLERANCE = 1024
@@ -54,7 +54,7 @@ class CatalogRequest(BaseModel):
     stages: Annotated[int, Field(ge=1, le=MAX_WORKERS), INTEGER] = 4
     micro_batches: Annotated[int, Field(ge=1, le=4096), INTEGER] = 6
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Duration] = Field(default_factory=dict)
-    time_unit: Annotated[str, Field(min_length=1, max_length=20)] = "slot"
+    time_unit: Annotated[str, Field(min_length=1, max_length=20, pattern=PRINTABLE)] = "slot"
     technique: str = Technique.STAGGERED.value
     memory: Annotated[str, Field(max_length=20)] = "uniform"
     tolerance: Annotated[int, Field(ge=0, le=MAX_TOLERANCE), INTEGER] = 2
@@ -93,7 +93,7 @@ class CatalogRequest(BaseModel):
         return Effort(solver=self.solver, time_limit=None if self.solver == "list" else self.time_limit)
 
 
-ELSEWHERE = "`python -m planner catalog` takes more"
+ELSEWHERE = "`openrecycle catalog` takes more"
 
 
 def parse_request(**values: Any) -> CatalogRequest:

@@ -12,12 +12,12 @@ from itertools import chain, islice
 from math import comb
 from typing import Any
 
-from planner.baseline import reference_period
-from planner.catalog_store import CatalogInfo
-from planner.failures import patterns
-from planner.job import MemoryLimit, Technique, Worker
-from planner.plan import JobDoc
-from planner.plan_codec import Question
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.catalog_store import CatalogInfo
+from openrecycle.planner.failures import patterns
+from openrecycle.planner.job import MemoryLimit, Technique, Worker
+from openrecycle.planner.packed import Question
+from openrecycle.planner.plan import JobDoc
 
 # Patterns that are looked for: no more are ever planned one by one.
 MOST = 512
@@ -51,11 +51,11 @@ class OutlookRequest:
     technique: str
     memory: str
     tolerance: int
-    patience: float = PATIENCE
+    patience: float
 
     @classmethod
     def of(cls, owner: str, info: CatalogInfo, tolerance: int) -> OutlookRequest:
-        return cls(owner, info.job, info.technique.value, info.memory, tolerance)
+        return cls(owner, info.job, info.technique.value, info.memory, tolerance, PATIENCE)
 
     def to_json(self) -> bytes:
         return json.dumps({"outlook": {**self.__dict__, "job": self.job.model_dump(mode="json")}}).encode()

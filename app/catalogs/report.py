@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from app.catalogs.outlook import Outlook
-from db.store import Record
-from planner.catalog_build import LISTED
-from planner.catalog_store import CatalogInfo, plan_name
-from planner.errors import PlannerError
-from planner.job import Worker
-from planner.plan import job_doc
-from planner.plan_codec import Header, Question
-from planner.version import PLANNER_VERSION
+from openrecycle.app.catalogs.outlook import Outlook
+from openrecycle.db.store import Record
+from openrecycle.planner.catalog_build import LISTED
+from openrecycle.planner.catalog_store import CatalogInfo, plan_name
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import Worker
+from openrecycle.planner.packed import Header, Question
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.version import PLANNER_VERSION
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ They are looked up when a worker fails, shown by the Catalog page, and filled in
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import OrderedDict
@@ -17,20 +16,20 @@ from functools import partial
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.catalogs.fill import CatalogRequest, FillProcess, share_of_cores
-from app.catalogs.outlook import PATIENCE, Outlook, OutlookRequest, is_quick, outlook
-from app.catalogs.report import CatalogReport, CatalogSummary, report, summary
-from app.errors import ConsoleError, unavailable
-from app.jobs import Done, PlanMaker
-from db.store import Store
-from planner.catalog import rename_pipelines
-from planner.catalog_store import CatalogInfo, StoredCatalog, plan_name
-from planner.errors import PlannerError
-from planner.failures import canonical_pattern
-from planner.job import Job, Worker
-from planner.plan import MetricsDoc, Plan, PlanError, SolverDoc
-from planner.plan_codec import Effort, Header, Question, decode_header, encode_plan
-from planner.words import percent
+from openrecycle.app.catalogs.fill import CatalogRequest, FillProcess, share_of_cores
+from openrecycle.app.catalogs.outlook import Outlook, OutlookRequest, is_quick, most_failures, outlook
+from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, report, summary
+from openrecycle.app.errors import ConsoleError, unavailable
+from openrecycle.app.jobs import Done, PlanMaker
+from openrecycle.db.store import Store
+from openrecycle.planner.catalog import rename_pipelines
+from openrecycle.planner.catalog_store import CatalogInfo, StoredCatalog, plan_name
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.failures import canonical_pattern
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.packed import Effort, Header, Question, decode_header, encode_plan
+from openrecycle.planner.plan import MetricsDoc, Plan, PlanError, SolverDoc
+from openrecycle.planner.words import percent
 
 log = structlog.get_logger()
 
@@ -39,12 +38,13 @@ MAX_FILLING = 2
 MAX_KEPT = 16
 # Plans beyond this are not encoded in the console's process, which would hold up its heartbeats.
 KEPT_OPS = 20_000
-# Why there is no outlook yet.
-BUSY = "others are being worked out"
+# Outlooks that readers may have ahead of them, and seconds for which one that failed is not tried again.
+MAX_WAITING, FAILED_SECONDS = 16, 30.0
 # Plans that are stored at once.
 BATCH = 64
 
 Headers = Mapping[str, Header]
+Waiting = list[Done[Outlook]]
 
 
 @dataclass
@@ -116,7 +116,8 @@ class Catalogs:
         self._processes_of: dict[str, FillProcess] = {}
         self._threads: list[threading.Thread] = []
         self._outlooks: OrderedDict[tuple[str, int], Outlook] = OrderedDict()
-        self._outlooks_wanted: dict[tuple[str, int], list[Done[Outlook]]] = {}
+        self._outlooks_wanted: dict[tuple[str, int], Waiting] = {}
+        self._outlooks_failed: dict[tuple[str, int], tuple[str, float]] = {}  # why, and until when (monotonic seconds)
         self._outlook_maker: PlanMaker | None = None
         self._closed = False
         self.on_plans: Callable[[Question, list[str]], None] = lambda question, names: None
@@ -220,49 +221,59 @@ class Catalogs:
             rows = self._store.catalogs()
         return [found for row in reversed(rows) if (found := summary(row)) is not None]
 
-    def report(self, question: Question, tolerance: int, fingerprint: str | None = None) -> CatalogReport:
-        """What is planned for up to `tolerance` failures, and what is missing. Raises ConsoleError.
+    def report(self, question: Question, tolerance: int, fingerprint: str | None = None) -> CatalogReport | None:
+        """What is planned for up to `tolerance` failures, and what is missing. None: what there is to plan is being
+        worked out by another process; ask again. Raises ConsoleError (503) when it can't be.
 
         fingerprint: of a stored catalog that another planner made; by default that of the question.
         """
-        answer: queue.SimpleQueue[tuple[Outlook | None, str]] = queue.SimpleQueue()
-        self.outlook(question, tolerance, lambda found, why: answer.put((found, why)))
-        try:
-            found, why = answer.get(timeout=PATIENCE)
-        except queue.Empty:
-            found, why = None, BUSY
-        return self.report_on(question, found, why, fingerprint)
-
-    def report_on(
-        self, question: Question, found: Outlook | None, why: str, fingerprint: str | None = None
-    ) -> CatalogReport:
-        """As `report`, for whoever has waited for the outlook, or got none and why. Raises ConsoleError."""
+        answers: list[tuple[Outlook | None, str]] = []
+        self.outlook(question, tolerance, lambda found, why: answers.append((found, why)), most=MAX_WAITING)
+        if not answers:
+            return None
+        found, why = answers[0]
         if found is None:
             raise ConsoleError(503, "too_long", f"what there is to plan can't be worked out now ({why}); try again")
         named = fingerprint or info_of(question).fingerprint
         return report(question, found, named, self._headers_of(named))
 
-    def outlook(self, question: Question, tolerance: int, done: Done[Outlook]) -> None:
-        """What there is to plan for. done: called with it, or with None and why there is none: now, where that takes a
-        moment, else from a thread of ours."""
+    def outlook(self, question: Question, tolerance: int, done: Done[Outlook], *, most: int | None = None) -> None:
+        """What there is to plan for. done: called with it, or with None and why there is none: now, where that is known
+        or takes a moment, else from a thread of ours. most: so many others may be ahead of it."""
         if is_quick(question, tolerance):
             done(outlook(question, tolerance), "")
             return
-        key = info_of(question).fingerprint, tolerance
+        key = info_of(question).fingerprint, min(tolerance, most_failures(question))
         with self._lock:
-            known = self._outlooks.get(key)
-            waiting = self._outlooks_wanted.get(key)
-            if known is None and not self._closed:
-                if self._outlook_maker is None:
-                    self._outlook_maker = PlanMaker("outlook")
-                    self._outlook_maker.start(child=False)
-                if waiting is None:
-                    self._outlooks_wanted[key] = waiting = []
-                    request = OutlookRequest.of("outlook", info_of(question), tolerance)
-                    self._outlook_maker.submit(request, partial(self._outlook_made, key))
-                waiting.append(done)
-        if known is not None:
-            done(known, "")
+            known, why = self._outlooks.get(key), ""
+            if known is None:
+                why = self._why_not(key, most)
+            if known is None and not why:
+                self._want(key, question).append(done)
+                return
+        done(known, why)
+
+    def _why_not(self, key: tuple[str, int], most: int | None) -> str:
+        """Under the lock."""
+        why, until = self._outlooks_failed.get(key, ("", 0.0))
+        if until > time.monotonic():
+            return why
+        if self._closed:
+            return "the console is stopping"
+        if most is not None and key not in self._outlooks_wanted and len(self._outlooks_wanted) >= most:
+            return "others are being worked out"
+        return ""
+
+    def _want(self, key: tuple[str, int], question: Question) -> Waiting:
+        """Who waits for it. Under the lock."""
+        if key not in self._outlooks_wanted:
+            self._outlooks_wanted[key] = []
+            if self._outlook_maker is None:
+                self._outlook_maker = PlanMaker("outlook")
+                self._outlook_maker.start(child=False)
+            request = OutlookRequest.of("outlook", info_of(question), key[1])
+            self._outlook_maker.submit(request, partial(self._outlook_made, key))
+        return self._outlooks_wanted[key]
 
     def _outlook_made(self, key: tuple[str, int], found: Outlook | None, why: str) -> None:
         with self._lock:
@@ -271,6 +282,10 @@ class Catalogs:
                 self._outlooks[key] = found
                 while len(self._outlooks) > MAX_KEPT:
                     self._outlooks.popitem(last=False)
+            else:
+                now = time.monotonic()
+                self._outlooks_failed = {k: said for k, said in self._outlooks_failed.items() if said[1] > now}
+                self._outlooks_failed[key] = why, now + FAILED_SECONDS
         for done in waiting:
             done(found, why)
 

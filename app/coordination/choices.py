@@ -1,4 +1,4 @@
-"""The ways on that a job can take by itself while workers are out, and who picks one: plain data."""
+"""The options that a job can take by itself while workers are out, and who picks one: plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way on, called as in planner.policy. failed: the places that are empty under it; moves: (from,
+    """One option, called as in planner.policy. failed: the places that are empty under it; moves: (from,
     to) of workers that change their stage.
 
     rate: samples per second by its plan; share: of the fault-free plan's, slowdown_vs_1f1b: against
@@ -57,7 +57,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Offered:
-    """The ways on have been worked out. None: they could not be, for the reason given."""
+    """The options have been worked out. None: they could not be, for the reason given."""
 
     failed: tuple[str, ...]
     offer: Offer | None

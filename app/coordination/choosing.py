@@ -1,7 +1,7 @@
 """What operators and the advisor say: which way the job goes on, who decides that, and who is to leave. Pure.
 
 In automatic mode the job re-routes at once, and takes the advisor's better way, if there is one, as
-soon as all train again. In manual mode it waits for an operator first (app.coordination.epochs). Each public
+soon as all train again. In manual mode it waits for an operator first (app.coordination.generations). Each public
 function but `overdue` takes one kind of event: (state, event, now, ladder) -> Step.
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agent.protocol import WorkerState
-from app.coordination import restaffing
-from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
-from app.coordination.epochs import ask, pend, plan_ready, reconsider
-from app.coordination.events import Decision, Note, PlanReady, Step
-from app.coordination.fencing import no_such_worker, refuse
-from app.coordination.ladder import Ladder
-from app.coordination.membership import PRESENT, Member, State, names
-from planner.policy import REROUTE
+from openrecycle.agent.protocol import WorkerState
+from openrecycle.app.coordination import restaffing
+from openrecycle.app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
+from openrecycle.app.coordination.events import Decision, Note, PlanReady, Step
+from openrecycle.app.coordination.fencing import no_such_worker, refuse
+from openrecycle.app.coordination.generations import ask, pend, plan_ready, reconsider
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.membership import PRESENT, Member, State, names
+from openrecycle.planner.policy import REROUTE
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 
@@ -28,16 +28,16 @@ def offered(state: State, event: Offered, now: float, ladder: Ladder) -> Step:
         return Step(state, reason=f"the job is {state.over}")
     if pending is not None and pending.until is not None and pending.failed == event.failed:
         if offer is None:
-            text = f"the ways on could not be compared ({event.reason}): the job re-routes"
+            text = f"the options could not be compared ({event.reason}): the job re-routes"
             return ask(state, pending, [Note("warning", "plan", text)])
-        text = f"ways on without {names(event.failed)}: " + "; ".join(f"{c.name}: {c.text}" for c in offer.candidates)
+        text = f"options without {names(event.failed)}: " + "; ".join(f"{c.name}: {c.text}" for c in offer.candidates)
         return Step(replace(state, offer=offer), (Note("info", "plan", text),), text)
     if offer is None or out(state) != event.failed:
         return Step(state, reason="other workers are out by now")
     state = replace(state, offer=offer)
     if state.mode is Mode.AUTOMATIC:
         return take_better(state, offer, [])
-    return Step(state, reason="the ways on are known")
+    return Step(state, reason="the options are known")
 
 
 def chosen(state: State, event: Chosen, now: float, ladder: Ladder) -> Step:
@@ -106,7 +106,7 @@ def drain_asked(state: State, event: DrainAsked, now: float, ladder: Ladder) -> 
 
 
 def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
-    """Opens an epoch with the same members and another plan."""
+    """Opens a generation with the same members and another plan."""
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
     failed = out(state)
@@ -174,10 +174,10 @@ def _resolve(state: State, candidate: Candidate | None, why: str, notes: list[De
 
 
 def take_better(state: State, offer: Offer, notes: list[Decision]) -> Step:
-    """Takes the way on that is clearly better than re-routing, if there is one and the plan is not frozen."""
+    """Takes the option that is clearly better than re-routing, if there is one and the plan is not frozen."""
     candidate = offer.find(offer.better) if offer.better else None
     if candidate is None:
-        return Step(state, tuple(notes), "re-routing is the best way on")
+        return Step(state, tuple(notes), "re-routing is the best option")
     if state.frozen_by:
         text = f"{candidate.name} would be better, and waits: {state.frozen_by} has frozen the plan"
         return Step(state, (*notes, Note("info", "plan", text)), text)
@@ -185,7 +185,7 @@ def take_better(state: State, offer: Offer, notes: list[Decision]) -> Step:
 
 
 def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -> Step:
-    """Asks for the epoch in which the job goes on by `candidate`; where workers have changed since it was
+    """Asks for the generation in which the job goes on by `candidate`; where workers have changed since it was
     worked out, by re-routing."""
     if problem := _misfit(state, candidate):
         notes.append(Note("warning", "plan", f"{candidate.name} is not possible any more: {problem}"))

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from agent.protocol import JobState
-from app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
-from app.coordination.membership import AckState, Epoch, State
+from openrecycle.agent.protocol import JobState
+from openrecycle.app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
+from openrecycle.app.coordination.membership import AckState, Generation, Interim, State
 
 # -- what can happen ----------------------------------------------------------------------------
 
@@ -49,23 +49,23 @@ class Exited:
 class TransferBroken:
     """`reporter`, with this incarnation, could not exchange data with `worker` (its best guess).
 
-    epoch: the one in which it saw that; 0 when it did not say.
+    generation: the one in which it saw that; 0 when it did not say.
     """
 
     reporter: str
     incarnation: str
     worker: str
-    epoch: int = 0
+    generation: int = 0
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An op of a micro-batch raised in `worker`, in `epoch`; detail: which, and what the launcher makes of it."""
+    """An op of a micro-batch raised in `worker`, in `generation`; detail: which, and what the launcher makes of it."""
 
     worker: str
     incarnation: str
-    epoch: int
+    generation: int
     detail: str
 
 
@@ -100,7 +100,7 @@ class PlanRefused:
 class Acknowledged:
     worker: str
     incarnation: str
-    epoch: int
+    generation: int
     state: AckState
 
 
@@ -109,6 +109,14 @@ class IterationsCommitted:
     """count: iterations committed so far."""
 
     count: int
+
+
+@dataclass(frozen=True)
+class Meanwhile:
+    """The launcher has the members of `generation` run another plan until newcomers have their state."""
+
+    generation: int
+    interim: Interim
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,7 @@ Event = (
     | PlanRefused
     | Acknowledged
     | IterationsCommitted
+    | Meanwhile
     | Finished
     | ConsoleRestarted
     | Offered
@@ -156,8 +165,8 @@ class NeedPlan:
 
 
 @dataclass(frozen=True)
-class OpenEpoch:
-    epoch: Epoch
+class OpenGeneration:
+    generation: Generation
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,7 @@ class Note:
     """A line for the event feed."""
 
     severity: Literal["info", "warning", "error"]
-    kind: Literal["worker", "failure", "epoch", "recovery", "plan", "job", "console", "operator", "step"]
+    kind: Literal["worker", "failure", "generation", "recovery", "plan", "job", "console", "operator", "step"]
     text: str
     worker: str | None = None
 
@@ -178,7 +187,7 @@ class Refuse:
     detail: str
 
 
-Decision = NeedPlan | OpenEpoch | Note | Refuse
+Decision = NeedPlan | OpenGeneration | Note | Refuse
 
 
 @dataclass(frozen=True)

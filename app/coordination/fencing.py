@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agent.protocol import WorkerState
-from app.coordination.events import Refuse, Step
-from app.coordination.membership import Member, State
+from openrecycle.agent.protocol import WorkerState
+from openrecycle.app.coordination.events import Refuse, Step
+from openrecycle.app.coordination.membership import Member, State
 
 
 def holder(state: State, worker: str, incarnation: str) -> Member | None:

@@ -1,8 +1,8 @@
 """A plan that an operator has frozen, and what waits until it is not. Pure.
 
 Frozen, the plan in force stays for as long as the workers that run it do. What would replace it by
-choice waits: a better plan, a better way on, a worker that has come back. What makes it impossible is
-handled as ever, and its plan is frozen in turn: a failure, a worker that was asked to leave. An epoch
+choice waits: a better plan, a better option, a worker that has come back. What makes it impossible is
+handled as ever, and its plan is frozen in turn: a failure, a worker that was asked to leave. A generation
 that has to open anyway takes in whoever has come back by then.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agent.protocol import WorkerState
-from app.coordination.choices import Mode, PlanFrozen
-from app.coordination.choosing import out, take_better
-from app.coordination.epochs import reconsider
-from app.coordination.events import Decision, Note, Step
-from app.coordination.fencing import refuse
-from app.coordination.ladder import Ladder
-from app.coordination.membership import State, names
+from openrecycle.agent.protocol import WorkerState
+from openrecycle.app.coordination.choices import Mode, PlanFrozen
+from openrecycle.app.coordination.choosing import out, take_better
+from openrecycle.app.coordination.events import Decision, Note, Step
+from openrecycle.app.coordination.fencing import refuse
+from openrecycle.app.coordination.generations import reconsider
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.membership import State, names
 
 
 def plan_frozen(state: State, event: PlanFrozen, now: float, ladder: Ladder) -> Step:
@@ -39,7 +39,7 @@ def _freeze(state: State, actor: str) -> Step:
 
 
 def _unfreeze(state: State, actor: str, now: float) -> Step:
-    """What has waited is done now, in this order: workers that are back, then the better way on."""
+    """What has waited is done now, in this order: workers that are back, then the better option."""
     if not state.frozen_by:
         return Step(state, reason="the plan is not frozen")
     text = f"{actor} unfroze the plan"
@@ -53,5 +53,7 @@ def _unfreeze(state: State, actor: str, now: float) -> Step:
 
 
 def returned(state: State) -> list[str]:
-    """Workers that are back, and in no epoch yet."""
-    return [m.name for m in state.members.values() if m.state is WorkerState.REJOINING and m.epoch != state.epoch]
+    """Workers that are back, and in no generation yet."""
+    return [
+        m.name for m in state.members.values() if m.state is WorkerState.REJOINING and m.generation != state.generation
+    ]

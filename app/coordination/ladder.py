@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.errors import InputError
+from openrecycle.planner.errors import InputError
 
 LOST_SECONDS = 3600.0
 

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agent.blame import Complaint, judge
-from agent.protocol import WorkerState
-from app.coordination.choosing import overdue
-from app.coordination.epochs import lose, reconsider
-from app.coordination.events import Decision, Exited, Heard, Note, Raised, Stalled, Step, Tick, TransferBroken
-from app.coordination.fencing import fence, holder, no_such_worker, refuse
-from app.coordination.ladder import Ladder
-from app.coordination.membership import Broken, Member, State, peer_of
+from openrecycle.agent.blame import Complaint, judge
+from openrecycle.agent.protocol import WorkerState
+from openrecycle.app.coordination.choosing import overdue
+from openrecycle.app.coordination.events import (
+    Decision,
+    Exited,
+    Heard,
+    Note,
+    Raised,
+    Stalled,
+    Step,
+    Tick,
+    TransferBroken,
+)
+from openrecycle.app.coordination.fencing import fence, holder, no_such_worker, refuse
+from openrecycle.app.coordination.generations import lose, reconsider
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.membership import Broken, Member, State, peer_of
 
 RUNNING, SUSPECT = WorkerState.RUNNING, WorkerState.SUSPECT
 FAILED, FINISHED = WorkerState.FAILED, WorkerState.FINISHED
@@ -86,7 +96,7 @@ def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> S
         text = f"halted: {ruling.halt}"
         notes.append(Note("error", "job", text))
         return Step(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
-    notes.append(Note("warning", "epoch", ruling.text, ruling.out or broken.reporter))
+    notes.append(Note("warning", "generation", ruling.text, ruling.out or broken.reporter))
     if ruling.out:
         return lose(state, {ruling.out: f"taken out: {ruling.text}"}, notes, now)
     return reconsider(state, ruling.text, notes, now, anew=True)
@@ -138,9 +148,9 @@ def transfer_broken(state: State, event: TransferBroken, now: float, ladder: Lad
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker if reporter else event.reporter))
     if fenced := fence(state, reporter, event.incarnation):
         return fenced
-    old = event.epoch != state.epoch if event.epoch else reporter.acknowledged == ""
+    old = event.generation != state.generation if event.generation else reporter.acknowledged == ""
     if state.over or state.current is None or state.pending or old:
-        return Step(state, reason="that connection belongs to an epoch that is over or about to end")
+        return Step(state, reason="that connection belongs to a generation that is over or about to end")
     complaint = Complaint(reporter.name, "" if event.worker == event.reporter else event.worker, event.detail)
     if state.broken:
         known = state.broken
@@ -177,8 +187,8 @@ def raised(state: State, event: Raised, now: float, ladder: Ladder) -> Step:
     if state.over or state.current is None:
         return Step(state, reason="the job does not train")
     notes: list[Decision] = [Note("warning", "failure", event.detail, member.name)]
-    if state.pending or event.epoch != state.epoch:
-        return Step(state, tuple(notes), "that epoch is over or about to end")
+    if state.pending or event.generation != state.generation:
+        return Step(state, tuple(notes), "that generation is over or about to end")
     return reconsider(state, event.detail, notes, now, anew=True)
 
 

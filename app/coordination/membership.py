@@ -1,4 +1,4 @@
-"""What the coordinator knows of a job: its workers, its epochs, what it waits for.
+"""What the coordinator knows of a job: its workers, its generations, what it waits for.
 
 Plain immutable data. `now` and every time in here are seconds of one monotonic clock.
 """
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from agent.blame import Complaint, Links
-from agent.protocol import JobState, WorkerState
-from app.coordination.choices import PATIENCE, Mode, Offer
+from openrecycle.agent.blame import Complaint, Links
+from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.app.coordination.choices import PATIENCE, Mode, Offer
 
 AckState = Literal["", "adopted", "formed", "resumed"]
 ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
 
-# Members that count as there: in the epoch, or able to enter the next one.
+# Members that count as there: in the generation, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
 
 
@@ -26,8 +26,8 @@ class Member:
     """One cell of the grid.
 
     incarnation: of the process that now counts; retired: those that came before it, fenced for
-    good. epoch: the newest one that this incarnation is in (0: none yet). acknowledged: how far it
-    came in taking up that epoch. draining: it says that its work is done, unless another failure
+    good. generation: the newest one that this incarnation is in (0: none yet). acknowledged: how far it
+    came in taking up that generation. draining: it says that its work is done, unless another failure
     calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its
     process may not have gone yet.
     """
@@ -37,7 +37,7 @@ class Member:
     state: WorkerState = WorkerState.STARTING
     incarnation: str | None = None
     retired: tuple[str, ...] = ()
-    epoch: int = 0
+    generation: int = 0
     acknowledged: AckState = ""
     last_heard: float | None = None
     draining: bool = False
@@ -57,12 +57,21 @@ class Member:
         return self.retired if self.incarnation is None else (*self.retired, self.incarnation)
 
 
+class Interim(NamedTuple):
+    """A plan that is run for a while. plan_fingerprint: "" where the console has not got it. failed: whom it goes
+    without, those who take their state among them."""
+
+    plan_fingerprint: str
+    failed: tuple[str, ...]
+
+
 @dataclass(frozen=True)
-class Epoch:
+class Generation:
     """A deployment that has been opened.
 
     joining: those of `living` that take state from a peer first. moves: (from, to) of workers that
-    have taken an empty place on another stage. restore: all go back to the newest checkpoint.
+    have taken an empty place on another stage. restore: all go back to the newest checkpoint. interim: what it runs
+    until all of `living` have their state.
     """
 
     number: int
@@ -73,6 +82,7 @@ class Epoch:
     reason: str
     moves: tuple[tuple[str, str], ...] = ()
     restore: bool = False
+    interim: Interim | None = None
 
     @cached_property
     def lives_in(self) -> frozenset[str]:
@@ -82,7 +92,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Pending:
-    """The epoch to be opened as soon as the plan for `failed` is there.
+    """The generation to be opened as soon as the plan for `failed` is there.
 
     until: in manual mode, how long an operator may choose another way; None: nobody is asked.
     """
@@ -98,8 +108,8 @@ class Pending:
 
 @dataclass(frozen=True)
 class Broken:
-    """Transfers that broke in the epoch in force, the first of them here; nobody may have died. Its workers wait for
-    the next epoch, and say so once. complaints: of all who have said so."""
+    """Transfers that broke in the generation in force, the first of them here; nobody may have died. Its workers wait
+    for the next generation, and say so once. complaints: of all who have said so."""
 
     since: float
     reporter: str
@@ -109,8 +119,8 @@ class Broken:
 
 
 class Tally(NamedTuple):
-    """Of members that are waited for. unready: before the first epoch, those that have not registered. unsettled: those
-    of the epoch in force that have not resumed yet."""
+    """Of members that are waited for. unready: before the first generation, those that have not registered. unsettled:
+    those of the generation in force that have not resumed yet."""
 
     unready: int
     unsettled: int
@@ -128,7 +138,7 @@ class State:
 
     members: Mapping[str, Member]
     iterations: int
-    current: Epoch | None = None
+    current: Generation | None = None
     pending: Pending | None = None
     broken: Broken | None = None
     committed: int = 0
@@ -148,13 +158,24 @@ class State:
         return cls({name: Member(name, stage) for name, stage in cells}, iterations, checkpoints=checkpoints)
 
     @property
-    def epoch(self) -> int:
-        """The newest epoch's number; 0 before the first."""
+    def generation(self) -> int:
+        """The newest generation's number; 0 before the first."""
         return self.current.number if self.current else 0
 
     @property
+    def interim(self) -> Interim | None:
+        """What the workers run while some of them take their state from a peer; None: nobody does, or all wait."""
+        current = self.current
+        if current is None or current.interim is None or self.over or self.halted:
+            return None
+        lacking = current.lives_in.intersection(current.interim.failed)
+        there = [self.members[name].acknowledged in ("formed", "resumed") for name in lacking]
+        trains = (self.members[n].acknowledged in ("formed", "resumed") for n in current.living if n not in lacking)
+        return current.interim if not all(there) and any(trains) else None
+
+    @property
     def restoring(self) -> bool:
-        """Is there a worker that may not have gone back to the checkpoint that this epoch goes back to?"""
+        """Is there a worker that may not have gone back to the checkpoint that this generation goes back to?"""
         return self.current is not None and self.current.restore and bool(self.tally.unsettled)
 
     @property
@@ -164,11 +185,11 @@ class State:
 
     @property
     def settled(self) -> bool:
-        """Have all of the current epoch's members committed an iteration in it?"""
+        """Have all of the current generation's members committed an iteration in it?"""
         return self.current is not None and self.pending is None and not self.tally.unsettled
 
     def unsettled(self) -> list[Member]:
-        """Members of the current epoch that have not resumed yet, in grid order."""
+        """Members of the current generation that have not resumed yet, in grid order."""
         return [self.members[name] for name in (self.current.living if self.current else ()) if self._waits(name)]
 
     @cached_property
@@ -192,13 +213,13 @@ class State:
         new = replace(self, members={**self.members, name: member})
         if known := self.__dict__.get("tally"):
             unready = known.unready + _unready(member) - _unready(self.members[name])
-            in_epoch = self.current is not None and name in self.current.lives_in
-            unsettled = known.unsettled + (new._waits(name) - self._waits(name) if in_epoch else 0)
+            in_generation = self.current is not None and name in self.current.lives_in
+            unsettled = known.unsettled + (new._waits(name) - self._waits(name) if in_generation else 0)
             new.__dict__["tally"] = Tally(unready, unsettled)
         return new
 
     def with_heard(self, members: Mapping[str, Member]) -> State:
-        """With these, of whom some have been heard: that changes nobody's part in an epoch, so the tally holds."""
+        """With these, of whom some have been heard: that changes nobody's part in a generation, so the tally holds."""
         new = replace(self, members=members)
         new.__dict__["tally"] = self.tally
         return new
@@ -217,14 +238,15 @@ class State:
 
 
 def _unready(member: Member) -> bool:
-    """Is it one that the first epoch waits for?"""
+    """Is it one that the first generation waits for?"""
     return member.state is not WorkerState.STARTING or not member.incarnation
 
 
-def names(workers: tuple[str, ...] | list[str], limit: int = 6) -> str:
-    """`W0_1, W1_2 and 3 more`."""
-    shown = ", ".join(workers[:limit])
-    return shown if len(workers) <= limit else f"{shown} and {len(workers) - limit:,} more"
+def names(workers: tuple[str, ...] | list[str], limit: int = 6, last: str = ", ") -> str:
+    """`W0_1, W1_2 and 3 more`. last: what stands before the last one where all are named."""
+    if len(workers) > limit:
+        return f"{', '.join(workers[:limit])} and {len(workers) - limit:,} more"
+    return last.join(filter(None, (", ".join(workers[:-1]), *workers[-1:])))
 
 
 def peer_of(reporter: str, worker: str) -> str:

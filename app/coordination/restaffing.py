@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agent.protocol import WorkerState
-from app.coordination.membership import PRESENT, Member, State
+from openrecycle.agent.protocol import WorkerState
+from openrecycle.app.coordination.membership import PRESENT, Member, State
 
 
 def still_valid(state: State, moves: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
@@ -52,7 +52,7 @@ def move(members: dict[str, Member], source: str, to: str) -> None:
         state=WorkerState.REJOINING,
         incarnation=leaves.incarnation,
         retired=empty.incarnations,
-        epoch=0,
+        generation=0,
         acknowledged="",
         last_heard=leaves.last_heard,
         draining=False,
@@ -63,7 +63,7 @@ def move(members: dict[str, Member], source: str, to: str) -> None:
         leaves,
         state=WorkerState.FAILED,
         incarnation=None,
-        epoch=0,
+        generation=0,
         acknowledged="",
         last_heard=None,
         draining=False,

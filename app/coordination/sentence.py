@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from agent.protocol import JobState, WorkerState
-from app.coordination.freezing import returned
-from app.coordination.ladder import Ladder
-from app.coordination.liveness import nobody_heard
-from app.coordination.membership import Member, State, names, peer_of
-from app.coordination.standing import Standing, lost_name
-from planner.words import percent
+from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.app.coordination.freezing import returned
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.liveness import nobody_heard
+from openrecycle.app.coordination.membership import Member, State, names, peer_of
+from openrecycle.app.coordination.worker_states import WorkerStates, lost_name
+from openrecycle.planner.words import percent
 
 MOST_MOVES = 4
 
 
-def sentence(standing: Standing, now: float, ladder: Ladder, *, share: float | None = None) -> str:
+def sentence(worker_states: WorkerStates, now: float, ladder: Ladder, *, share: float | None = None) -> str:
     """share: of the fault-free throughput, that it trains at of late; None: not known."""
-    state = standing.state
-    if not standing.paused or state.over:
-        return _whole(_text(standing, now, ladder, share))
+    state = worker_states.state
+    if not worker_states.paused or state.over:
+        return _whole(_text(worker_states, now, ladder, share))
     held = "paused: all workers wait before the same iteration until somebody resumes the job."
+    if worker_states.running_on:
+        held = f"pausing: waiting for {names(worker_states.running_on)} to finish the iteration in hand."
     if state.halted or not state.settled:
-        return _whole(f"{held} {_whole(_text(standing, now, ladder, None))}")
-    return _whole(f"{held} {_who_is_out(standing)}".strip())
+        return _whole(f"{held} {_whole(_text(worker_states, now, ladder, None))}")
+    return _whole(f"{held} {_who_is_out(worker_states)}".strip())
 
 
 def over_sentence(state: JobState, reason: str) -> str:
@@ -34,8 +36,8 @@ def _whole(text: str) -> str:
     return text[0].upper() + text[1:].rstrip(".") + "."
 
 
-def _text(standing: Standing, now: float, ladder: Ladder, share: float | None) -> str:
-    state = standing.state
+def _text(worker_states: WorkerStates, now: float, ladder: Ladder, share: float | None) -> str:
+    state = worker_states.state
     if state.over:
         return over_sentence(state.over, state.over_reason)
     if state.halted:
@@ -52,9 +54,9 @@ def _text(standing: Standing, now: float, ladder: Ladder, share: float | None) -
         return _waiting_for_a_choice(state, state.pending.until - now)
     if state.pending:
         without = f" without {names(state.pending.failed)}" if state.pending.failed else ""
-        return f"Making the plan for epoch {state.epoch + 1}{without}: {state.pending.reason}."
+        return f"Making the plan for generation {state.generation + 1}{without}: {state.pending.reason}."
     if state.current is None:
-        return _before_the_first_epoch(state)
+        return _before_the_first_generation(state)
     if state.broken:
         peer = peer_of(state.broken.reporter, state.broken.worker)
         left = max(0.0, state.broken.since + ladder.transfer_grace - now)
@@ -62,7 +64,7 @@ def _text(standing: Standing, now: float, ladder: Ladder, share: float | None) -
             f"{state.broken.reporter} can't exchange data with {peer}: waiting {left:.1f} s more "
             "for an exit or a time-out that explains it, then all connect anew."
         )
-    return _in_an_epoch(standing, share)
+    return _in_a_generation(worker_states, share)
 
 
 def _waiting_for_a_choice(state: State, left: float) -> str:
@@ -71,13 +73,13 @@ def _waiting_for_a_choice(state: State, left: float) -> str:
     failed, seconds = state.pending.failed, f"{max(0.0, left):.0f} s" if left < 120 else f"{left / 60:.0f} min"
     offer = state.offer if state.offer and state.offer.failed == failed else None
     if offer is None:
-        return f"Waiting for you: the ways on without {names(failed)} are being compared; the job goes on in {seconds}."
+        return f"Waiting for you: the options without {names(failed)} are being compared; the job goes on in {seconds}."
     count, best = len(offer.candidates), offer.candidates[0].name
     ways = "1 candidate" if count == 1 else f"{count} candidates"
     return f"Waiting for you: {ways} without {names(failed)}; the best ({best}) is taken in {seconds}."
 
 
-def _before_the_first_epoch(state: State) -> str:
+def _before_the_first_generation(state: State) -> str:
     failed = [m for m in state.members.values() if m.state is WorkerState.FAILED]
     if failed:
         return f"Waiting for {names([m.name for m in failed])} to be started again: {failed[0].detail}."
@@ -85,8 +87,8 @@ def _before_the_first_epoch(state: State) -> str:
     return f"Waiting for {len(missing):,} of {len(state.members):,} workers to register: {names(missing)}."
 
 
-def _in_an_epoch(standing: Standing, share: float | None) -> str:
-    state = standing.state
+def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
+    state = worker_states.state
     assert state.current is not None
     waiting, living = state.unsettled(), len(state.current.living)
     if waiting:
@@ -94,28 +96,29 @@ def _in_an_epoch(standing: Standing, share: float | None) -> str:
         slowest = min(waiting, key=lambda m: list(steps).index(m.acknowledged))
         alike = [m.name for m in waiting if m.acknowledged == slowest.acknowledged]
         return (
-            f"Epoch {state.epoch} ({state.current.reason}): {living - len(waiting):,} of {living:,} workers train; "
+            f"Generation {state.generation} ({state.current.reason}): {living - len(waiting):,} of "
+            f"{living:,} workers train; "
             f"waiting for {names(alike)} {steps[slowest.acknowledged]}."
         )
     everyone = "all" if living == len(state.members) else f"{living:,} of"
-    text = f"Training in epoch {state.epoch} with {everyone} {len(state.members):,} workers"
+    text = f"Training in generation {state.generation} with {everyone} {len(state.members):,} workers"
     if living < len(state.members) and share is not None:
         text += f", at {percent(share)} of the fault-free throughput"
     frozen = _frozen(state) if state.frozen_by else ""
-    return " ".join(part for part in (f"{text}.", _who_is_out(standing), frozen) if part)
+    return " ".join(part for part in (f"{text}.", _who_is_out(worker_states), frozen) if part)
 
 
-def _who_is_out(standing: Standing) -> str:
+def _who_is_out(worker_states: WorkerStates) -> str:
     """Which processes are gone, who took their places, and who does the work."""
-    state, missing = standing.state, standing.missing
+    state, missing = worker_states.state, worker_states.missing
     if state.current is None or not state.current.failed:
         return ""
     named = {p: lost_name(p, p.slot in state.current.lives_in) for p in missing}
     failed, drained = ([name for p, name in named.items() if p.ended == how] for how in ("failed", "drained"))
-    gone = [f"{names(failed)} failed"] if failed else []
-    gone += [f"{names(drained)} {'was' if len(drained) == 1 else 'were'} drained"] if drained else []
+    gone = [f"{names(failed, last=' and ')} failed"] if failed else []
+    gone += [f"{names(drained, last=' and ')} {'was' if len(drained) == 1 else 'were'} drained"] if drained else []
     text = "; ".join(gone)
-    moved = [f"{p.slot}'s process holds {p.role} now" for p in standing.moved if p.role in state.current.lives_in]
+    moved = [f"{p.slot}'s process holds {p.role} now" for p in worker_states.moved if p.role in state.current.lives_in]
     if len(moved) > MOST_MOVES:
         moved = [*moved[:MOST_MOVES], f"and {len(moved) - MOST_MOVES:,} more have moved"]
     sentences = [text or f"{names(state.current.failed)} are empty", ", ".join(moved)]

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.coordination.events import Acknowledged, Note, Refuse, Registered
-from app.coordination.ladder import Ladder
-from app.coordination.membership import State
-from app.coordinator import step
+from openrecycle.app.coordination.events import Acknowledged, Note, Refuse, Registered
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.membership import State
+from openrecycle.app.coordinator import step
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Report:
 def run_together(
     state: State, reports: Sequence[Report], now: float, ladder: Ladder
 ) -> tuple[State, list[Note], list[str | Refuse]]:
-    """Takes reports up to the first one that asks for a plan or opens an epoch, which is not taken.
+    """Takes reports up to the first one that asks for a plan or opens a generation, which is not taken.
 
     Returns the state after them, what they add to the event feed, and for each the reason or refusal.
     """

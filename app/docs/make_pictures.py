@@ -1,6 +1,7 @@
 """Makes the pictures of the tour: every page, in both themes, of a demo job that lost a worker and got it back.
 
-python -m app.docs.make_pictures [--address http://127.0.0.1:8501] [--to app/docs/pictures] [--pages live planner]
+python -m openrecycle.app.docs.make_pictures [--address http://127.0.0.1:8501] [--to app/docs/pictures]
+    [--pages live planner]
 
 Without an address it starts a demo of its own, 12 worker processes, kills one of them (killed), waits until it is
 back, and at the end kills the console under an open page (away). Needs the tests' requirements (Playwright) and
@@ -78,7 +79,7 @@ def demo() -> Iterator[tuple[str, Callable[[], None]]]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", "demo", "--port", str(port)],
+            [sys.executable, "-m", "openrecycle", "demo", "--port", str(port)],
             cwd=ROOT,
             env={**os.environ, "XDG_STATE_HOME": folder},
         )

@@ -1,4 +1,4 @@
-"""A process of its own for long work on histories: `python -m app.history export JOB OUT`, or
+"""A process of its own for long work on histories: `python -m openrecycle.app.history export JOB OUT`, or
 `import FILE ACTOR [ID]`. The database is DATABASE_URL. The console runs it; people use `python -m app`.
 
 It says what came of it as one line of JSON; status 2: refused, with a sentence under `error`.
@@ -13,10 +13,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from app.history.archive import export
-from app.history.importing import import_history
-from app.history.reading import HistoryError
-from db.session import Database, DatabaseError
+from openrecycle.app.history.archive import export
+from openrecycle.app.history.importing import import_history
+from openrecycle.app.history.reading import HistoryError
+from openrecycle.db.session import Database, DatabaseError
 
 # A file that asks for more memory than any history needs ends this process, and harms no other.
 MOST_MEMORY = 8 * 2**30

@@ -20,9 +20,9 @@ from typing import Annotated, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from app.history.tables import Fingerprint, format_of
-from db.job_rows import MODELS, JobRows
-from db.session import Database
+from openrecycle.app.history.tables import Fingerprint, format_of
+from openrecycle.db.job_rows import MODELS, JobRows
+from openrecycle.db.session import Database
 
 MANIFEST = "manifest.json"
 # The audit log is this console's own: it goes along to be read, and is never taken from a file.

@@ -1,4 +1,4 @@
-"""The command line's histories: `python -m app export`, `import` and `delete`, on the console's database."""
+"""The command line's histories: `openrecycle history export`, `import` and `delete`, on the console's database."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Annotated, NoReturn, TextIO
 import typer
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.history.archive import export
-from app.history.importing import delete_job, import_history
-from app.history.reading import HistoryError
-from app.settings import default_database_url
-from db.job_index import OVER
-from db.job_rows import JobRows
-from db.leadership import LeaderSession
-from db.session import Database, DatabaseError
-from db.store import Store
-from planner.errors import InputError
-from planner.output import destination, is_stdout
+from openrecycle.app.history.archive import export
+from openrecycle.app.history.importing import delete_job, import_history
+from openrecycle.app.history.reading import HistoryError
+from openrecycle.app.settings import default_database_url
+from openrecycle.db.job_index import OVER
+from openrecycle.db.job_rows import JobRows
+from openrecycle.db.leadership import LeaderSession
+from openrecycle.db.session import Database, DatabaseError
+from openrecycle.db.store import Store
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.output import destination, is_stdout
 
 DatabaseUrl = Annotated[
     str,

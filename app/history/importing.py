@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from app.history.reading import History, HistoryError, importable
-from app.history.tables import Format, format_of
-from db.job_index import OVER
-from db.job_rows import IMPORTING, JobRows, Record
-from db.session import Database
+from openrecycle.app.history.reading import History, HistoryError, importable
+from openrecycle.app.history.tables import Format, format_of
+from openrecycle.db.job_index import OVER
+from openrecycle.db.job_rows import IMPORTING, JobRows, Record
+from openrecycle.db.session import Database
 
 BATCH = 500
 REST = 0.005
@@ -119,7 +119,7 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
 
 def _batches(history: History, form: Format) -> Iterator[list[Record]]:
     """A row that brings a plan along, which may be large, has few others beside it."""
-    size = 8 if form.name in ("job_plan", "epoch") else BATCH
+    size = 8 if form.name in ("job_plan", "generation") else BATCH
     lines = history.lines(form.name)
     while batch := [form.to_row(line) for line in islice(lines, size)]:
         yield batch

@@ -18,14 +18,14 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ValidationError
 
-from agent.protocol import JobSpec
-from app.history.archive import EXPORTED, IMPORTED, MANIFEST, Entry, Manifest, plan_file, table_file
-from app.history.tables import Format, format_of
-from db.heartbeats import GROUP
-from db.samples import BlockError, unpack
-from planner.check import check
-from planner.errors import PlannerError
-from planner.plan import Plan
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.app.history.archive import EXPORTED, IMPORTED, MANIFEST, Entry, Manifest, plan_file, table_file
+from openrecycle.app.history.tables import Format, format_of
+from openrecycle.db.heartbeats import GROUP
+from openrecycle.db.samples import BlockError, unpack
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.plan import Plan, read_model
 
 MOST_MANIFEST = 8 * 2**20
 MOST_DIRECTORY = 16 * 2**20
@@ -43,7 +43,7 @@ _WORKER_COLUMNS = {
     "worker_state": ("worker",),
     "command": ("worker",),
     "job_plan": ("failed",),
-    "epoch": ("living", "failed", "joining", "moves"),
+    "generation": ("living", "failed", "joining", "moves", "interim_failed"),
 }
 
 
@@ -104,7 +104,7 @@ class History:
             while text := reader.line():
                 number += 1
                 try:
-                    yield form.line.model_validate_json(text)
+                    yield read_model(form.line, text)
                 except ValidationError as error:
                     raise HistoryError(f"{where}, line {number}: {_first(error)}") from None
             reader.done()
@@ -136,7 +136,7 @@ class History:
         if len(text) > MOST_MANIFEST:
             raise HistoryError(f"{MANIFEST}: got more than {MOST_MANIFEST:,} bytes, expected at most that")
         try:
-            manifest = Manifest.model_validate_json(text)
+            manifest = read_model(Manifest, text)
         except ValidationError as error:
             raise HistoryError(f"{MANIFEST}: {_first(error)}") from None
         for table in (*EXPORTED, *manifest.tables):
@@ -191,7 +191,7 @@ class History:
             for worker in _names(value):
                 if worker not in grid:
                     raise HistoryError(f"{where}: {column}: got {worker!r}, expected one of the job's grid")
-        plan = {"epoch": "plan_fingerprint", "job_plan": "fingerprint"}.get(name)
+        plan = {"generation": "plan_fingerprint", "job_plan": "fingerprint"}.get(name)
         fingerprint = getattr(line, plan) if plan else None
         if name == "measured_iteration":
             fingerprint = line.document.plan_fingerprint

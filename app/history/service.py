@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import WorkerState
-from app.errors import ConsoleError, storing, unknown_job
-from app.history.importing import REST, Imported, abandoned
-from db.job_rows import DELETING, JobRows
-from db.session import Database
+from openrecycle.agent.protocol import WorkerState
+from openrecycle.app.errors import ConsoleError, storing, unknown_job
+from openrecycle.app.history.importing import REST, Imported, abandoned
+from openrecycle.db.job_rows import DELETING, JobRows
+from openrecycle.db.session import Database
 
 if TYPE_CHECKING:
-    from app.console import Console
+    from openrecycle.app.console import Console
 
 log = structlog.get_logger()
 
@@ -32,7 +32,6 @@ MOST_UPLOAD = 2**30
 """Bytes of a file that is sent to the API; the command line takes larger ones."""
 FOLLOW_SECONDS = 5.0
 _ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Histories:
@@ -80,7 +79,9 @@ class Histories:
                     size += len(chunk)
                     if size > MOST_UPLOAD:
                         detail = f"the body: got more than {MOST_UPLOAD:,} bytes, expected at most that"
-                        raise ConsoleError(413, "too_large", f"{detail}; `python -m app import` takes larger files")
+                        raise ConsoleError(
+                            413, "too_large", f"{detail}; `openrecycle history import` takes larger files"
+                        )
                     handle.write(chunk)
             done = Imported(**await self._run("import", str(path), actor, *([new_id] if new_id else [])))
         finally:
@@ -96,8 +97,7 @@ class Histories:
         try:
             url = self._database.url.render_as_string(hide_password=False)
             self._child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "app.history", *arguments),
-                cwd=_ROOT,
+                *(sys.executable, "-m", "openrecycle.app.history", *arguments),
                 env={**os.environ, "DATABASE_URL": url},
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

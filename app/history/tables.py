@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model
 from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary, String, Text
 
-from agent.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
-from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
-from app.coordination.standing import RoleState
-from app.observing.measuring import Measured
-from db.job_rows import table
+from openrecycle.agent.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
+from openrecycle.app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
+from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.observing.measuring import Measured
+from openrecycle.db.job_rows import table
 
 Record = dict[str, Any]
 
@@ -56,7 +56,7 @@ ProcessLine = tuple[
     Literal["", "failed", "drained"],
     Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
 ]
-Place = Annotated[str, StringConstraints(pattern=r"^(W\d{1,6}_\d{1,6})?$")]
+Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]
 _STRICTER: dict[str, Any] = {
     "job.id": Identifier,
     "job.name": Name,
@@ -70,26 +70,29 @@ _STRICTER: dict[str, Any] = {
     "worker.incarnation": Identifier | None,
     "worker.retired": list[Identifier],
     "worker.processes": list[ProcessLine],
-    "worker.phase": Literal["", "starting", "waiting", "forming", "training", "draining"],
+    "worker.phase": Literal["", "starting", "waiting", "forming", "training", "paused", "draining"],
     "worker.op_milliseconds": dict[OpKind, Milliseconds],
     "job_plan.fingerprint": Fingerprint,
     "job_plan.failed": Workers,
-    "epoch.epoch": Annotated[int, Field(ge=1, le=2**53)],
-    "epoch.plan_fingerprint": Fingerprint,
-    "epoch.living": Workers,
-    "epoch.failed": Workers,
-    "epoch.joining": Workers,
-    "epoch.moves": list[tuple[WorkerName, WorkerName]],
+    "generation.generation": Annotated[int, Field(ge=1, le=2**53)],
+    "generation.plan_fingerprint": Fingerprint,
+    "generation.living": Workers,
+    "generation.failed": Workers,
+    "generation.joining": Workers,
+    "generation.moves": list[tuple[WorkerName, WorkerName]],
     "acknowledgement.worker": WorkerName,
     "acknowledgement.state": Literal["adopted", "formed", "resumed"],
+    "generation.interim_plan": Fingerprint | Literal[""],
+    "generation.interim_failed": Workers,
     "event.severity": Literal["info", "warning", "error"],
-    "event.kind": Literal["worker", "failure", "epoch", "recovery", "plan", "job", "console", "operator", "step"],
+    "event.kind": Literal["worker", "failure", "generation", "recovery", "plan", "job", "console", "operator", "step"],
     "event.worker": WorkerName | None,
     "event.count": Annotated[int, Field(ge=1, le=2**31 - 1)],
     "event.seq": Annotated[int, Field(ge=1, le=2**53)],
     "iteration.iteration": Annotated[int, Field(ge=0, le=2**53)],
     "iteration.seconds": Annotated[float, Field(ge=0, le=1e9)],
     "iteration.living": Annotated[int, Field(ge=0, le=2**31 - 1)],
+    "iteration.skipped": list[Annotated[int, Field(ge=0, le=2**53)]],
     "iteration.loss_hex": Annotated[str, StringConstraints(max_length=40, strict=True), AfterValidator(_no_nul)],
     "recovery.worker": WorkerName,
     "measured_iteration.document": Measured,

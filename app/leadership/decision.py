@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from db.leadership import Lease
+from openrecycle.db.leadership import Lease
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.problems import problem
-from app.console import Console
-from app.leadership.watch import Standing
-from app.notify import Topic
+from openrecycle.app.api.problems import problem
+from openrecycle.app.console import Console
+from openrecycle.app.leadership.watch import LeaderStatus
+from openrecycle.app.notify import Topic
 
 STANDBY = "standby"
 """The problem's code."""
@@ -33,7 +33,7 @@ class Host(Protocol):
     def console(self) -> Console | None: ...
 
     @property
-    def standing(self) -> Standing: ...
+    def status(self) -> LeaderStatus: ...
 
     def on_lost(self, callback: Callable[[], None]) -> None: ...
 
@@ -84,7 +84,7 @@ class Gate:
             await self.refusal()(scope, receive, send)
 
     def refusal(self) -> Response:
-        return problem(503, STANDBY, self._host.standing.sentence, {"Retry-After": RETRY_AFTER})
+        return problem(503, STANDBY, self._host.status.sentence, {"Retry-After": RETRY_AFTER})
 
     def _disconnect(self) -> None:
         self._losses += 1

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.console import Console, set_console
-from app.errors import ConsoleError
-from app.leadership.watch import Leadership, Standing
-from app.security.tokens import Tokens
-from db.session import NOT_LEADING, Database, DatabaseError
-from db.tokens import TokenStore
+from openrecycle.app.console import Console, set_console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.leadership.watch import Leadership, LeaderStatus
+from openrecycle.app.security.tokens import Tokens
+from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
+from openrecycle.db.tokens import TokenStore
 
 log = structlog.get_logger()
 
@@ -68,17 +68,17 @@ class ConsoleHost:
         return seat.console if self._leadership.leads(seat.term) else None
 
     @property
-    def standing(self) -> Standing:
+    def status(self) -> LeaderStatus:
         if self._leadership is None:
-            return Standing(0, "", "this console is the only one of its database")
-        standing = self._leadership.standing
-        if standing.term is None:
-            return standing
-        if self._seat is not None and self._seat.term == standing.term:
+            return LeaderStatus(0, "", "this console is the only one of its database")
+        status = self._leadership.status
+        if status.term is None:
+            return status
+        if self._seat is not None and self._seat.term == status.term:
             # It is up, and does not trust itself: the database has been silent for longer than its lease.
             silent = f"the database has not confirmed it for {self._leadership.unconfirmed:.1f} s"
-            return Standing(standing.term, "", silent, True, self._leadership.times.renew)
-        return Standing(standing.term, "", f"{standing.reason} and is taking up the jobs")
+            return LeaderStatus(status.term, "", silent, True, self._leadership.times.renew)
+        return LeaderStatus(status.term, "", f"{status.reason} and is taking up the jobs")
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """callback: called, from any thread, when the console goes down because another one leads."""
@@ -92,7 +92,7 @@ class ConsoleHost:
             self._up(None)
             return
         self._leadership.start()
-        term = self._leadership.standing.term
+        term = self._leadership.status.term
         if term is None:
             self._stand_by()
         else:
@@ -207,6 +207,6 @@ def set_host(host: ConsoleHost | None) -> None:
     _host = host
 
 
-def standing_by() -> Standing | None:
+def standing_by() -> LeaderStatus | None:
     """Who leads, where it is not this process; None where it is, or where nobody else could."""
-    return None if _host is None or _host.console is not None else _host.standing
+    return None if _host is None or _host.console is not None else _host.status

@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from app.console import Console
-from app.leadership.host import ConsoleHost
-from app.leadership.watch import Leadership
-from app.security.tokens import Tokens
-from app.settings import Settings, default_database_url
-from db.session import NOT_LEADING, Database
+from openrecycle.app.console import Console
+from openrecycle.app.leadership.host import ConsoleHost
+from openrecycle.app.leadership.watch import Leadership
+from openrecycle.app.security.tokens import Tokens
+from openrecycle.app.settings import Settings, default_database_url
+from openrecycle.db.session import NOT_LEADING, Database
 
 
 def make_host(

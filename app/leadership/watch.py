@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.leadership.decision import Action, Decision, Seen, Times, decide
-from db.leadership import LeaderSession, Lease
-from db.session import Database, DatabaseError
+from openrecycle.app.leadership.decision import Action, Decision, Seen, Times, decide
+from openrecycle.db.leadership import LeaderSession, Lease
+from openrecycle.db.session import Database, DatabaseError
 
 log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ def boot_seconds() -> float:
 
 
 @dataclass(frozen=True)
-class Standing:
+class LeaderStatus:
     """Who leads, as this console knows it.
 
     term: the one in which this console leads; None: it does not. leader: the address of who does, "" where
@@ -70,7 +70,7 @@ class Leadership:
         self._locked = False
         self._confirmed = 0.0  # when the lease was renewed last, at the latest
         self._led = False  # was it this console that led last, as far as is known?
-        self._standing = Standing(None, "", "this console is starting")
+        self._standing = LeaderStatus(None, "", "this console is starting")
         self._changed = threading.Condition()
         self._wake, self._stop, self._unfit = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="leadership", daemon=True)
@@ -78,7 +78,7 @@ class Leadership:
     # -- for others -----------------------------------------------------------------------------
 
     @property
-    def standing(self) -> Standing:
+    def status(self) -> LeaderStatus:
         return self._standing
 
     def leads(self, term: int) -> bool:
@@ -196,7 +196,7 @@ class Leadership:
         self._led = self._led and not other
         leader = lease.address if lease is not None and lease.holder not in ("", self._me) else ""
         with self._changed:
-            self._standing = Standing(term, leader, reason, self._led and term is None, self.times.poll)
+            self._standing = LeaderStatus(term, leader, reason, self._led and term is None, self.times.poll)
             self._changed.notify_all()
 
     def _drop(self) -> None:

@@ -18,15 +18,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import JobState
-from app.coordination.standing import ALIVE, RoleState
-from app.live import LiveJob
-from app.metrics.exposition import PREFIX, quantiles
-from app.observing.goodput import Figures
-from app.observing.rates import RECENT, iteration_view, recent_rate, share_of
-from app.observing.waiting import NOTHING, Waited
-from db.store import Store
-from planner.plan import Plan
+from openrecycle.agent.protocol import JobState
+from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.live import LiveJob
+from openrecycle.app.metrics.exposition import PREFIX, quantiles
+from openrecycle.app.observing.goodput import Figures
+from openrecycle.app.observing.rates import RECENT, iteration_view, recent_rate, share_of
+from openrecycle.app.observing.waiting import NOTHING, Waited
+from openrecycle.db.store import Store
+from openrecycle.planner.plan import Plan
 
 log = structlog.get_logger()
 
@@ -113,17 +113,15 @@ class JobMetrics(Collector):
     def _add(self, out: _Families, job: LiveJob) -> None:
         key, state, spec = job.job_id, job.state, job.spec
         out.info.add_metric([key, spec.name, spec.technique, spec.memory], 1)
-        roles = job.standing().roles.values()
-        states = Counter(role.state for role in roles)
+        roles = job.worker_states()
+        states = roles.count()
         for worker_state in RoleState:
             out.workers.add_metric([key, worker_state.value], states[worker_state])
         now = time.monotonic()
-        members = (state.members[role.name] for role in roles if role.state in ALIVE)
-        heard = [member.last_heard for member in members if member.last_heard is not None]
-        ages = [max(0.0, now - at) for at in heard]
+        ages = [max(0.0, now - at) for at in roles.heard()]
         for q, age in zip(AGE_QUANTILES, quantiles(ages, AGE_QUANTILES), strict=False):
             out.heartbeat_age.add_metric([key, f"{q:g}"], age)
-        out.epoch.add_metric([key], state.epoch)
+        out.generation.add_metric([key], state.generation)
         out.plans_ahead.add_metric([key], job.planned_ahead)
         out.plans_wanted.add_metric([key], job.plans_to_make)
         self._add_iterations(out, job)
@@ -186,7 +184,7 @@ class _Families:
         self.heartbeat_age = self._gauge(
             "job_heartbeat_age_seconds", "Quantiles of the time since a living worker was heard.", (*job, "quantile")
         )
-        self.epoch = self._gauge("job_epoch", "Number of the newest membership epoch.", job)
+        self.generation = self._gauge("job_generation", "Number of the newest membership generation.", job)
         self.plans_ahead = self._gauge("job_plans_ahead", "Plans that are made ahead of failures.", job)
         self.plans_wanted = self._gauge("job_plans_ahead_wanted", "Plans that are to be made ahead.", job)
         self.iteration = self._histogram(
@@ -196,7 +194,7 @@ class _Families:
             f"{PREFIX}_job_samples", "Samples in iterations committed since the console began.", labels=job
         )
         self.all.append(self.samples)
-        self.rate = self._gauge("job_samples_per_second", "Throughput of the newest iterations of the epoch.", job)
+        self.rate = self._gauge("job_samples_per_second", "Throughput of the newest iterations of the generation.", job)
         self.fault_free = self._gauge(
             "job_fault_free_samples_per_second", "Throughput with all workers, measured or else planned.", job
         )

@@ -9,9 +9,9 @@ from fastapi.routing import APIRoute
 from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agent.protocol import API
-from app.api.lane import PASS
-from app.metrics.exposition import Metrics
+from openrecycle.agent.protocol import API
+from openrecycle.app.api.lane import PASS
+from openrecycle.app.metrics.exposition import Metrics
 
 # The key in the scope under which the name comes back: a list of one.
 _NAMED = "openrecycle.route"

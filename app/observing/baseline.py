@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Literal
 
-from planner.words import percent
+from openrecycle.planner.words import percent
 
 # So many iterations make a window; it is stable where their middle four fifths differ by no more than this share of
 # the median. Where none is after so many iterations, the newest window is taken, and said to be unsteady.
@@ -54,19 +54,19 @@ def read_baseline(stored: str) -> Baseline | None:
 
 @dataclass
 class Window:
-    """The newest iterations with all workers living, one after the other, in one epoch: (number, seconds)."""
+    """The newest iterations with all workers living, one after the other, in one generation: (number, seconds)."""
 
     through: int
-    epoch: int = 0
+    generation: int = 0
     seen: int = 0
     newest: list[tuple[int, float]] = field(default_factory=list)
 
-    def add(self, iteration: int, seconds: float, epoch: int, *, whole: bool) -> None:
+    def add(self, iteration: int, seconds: float, generation: int, *, whole: bool) -> None:
         """The next iteration. whole: all workers lived, and nothing but training was in it."""
-        first = epoch != self.epoch
-        self.through, self.epoch = iteration, epoch
+        first = generation != self.generation
+        self.through, self.generation = iteration, generation
         if first or not whole or seconds <= 0:
-            # The first iteration of an epoch has what came before it in it.
+            # The first iteration of a generation has what came before it in it.
             self.newest = []
             return
         self.seen += 1

@@ -14,25 +14,25 @@ from dataclasses import dataclass, field, replace
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import OpKind
-from app.coordination.choices import UsePlan
-from app.coordination.choosing import out
-from app.coordination.events import Note
-from app.errors import ConsoleError
-from app.live import LiveJob
-from app.planning import Planning
-from app.plans.worth import gain
-from planner.drift import Drift, DriftState, Limits, Ratios, assumed, drifted, forget, observe
-from planner.errors import PlannerError
-from planner.job import Job, Worker
-from planner.normalization import SECONDS
-from planner.plan import Plan
-from planner.words import percent
+from openrecycle.agent.protocol import OpKind
+from openrecycle.app.coordination.choices import UsePlan
+from openrecycle.app.coordination.choosing import out
+from openrecycle.app.coordination.events import Note
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.planning import Planning
+from openrecycle.app.plans.worth import gain
+from openrecycle.planner.drift import Drift, DriftState, Limits, Ratios, assumed, drifted, forget, observe
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.migration import SECONDS
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.words import percent
 
 log = structlog.get_logger()
 
 LIMITS = Limits(slow=1.3, well=1.15, window=20)
-# A plan that is quicker by less is not worth the iteration that a new epoch costs.
+# A plan that is quicker by less is not worth the iteration that a new generation costs.
 LEAST_GAIN = 0.03
 # Above this an order is not played through with other op times: the new plan is taken.
 MOST_OPS = 60_000
@@ -42,7 +42,7 @@ PATIENCE = 2.5
 
 @dataclass
 class _Watch:
-    """One job. living: of the epoch of that number. round: the ratios so far, begun at that time.
+    """One job. living: of the generation of that number. round: the ratios so far, begun at that time.
 
     wanted: the job as it turned out to be. asked: what a plan is being made for, and without whom. held: is
     there one that waits because the plan in force is frozen?
@@ -51,7 +51,7 @@ class _Watch:
     ratios: Ratios
     wanted: Job
     workers: Mapping[str, Worker]
-    epoch: int = 0
+    generation: int = 0
     living: frozenset[Worker] = frozenset()
     state: DriftState = field(default_factory=DriftState)
     round: dict[Worker, float] = field(default_factory=dict)
@@ -96,8 +96,8 @@ class Drifting:
         if failed is None or current is None:
             watch.round.clear()  # in a recovery nobody's times are usual
             return
-        if watch.epoch != current.number:
-            watch.epoch, watch.living = current.number, frozenset(map(Worker.parse, current.living))
+        if watch.generation != current.number:
+            watch.generation, watch.living = current.number, frozenset(map(Worker.parse, current.living))
         for name, (incarnation, milliseconds) in reports.items():
             self._take(watch, watch.workers[name], incarnation, milliseconds)
         late = self._clock() - watch.began > PATIENCE * self._heartbeat

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import VerdictReport
-from app.coordination.events import Note
-from app.errors import unavailable
-from app.live import LiveJob
-from db.observations import Observations
-from db.store import Store
+from openrecycle.agent.protocol import VerdictReport
+from openrecycle.app.coordination.events import Note
+from openrecycle.app.errors import unavailable
+from openrecycle.app.live import LiveJob
+from openrecycle.db.observations import Observations
+from openrecycle.db.store import Store
 
 log = structlog.get_logger()
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from app.coordination.events import Note
-from db.store import Record
+from openrecycle.app.coordination.events import Note
+from openrecycle.db.store import Record
 
 KINDS = frozenset({"console", "worker"})
 # A line that was not repeated for so long has come to its end: seconds.

@@ -2,10 +2,10 @@
 
 ETTR is productive time / wall time, goodput the same weighted with throughput / fault-free
 throughput, that is samples that count / (fault-free rate x wall time). Wall time runs from the first
-epoch's opening until now, or to the last commit of a job that is over, without the time in which the job waited for a
-person (app.observing.waiting), which is shown apart. The first iteration of an
-epoch takes from the last commit of the epoch before, so it has the failure, the redone work and the
-recovery in it: what it took beyond a usual iteration of its epoch is not productive.
+generation's opening until now, or to the last commit of a job that is over, without the time in which the job waited
+for a person (app.observing.waiting), which is shown apart. The first iteration of a
+generation takes from the last commit of the generation before, so it has the failure, the redone work and the
+recovery in it: what it took beyond a usual iteration of its generation is not productive.
 The fault-free rate is pinned (app.observing.baseline).
 """
 
@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from app.coordination.events import Note
-from app.live import LiveJob
-from app.observing.baseline import Baseline, Window
-from app.observing.waiting import NOTHING, Waited, Waiting, trained
-from db.observations import Observations
-from db.store import Record, Store
-from planner.plan import Plan
+from openrecycle.app.coordination.events import Note
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.baseline import Baseline, Window
+from openrecycle.app.observing.waiting import NOTHING, Waited, Waiting, trained
+from openrecycle.db.observations import Observations
+from openrecycle.db.store import Record, Store
+from openrecycle.planner.plan import Plan
 
 # Beyond as many new iterations the database adds them up.
 BATCH = 2000
@@ -48,15 +48,15 @@ class Figures:
 
 
 @dataclass
-class EpochSum:
-    """The iterations of one epoch, whose first one took `first` seconds and the others `rest`."""
+class GenerationSum:
+    """The iterations of one generation, whose first one took `first` seconds and the others `rest`."""
 
     first: float
     rest: float = 0.0
     others: int = 0
 
     def productive(self, usual: float | None) -> float:
-        """Seconds. usual: what an iteration takes elsewhere, where this epoch has had no other yet."""
+        """Seconds. usual: what an iteration takes elsewhere, where this generation has had no other yet."""
         if self.others:
             usual = self.rest / self.others
         return self.rest + (self.first if usual is None else min(self.first, usual))
@@ -70,16 +70,16 @@ class Account:
         self.count = 0
         self.last_at = 0.0
         self._closed = 0.0
-        """Productive seconds of epochs that are done."""
-        self._epoch = 0
-        self._sum: EpochSum | None = None
+        """Productive seconds of generations that are done."""
+        self._generation = 0
+        self._sum: GenerationSum | None = None
         self._usual: float | None = None
 
-    def add(self, iteration: int, seconds: float, epoch: int) -> None:
+    def add(self, iteration: int, seconds: float, generation: int) -> None:
         """The next iteration. seconds: without those of waiting for a person."""
-        if self._sum is None or epoch != self._epoch:
+        if self._sum is None or generation != self._generation:
             self._close()
-            self._epoch, self._sum = epoch, EpochSum(seconds)
+            self._generation, self._sum = generation, GenerationSum(seconds)
         else:
             self._sum.rest += seconds
             self._sum.others += 1
@@ -87,10 +87,10 @@ class Account:
         self.count += 1
 
     def add_sum(self, row: Record) -> None:
-        """A whole epoch up to some iteration; see db.observations.iteration_sums."""
+        """A whole generation up to some iteration; see db.observations.iteration_sums."""
         self._close()
         first, others = row["first_seconds"], row["count"] - 1
-        self._epoch, self._sum = row["epoch"], EpochSum(first, max(0.0, row["seconds"] - first), others)
+        self._generation, self._sum = row["generation"], GenerationSum(first, max(0.0, row["seconds"] - first), others)
         self.through = row["first"] + others
         self.count += row["count"]
 
@@ -130,9 +130,9 @@ class Accounts:
             return figures(account, job, begin, time.time(), waited)
 
     def _begin(self, job: LiveJob) -> float:
-        """When the first epoch opened; 0 while none has."""
-        epochs = self._store.epochs(job.job_id) if job.state.current else []
-        return float(epochs[0]["opened_at"]) if epochs else 0.0
+        """When the first generation opened; 0 while none has."""
+        generations = self._store.generations(job.job_id) if job.state.current else []
+        return float(generations[0]["opened_at"]) if generations else 0.0
 
     def _brought_up(self, account: Account, job: LiveJob, waited: Waited) -> Account:
         """With the iterations that have been committed since."""
@@ -147,7 +147,7 @@ class Accounts:
         else:
             rows = self._store.iterations(job.job_id, after=account.through, limit=missing)
             for row in rows:
-                account.add(row["iteration"], trained(row, waited), row["epoch"])
+                account.add(row["iteration"], trained(row, waited), row["generation"])
         if rows:
             account.last_at = rows[-1]["committed_at"]
         return account
@@ -183,10 +183,14 @@ class Accounts:
         workers = spec.pipelines * spec.stages
         for row in self._store.iterations(job.job_id, after=window.through, limit=BATCH):
             whole = row["living"] == workers and row["iteration"] not in waited.by_iteration
-            window.add(row["iteration"], row["seconds"], row["epoch"], whole=whole)
+            window.add(row["iteration"], row["seconds"], row["generation"], whole=whole)
             if not window.found:
                 continue
-            plan = next(e["plan_fingerprint"] for e in self._store.epochs(job.job_id) if e["epoch"] == row["epoch"])
+            plan = next(
+                e["plan_fingerprint"]
+                for e in self._store.generations(job.job_id)
+                if e["generation"] == row["generation"]
+            )
             made, unsteady = window.baseline(spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch, plan)
             del self._windows[job.job_id]
             if known is not None and known.renew is None and made.samples_per_second <= known.samples_per_second:

@@ -6,16 +6,16 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from db.store import Record
+from openrecycle.db.store import Record
 
 if TYPE_CHECKING:
-    from app.console import Console
+    from openrecycle.app.console import Console
 
 Row = tuple[float, str, str]
 
 
-def changes(epochs: Iterable[Record], begin: float = 0.0) -> list[Row]:
-    """(seconds since `begin`, worker, `failed` or `joined`) of a job's epochs, oldest first.
+def changes(generations: Iterable[Record], begin: float = 0.0) -> list[Row]:
+    """(seconds since `begin`, worker, `failed` or `joined`) of a job's generations, oldest first.
 
     A worker that changes its stage is neither: the failure goes on at the place that it gave up, under
     the name that it began with.
@@ -23,9 +23,9 @@ def changes(epochs: Iterable[Record], begin: float = 0.0) -> list[Row]:
     rows: list[Row] = []
     failed: set[str] = set()
     began_as: dict[str, str] = {}  # place that is out -> where that failure began
-    for epoch in epochs:
-        at, now = epoch["opened_at"] - begin, set(epoch["failed"])
-        for source, to in epoch["moves"]:
+    for generation in generations:
+        at, now = generation["opened_at"] - begin, set(generation["failed"])
+        for source, to in generation["moves"]:
             if to in failed and to not in now and source in now and source not in failed:
                 failed = failed - {to} | {source}
                 began_as[source] = began_as.pop(to, to)
@@ -48,21 +48,21 @@ def repair_times(rows: Iterable[Row]) -> list[float]:
 
 
 def history(console: Console, job_id: str, seconds: float | None = None) -> tuple[tuple[Row, ...], float]:
-    """((seconds since the first epoch, worker, `failed` or `joined`), ...), seconds covered: to now, or the first so
-    many.
+    """((seconds since the first generation, worker, `failed` or `joined`), ...), seconds covered: to now, or the first
+    so many.
 
-    An epoch tells both: who is out that was in before, and who is in that was out. Raises ConsoleError.
+    A generation tells both: who is out that was in before, and who is in that was out. Raises ConsoleError.
     """
-    epochs = console.epochs(job_id)
-    if not epochs:
+    generations = console.generations(job_id)
+    if not generations:
         return (), 0.0
-    begin = epochs[0]["opened_at"]
-    rows = changes(epochs, begin)
+    begin = generations[0]["opened_at"]
+    rows = changes(generations, begin)
     job = console.job(job_id)
     iterations = console.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
     last = iterations[-1]["committed_at"] if iterations else time.time()
     # Whole ten seconds: a page that is opened again soon asks the same question.
-    covered = 10.0 * ((max(last, epochs[-1]["opened_at"]) - begin) // 10 + 1)
+    covered = 10.0 * ((max(last, generations[-1]["opened_at"]) - begin) // 10 + 1)
     if seconds is not None:
         covered = min(covered, seconds)
     return tuple(row for row in rows if row[0] <= covered), covered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from app.errors import SettingsError
+from openrecycle.app.errors import SettingsError
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 LEAST_MINUTES = 2 * 3600.0
@@ -17,7 +17,7 @@ class Keep:
     """seconds, minutes, hours: for so many seconds of time, the samples of one second, minute and hour.
 
     events, states: of each job, the newest so many lines of the feed and changes of a worker's state.
-    epochs: of the newest so many, who acknowledged what. plans: of each job, the newest so many made ahead.
+    generations: of the newest so many, who acknowledged what. plans: of each job, the newest so many made ahead.
     """
 
     seconds: float = 15 * 60.0
@@ -25,7 +25,7 @@ class Keep:
     hours: float = 400 * 86_400.0
     events: int = 100_000
     states: int = 100_000
-    epochs: int = 50
+    generations: int = 50
     plans: int = 2_000
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Keep:
 
 def seconds(text: str, option: str) -> float:
     """`90s`, `15m`, `48h`, `400d` in seconds. Raises SettingsError."""
-    found = re.fullmatch(r"(\d{1,9})([smhd])", text.strip())
+    found = re.fullmatch(r"([0-9]{1,9})([smhd])", text.strip())
     if found is None:
         raise SettingsError(f"{option}: got {text!r}, expected a number and s, m, h or d, such as 15m")
     return float(int(found[1]) * _UNITS[found[2]])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from agent.protocol import LogLine, LogLines
-from app.live import LiveJob
+from openrecycle.agent.protocol import LogLine, LogLines
+from openrecycle.app.live import LiveJob
 
 LINES = 200
 # Of all workers of a job together; of large jobs each keeps less.

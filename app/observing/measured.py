@@ -10,14 +10,14 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from app.observing.measuring import Measured
-from planner.job import Job, Problem, StageProfile, Worker
-from planner.normalization import SECONDS
-from planner.plan import MEASURED, MetricsDoc, Plan, SolverDoc
-from planner.schedule import Op, Schedule
+from openrecycle.app.observing.measuring import Measured
+from openrecycle.planner.job import Job, Problem, StageProfile, Worker
+from openrecycle.planner.migration import SECONDS
+from openrecycle.planner.plan import MEASURED, MetricsDoc, Plan, SolverDoc
+from openrecycle.planner.schedule import Op, Schedule
 
 if TYPE_CHECKING:
-    from app.console import Console
+    from openrecycle.app.console import Console
 
 _KEEP = 8
 _AROUND = 4
@@ -37,7 +37,7 @@ class MeasuredIteration:
 
     job_id: str
     iteration: int
-    epoch: int
+    generation: int
     at: float
     uncertainty_ms: float
     schedule: Schedule
@@ -70,13 +70,15 @@ def measured_iteration(
     planned = console.plan(found.plan_fingerprint)
     schedule, plan = _cache.get(job_id, found, planned)
     around = console.iterations(job_id, after=found.iteration - _AROUND - 1, limit=2 * _AROUND + 1)
-    # The first of an epoch holds a recovery.
-    settled = [r["seconds"] for before, r in pairwise(around) if r["epoch"] == before["epoch"] == found.epoch]
+    # The first of a generation holds a recovery.
+    settled = [
+        r["seconds"] for before, r in pairwise(around) if r["generation"] == before["generation"] == found.generation
+    ]
     unit = SECONDS.get(planned.job.time_unit)
     return MeasuredIteration(
         job_id,
         found.iteration,
-        found.epoch,
+        found.generation,
         found.at,
         found.uncertainty_us / 1000,
         schedule,
@@ -217,7 +219,7 @@ class _Cache:
         self._made: OrderedDict[tuple[str, int, int, float], tuple[Schedule, Plan]] = OrderedDict()
 
     def get(self, job_id: str, found: Measured, planned: Plan) -> tuple[Schedule, Plan]:
-        key = (job_id, found.epoch, found.iteration, found.at)
+        key = (job_id, found.generation, found.iteration, found.at)
         with self._lock:
             if key in self._made:
                 self._made.move_to_end(key)

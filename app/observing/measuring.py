@@ -17,10 +17,10 @@ import structlog
 from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import Heartbeat, MeasuredOps
-from app.errors import ConsoleError
-from app.live import LiveJob
-from db.observations import Observations
+from openrecycle.agent.protocol import Heartbeat, MeasuredOps
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.db.observations import Observations
 
 log = structlog.get_logger()
 
@@ -56,7 +56,7 @@ class Measured(BaseModel):
     different hosts may be shifted against each other (0: one host)."""
 
     iteration: int
-    epoch: int
+    generation: int
     plan_fingerprint: str
     at: float
     uncertainty_us: int
@@ -68,7 +68,7 @@ class Wish:
     """until: monotonic seconds, when it is given up."""
 
     iteration: int
-    epoch: int
+    generation: int
     living: frozenset[str]
     plan_fingerprint: str
     until: float
@@ -80,13 +80,13 @@ class Progress:
 
     at: float
     committed: int
-    epoch: int
+    generation: int
     seconds: float | None = None
 
-    def look(self, now: float, committed: int, epoch: int) -> float | None:
+    def look(self, now: float, committed: int, generation: int) -> float | None:
         """Seconds per iteration of late; None: not known yet."""
-        if epoch != self.epoch:
-            self.at, self.committed, self.epoch = now, committed, epoch
+        if generation != self.generation:
+            self.at, self.committed, self.generation = now, committed, generation
         elif committed - self.committed >= 2 and now - self.at >= 0.5:
             self.seconds = (now - self.at) / (committed - self.committed)
             self.at, self.committed = now, committed
@@ -169,10 +169,10 @@ class Measuring:
         with self._lock:
             found = self._measurement(job)
             wish = found.wish
-            if wish is None or (message.epoch, message.iteration) != (wish.epoch, wish.iteration):
+            if wish is None or (message.generation, message.iteration) != (wish.generation, wish.iteration):
                 return f"iteration {message.iteration} is not asked for any more"
             if message.worker not in wish.living:
-                return f"{message.worker} was not in epoch {wish.epoch}"
+                return f"{message.worker} was not in generation {wish.generation}"
             found.parts[message.worker] = message
             if len(found.parts) < len(wish.living):
                 return f"{len(found.parts)} of {len(wish.living)} workers are here"
@@ -194,10 +194,10 @@ class Measuring:
         now, state = self._clock(), job.state
         with self._lock:
             found = self._measurement(job)
-            seconds = found.progress.look(now, state.committed, state.epoch)
-            if found.wish is not None and (now > found.wish.until or found.wish.epoch != state.epoch):
-                late = found.wish.epoch == state.epoch
-                found.missed, found.missed_in = (found.missed + 1 if late else 0), state.epoch
+            seconds = found.progress.look(now, state.committed, state.generation)
+            if found.wish is not None and (now > found.wish.until or found.wish.generation != state.generation):
+                late = found.wish.generation == state.generation
+                found.missed, found.missed_in = (found.missed + 1 if late else 0), state.generation
                 found.wish, found.parts = None, {}
             current = state.current
             if found.wish is not None or current is None or seconds is None or not state.settled or state.over:
@@ -216,19 +216,19 @@ class Measuring:
     # -- details ----------------------------------------------------------------------------
 
     def _due(self, found: Measurement, job: LiveJob, now: float) -> bool:
-        epoch, ops = job.state.epoch, _ops(job)
-        silent = found.missed >= MOST_MISSED and found.missed_in == epoch
+        generation, ops = job.state.generation, _ops(job)
+        silent = found.missed >= MOST_MISSED and found.missed_in == generation
         if now < found.watched_until and not silent:
             return now - found.done_at >= max(LEAST_PAUSE, ops / OPS_PER_SECOND)
         if ops > UNASKED_OPS or silent:
             return False
-        return found.newest is None or found.newest.epoch != epoch or now - found.done_at >= UNASKED_SECONDS
+        return found.newest is None or found.newest.generation != generation or now - found.done_at >= UNASKED_SECONDS
 
     def _measurement(self, job: LiveJob) -> Measurement:
         found = self._of.get(job.job_id)
         if found is None:
             state = job.state
-            found = Measurement(Progress(self._clock(), state.committed, state.epoch))
+            found = Measurement(Progress(self._clock(), state.committed, state.generation))
             found.newest = self._stored(job.job_id)
             found.kept = self._stored_kept(job)
             self._of[job.job_id] = found
@@ -268,7 +268,7 @@ def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float)
     any_part = next(iter(parts.values()))
     return Measured(
         iteration=any_part.iteration,
-        epoch=any_part.epoch,
+        generation=any_part.generation,
         plan_fingerprint=plan_fingerprint,
         at=at,
         uncertainty_us=sum(uncertain[:2]) if len(uncertain) > 1 else 0,

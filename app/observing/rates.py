@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.observing.waiting import NOTHING, Waited, trained
-from app.view import IterationView
-from db.store import Record
+from openrecycle.app.observing.waiting import NOTHING, Waited, trained
+from openrecycle.app.view import IterationView
+from openrecycle.db.store import Record
 
 if TYPE_CHECKING:
-    from app.observing.goodput import Figures
+    from openrecycle.app.observing.goodput import Figures
 
 RECENT = 5
 
@@ -19,17 +19,18 @@ def iteration_view(row: Record, samples: int, waited: Waited = NOTHING) -> Itera
     """row: of the database. samples: in one iteration."""
     seconds = trained(row, waited)
     rate = samples / seconds if seconds > 0 else 0.0
-    columns = ("iteration", "loss", "epoch", "living", "committed_at")
+    columns = ("iteration", "loss", "generation", "living", "committed_at")
     known = {name: row[name] for name in columns}
-    return IterationView(seconds=seconds, samples_per_second=rate, waited=row["seconds"] - seconds, **known)
+    waited_for, skipped = row["seconds"] - seconds, tuple(row["skipped"])
+    return IterationView(seconds=seconds, samples_per_second=rate, waited=waited_for, skipped=skipped, **known)
 
 
 def recent_rate(iterations: Sequence[IterationView]) -> float | None:
-    """Samples per second over the newest iterations of the newest epoch."""
+    """Samples per second over the newest iterations of the newest generation."""
     if not iterations:
         return None
-    newest = [i for i in iterations[-RECENT:] if i.epoch == iterations[-1].epoch]
-    # The first iteration of an epoch holds the recovery itself; later ones tell the pace.
+    newest = [i for i in iterations[-RECENT:] if i.generation == iterations[-1].generation]
+    # The first iteration of a generation holds the recovery itself; later ones tell the pace.
     settled = newest[1:] if len(newest) > 1 else newest
     seconds = sum(i.seconds for i in settled)
     return sum(i.samples_per_second * i.seconds for i in settled) / seconds if seconds else None

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import structlog
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
-from app.observing.keep import Keep
-from db.heartbeats import Heartbeats, Level
-from db.retention import Retention
-from db.samples import Samples
-from db.session import Database
+from openrecycle.app.observing.keep import Keep
+from openrecycle.db.heartbeats import Heartbeats, Level
+from openrecycle.db.retention import Retention
+from openrecycle.db.samples import Samples
+from openrecycle.db.session import Database
 
 if TYPE_CHECKING:
-    from app.live import LiveJob
+    from openrecycle.app.live import LiveJob
 
 log = structlog.get_logger()
 
@@ -108,7 +108,7 @@ class Recorder:
                 job_id,
                 events=self.keep.events,
                 states=self.keep.states,
-                epochs=self.keep.epochs,
+                generations=self.keep.generations,
                 plans=self.keep.plans,
             ):
                 if self._rest():

@@ -1,20 +1,20 @@
-"""How the newest epoch's plan is taken up: each worker's acknowledgements, and when they came."""
+"""How the newest generation's plan is taken up: each worker's acknowledgements, and when they came."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
 
-from app.errors import storing
-from app.live import LiveJob
-from db.store import Store
+from openrecycle.app.errors import storing
+from openrecycle.app.live import LiveJob
+from openrecycle.db.store import Store
 
 STEPS = ("adopted", "formed", "resumed")
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Milliseconds from the opening of the epoch until the console heard of each step; None: not yet."""
+    """Milliseconds from the opening of the generation until the console heard of each step; None: not yet."""
 
     worker: str
     adopted: float | None = None
@@ -32,9 +32,9 @@ class Taken:
 
 @dataclass(frozen=True)
 class RollOut:
-    """workers: those of the epoch, in grid order. opened_at: POSIX seconds."""
+    """workers: those of the generation, in grid order. opened_at: POSIX seconds."""
 
-    epoch: int
+    generation: int
     opened_at: float
     reason: str
     workers: tuple[Taken, ...]
@@ -65,16 +65,16 @@ class RollOuts:
         self._of: dict[str, RollOut] = {}
 
     def of(self, job: LiveJob) -> RollOut | None:
-        """None before the first epoch. Raises ConsoleError."""
+        """None before the first generation. Raises ConsoleError."""
         current = job.state.current
         if current is None:
             return None
         known = self._of.get(job.job_id)
-        if known is not None and known.epoch == current.number and known.done:
+        if known is not None and known.generation == current.number and known.done:
             return known
         with storing():
-            if known is None or known.epoch != current.number:
-                rows = (row for row in self._store.epochs(job.job_id) if row["epoch"] == current.number)
+            if known is None or known.generation != current.number:
+                rows = (row for row in self._store.generations(job.job_id) if row["generation"] == current.number)
                 opened = next((row["opened_at"] for row in rows), None)
             else:
                 opened = known.opened_at

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from db.observations import Observations
-from db.store import Record
+from openrecycle.db.observations import Observations
+from openrecycle.db.store import Record
 
 if TYPE_CHECKING:
-    from app.live import LiveJob
+    from openrecycle.app.live import LiveJob
 
 
 class Wait(NamedTuple):
-    """POSIX seconds. end: None while it lasts. epoch: that a choice led to, the first time it was asked for; 0: a
+    """POSIX seconds. end: None while it lasts. generation: that a choice led to, the first time it was asked for; 0: a
     pause."""
 
     begin: float
     end: float | None
-    epoch: int = 0
+    generation: int = 0
 
 
 def read_waits(stored: str) -> tuple[Wait, ...]:
@@ -34,14 +34,14 @@ def read_waits(stored: str) -> tuple[Wait, ...]:
         return ()  # of a file from elsewhere
 
 
-def after_change(waits: tuple[Wait, ...], choosing: bool, epoch: int, now: float) -> tuple[Wait, ...]:
-    """choosing: does the job wait for a choice by now? epoch: that is to open next."""
+def after_change(waits: tuple[Wait, ...], choosing: bool, generation: int, now: float) -> tuple[Wait, ...]:
+    """choosing: does the job wait for a choice by now? generation: that is to open next."""
     last = waits[-1] if waits else None
     lasts = last is not None and last.end is None
     if choosing and not lasts:
-        return (*waits, Wait(now, None, epoch))
+        return (*waits, Wait(now, None, generation))
     if last is not None and lasts and not choosing:
-        return (*waits[:-1], Wait(last.begin, max(now, last.begin), epoch))
+        return (*waits[:-1], Wait(last.begin, max(now, last.begin), generation))
     return waits
 
 
@@ -58,11 +58,11 @@ def pauses(held: Iterable[tuple[str, float]], over_at: float | None = None) -> t
 
 @dataclass(frozen=True)
 class Waited:
-    """Seconds. by_iteration: of those that were committed after a wait; by_epoch: that a choice which led to the
-    epoch took. total: all so far. since: when the wait that lasts began (POSIX seconds); None: there is none."""
+    """Seconds. by_iteration: of those that were committed after a wait; by_generation: that a choice which led to the
+    generation took. total: all so far. since: when the wait that lasts began (POSIX seconds); None: there is none."""
 
     by_iteration: Mapping[int, float] = field(default_factory=dict)
-    by_epoch: Mapping[int, float] = field(default_factory=dict)
+    by_generation: Mapping[int, float] = field(default_factory=dict)
     pauses: tuple[Wait, ...] = ()
     total: float = 0.0
     since: float | None = None
@@ -72,7 +72,7 @@ class Waited:
         came of it, and of a pause, which is before training resumed."""
         begin, end = row["at"] - row["resumed_ms"] / 1000, row["at"]
         paused = sum(max(0.0, min(w.end or end, end) - max(w.begin, begin)) for w in self.pauses)
-        return self.by_epoch.get(row["epoch"], 0.0), paused
+        return self.by_generation.get(row["generation"], 0.0), paused
 
 
 NOTHING = Waited()
@@ -131,10 +131,10 @@ class Waiting:
         chosen: dict[int, float] = {}
         for wait in job.choices:
             if wait.end is not None:
-                chosen[wait.epoch] = chosen.get(wait.epoch, 0.0) + wait.end - wait.begin
+                chosen[wait.generation] = chosen.get(wait.generation, 0.0) + wait.end - wait.begin
         total = sum((now if w.end is None else w.end) - w.begin for w in whole)
         since = next((w.begin for w in whole if w.end is None), None)
-        return Waited(iterations, chosen, tuple(w for w in waits if not w.epoch), max(0.0, total), since)
+        return Waited(iterations, chosen, tuple(w for w in waits if not w.generation), max(0.0, total), since)
 
     def _iteration(self, job_id: str, begin: float, end: float) -> tuple[int, float] | None:
         """Number of the iteration that the wait was in, and how much of it; None: it is not committed yet."""

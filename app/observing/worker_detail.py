@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from agent.protocol import LogLine
-from app.console import Console
-from app.coordination.standing import HOLDING
-from app.errors import ConsoleError, storing
-from app.live import LiveJob
-from app.view import EventView, JobView, WorkerView
-from planner.job import Worker
-from planner.normalization import SECONDS
-from planner.plan import Plan
+from openrecycle.agent.protocol import LogLine
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.worker_states import HOLDING
+from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.app.live import LiveJob
+from openrecycle.app.view import EventView, JobView, WorkerView
+from openrecycle.planner.job import Worker
+from openrecycle.planner.migration import SECONDS
+from openrecycle.planner.plan import Plan
 
 EVENTS = 20
 # What older versions stored, and how it is called since.

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from app.errors import ConsoleError, storing
-from app.observing.recorder import clock_offset
-from app.observing.recording import grid_place
-from db.heartbeats import Level
-from db.samples import METRICS, PHASES, joined, rolled_up
+from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.app.observing.recorder import clock_offset
+from openrecycle.app.observing.recording import grid_place
+from openrecycle.db.heartbeats import Level
+from openrecycle.db.samples import METRICS, PHASES, joined, rolled_up
 
 if TYPE_CHECKING:
-    from app.console import Console
+    from openrecycle.app.console import Console
 
 # More are not asked for at once: beyond them the next longer step is taken.
 MAX_SAMPLES = 3_000

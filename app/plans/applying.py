@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 
-from app.console import Console
-from app.coordination.choices import UsePlan
-from app.coordination.membership import names
-from app.errors import ConsoleError
-from app.live import LiveJob
-from app.reports import plain
-from planner.check import check
-from planner.job import MemoryLimit, Worker
-from planner.plan import Plan, job_doc
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.choices import UsePlan
+from openrecycle.app.coordination.membership import names
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.reports import plain
+from openrecycle.planner.check import check
+from openrecycle.planner.job import MemoryLimit, Worker
+from openrecycle.planner.plan import Plan, job_doc
 
 # Checking takes a second for so many ops; a larger plan is checked by whoever made it.
 MAX_CHECKED_OPS = 100_000
@@ -46,7 +46,7 @@ def misfit(job: LiveJob, plan: Plan) -> str:
 
 
 def use_plan(console: Console, job_id: str, plan: Plan, actor: str) -> str:
-    """Opens an epoch with the same workers and this plan; returns what the coordinator makes of it.
+    """Opens a generation with the same workers and this plan; returns what the coordinator makes of it.
 
     Raises ConsoleError (404, 409, 422) naming what does not fit; then nothing has changed.
     """

@@ -7,11 +7,11 @@ import shlex
 import zipfile
 from typing import NamedTuple
 
-from agent.protocol import JobSpec
-from planner.catalog import Catalog
-from planner.errors import PlannerError
-from planner.export import EXPORTERS
-from planner.plan import JobDoc, Plan
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.export import EXPORTERS
+from openrecycle.planner.plan import JobDoc, Plan
 
 # A catalog of more ops than this makes the bundle too large to hand around.
 CATALOG_OPS = 1_000_000
@@ -76,7 +76,7 @@ def make_bundle(plan: Plan, name: str, spec: JobSpec | None, catalog: CatalogPar
 def launch_line(plan: Plan, spec: JobSpec | None) -> str:
     """The command that starts the plan's job, with the console's address left to the reader."""
     job = plan.job
-    words = ["python", "-m", "agent", "launch"]
+    words = ["openrecycle", "train"]
     for option in ("pipelines", "stages", "micro_batches"):
         words += [f"--{option.replace('_', '-')}", str(getattr(job, option))]
     technique = spec.technique if spec else plan.technique.value
@@ -95,7 +95,7 @@ def launch_line(plan: Plan, spec: JobSpec | None) -> str:
 
 def plan_line(plan: Plan, *, command: str = "plan") -> str:
     """The command that makes the plan, or its catalog, anew."""
-    words = ["python", "-m", "planner", command, "--profile", "profile.json"]
+    words = ["openrecycle", command, "--profile", "profile.json"]
     if command == "plan":
         for worker in plan.failed:
             words += ["--fail", worker]
@@ -133,7 +133,7 @@ def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], 
         "Check the plan, make it anew, or plan ahead for failures:",
         "",
         "```sh",
-        "python -m planner check plan.json",
+        "openrecycle check plan.json",
     ]
     lines += [plan_line(plan), plan_line(plan, command="catalog"), "```", ""]
     lines += [

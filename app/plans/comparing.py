@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from app.console import Console
-from app.plans.references import Made, OfJob, Reference
-from app.plans.sources import made_name, measured_name, names, saved_names, techniques
-from planner.export.compare import by_stage
-from planner.job import Technique
-from planner.schedule import Schedule
+from openrecycle.app.console import Console
+from openrecycle.app.plans.references import Made, OfJob, Reference
+from openrecycle.app.plans.sources import made_name, measured_name, names, saved_names, techniques
+from openrecycle.planner.export.compare import by_stage
+from openrecycle.planner.job import Technique
+from openrecycle.planner.schedule import Schedule
 
 MOST = 4
 # The paper's: 27, 36, 29 and 27 slots.

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
 
-from agent.protocol import JobSpec
-from app.errors import ConsoleError
-from app.logs import configure_logging
-from app.plans.bundle import CatalogPart, catalog_part, make_bundle
-from planner.catalog import Catalog
-from planner.columnar import ColumnarPlan
-from planner.errors import PlannerError
-from planner.export import EXPORTERS, yaml_document
-from planner.export.gantt import MAX_ROWS, MAX_STAGES
-from planner.plan import MEASURED, Plan
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.logs import configure_logging
+from openrecycle.app.plans.bundle import CatalogPart, catalog_part, make_bundle
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.export import EXPORTERS, yaml_document
+from openrecycle.planner.export.gantt import MAX_ROWS, MAX_STAGES
+from openrecycle.planner.plan import MEASURED, Plan
+from openrecycle.planner.plan_arrays import ColumnarPlan
 
 BUNDLE = "bundle"
 MAX_OPS = 2_000_000

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.normalization import normalize
-from planner.plan import Plan
-from planner.solvers.portfolio import make_plan
-from planner.words import percent
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.migration import normalize
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.words import percent
 
 JOB = Job.uniform(3, 4, 6)
 FAILED = frozenset({Worker(1, 2)})

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from app.errors import ConsoleError, storing, unknown_plan
-from app.plans.summary import summary_of
-from app.plans.uploading import ReadPlan
-from app.views import PlanCache
-from db.saved_plans import SavedPlans
-from db.store import Store
-from planner.packed import Packed, storable
-from planner.plan import Plan
+from openrecycle.app.errors import ConsoleError, storing, unknown_plan
+from openrecycle.app.plans.summary import summary_of
+from openrecycle.app.plans.uploading import ReadPlan
+from openrecycle.app.views import PlanCache
+from openrecycle.db.saved_plans import SavedPlans
+from openrecycle.db.store import Store
+from openrecycle.planner.packed import Packed, storable
+from openrecycle.planner.plan import Plan
 
 MAX_NAME = 80
 

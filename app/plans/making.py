@@ -9,11 +9,11 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from app.jobs import PlanMaker, PlanRequest
-from planner.errors import PlannerError
-from planner.job import Technique
-from planner.plan import JobDoc, Plan
-from planner.reference import reference_plan
+from openrecycle.app.jobs import PlanMaker, PlanRequest
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import Technique
+from openrecycle.planner.plan import JobDoc, Plan
+from openrecycle.planner.reference import reference_plan
 
 MAX_KEPT = 32
 TIME_LIMIT = 5.0

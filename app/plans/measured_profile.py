@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from statistics import median
 
-from agent.protocol import OpKind
-from app.live import LiveJob
-from planner.normalization import SECONDS
-from planner.plan import JobDoc, StageDoc, job_doc
+from openrecycle.agent.protocol import OpKind
+from openrecycle.app.live import LiveJob
+from openrecycle.planner.migration import SECONDS
+from openrecycle.planner.plan import JobDoc, StageDoc, job_doc
 
 KINDS: tuple[OpKind, ...] = ("F", "I", "W", "B")
 

@@ -1,4 +1,4 @@
-"""Has large plans put into columns (planner.columnar), in processes of their own, one after the other."""
+"""Has large plans put into columns (planner.packed), in processes of their own, one after the other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.children import OneChild
-from app.heap import LARGE_OPS
-from db.plan_columns import PlanColumns
-from planner.columnar import pack
-from planner.errors import PlannerError
-from planner.plan import Plan
+from openrecycle.app.children import OneChild
+from openrecycle.app.garbage_collection import LARGE_OPS
+from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.packed import decode_header, pack
+from openrecycle.planner.plan import Plan
 
 log = structlog.get_logger()
 
@@ -72,7 +72,8 @@ class Packing:
 def packed(document: bytes) -> bytes:
     """The columns of a deflated document; empty: they can't hold it. In a child."""
     try:
-        return pack(Plan.from_json(zlib.decompress(document))) or b""
+        data = pack(Plan.from_json(zlib.decompress(document)))
+        return data if decode_header(data).form == "columns" else b""
     except (PlannerError, zlib.error, MemoryError) as error:
         log.warning("a stored plan can't be put into columns", reason=str(error))
         return b""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.errors import InputError
-from planner.plan import JobDoc, StageDoc
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.plan import JobDoc, StageDoc
 
 MEGA = 10**6
 FORWARD, INPUT, WEIGHT, OPTIMIZER, SEND, RETURN = "F", "I", "W", "O", "send on", "send back"

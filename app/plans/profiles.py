@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from app.errors import ConsoleError, storing
-from db import profiles as rows
-from db.session import Database
-from planner.errors import InputError, PlannerError
-from planner.job import Job, Worker
-from planner.plan import JobDoc, first_problem
-from planner.profiles import Profile, load_profile, shipped
+from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.db import profiles as rows
+from openrecycle.db.session import Database
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.plan import JobDoc, first_problem, read_model
+from openrecycle.planner.profiles import Profile, load_profile, shipped
 
 # What a profile may be called: it stands in addresses.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,79}$"
@@ -197,8 +197,8 @@ def _read(text: str) -> Profile | JobDoc:
     """What `put` has stored."""
     try:
         if text.startswith('{"profile_version"'):
-            return Profile.model_validate_json(text)
-        return JobDoc.model_validate_json(text)
+            return read_model(Profile, text)
+        return read_model(JobDoc, text)
     except ValidationError as error:
         raise ConsoleError(422, "invalid", f"the stored profile can't be read: {first_problem(error)}") from None
 

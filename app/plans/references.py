@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from planner.errors import InputError
-from planner.job import MAX_OPS, Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import MAX_OPS, Job, MemoryLimit, Technique, Worker
 
 IN_FORCE = "in-force"
 EXPECTED = (
@@ -24,7 +24,7 @@ EXPECTED = (
 )
 _WORD = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
-_GRID = re.compile(r"(\d{1,4})x(\d{1,4})x(\d{1,5})")
+_GRID = re.compile(r"([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,5})")
 
 
 @dataclass(frozen=True)

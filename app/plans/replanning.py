@@ -1,7 +1,7 @@
 """Plans a job again for the workers that are out now, when an operator asks for it.
 
 The plan is made beside the console (app.plans.solving). Made, it is kept for the job in any case, and
-put in force if it is worth an epoch (app.plans.worth); the event feed says which, and why.
+put in force if it is worth a generation (app.plans.worth); the event feed says which, and why.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Literal
 
 import structlog
 
-from app.coordination.choices import UsePlan
-from app.coordination.choosing import out
-from app.coordination.events import Note
-from app.coordination.membership import names
-from app.errors import ConsoleError, storing
-from app.live import LiveJob
-from app.plans.solving import Point, Solve, Solves
-from app.plans.solving_child import PlanAsked
-from app.plans.worth import worth
-from planner.errors import InputError, PlannerError
-from planner.job import Job
-from planner.plan import Plan, job_doc
+from openrecycle.app.coordination.choices import UsePlan
+from openrecycle.app.coordination.choosing import out
+from openrecycle.app.coordination.events import Note
+from openrecycle.app.coordination.membership import names
+from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.app.live import LiveJob
+from openrecycle.app.plans.solving import Point, Solve, Solves
+from openrecycle.app.plans.solving_child import PlanAsked
+from openrecycle.app.plans.worth import worth
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import Plan, job_doc
 
 log = structlog.get_logger()
 

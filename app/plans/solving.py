@@ -20,12 +20,12 @@ from typing import Literal, NamedTuple
 
 import structlog
 
-from app.errors import ConsoleError
-from app.heap import OP_BYTES, building
-from app.notify import Topic
-from app.plans.solving_child import PLAN, Migrations, Request, serve
-from planner.packed import from_bytes
-from planner.plan import Plan
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.garbage_collection import OP_BYTES, building
+from openrecycle.app.notify import Topic
+from openrecycle.app.plans.solving_child import PLAN, Migrations, Request, serve
+from openrecycle.planner.packed import from_bytes
+from openrecycle.planner.plan import Plan
 
 log = structlog.get_logger()
 

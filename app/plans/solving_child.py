@@ -15,15 +15,15 @@ from typing import Annotated, Any, Literal, TypeAlias
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from app.logs import configure_logging
-from planner.distribution import CopyCost
-from planner.errors import InputError, PlannerError
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.normalization import normalize
-from planner.packed import packed_plan_of, to_bytes
-from planner.plan import INTEGER, JobDoc, WorkerName
-from planner.solvers.base import Progress
-from planner.solvers.portfolio import SOLVERS, make_plan
+from openrecycle.app.logs import configure_logging
+from openrecycle.planner.distribution import CopyCost
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.migration import normalize
+from openrecycle.planner.packed import packed_plan_of, to_bytes
+from openrecycle.planner.plan import INTEGER, JobDoc, WorkerName
+from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan
 
 log = structlog.get_logger()
 
@@ -87,7 +87,7 @@ class _Asked(_Settings):
             raise InputError(
                 "pipelines x stages x micro_batches x 3 ops",
                 self.ops,
-                f"at most {MAX_SOLVED_OPS:,} ops here; `python -m planner plan` takes more",
+                f"at most {MAX_SOLVED_OPS:,} ops here; `openrecycle plan` takes more",
             )
         return self.job.job()
 
@@ -130,7 +130,7 @@ class Migration(BaseModel):
 
 
 class Migrations(BaseModel):
-    """What planner.normalization says: failed, the empty places afterwards; periods in the job's time unit;
+    """What planner.migration says: failed, the empty places afterwards; periods in the job's time unit;
     present, counts: failures per stage now and afterwards; pause: seconds; gained: iterations."""
 
     migrations: list[Migration]

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.live import LiveJob
-from app.observing.measured import MeasuredIteration, measured_iteration
-from app.plans.exporting import Export
-from app.plans.making import TIME_LIMIT, Question
-from app.plans.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
-from db.store import Record
-from planner.catalog import Catalog
-from planner.errors import InputError, PlannerError
-from planner.job import Technique
-from planner.plan import Plan, job_doc
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.measured import MeasuredIteration, measured_iteration
+from openrecycle.app.plans.exporting import Export
+from openrecycle.app.plans.making import TIME_LIMIT, Question
+from openrecycle.app.plans.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
+from openrecycle.db.store import Record
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Technique
+from openrecycle.planner.plan import Plan, job_doc
 
 TECHNIQUES = {
     Technique.FAULT_FREE: "Fault-free 1F1B",
@@ -37,7 +38,8 @@ NOT_KEPT = "not_kept"
 class Source:
     """name: the plan's, for people. job_id: of the job that it belongs to, if it does.
 
-    measured: the iteration that `plan` was read off, where it is one that ran.
+    measured: the iteration that `plan` was read off, where it is one that ran. out: of a plan that its job runs now,
+    why each worker that it goes without is out; {}: nobody knows.
     """
 
     reference: Reference
@@ -45,6 +47,7 @@ class Source:
     plan: Plan
     job_id: str | None = None
     measured: MeasuredIteration | None = None
+    out: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,8 @@ class Awaited:
 def find(console: Console, reference: Reference) -> Source | Awaited:
     """Raises ConsoleError when nothing stands behind it, or no such plan can be made."""
     match reference:
-        case OfJob(job_id, fingerprint):
-            plan, name = _of_job(console, job_id, fingerprint)
-            return Source(reference, name, plan, job_id)
+        case OfJob():
+            return _of_job(console, reference)
         case Made():
             return _made(console, reference)
         case Saved(fingerprint):
@@ -100,12 +102,13 @@ def names(console: Console, job_id: str, clock: Callable[[float], str] | None = 
     """
     job = console.job(job_id)
     out = {}
-    epoch = job.state.current
-    if epoch is not None:
-        out[str(OfJob(job_id))] = f"In force, epoch {epoch.number}: {without(epoch.failed)}"
+    if (run := job.plan_run) is not None:
+        failed = run.failed
+        words = f"{run.words[0].upper()}{run.words[1:]}, generation {run.generation}"
+        out[str(OfJob(job_id))] = f"{words}: {without(failed, job.worker_states().why_out(failed))}"
     records = sorted(console.plans(job_id), key=lambda r: (len(r["failed"]), r["failed"], r["created_at"]))
     alike = Counter(tuple(record["failed"]) for record in records)
-    ran = console.epochs_by_plan(job_id) if any(n > 1 for n in alike.values()) else {}
+    ran = console.generations_by_plan(job_id) if any(n > 1 for n in alike.values()) else {}
     for record in records:
         name = without(record["failed"])
         if alike[tuple(record["failed"])] > 1:
@@ -114,15 +117,15 @@ def names(console: Console, job_id: str, clock: Callable[[float], str] | None = 
     return out
 
 
-def _apart(console: Console, record: Record, epochs: list[int], clock: Callable[[float], str] | None) -> str:
-    """` · staggered · 880 ms · epochs 2 and 5 · made 14:03:27`."""
+def _apart(console: Console, record: Record, generations: list[int], clock: Callable[[float], str] | None) -> str:
+    """` · staggered · 880 ms · generations 2 and 5 · made 14:03:27`."""
     plan = console.plan(record["fingerprint"])
     words = [plan.technique.value, f"{plan.metrics.period:,.6g} {plan.job.time_unit}"]
     if plan.job.speeds:
         words.append("for other speeds")
-    if epochs:
-        lead = "epoch " if len(epochs) == 1 else "epochs … " if len(epochs) > 3 else "epochs "
-        words.append(lead + ", ".join(map(str, epochs[-3:])))
+    if generations:
+        lead = "generation " if len(generations) == 1 else "generations … " if len(generations) > 3 else "generations "
+        words.append(lead + ", ".join(map(str, generations[-3:])))
     else:
         words.append("not used")
     words.append(f"made {clock(record['created_at'])}" if clock else record["fingerprint"][:8])
@@ -153,26 +156,31 @@ def made_name(made: Made) -> str:
     return f"{words}, {without(made.failed)}, memory {made.memory}" if made.technique.reroutes else words
 
 
-def without(failed: tuple[str, ...] | list[str]) -> str:
-    """`fault-free`, or `without W1_2 and W0_0`."""
+def without(failed: Sequence[str], why: Mapping[str, str] | None = None) -> str:
+    """`fault-free`, or `without W1_2 and W0_0 (moved to W1_0)`. why: of those that are out now, where that is known;
+    of a failure, nothing more is said."""
     if not failed:
         return "fault-free"
-    shown = list(failed[:4])
+    said = {name: words for name, words in (why or {}).items() if words != RoleState.FAILED}
+    shown = [f"{name} ({said[name]})" if name in said else name for name in failed[:4]]
     if len(failed) > 4:
         return f"without {', '.join(shown)} and {len(failed) - 4} more"
     return "without " + " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def _of_job(console: Console, job_id: str, fingerprint: str) -> tuple[Plan, str]:
-    job = console.job(job_id)
-    if fingerprint != IN_FORCE:
-        plan, now = console.plan(fingerprint), job.state.current
-        in_force = now is not None and now.plan_fingerprint == fingerprint
-        return plan, f"{job.spec.name}{' in force' if in_force else ''}: {without(plan.failed)}"
-    epoch = job.state.current
-    if epoch is None:
-        raise ConsoleError(404, "no_plan", f"job {job.spec.name!r} has no plan in force yet")
-    return console.plan(epoch.plan_fingerprint), f"{job.spec.name} in force: {without(epoch.failed)}"
+def _of_job(console: Console, reference: OfJob) -> Source:
+    job = console.job(reference.job_id)
+    worker_states, run = job.worker_states(), job.plan_run
+    if reference.fingerprint == IN_FORCE:
+        if run is None:
+            raise ConsoleError(404, "no_plan", f"job {job.spec.name!r} has no plan in force yet")
+        plan = console.plan(run.fingerprint)
+    else:
+        plan = console.plan(reference.fingerprint)
+    if run is None or run.fingerprint != plan.fingerprint:
+        return Source(reference, f"{job.spec.name}: {without(plan.failed)}", plan, job.job_id)
+    out = worker_states.why_out(plan.failed)
+    return Source(reference, f"{job.spec.name} {run.words}: {without(plan.failed, out)}", plan, job.job_id, out=out)
 
 
 def pinned(source: Source) -> Reference:

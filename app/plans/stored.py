@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import structlog
 
-from app.heap import OP_BYTES, building
-from db.plan_columns import PlanColumns
-from db.store import Store
-from planner.columnar import unpack
-from planner.plan import Plan, PlanError
+from openrecycle.app.garbage_collection import OP_BYTES, building
+from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.store import Store
+from openrecycle.planner.packed import unpack
+from openrecycle.planner.plan import Plan, PlanError
 
 log = structlog.get_logger()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.plan import Plan
+from openrecycle.planner.plan import Plan
 
 
 def summary_of(plan: Plan) -> dict[str, Any]:

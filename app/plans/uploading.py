@@ -16,17 +16,13 @@ from typing import Annotated, NamedTuple
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.children import OneChild
-from app.documents import bounded
-from app.errors import ConsoleError
-from app.heap import LARGE_OPS
-from app.plans.summary import summary_of
-from app.sentences import sentence
-from planner.check import check
-from planner.check_columns import check_columns
-from planner.columnar import pack, unpack
-from planner.errors import PlannerError
-from planner.plan import Plan
+from openrecycle.app.children import OneChild
+from openrecycle.app.documents import bounded
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.summary import summary_of
+from openrecycle.app.sentences import sentence
+from openrecycle.planner.check import check
+from openrecycle.planner.plan import Plan
 
 log = structlog.get_logger()
 
@@ -58,26 +54,9 @@ class PlanToSave(BaseModel):
         """Why it can't be saved; "": it can be."""
         if (self.plan is None) == (self.solve is None):
             return "plan, solve: expected one of them"
-        if self.plan is None or _same_in_columns(self.plan) or not (found := check(self.plan)):
+        if self.plan is None or not (found := check(self.plan)):
             return ""
         return f"plan: {found[0]}" + (f"; and {len(found) - 1} more" if len(found) > 1 else "")
-
-
-def _same_in_columns(plan: Plan) -> bool:
-    """Is it a large plan that columns hold, op by op, and that breaks no rule? Checked there in a tenth of the time;
-    of any other `check` says what is wrong with it."""
-    if plan.op_count <= LARGE_OPS:
-        return False
-    try:
-        packed = pack(plan)
-        columns = unpack(packed) if packed else None
-        return (
-            columns is not None
-            and not check_columns(columns)
-            and columns.compute_fingerprint() == plan.compute_fingerprint() == plan.fingerprint
-        )
-    except PlannerError:
-        return False
 
 
 class ReadPlan(NamedTuple):

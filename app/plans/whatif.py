@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -15,9 +14,9 @@ from urllib.parse import parse_qsl, urlencode
 
 from pydantic import ValidationError
 
-from app.plans.profiles import Kept, job_of, on_grid
-from app.plans.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
-from app.plans.whatif_profile import (
+from openrecycle.app.plans.profiles import Kept, job_of, on_grid
+from openrecycle.app.plans.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
+from openrecycle.app.plans.whatif_profile import (
     EVEN,
     PRESETS,
     own_profile,
@@ -27,11 +26,11 @@ from app.plans.whatif_profile import (
     saved_name,
     saved_word,
 )
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Technique, Worker
-from planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc
-from planner.profiles import Profile, load_profile, shipped
-from planner.solvers.portfolio import SOLVERS
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json
+from openrecycle.planner.profiles import Profile, load_profile, shipped
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 MAX_SIZE = 100_000
 
@@ -68,7 +67,7 @@ class WhatIf:
             raise InputError(
                 "grid",
                 f"{self.pipelines} x {self.stages} x {self.micro_batches}",
-                f"at most {MAX_SOLVED_OPS:,} ops here, and this is {ops:,}; `python -m planner plan` takes more",
+                f"at most {MAX_SOLVED_OPS:,} ops here, and this is {ops:,}; `openrecycle plan` takes more",
             )
         grid = (self.pipelines, self.stages, self.micro_batches)
         if self.profile in PRESETS:
@@ -252,7 +251,7 @@ def parse_word(word: str) -> WhatIf:
 
 
 def _grid(text: str) -> dict[str, Any]:
-    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})x(\d{1,6})", text)
+    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})x([0-9]{1,6})", text)
     if not found or not all(1 <= int(n) <= MAX_SIZE for n in found.groups()):
         raise InputError("grid", text, "pipelines x stages x micro-batches, such as 3x4x6")
     return dict(zip(("pipelines", "stages", "micro_batches"), map(int, found.groups()), strict=True))
@@ -298,7 +297,7 @@ def read_upload(data: bytes) -> Profile | JobDoc:
     """A file's measured profile, job document, or plan, of which the job is taken. Raises PlanError and InputError
     naming what is wrong with it."""
     try:
-        document = json.loads(data)
+        document = read_json(data)
     except ValueError as error:
         raise PlanError(f"the file is not JSON: {error}") from None
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.plans.solving_child import PlanAsked
-from app.plans.whatif import WhatIf
-from planner.bounds import Bound, best_bound
-from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.job import Job
+from openrecycle.app.plans.solving_child import PlanAsked
+from openrecycle.app.plans.whatif import WhatIf
+from openrecycle.planner.bounds import Bound, best_bound
+from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.job import Job
 
 GRID, PROFILE, TECHNIQUE, MEMORY, SOLVER = "grid", "profile", "technique", "memory", "solver"
 # Up to so many ops the bound is worked out while somebody clicks; it takes milliseconds.

@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from app.errors import ConsoleError
-from app.plans.profiles import NAME, Kept, on_grid
-from planner.errors import InputError, PlannerError
-from planner.job import Job, StageProfile, Worker
-from planner.plan import JobDoc
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.profiles import NAME, Kept, on_grid
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Job, StageProfile, Worker
+from openrecycle.planner.plan import JobDoc, read_model
 
 # Presets of stage times, in slots. uneven: as the planner's benchmark; ends: an embedding that hands no
 # gradient on, and a head that takes longer than the layers do.
@@ -101,7 +101,7 @@ def read_profile(text: str) -> JobDoc:
         raise wrong
     try:
         unpacked = zlib.decompressobj().decompress(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4)), MAX_PROFILE)
-        return JobDoc.model_validate_json(unpacked)
+        return read_model(JobDoc, unpacked)
     except (binascii.Error, zlib.error, ValueError):
         raise wrong from None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.plans.whatif import WhatIf
-from planner.job import Technique
+from openrecycle.app.plans.whatif import WhatIf
+from openrecycle.planner.job import Technique
 
 
 @dataclass(frozen=True)

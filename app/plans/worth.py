@@ -1,14 +1,14 @@
-"""Is another plan worth a new epoch? Pure."""
+"""Is another plan worth a new generation? Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.errors import PlannerError
-from planner.job import Job
-from planner.plan import Plan, job_doc
-from planner.steady import steady_period
-from planner.words import percent
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.steady import steady_period
+from openrecycle.planner.words import percent
 
 # Above this an order is not played through with other op times.
 MOST_OPS = 20_000
@@ -35,7 +35,7 @@ def gain(now: Plan, other: Plan, job: Job) -> float:
 def worth(now: Plan, other: Plan, job: Job, iterations: int) -> Worth:
     """Should `other` take the place of `now`, with so many iterations left?
 
-    It should if what it saves until then is more than the iteration that a new epoch costs. Both are for
+    It should if what it saves until then is more than the iteration that a new generation costs. Both are for
     the same workers of `job`.
     """
     asked = job_doc(job)

@@ -11,13 +11,13 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 
-from app.api.runner import in_thread
-from app.errors import ConsoleError
-from app.security.callers import CALLER, LOCAL, Caller, Role, from_header
-from app.security.limits import WrongTokens
-from app.security.login import COOKIE, SESSION_SECONDS
-from app.security.oidc import Login, OidcSettings
-from app.security.tokens import Tokens
+from openrecycle.app.api.runner import in_thread
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.security.callers import CALLER, LOCAL, Caller, Role, from_header
+from openrecycle.app.security.limits import WrongTokens
+from openrecycle.app.security.login import COOKIE, SESSION_SECONDS
+from openrecycle.app.security.oidc import Login, OidcSettings
+from openrecycle.app.security.tokens import Tokens
 
 CONSOLE = "console"
 

@@ -10,11 +10,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agent.protocol import API
-from app.api.problems import problem
-from app.api.replay import replayed
-from app.documents import MOST_LARGE, PLAN_MIB
-from app.security.hosts import UNSAFE
+from openrecycle.agent.protocol import API
+from openrecycle.app.api.problems import problem
+from openrecycle.app.api.replay import replayed
+from openrecycle.app.documents import MOST_LARGE, PLAN_MIB
+from openrecycle.app.security.hosts import UNSAFE
 
 BODY_LIMIT = 64 * 1024
 LOGIN_LIMIT = 4 * 1024
@@ -29,6 +29,7 @@ _LARGER = {
     "/solves": 2 * _MIB,
     "/catalogs": 2 * _MIB,
     "/iterations": 512 * _KIB,
+    "/interim": 8 * _MIB,
     "/choice": 512 * _KIB,
     "/logs": 1 * _MIB,
 }
@@ -40,8 +41,9 @@ _PROFILE_LIMIT = 2 * _MIB
 LARGE_BODY = 8 * _MIB
 # A body that takes longer holds its memory for nothing.
 BODY_SECONDS = 60.0
-# Of one that is refused: what is still taken, so that who sends it comes to read the answer.
-DRAINED_BYTES, DRAIN_SECONDS = 64 * _MIB, 10.0
+# Of one that is refused: what is still taken, so that who sends it comes to read the answer. A plan that is too large
+# is mostly not much too large.
+DRAINED_BYTES, DRAIN_SECONDS = 2 * PLAN_MIB * _MIB, 15.0
 
 
 class BodyLimit:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from agent.protocol import API
+from openrecycle.agent.protocol import API
 
 # Set by the guard on every request that it lets through, and never taken from outside.
 CALLER = "x-openrecycle-caller"
@@ -72,7 +72,7 @@ _AGENT_ROUTES: Mapping[str, tuple[re.Pattern[str], ...]] = {
         re.compile(r"/jobs"),
         re.compile(
             r"/jobs/([^/]+)/(?:workers|heartbeats|heartbeats/batch|acknowledgements|failures|iterations|recoveries|finish|logs"
-            r"|verdicts|measured)"
+            r"|verdicts|measured|interim)"
         ),
     ),
     "GET": (

@@ -14,17 +14,17 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.lane import PASS
-from app.api.problems import problem
-from app.errors import ConsoleError
-from app.security.access import Access
-from app.security.bodies import BodyLimit
-from app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
-from app.security.hosts import foreign_page, hostname, is_loopback
-from app.security.limits import AGENTS, PEOPLE, UNKNOWN, Limits
-from app.security.login import COOKIE, SESSION_SECONDS, local, login_page
-from app.security.oidc import CALLBACK, LOGOUT, account
-from app.security.refusing import CLOSED, refuse
+from openrecycle.app.api.lane import PASS
+from openrecycle.app.api.problems import problem
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.bodies import BodyLimit
+from openrecycle.app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
+from openrecycle.app.security.hosts import foreign_page, hostname, is_loopback
+from openrecycle.app.security.limits import AGENTS, PEOPLE, UNKNOWN, Limits
+from openrecycle.app.security.login import COOKIE, SESSION_SECONDS, local, login_page
+from openrecycle.app.security.oidc import CALLBACK, LOGOUT, account
+from openrecycle.app.security.refusing import CLOSED, refuse
 
 # What must work for whoever has not signed in; none of it says anything about a job.
 HEALTH, LOGIN, LOGIN_OIDC, LOGIN_STREAMLIT = "/healthz", "/login", "/login/oidc", "/auth/login"

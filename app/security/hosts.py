@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.lane import PASS
-from app.api.problems import problem
-from app.security.refusing import refuse
+from openrecycle.app.api.lane import PASS
+from openrecycle.app.api.problems import problem
+from openrecycle.app.security.refusing import refuse
 
 _HARDENING = (
     ("X-Content-Type-Options", "nosniff"),

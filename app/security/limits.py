@@ -1,7 +1,7 @@
 """How often somebody may ask: token buckets, and a count of wrong tokens.
 
 The numbers: agents 20,000 requests a second and 100,000 at once per token, which 8,192 workers at one
-heartbeat a second and all that they say when an epoch opens stay below; people and programs 100 a second
+heartbeat a second and all that they say when a generation opens stay below; people and programs 100 a second
 and 1,000 at once per token or account (a page is some 100 files); addresses without a right token 10 a
 second and 200 at once. Wrong tokens: 20 a minute per address, 200 a minute in all; an address from which a right one
 came before has 200 a minute of its own.

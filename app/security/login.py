@@ -62,5 +62,5 @@ code { white-space: nowrap }
 <input id="token" name="token" type="password" autocomplete="current-password" required autofocus{{described}}>
 {{note}}<button>Sign in</button></form>
 <p class="where">Whoever runs the console has the token it was started with, and makes others with
-<code>python -m app token create</code>.</p></main></body></html>
+<code>openrecycle token create</code>.</p></main></body></html>
 """

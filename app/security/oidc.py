@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from app.errors import SettingsError
-from app.security.callers import Caller, Role
+from openrecycle.app.errors import SettingsError
+from openrecycle.app.security.callers import Caller, Role
 
 CALLBACK = "/oauth2callback"
 LOGOUT = "/auth/logout"

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.errors import ConsoleError, storing
-from app.security.callers import Caller, Role
-from db.store import Record
-from db.tokens import TokenStore
+from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.app.security.callers import Caller, Role
+from openrecycle.db.store import Record
+from openrecycle.db.tokens import TokenStore
 
 log = structlog.get_logger()
 

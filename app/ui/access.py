@@ -8,10 +8,10 @@ from html import escape
 
 import streamlit as st
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.security.callers import CALLER
-from app.security.guard import SIGN_OUT
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.security.callers import CALLER
+from openrecycle.app.security.guard import SIGN_OUT
 
 
 def actor(console: Console) -> str:

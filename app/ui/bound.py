@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import streamlit as st
 
-from app.plans.whatif import PARAMS
+from openrecycle.app.plans.whatif import PARAMS
 
 T = TypeVar("T")
 D = TypeVar("D")

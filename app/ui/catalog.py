@@ -7,19 +7,19 @@ from functools import partial
 
 import streamlit as st
 
-from app.catalogs.export import exported, json_refusal
-from app.catalogs.fill import CatalogRequest
-from app.catalogs.report import CatalogReport, CatalogSummary, stale
-from app.console import Console, get_console
-from app.errors import ConsoleError
-from app.ui import bound, catalog_chart, components
-from app.ui import catalog_words as words
-from app.ui.access import acting
-from app.ui.catalog_question import ask, stored
-from app.ui.tables import rows_html
-from app.ui.theme import Palette
-from planner.catalog_store import CatalogInfo
-from planner.errors import InputError, PlannerError
+from openrecycle.app.catalogs.export import exported, json_refusal
+from openrecycle.app.catalogs.fill import CatalogRequest
+from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, stale
+from openrecycle.app.console import Console, get_console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.ui import bound, catalog_chart, components
+from openrecycle.app.ui import catalog_words as words
+from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.catalog_question import ask, stored
+from openrecycle.app.ui.tables import rows_html
+from openrecycle.app.ui.theme import Palette
+from openrecycle.planner.catalog_store import CatalogInfo
+from openrecycle.planner.errors import InputError, PlannerError
 
 SEEN = "catalog-filling-seen"
 # In the URL: which plans are looked at, by their number of failures, and which one of them.
@@ -28,6 +28,8 @@ COUNT, PLAN = "cat_count", "cat_plan"
 MOST_ROWS = 100
 # Seconds between two looks at a filling; of so many plans, which take longer to draw, fewer.
 REFRESH, MANY = 0.5, 100
+# Between two looks at what is being worked out.
+WAIT = 1.0
 
 
 def page() -> None:
@@ -45,6 +47,9 @@ def page() -> None:
     if request is None:
         return
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
+    if report is None:
+        st.fragment(_wait, run_every=WAIT)(console, request)
+        return
     if "catalog" in st.query_params:
         components.heading(words.question_words(report))
     filling = console.catalogs.filling(report.fingerprint)
@@ -54,9 +59,26 @@ def page() -> None:
     _others(console, report)
 
 
+def _wait(console: Console, request: CatalogRequest) -> None:
+    """What there is to plan for a large job is worked out by another process."""
+    try:
+        report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
+    except ConsoleError as error:
+        st.error(str(error))
+        return
+    if report is not None:
+        st.rerun()
+    components.quiet(
+        "Which plans so large a job needs is being worked out; they are shown here as soon as that is known."
+    )
+
+
 def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> None:
     """All that changes while it is filled."""
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
+    if report is None:  # it is not remembered any more
+        st.rerun()
+        return
     _fill(console, request, report)
     if not report.plans:
         components.quiet(

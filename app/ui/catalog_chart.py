@@ -7,16 +7,16 @@ from typing import Any
 
 import streamlit as st
 
-from app.catalogs.report import CatalogReport, whole_counts
-from app.console import Console
-from app.ui import catalog_words as words
-from app.ui import components
-from app.ui.charts.catalog import catalog_curves
-from app.ui.theme import CHART_CONFIG, Palette
+from openrecycle.app.catalogs.report import CatalogReport, whole_counts
+from openrecycle.app.console import Console
+from openrecycle.app.ui import catalog_words as words
+from openrecycle.app.ui import components
+from openrecycle.app.ui.charts.catalog import catalog_curves
+from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 
 CHART = "catalog-chart"
 DRAWN = "catalog-drawn"
-SCHEDULE = Path(__file__).parent / "schedule.py"
+SCHEDULE = Path(__file__).resolve().parent / "schedule.py"
 
 
 def show(console: Console, report: CatalogReport, colours: Palette) -> None:

@@ -6,16 +6,16 @@ from typing import Any
 
 import streamlit as st
 
-from app.catalogs.fill import CatalogRequest, parse_request
-from app.catalogs.outlook import most_failures
-from app.console import Console
-from app.errors import ConsoleError
-from app.ui import bound
-from app.ui.picker import CHOSEN
-from planner.job import Technique
-from planner.plan import job_doc
-from planner.solvers.portfolio import SOLVERS
-from planner.version import PLANNER_VERSION
+from openrecycle.app.catalogs.fill import CatalogRequest, parse_request
+from openrecycle.app.catalogs.outlook import most_failures
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.ui import bound
+from openrecycle.app.ui.picker import CHOSEN
+from openrecycle.planner.job import Technique
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.solvers.portfolio import SOLVERS
+from openrecycle.planner.version import PLANNER_VERSION
 
 OWN = "own"
 JOB = "catalog-job"

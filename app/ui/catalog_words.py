@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from app.catalogs.report import CatalogReport, CatalogSummary, CountLine
-from app.catalogs.service import Filling
-from app.ui import text
-from app.ui.facts import Card
+from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, CountLine
+from openrecycle.app.catalogs.service import Filling
+from openrecycle.app.ui import text
+from openrecycle.app.ui.facts import Card
 
 Table = dict[str, list[Any]]
 

@@ -8,25 +8,32 @@ from typing import Any
 
 import streamlit as st
 
-from app.console import Console
-from app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
-from app.coordination.standing import OUT
-from app.errors import ConsoleError
-from app.ui import bound, components, text
-from app.ui.access import actor
-from app.ui.event_feed import say_later
-from app.ui.facts import ready_words
-from app.view import JobView
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
+from openrecycle.app.coordination.worker_states import OUT
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.ui import bound, components, text
+from openrecycle.app.ui.access import actor
+from openrecycle.app.ui.event_feed import say_later
+from openrecycle.app.ui.facts import ready_words
+from openrecycle.app.view import JobView
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 3
 
 
+def said_by_controls(console: Console, job_id: str) -> tuple[object, ...]:
+    """What the controls in the page's head say of the job. Others may change it, and workers take their time."""
+    choice = console.operators.choice(job_id)
+    return tuple(choice[key] for key in ("mode", "patience", "paused", "stopped", "frozen_by"))
+
+
 def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
     """Says who decides; changing it takes effect only when it is applied. Pauses the job, and lets it go on."""
     choice = console.operators.choice(job_id)
-    mode, paused = Mode(choice["mode"]), bool(choice["paused"])
-    with st.popover("Paused" if paused else WORDS[mode], icon=":material/tune:", key="mode", disabled=over):
+    mode, paused, stopped = Mode(choice["mode"]), bool(choice["paused"]), bool(choice["stopped"])
+    said = "Paused" if stopped else "Pausing" if paused else WORDS[mode]
+    with st.popover(said, icon=":material/tune:", key="mode", disabled=over):
         st.markdown("**When workers are lost**")
         wanted = st.radio(
             "Who decides",
@@ -34,7 +41,7 @@ def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
             index=list(Mode).index(mode),
             format_func=WORDS.__getitem__,
             captions=[
-                "The console takes the best way on at once.",
+                "The console takes the best option at once.",
                 "The job waits for you to choose. The best way is taken when you do not in time.",
             ],
             key=f"mode-choice-{mode}",
@@ -58,9 +65,11 @@ def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
                 return
             st.rerun()
         st.divider()
-        st.markdown("**The job is paused**" if paused else "**The job**")
+        st.markdown(f"**The job is {said.lower()}**" if paused else "**The job**")
         st.caption(
             "All workers wait before the same iteration; resumed, they go on as if nothing had happened."
+            if stopped
+            else "All workers stop before the same iteration, which not all have come to yet."
             if paused
             else "Paused, all workers stop before the same iteration; nothing is redone, and no bit differs later."
         )
@@ -74,18 +83,18 @@ def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
 
 
 def ways_on(console: Console, view: JobView) -> None:
-    """The ways on side by side: in full while the job waits for one, else folded up while workers are out, with which
+    """The options side by side: in full while the job waits for one, else folded up while workers are out, with which
     of them is best. While there is nothing to choose, a line in its place, so that a loss moves nothing on the page."""
     choice = console.operators.choice(view.job_id)
     with st.container(key="ways", gap="xsmall"):
         if choice["candidates"] and choice["waiting"]:
             left = choice["seconds_left"]
             until = f"{_best(choice)} is taken in {text.seconds(left)} unless you choose" if left else ""
-            components.heading("Which way on?", until)
+            components.heading("Which option?", until)
             _cards(console, view.job_id, choice, "Apply")
         elif choice["candidates"] or view.advice:
             out = choice["failed"] or [w.name for w in view.workers if w.state in OUT]
-            with bound.expander(f"Ways on with {_some(out)} empty", icon=":material/alt_route:", key="ways-folded"):
+            with bound.expander(f"Options with {_some(out)} empty", icon=":material/alt_route:", key="ways-folded"):
                 if view.advice:
                     components.quiet(view.advice)
                 _cards(console, view.job_id, choice, "Switch to it")
@@ -114,8 +123,8 @@ def _cards(console: Console, job_id: str, choice: dict[str, Any], verb: str) -> 
 def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, Any], verb: str) -> None:
     name, best = way["name"], way["name"] == _best(choice)
     # `in force` is the one whose plan the job runs while it trains.
-    epoch = console.job(job_id).state.current
-    in_force = not choice["waiting"] and epoch is not None and epoch.plan_fingerprint == way["plan"]
+    run = console.job(job_id).plan_run
+    in_force = not choice["waiting"] and run is not None and run.fingerprint == way["plan"]
     badge = "in force" if in_force else "the best" if best else ""
     moves = ", ".join(f"{source} → {to}" for source, to in way["moves"])
     head = "h3" if choice["waiting"] else "h2"  # below a heading, or folded up below none

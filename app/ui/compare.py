@@ -7,29 +7,29 @@ from functools import partial
 
 import streamlit as st
 
-from app.console import Console, get_console
-from app.errors import ConsoleError
-from app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
-from app.plans.references import Reference, job_of, parse_reference
-from app.plans.sources import NOT_KEPT, Awaited, Source, find, pinned
-from app.ui import bound, components, facts, standing, text
-from app.ui.charts.bars import MAX_NODES
-from app.ui.charts.compare import Strip, comparison, last_time, short_unit, time_factors
-from app.ui.charts.overview import MAX_BARS
-from app.ui.exports import export_source
-from app.ui.facts import Card
-from app.ui.picker import BEGAN_WITH, open_job
-from app.ui.plan_source import clock, newest, say_measured, schedule_of, wait_for
-from app.ui.plan_upload import open_file
-from app.ui.schedule_filters import choose_rows
-from app.ui.tables import beside_html, differences
-from app.ui.theme import Palette
-from app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
-from app.view import JobHead
-from planner.errors import InputError
-from planner.export.compare import comparable
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.app.console import Console, get_console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
+from openrecycle.app.plans.references import Reference, job_of, parse_reference
+from openrecycle.app.plans.sources import NOT_KEPT, Awaited, Source, find, pinned
+from openrecycle.app.ui import bound, chart_revision, components, facts, text
+from openrecycle.app.ui.charts.bars import MAX_NODES
+from openrecycle.app.ui.charts.compare import Strip, comparison, last_time, short_unit, time_factors
+from openrecycle.app.ui.charts.overview import MAX_BARS
+from openrecycle.app.ui.exports import export_source
+from openrecycle.app.ui.facts import Card
+from openrecycle.app.ui.picker import BEGAN_WITH, open_job
+from openrecycle.app.ui.plan_source import clock, newest, say_measured, schedule_of, wait_for
+from openrecycle.app.ui.plan_upload import open_file
+from openrecycle.app.ui.schedule_filters import choose_rows
+from openrecycle.app.ui.tables import beside_html, differences
+from openrecycle.app.ui.theme import Palette
+from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
+from openrecycle.app.view import JobHead
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.export.compare import comparable
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Schedule
 
 PICKER = "compare-picker"
 BASELINE = "compare-baseline"
@@ -101,6 +101,7 @@ def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
             max_selections=MOST,
             placeholder=f"Choose two to {MOST}",
             on_change=_remember,
+            args=(frozenset(options),),
             wrap=True,
         )
         open_file(console, partial(_add, list(found)))
@@ -166,9 +167,11 @@ def _add(shown: list[str], reference: str) -> None:
     st.query_params["plans"] = [*[each for each in shown if each != reference][: MOST - 1], reference]
 
 
-def _remember() -> None:
-    bound.moved()
-    st.query_params["plans"] = st.session_state[PICKER]
+def _remember(known: frozenset[str]) -> None:
+    """known: the plans that were offered. Of one that is called otherwise since, the browser still sends the words."""
+    if known.issuperset(st.session_state[PICKER]):
+        bound.moved()
+        st.query_params["plans"] = st.session_state[PICKER]
 
 
 def _remember_baseline() -> None:
@@ -196,13 +199,14 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
     with st.container(horizontal=True, vertical_alignment="bottom", key="drawn"):
         rows = choose_rows(schedules)
         strips = [
-            Strip(label, source.plan, schedule, tuple(rows(schedule)))
+            Strip(label, source.plan, schedule, tuple(rows(schedule)), source.out)
             for label, source, schedule in zip(labels, sources, schedules, strict=True)
         ]
         time = choose_time(named, last_time(strips), short_unit(strips))
     components.cards(_cards(labels, sources))
     what = " ".join([colours.name, named, *labels, *(",".join(map(str, s.workers)) for s in strips)])
-    shown, turn = standing.drawn_with("compare-chart", what, time.shown)
+    what += "".join(f" {sorted(s.out.items())}" for s in strips)
+    shown, turn = chart_revision.drawn_with("compare-chart", what, time.shown)
     pictured = sum(strip.ops for strip in strips) > MAX_BARS
     if pictured:
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")

@@ -13,24 +13,25 @@ from html import escape
 import plotly.graph_objects as go
 import streamlit as st
 
-from app.console import get_console
-from app.coordination.standing import Condition, RoleState
-from app.errors import ConsoleError
-from app.ui import access, text
-from app.ui.charts.bars import KIND_ORDER
-from app.ui.charts.first_sight import first_sight
-from app.ui.charts.worker_grid import LOOKS
-from app.ui.facts import Card, op_time_words
-from app.ui.theme import OP_WORDS, Palette, palette
-from app.view import JobHead, JobView, RecoveryView
-from planner.job import Worker
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.app.console import get_console
+from openrecycle.app.coordination.worker_states import Condition, RoleState
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.ui import access, text
+from openrecycle.app.ui.charts.bars import KIND_ORDER
+from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
+from openrecycle.app.ui.charts.worker_grid import LOOKS
+from openrecycle.app.ui.facts import Card, op_time_words
+from openrecycle.app.ui.theme import OP_WORDS, Palette, palette
+from openrecycle.app.view import JobHead, JobView, RecoveryView
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Schedule
 
 JOB_TONE = {
     Condition.STARTING: "wait",
     Condition.RUNNING: "good",
     Condition.DEGRADED: "warn",
+    Condition.PAUSING: "paused",
     Condition.PAUSED: "paused",
     Condition.WAITING: "warn",
     Condition.RECOVERING: "warn",
@@ -81,10 +82,11 @@ def cards(items: list[Card]) -> None:
 
 def _card(card: Card) -> str:
     of = f' <span class="or-of">{escape(card.of)}</span>' if card.of else ""
+    note, tone = escape(card.note), card.tone and f"or-{card.tone}"
     return (
         f'<div class="or-card"><div class="or-label">{escape(card.label)}</div>'
         f'<div class="or-value">{escape(card.value)}{of}</div>'
-        f'<div class="or-note {card.tone and "or-" + card.tone}">{escape(card.note)}</div></div>'
+        f'<div class="or-note {tone}" title="{note}">{note}</div></div>'
     )
 
 
@@ -124,7 +126,7 @@ def recovery(latest: RecoveryView | None, zone: str | None) -> None:
     )
     begin = "its death" if latest.death_known else "when its death was seen"
     st.html(
-        f'<div class="or-recovery"><p><b>{escape(latest.worker)}</b> · epoch {latest.epoch} · '
+        f'<div class="or-recovery"><p><b>{escape(latest.worker)}</b> · generation {latest.generation} · '
         f"{text.moment(latest.at, zone, time.time())} · <b>{text.milliseconds(whole)}</b> from {begin} to training "
         f'again</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div><ol>{items}</ol></div>'
     )
@@ -195,7 +197,7 @@ def plan_title(name: str, plan: Plan, aside: str) -> None:
 def until_drawn(figure: go.Figure) -> None:
     """A schedule's picture in the place of its chart, which is to be the next in the same container, until the browser
     has drawn that."""
-    if picture := first_sight(figure):
+    if picture := chart_placeholder(figure):
         st.html(picture)
 
 
@@ -222,7 +224,7 @@ def no_job(address: str) -> None:
         "processes, 3 pipelines of 4 stages, that train a small GPT and may be killed from this page:"
     )
     st.code(
-        f"python -m agent launch --console {address} --demo --pipelines 3 --stages 4 --micro-batches 6 "
+        f"openrecycle train --console {address} --demo --pipelines 3 --stages 4 --micro-batches 6 "
         "--iterations 1000 --pace F=40ms,I=40ms,W=40ms",
         language=None,
         wrap_lines=True,

@@ -8,11 +8,11 @@ from html import escape
 
 import streamlit as st
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.ui import bound, text
-from app.ui.access import actor
-from app.view import EventView, JobView
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.ui import bound, text
+from openrecycle.app.ui.access import actor
+from openrecycle.app.view import EventView, JobView
 
 MARKS = {"error": "✕", "warning": "▲", "info": "·"}
 # What the filter offers: words, and the kinds of events it lets through.
@@ -20,7 +20,7 @@ SHOW: dict[str, tuple[str, tuple[str, ...]]] = {
     "all": ("All", ()),
     "open": ("Need a look", ()),
     "failure": ("Failures", ("failure", "recovery", "worker")),
-    "plan": ("Plans", ("plan", "epoch")),
+    "plan": ("Plans", ("plan", "generation")),
     "step": ("Steps", ("step",)),
     "operator": ("Operators", ("operator",)),
 }

@@ -7,12 +7,12 @@ from functools import partial
 
 import streamlit as st
 
-from agent.protocol import JobSpec
-from app.console import Console
-from app.plans.exporting import Export, offers, render
-from app.plans.sources import Source, export_of
-from planner.catalog import Catalog
-from planner.plan import Plan
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.app.console import Console
+from openrecycle.app.plans.exporting import Export, offers, render
+from openrecycle.app.plans.sources import Source, export_of
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.plan import Plan
 
 
 def export_button(

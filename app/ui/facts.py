@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent.protocol import JobSpec, JobState
-from app.coordination.standing import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
-from app.observing.baseline import Baseline
-from app.observing.rates import recent_rate, share_of
-from app.ui import text
-from app.view import JobView, WorkerView
-from planner.job import Job
-from planner.normalization import SECONDS
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.agent.protocol import JobSpec, JobState
+from openrecycle.app.coordination.worker_states import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
+from openrecycle.app.live import INTERIM, LAST, SOON
+from openrecycle.app.observing.baseline import Baseline
+from openrecycle.app.observing.rates import recent_rate, share_of
+from openrecycle.app.ui import text
+from openrecycle.app.view import JobView, WorkerView
+from openrecycle.planner.job import Job
+from openrecycle.planner.migration import SECONDS
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Schedule
 
 OVER = (JobState.FINISHED, JobState.STOPPED)
 # Seconds after which data is old: several heartbeats are missing.
 STALE = 5.0
-# How far a worker has come in taking up an epoch, and what that is called.
+# How far a worker has come in taking up a generation, and what that is called.
 STEPS = ("", "adopted", "formed", "resumed")
 STEP_WORDS = ("waiting", "with the plan", "in groups", "training")
-# What a cell says while its worker takes up a new epoch.
+# What a cell says while its worker takes up a new generation.
 ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
 DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all."
 
@@ -59,7 +60,7 @@ def ready_words(view: JobView) -> str:
     done = view.planned_ahead >= view.plans_to_make
     made = f"{view.plans_to_make:,}" if done else f"{view.planned_ahead:,} of {view.plans_to_make:,}"
     out = any(w.state in OUT for w in view.workers)
-    return f"Plans made ahead: {made}." + ("" if out else " When a worker is lost, the ways on stand here.")
+    return f"Plans made ahead: {made}." + ("" if out else " When a worker is lost, the options are shown here.")
 
 
 def _iteration(view: JobView) -> Card:
@@ -108,6 +109,8 @@ def _throughput(view: JobView) -> Card:
         return Card("Throughput", "0", f"waits for a choice; {text.rate(now)} before", "warn", of="samples/s")
     if view.state is JobState.RECOVERING:
         return Card("Throughput", text.rate(now), "before this change; recovering", "warn", of="samples/s")
+    if view.condition is Condition.PAUSING:
+        return Card("Throughput", text.rate(now), "pausing; before the pause", of="samples/s")
     if view.condition is Condition.PAUSED:
         return Card("Throughput", "0", f"paused; {text.rate(now)} before the pause", of="samples/s")
     share = share_of(now, view.figures)
@@ -128,7 +131,7 @@ def _workers(view: JobView) -> Card:
     failed, drained = ([name for p, name in lost.items() if p.ended == how] for how in ("failed", "drained"))
     suspect = [w.name for w in view.workers if w.state is RoleState.SUSPECT]
     joining = [w.name for w in view.workers if w.state is RoleState.JOINING]
-    unregistered = sum(w.state is RoleState.EMPTY for w in view.workers) if not view.epoch else 0
+    unregistered = sum(w.state is RoleState.EMPTY for w in view.workers) if not view.generation else 0
     parts = [f"{words}: {_names(names)}" for words, names in (("failed", failed), ("drained", drained)) if names]
     if view.moved:
         parts.append(f"moved: {_names([f'{p.slot} to {p.role}' for p in view.moved], 2)}")
@@ -138,7 +141,7 @@ def _workers(view: JobView) -> Card:
         parts.append(f"joining: {_names(joining)}")
     if unregistered:
         parts.append(f"{unregistered:,} still to register")
-    tone = "bad" if failed else "warn" if drained or suspect or (joining and view.epoch) else ""
+    tone = "bad" if failed else "warn" if drained or suspect or (joining and view.generation) else ""
     if not parts and living < total:
         parts = [f"{total - living:,} empty"]
     note, tone = ("; ".join(parts), tone) if parts else ("none lost", "good")
@@ -155,12 +158,21 @@ def _plan(view: JobView) -> Card:
     against = f"{text.percent(plan.metrics.slowdown_vs_1f1b, sign=True)} vs 1F1B"
     gap = "proven optimal" if plan.metrics.gap <= 0 else f"gap ≤ {text.at_most(plan.metrics.gap)}"
     note = rolled or f"{against}, {gap}"
-    return Card(f"Plan in force · epoch {view.epoch}", period, note, "warn" if rolled else "", of="period")
+    joining = [w.name for w in view.workers if w.state is RoleState.JOINING]
+    if view.plan_words == INTERIM:
+        note = f"until {_names(joining)} {'has' if len(joining) == 1 else 'have'} the state; {against}"
+    elif view.plan_words == SOON:
+        note = f"once {_names(joining)} {'has' if len(joining) == 1 else 'have'} the state"
+    title = {INTERIM: "Interim plan", SOON: "Plan in force soon", LAST: "Last plan in force"}
+    head = title.get(view.plan_words, "Plan in force")
+    if view.condition is Condition.WAITING:
+        head, note = "Plan until now", "nothing trains until somebody chooses"
+    return Card(f"{head} · generation {view.generation}", period, note, "warn" if rolled else "", of="period")
 
 
 def roll_out(view: JobView) -> str:
-    """How far the workers have come in taking up the newest epoch; empty when all train in it."""
-    steps = [w.acknowledged for w in view.workers if w.epoch == view.epoch and w.state in ALIVE]
+    """How far the workers have come in taking up the newest generation; empty when all train in it."""
+    steps = [w.acknowledged for w in view.workers if w.generation == view.generation and w.state in ALIVE]
     if view.state is not JobState.RECOVERING or not any(steps) or all(s == "resumed" for s in steps):
         return ""
     return f"of {text.count(len(steps), 'worker')} {roll_out_words([steps.count(step) for step in STEPS])}"
@@ -327,18 +339,13 @@ def tile_words(worker: WorkerView) -> str:
     return words_of(worker.state, worker.moved_to)
 
 
-def plan_name(failed: Sequence[str]) -> str:
-    """`fault-free`, or `without W1_2 and W0_0`."""
-    return f"without {_names(list(failed), 4)}" if failed else "fault-free"
-
-
 def schedule_words(plan: Plan, schedule: Schedule) -> str:
     """The Gantt chart in words, for those who can't see it."""
     moved = sum(schedule.rerouted_forwards.values())
     unit = plan.job.time_unit
     return (
         f"Gantt chart of {plan.job.pipelines} pipelines by {plan.job.stages} stages, "
-        f"{plan.job.micro_batches} micro-batches each. Failed: {_names(list(plan.failed), 12) or 'none'}. "
+        f"{plan.job.micro_batches} micro-batches each. Workers out: {_names(list(plan.failed), 12) or 'none'}. "
         f"Re-routed micro-batches: {moved}. Period {text.planned(plan.metrics.period, unit)}, "
         f"makespan {text.planned(plan.metrics.makespan, unit)}."
     )
@@ -348,7 +355,7 @@ def reading_help(plan: Plan) -> str:
     """How to read the chart, in one or two sentences."""
     words = "A number in a bar is the micro-batch; a grey track is a bubble."
     if plan.failed:
-        words += " A hatched bar is re-routed: 1·3 means micro-batch 3 of pipeline 1, whose own worker has failed."
+        words += " A hatched bar is re-routed: 1·3 means micro-batch 3 of pipeline 1, run in place of its own worker."
     if plan.technique.staggers:
         words += (
             " Faint bars are the next iteration: each stage steps on its own, so it may begin on one stage before "

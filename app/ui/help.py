@@ -7,20 +7,20 @@ from html import escape
 
 import streamlit as st
 
-from app.console import get_console
-from app.plans.idea import JOB, Picture, pictures
-from app.ui import bound, components
-from app.ui.charts.idea import picture, picture_words
-from app.ui.charts.worker_grid import LOOKS
-from app.ui.snippets import launch_line, reporter, token_line, trainer
-from app.ui.theme import OP_WORDS, Palette
-from app.ui.words import SECTIONS, WORDS
+from openrecycle.app.console import get_console
+from openrecycle.app.plans.idea import JOB, Picture, pictures
+from openrecycle.app.ui import bound, components
+from openrecycle.app.ui.charts.idea import picture, picture_words
+from openrecycle.app.ui.charts.worker_grid import LOOKS
+from openrecycle.app.ui.snippets import launch_line, reporter, token_line, trainer
+from openrecycle.app.ui.theme import OP_WORDS, Palette
+from openrecycle.app.ui.words import SECTIONS, WORDS
 
 MARKS = (
-    ("or-op-moved", "Re-routed: runs on a peer, as its own worker has failed"),
+    ("or-op-moved", "Re-routed: runs on a peer in place of its own worker"),
     ("or-op-bubble", "Bubble: the worker waits"),
     ("or-op-ghost", "Faint: the next iteration"),
-    ("or-look-failed", "Failed worker; its row is tinted"),
+    ("or-look-failed", "Failed worker; its row is tinted. One that moved, left or never came is grey"),
     ("or-mark-dotted", "Dotted line: where fault-free 1F1B ends"),
 )
 
@@ -96,7 +96,7 @@ def _own(colours: Palette) -> None:
         st.code(token_line(), language="bash")
     st.markdown("A training script of your own: stages, loss and data, and the console to report to.")
     st.code(trainer(address), language="python")
-    st.markdown("From the command line, with a class that says the same (`agent.workload.Workload`):")
+    st.markdown("From the command line, with a class that says the same (`openrecycle.agent.workload.Workload`):")
     st.code(launch_line(address), language="bash", wrap_lines=True)
     st.markdown("A trainer that keeps its own loop reports to the console and gets its plans:")
     st.code(reporter(address), language="python")

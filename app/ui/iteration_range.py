@@ -12,12 +12,12 @@ import re
 
 import streamlit as st
 
-from app.ui import bound, standing
-from app.ui.charts.progress import ZOOM
-from app.ui.standing import Range
+from openrecycle.app.ui import bound, chart_revision
+from openrecycle.app.ui.chart_revision import Range
+from openrecycle.app.ui.charts.progress import ZOOM
 
 ITERATIONS = "iterations"
-_WORD = re.compile(r"(\d{1,12})-(\d{1,12})")
+_WORD = re.compile(r"([0-9]{1,12})-([0-9]{1,12})")
 
 
 def asked_for(first: int, last: int) -> Range | None:
@@ -47,5 +47,5 @@ def zoomed(chart: str, key: str) -> None:
         if low >= high:
             return
         part = float(low), float(high)
-    standing.moved(chart, part)
+    chart_revision.moved(chart, part)
     bound.put(ITERATIONS, f"{part[0]:.0f}-{part[1]:.0f}" if part else None)

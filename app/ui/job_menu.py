@@ -6,14 +6,14 @@ from html import escape
 
 import streamlit as st
 
-from agent.protocol import API
-from app.console import Console
-from app.errors import ConsoleError
-from app.ui import text
-from app.ui.access import actor
-from app.ui.event_feed import say_later
-from app.ui.picker import forget
-from app.view import JobHead
+from openrecycle.agent.protocol import API
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.ui import text
+from openrecycle.app.ui.access import actor
+from openrecycle.app.ui.event_feed import say_later
+from openrecycle.app.ui.picker import forget
+from openrecycle.app.view import JobHead
 
 NAME = "delete-name"
 

@@ -6,13 +6,14 @@ from functools import partial
 
 import streamlit as st
 
-from agent.protocol import JobState
-from app.console import Console, get_console
-from app.coordination.standing import RoleState
-from app.errors import ConsoleError
-from app.observing.measured import MeasuredIteration
-from app.ui import (
+from openrecycle.agent.protocol import JobState
+from openrecycle.app.console import Console, get_console
+from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.observing.measured import MeasuredIteration
+from openrecycle.app.ui import (
     bound,
+    chart_revision,
     choice,
     components,
     event_feed,
@@ -21,17 +22,16 @@ from app.ui import (
     job_menu,
     plan_control,
     standby,
-    standing,
     tables,
     text,
 )
-from app.ui.charts.progress import ZOOM, epoch_marks, losses, progress_rows, throughput
-from app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
-from app.ui.live_now import read_now
-from app.ui.picker import open_job
-from app.ui.theme import Palette
-from app.ui.worker_dialog import open_worker, page_wanted, show_opened
-from app.view import JobView, WorkerView
+from openrecycle.app.ui.charts.progress import ZOOM, generation_marks, losses, progress_rows, throughput
+from openrecycle.app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
+from openrecycle.app.ui.live_now import read_now
+from openrecycle.app.ui.picker import open_job
+from openrecycle.app.ui.theme import Palette
+from openrecycle.app.ui.worker_dialog import open_worker, page_wanted, show_opened
+from openrecycle.app.view import JobView, WorkerView
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map.
 MAX_TILES = 64
@@ -56,6 +56,7 @@ def page() -> None:
         return
     head, controls = opened
     over = head.state in OVER
+    said = choice.said_by_controls(console, head.job_id)
     with controls:
         choice.mode_switch(console, head.job_id, over=over)
         plan_control.plan_menu(console, head.job_id, over=over)
@@ -63,10 +64,10 @@ def page() -> None:
         moving = bound.toggle("Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely.")
     every = (1.0 if head.workers <= MAX_TILES else 2.0) if moving else None
     show_opened(console, head.job_id)  # first, since somebody has just clicked
-    st.fragment(_live, run_every=every)(console, head.job_id, colours, over)
+    st.fragment(_live, run_every=every)(console, head.job_id, colours, over, said)
 
 
-def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
+def _live(console: Console, job_id: str, colours: Palette, over: bool, said: tuple[object, ...]) -> None:
     page_wanted()
     in_doubt = standby.on_open_page()
     filtered = event_feed.filtering(*event_feed.asked_for())
@@ -88,8 +89,8 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool) -> None:
                 f"{text.clock(now.at, st.context.timezone)}; training goes on, and the page tries again by itself."
             )
     view = now.view
-    if (view.state in OVER) != over:
-        st.rerun()  # the head's controls are those of a job that runs
+    if (view.state in OVER) != over or choice.said_by_controls(console, job_id) != said:
+        st.rerun()  # the head's controls are those of a job that has come further by now
     event_feed.say_now()
     zone = st.context.timezone
     with st.container(gap="small"):
@@ -182,14 +183,14 @@ def _progress(view: JobView, colours: Palette) -> None:
         components.quiet("The curves begin with the first committed iteration.")
         return
     reference = facts.fault_free_rate(view)
-    marks = epoch_marks(view.iterations, view.recoveries, view.events)
+    marks = generation_marks(view.iterations, view.recoveries, view.events)
     rows = progress_rows(view.iterations, marks, reference.samples_per_second if reference else None)
     shown = iteration_range.asked_for(view.iterations[0].iteration, view.iterations[-1].iteration)
     for name, make, alt in (
         ("throughput", throughput, "Throughput by iteration, in samples per second."),
         ("loss", losses, "Loss by iteration."),
     ):
-        drawn, turn = standing.drawn_with(name, f"{view.job_id} {colours.name}", shown)
+        drawn, turn = chart_revision.drawn_with(name, f"{view.job_id} {colours.name}", shown)
         key = f"{name}-{turn}"
         with st.container(key=f"progress-{name}"):
             st.vega_lite_chart(
@@ -215,7 +216,7 @@ def _progress(view: JobView, colours: Palette) -> None:
     figures = bound.expander("The same in figures", key="progress-figures")
     if figures.open:
         figures.dataframe(
-            tables.iterations_table(view.iterations, marks),
+            tables.iterations_table(view.iterations, marks, view.spec.micro_batches),
             hide_index=True,
             key="progress-table",
             height=250,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from app.console import Console
-from app.observing.measured import MeasuredIteration, measured_iteration
-from app.observing.rollout import RollOut
-from app.ui.patience import Patience
-from app.view import JobView
+from openrecycle.app.console import Console
+from openrecycle.app.observing.measured import MeasuredIteration, measured_iteration
+from openrecycle.app.observing.rollout import RollOut
+from openrecycle.app.ui.patience import Patience
+from openrecycle.app.view import JobView
 
 _patience = Patience()
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import streamlit as st
 
-from app.leadership.host import standing_by
-from app.ui import bound, standby
+from openrecycle.app.leadership.host import standing_by
+from openrecycle.app.ui import bound, standby
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).resolve().parent
 _LOGO = str(_HERE / "assets" / "logo.svg")
 
 st.set_page_config(page_title="OpenReCycle", page_icon=_LOGO, layout="wide", initial_sidebar_state="collapsed")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from app.console import Console
-from app.ui import bound, components
-from app.ui.facts import OVER
-from app.ui.iteration_range import ITERATIONS
-from app.view import JobHead, JobSummary
+from openrecycle.app.console import Console
+from openrecycle.app.ui import bound, components
+from openrecycle.app.ui.facts import OVER
+from openrecycle.app.ui.iteration_range import ITERATIONS
+from openrecycle.app.view import JobHead, JobSummary
 
 CHOSEN = "chosen-job"
 PICKER = "job-picker"

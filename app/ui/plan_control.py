@@ -8,18 +8,18 @@ from html import escape
 
 import streamlit as st
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.observing.rollout import RollOut
-from app.plans.replanning import Replan
-from app.plans.solving_child import MAX_SECONDS
-from app.ui import text
-from app.ui.access import acting, actor
-from app.ui.event_feed import say_later
-from app.ui.facts import STEPS, roll_out_words
-from app.ui.planning.controls import SOLVER_WORDS
-from app.view import JobView
-from planner.solvers.portfolio import SOLVERS
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.observing.rollout import RollOut
+from openrecycle.app.plans.replanning import Replan
+from openrecycle.app.plans.solving_child import MAX_SECONDS
+from openrecycle.app.ui import text
+from openrecycle.app.ui.access import acting, actor
+from openrecycle.app.ui.event_feed import say_later
+from openrecycle.app.ui.facts import STEPS, roll_out_words
+from openrecycle.app.ui.planning.controls import SOLVER_WORDS
+from openrecycle.app.view import JobView
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 # Seconds for which the outcome of a request stands on the page; the event feed keeps it.
 TOLD_FOR = 300.0
@@ -39,7 +39,7 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
     ):
         st.markdown(f"**Frozen by {text.plain_markdown(frozen_by)}**" if frozen_by else "**Freeze the plan in force**")
         st.caption(
-            "It stays for as long as the workers that run it do: a better plan, a better way on and a worker that has "
+            "It stays for as long as the workers that run it do: a better plan, a better option and a worker that has "
             "come back wait. A failure is handled as ever, and the plan that follows is frozen in turn."
         )
         st.button(
@@ -132,7 +132,7 @@ def _outcome(replan: Replan, zone: str | None) -> str:
 
 
 def roll_out_html(found: RollOut | None) -> str:
-    """Who has come how far in taking up the newest epoch, the last ones first. "": there is none."""
+    """Who has come how far in taking up the newest generation, the last ones first. "": there is none."""
     if found is None:
         return ""
     total = len(found.workers)
@@ -152,8 +152,10 @@ def roll_out_html(found: RollOut | None) -> str:
     rest = f"<tfoot><tr><td colspan='4'>and {more:,} that were quicker</td></tr></tfoot>" if more > 0 else ""
     heads = "".join(f"<th scope='col'>{head}</th>" for head in ("Worker", *HEADS))
     return (
-        f'<details class="or-roll-out"{"" if found.done else " open"}><summary>Epoch {found.epoch}: {summary}</summary>'
-        f'<table class="or-table"><caption>Acknowledged so long after the epoch was opened, the slowest first</caption>'
+        f'<details class="or-roll-out"{"" if found.done else " open"}><summary>Generation '
+        f"{found.generation}: {summary}</summary>"
+        f'<table class="or-table"><caption>Acknowledged so long after the generation was opened, the '
+        f"slowest first</caption>"
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>{rest}</table></details>"
     )
 

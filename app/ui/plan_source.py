@@ -9,19 +9,19 @@ from dataclasses import replace
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.heap import settle
-from app.observing.measured import measured_iteration
-from app.plans.references import Measured, OfJob, Reference, job_of, parse_reference
-from app.plans.sources import NOT_KEPT, Awaited, Source, find, measured_name, names, pinned, saved_names
-from app.ui import bound, components, text
-from app.ui.schedule_facts import measured_words
-from app.view import JobHead
-from planner.columnar import ColumnarSchedule
-from planner.errors import InputError
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.garbage_collection import settle
+from openrecycle.app.observing.measured import measured_iteration
+from openrecycle.app.plans.references import Measured, OfJob, Reference, job_of, parse_reference
+from openrecycle.app.plans.sources import NOT_KEPT, Awaited, Source, find, measured_name, names, pinned, saved_names
+from openrecycle.app.ui import bound, components, text
+from openrecycle.app.ui.schedule_facts import measured_words
+from openrecycle.app.view import JobHead
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.plan_arrays import ColumnarSchedule
+from openrecycle.planner.schedule import Schedule
 
 PICKER = "plan-picker"
 # In the URL: the plan beside it is the job's in force, and the page goes on with the job. In the session: which job's.
@@ -68,6 +68,7 @@ def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator, *, wi
         format_func=options.__getitem__,
         key=PICKER,
         on_change=_remember,
+        args=(frozenset(options),),
     )
     found = ready(console, parse_reference(chosen))
     if found is not None and understood and (wanted is not None or found.reference == OfJob(job_id or "")):
@@ -124,14 +125,16 @@ def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tupl
                 notes.button(
                     "Show the newest that was measured", on_click=_show, args=(newest(reference),), key="show-newest"
                 )
-    if isinstance(in_force, Source) and job_id is not None and _follows(found, in_force, job_id, notes):
+    if isinstance(in_force, Source) and job_id is not None and _follows(console, found, in_force, job_id, notes):
         return in_force, understood
     if isinstance(found, Source) and found.measured is not None:
         return replace(found, reference=pinned(found)), understood
     return found, understood
 
 
-def _follows(found: Source | Awaited | None, in_force: Source, job_id: str, notes: DeltaGenerator) -> bool:
+def _follows(
+    console: Console, found: Source | Awaited | None, in_force: Source, job_id: str, notes: DeltaGenerator
+) -> bool:
     """Does the page show the plan in force, whichever that is? A link says so of the plan that was in force when it
     was made, and shows that one as long as it is; the page that the link was copied from goes on with the job."""
     same = isinstance(found, Source) and found.plan.fingerprint == in_force.plan.fingerprint
@@ -141,6 +144,8 @@ def _follows(found: Source | Awaited | None, in_force: Source, job_id: str, note
     wanted = asked or (linked and (same or st.session_state.get(FOLLOWED) == job_id))
     if known:
         st.session_state[TOGGLE] = wanted
+    if console.job(job_id).state.over:
+        return asked  # no other one comes into force
     # At first the browser knows better: of a page that was open when the console was started anew, it holds the switch.
     follows = st.toggle(
         "Follow the job",
@@ -213,8 +218,10 @@ def _wait(console: Console, references: Sequence[Reference]) -> None:
             st.rerun()
 
 
-def _remember() -> None:
-    show_instead(None, st.session_state[PICKER])
+def _remember(known: frozenset[str]) -> None:
+    """known: the plans that were offered. Of one that is called otherwise since, the browser still sends the words."""
+    if st.session_state[PICKER] in known:
+        show_instead(None, st.session_state[PICKER])
 
 
 def _show(reference: Reference) -> None:

@@ -8,13 +8,13 @@ from functools import partial
 
 import streamlit as st
 
-from app.console import Console
-from app.documents import PLAN_MIB
-from app.errors import ConsoleError
-from app.plans.references import Saved
-from app.plans.uploading import Reading, ReadPlan
-from app.ui import bound, text
-from app.ui.access import actor, why_not
+from openrecycle.app.console import Console
+from openrecycle.app.documents import PLAN_MIB
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.references import Saved
+from openrecycle.app.plans.uploading import Reading, ReadPlan
+from openrecycle.app.ui import bound, text
+from openrecycle.app.ui.access import actor, why_not
 
 TURN, READING = "plan-upload-turn", "plan-upload-reading"
 LOOK_SECONDS = 0.5
@@ -29,7 +29,7 @@ def open_file(console: Console, show: Callable[[str], None]) -> None:
     with st.popover("Open a file", icon=":material/upload_file:", key="plan-upload"):
         turn = st.session_state.get(TURN, 0)
         st.file_uploader(
-            "A plan (JSON), as `python -m planner plan --out` writes it",
+            "A plan (JSON), as `openrecycle plan --out` writes it",
             type="json",
             key=f"{TURN}-{turn}",
             on_change=_begin,

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.console import Console, get_console
-from app.errors import ConsoleError
-from app.plans.solving import Solve
-from app.plans.solving_child import PlanAsked
-from app.plans.whatif import PARAMS, WhatIf
-from app.plans.whatif_check import Checked, checked
-from app.plans.worked_example import STEPS, step_of
-from app.ui import components, text
-from app.ui.access import acting
-from app.ui.planning import controls, migrating, state
-from app.ui.planning.grid import grid
-from app.ui.planning.pieces import example_steps
-from app.ui.planning.profile import profile
-from app.ui.planning.result import result
-from app.ui.planning.search import others, search
-from planner.errors import PlannerError
-from planner.plan import Plan
+from openrecycle.app.console import Console, get_console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.solving import Solve
+from openrecycle.app.plans.solving_child import PlanAsked
+from openrecycle.app.plans.whatif import PARAMS, WhatIf
+from openrecycle.app.plans.whatif_check import Checked, checked
+from openrecycle.app.plans.worked_example import STEPS, step_of
+from openrecycle.app.ui import components, text
+from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.planning import controls, migrating, state
+from openrecycle.app.ui.planning.grid import grid
+from openrecycle.app.ui.planning.pieces import example_steps
+from openrecycle.app.ui.planning.profile import profile
+from openrecycle.app.ui.planning.result import result
+from openrecycle.app.ui.planning.search import others, search
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.plan import Plan
 
 
 def page() -> None:

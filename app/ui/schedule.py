@@ -7,29 +7,28 @@ from pathlib import Path
 
 import streamlit as st
 
-from app.console import Console, get_console
-from app.errors import ConsoleError
-from app.plans.references import Made, OfJob
-from app.plans.sources import Source
-from app.ui import bound, components, facts, standing
-from app.ui.charts.bars import MAX_NODES
-from app.ui.charts.gantt import gantt
-from app.ui.charts.overview import MAX_BARS, Detail
-from app.ui.exports import export_source
-from app.ui.picker import open_job
-from app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead, title_of
-from app.ui.plan_upload import open_file
-from app.ui.schedule_facts import critical_words, many_words
-from app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
-from app.ui.schedule_large import large_chart
-from app.ui.tables import Table, of_workers, operations_table, workers_table
-from app.ui.theme import Palette
-from app.ui.time_range import FOLLOWED_CONFIG, follow
-from planner.job import Technique, Worker
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.app.console import Console, get_console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.references import Made, OfJob
+from openrecycle.app.plans.sources import Source
+from openrecycle.app.ui import bound, chart_revision, components, facts
+from openrecycle.app.ui.charts.bars import MAX_NODES
+from openrecycle.app.ui.charts.gantt import gantt
+from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
+from openrecycle.app.ui.exports import export_source
+from openrecycle.app.ui.picker import open_job
+from openrecycle.app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead, title_of
+from openrecycle.app.ui.plan_upload import open_file
+from openrecycle.app.ui.schedule_facts import critical_words, many_words
+from openrecycle.app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
+from openrecycle.app.ui.schedule_large import large_chart
+from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
+from openrecycle.app.ui.theme import Palette
+from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, follow
+from openrecycle.planner.job import Technique, Worker
+from openrecycle.planner.schedule import Schedule
 
-COMPARE = Path(__file__).with_name("compare.py")
+COMPARE = Path(__file__).resolve().with_name("compare.py")
 FEW = 24
 
 
@@ -47,7 +46,7 @@ def page() -> None:
     if head is None:
         st.html('<h1 class="or-title">Schedule</h1>')
     else:
-        st.fragment(_follow, run_every=2)(console, head.job_id, head.plan)
+        st.fragment(_follow, run_every=2)(console, head.job_id, (head.plan, head.plan_words))
     notes = st.container()
     filters = st.container(horizontal=True, vertical_alignment="bottom", key="filters")
     with filters:
@@ -68,46 +67,33 @@ def page() -> None:
     with st.container(horizontal=True, vertical_alignment="bottom", key="drawn"):
         wish = choose_view(plan, schedule)
     components.cards(facts.plan_cards(plan, schedule))
-    out = _out(console, source)
-    detail = _chart(plan, schedule, workers, wish, colours, out)
-    _tables(console, source, schedule, workers, detail, out)
+    detail = _chart(source, schedule, workers, wish, colours)
+    _tables(console, source, schedule, workers, detail)
 
 
 def _workers_table(fingerprint: str, names: str, out: dict[str, str], _schedule: Schedule) -> Table:
     return workers_table(_schedule, [Worker.parse(name) for name in names.split(",")], out)
 
 
-def _out(console: Console, source: Source) -> dict[str, str]:
-    """Why the job that the plan is in force in goes without those workers; {}: it is in force in none."""
-    if source.job_id is None or source.measured is not None:
-        return {}
-    standing = console.job(source.job_id).standing()
-    current = standing.state.current
-    if current is None or current.plan_fingerprint != source.plan.fingerprint:
-        return {}
-    return {name: standing.role(standing.state.members[name]).words for name in current.failed}
-
-
-def _follow(console: Console, job_id: str, shown: str | None) -> None:
-    """Runs the page again when another plan comes into force."""
+def _follow(console: Console, job_id: str, shown: tuple[str | None, str]) -> None:
+    """Runs the page again when another plan is run."""
     try:
-        epoch = console.job(job_id).state.current
+        run = console.job(job_id).plan_run
     except ConsoleError:
         return
-    if (epoch.plan_fingerprint if epoch else None) != shown:
+    if ((run.fingerprint, run.words) if run else (None, "")) != shown:
         st.rerun()
 
 
-def _chart(
-    plan: Plan, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette, out: dict[str, str]
-) -> Detail | None:
+def _chart(source: Source, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail | None:
     """Returns the part that is shown op by op, where that is not all of it."""
+    plan, out = source.plan, source.out
     ops = sum(schedule.op_counts.get(w, 0) for w in workers)
     if ops > MAX_BARS:
-        return large_chart(plan.fingerprint, schedule, workers, wish, colours)
+        return large_chart(plan.fingerprint, schedule, workers, wish, colours, out)
     what = f"{plan.fingerprint} {','.join(map(str, workers))} {sorted(wish.draw)} {wish.path} {colours.name}"
     what += f" {sorted(out.items())}"
-    shown, turn = standing.drawn_with("gantt", what, wish.time.shown)
+    shown, turn = chart_revision.drawn_with("gantt", what, wish.time.shown)
     fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
     figure = gantt(
         schedule,
@@ -160,7 +146,6 @@ def _tables(
     schedule: Schedule,
     workers: list[Worker],
     detail: Detail | None,
-    out: dict[str, str],
 ) -> None:
     plan = source.plan
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
@@ -177,7 +162,7 @@ def _tables(
     by_worker, by_op = bound.tabs(tabs, key="figures")
     with by_worker:
         table = st.cache_data(_workers_table, max_entries=32, show_spinner=False)(
-            plan.fingerprint, ",".join(map(str, workers)), out, schedule
+            plan.fingerprint, ",".join(map(str, workers)), dict(source.out), schedule
         )
         # A failed worker has no figures; few workers are seen without scrolling.
         height = "content" if len(workers) <= FEW else "auto"

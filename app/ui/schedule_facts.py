@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from app.observing.measured import MeasuredIteration
-from app.ui import text
-from app.ui.charts.bars import MAX_NODES
-from planner.paths import critical_path, waited, workers_of
-from planner.schedule import Schedule
+from openrecycle.app.observing.measured import MeasuredIteration
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts.bars import MAX_NODES
+from openrecycle.planner.paths import critical_path, waited, workers_of
+from openrecycle.planner.schedule import Schedule
 
 
 def measured_words(measured: MeasuredIteration) -> str:
     """Which iteration it is, and how it compares with the plan that it ran."""
-    words = f"**Iteration {measured.iteration}** as it ran in epoch {measured.epoch}"
+    words = f"**Iteration {measured.iteration}** as it ran in generation {measured.generation}"
     if measured.period_ms is not None:
         words += f"; iterations around it took {text.milliseconds(measured.period_ms)} from commit to commit"
     if measured.over_plan is not None and measured.planned_ms is not None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import streamlit as st
 
-from app.ui import bound, text
-from app.ui.charts import rows
-from app.ui.time_range import TimeRange, choose_time
-from planner.job import Worker
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.app.ui import bound, text
+from openrecycle.app.ui.charts import rows
+from openrecycle.app.ui.time_range import TimeRange, choose_time
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Schedule
 
 SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "One pipeline", "stage": "One stage"}
 DRAW = {"held": "Memory", "next": "Next iteration", "critical": "Critical path"}

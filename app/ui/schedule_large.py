@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import streamlit as st
 
-from app.ui import bound, components, standing
-from app.ui.box_select import box_select, drawn_box
-from app.ui.charts import overview as large
-from app.ui.charts.bars import MAX_NODES
-from app.ui.charts.gantt import gantt
-from app.ui.charts.overview import Detail
-from app.ui.schedule_facts import many_words
-from app.ui.schedule_filters import Wish, clicked
-from app.ui.theme import Palette
-from app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow, show_all, within
-from planner.job import Worker
-from planner.schedule import Schedule
+from openrecycle.app.ui import bound, chart_revision, components
+from openrecycle.app.ui.box_select import box_select, drawn_box
+from openrecycle.app.ui.charts import overview as large
+from openrecycle.app.ui.charts.bars import MAX_NODES
+from openrecycle.app.ui.charts.gantt import gantt
+from openrecycle.app.ui.charts.overview import Detail
+from openrecycle.app.ui.schedule_facts import many_words
+from openrecycle.app.ui.schedule_filters import Wish, clicked
+from openrecycle.app.ui.theme import Palette
+from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow, show_all, within
+from openrecycle.planner.job import Worker
+from openrecycle.planner.schedule import Schedule
 
 BOX, PAD = "box", "overview-pad"
 ROWS = 16
 
 
-def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail:
-    """Draws both; a box on the picture, or the fields, choose the part, which is returned.
+def large_chart(
+    fingerprint: str,
+    schedule: Schedule,
+    workers: list[Worker],
+    wish: Wish,
+    colours: Palette,
+    out: Mapping[str, str],
+) -> Detail:
+    """Draws both; a box on the picture, or the fields, choose the part, which is returned. out: why the job goes
+    without a worker, where it is known.
 
     Without a box, it begins where the chosen time does. In either case it shows what of that time lies in it.
     """
@@ -45,18 +54,20 @@ def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wis
         start = wish.time.shown[0] * schedule.problem.job.ticks_per_unit if wish.time.shown else 0.0
         detail = large.detail_of(schedule, workers, names.index(first), ROWS, start)
     drawn = st.cache_data(_picture, max_entries=32, show_spinner=False)(
-        fingerprint, ",".join(names), colours.name, schedule, colours
+        fingerprint, ",".join(names), colours.name, sorted(out.items()), schedule, colours
     )
     with st.container(key="overview"):
         alt = f"Overview of {len(workers):,} workers over one iteration."
         st.html(large.overview(schedule, workers, drawn, alt))
         part = large.box_of(schedule, workers, detail)
         box_select(width, len(workers), part, key=PAD, on_box=partial(_remember_box, wish.time))
+    if words := large.out_words(schedule, workers, out):
+        st.caption(words)
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
     components.legend_of(schedule, detail.workers, ghost=False)
     low, high = map(schedule.problem.job.units, detail.window)
-    what = f"{revision} {detail.window} {sorted(wish.draw)} {wish.path} {colours.name}"
-    shown, turn = standing.drawn_with("detail", what, within(wish.time, low, high))
+    what = f"{revision} {detail.window} {sorted(wish.draw)} {wish.path} {colours.name} {sorted(out.items())}"
+    shown, turn = chart_revision.drawn_with("detail", what, within(wish.time, low, high))
     figure = gantt(
         schedule,
         colours,
@@ -67,6 +78,7 @@ def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wis
         critical="critical" in wish.draw,
         held="held" in wish.draw,
         next_iteration=False,
+        out=out,
         revision=str(turn),
     )
     with st.container(key="wide-chart", gap=None):
@@ -86,9 +98,11 @@ def large_chart(fingerprint: str, schedule: Schedule, workers: list[Worker], wis
     return detail
 
 
-def _picture(fingerprint: str, names: str, theme: str, _schedule: Schedule, _colours: Palette) -> str:
+def _picture(
+    fingerprint: str, names: str, theme: str, out: list[tuple[str, str]], _schedule: Schedule, _colours: Palette
+) -> str:
     """Keyed by what it shows; drawn anew for each box it would take longer than the rest."""
-    return large.picture(_schedule, [Worker.parse(name) for name in names.split(",")], _colours)
+    return large.picture(_schedule, [Worker.parse(name) for name in names.split(",")], _colours, dict(out))
 
 
 def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, float]] | None:

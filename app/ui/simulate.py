@@ -6,18 +6,18 @@ from typing import Any
 
 import streamlit as st
 
-from app.console import Console, get_console
-from app.observing.job_history import Row, history
-from app.simulations import DRAWN, HISTORY, POLICIES, Simulation, SimulationRequest, parse_request, shapes
-from app.ui import bound, components, text
-from app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time
-from app.ui.facts import Card
-from app.ui.simulate_words import ratio_words, sensitivity_table, sensitivity_words, time_words
-from app.ui.tables import rows_html
-from app.ui.theme import CHART_CONFIG, Palette
-from planner.errors import InputError
-from planner.plan import job_doc
-from planner.simulation.traces.public import public_traces
+from openrecycle.app.console import Console, get_console
+from openrecycle.app.observing.job_history import Row, history
+from openrecycle.app.simulations import DRAWN, HISTORY, POLICIES, Simulation, SimulationRequest, parse_request, shapes
+from openrecycle.app.ui import bound, components, text
+from openrecycle.app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time
+from openrecycle.app.ui.facts import Card
+from openrecycle.app.ui.simulate_words import ratio_words, sensitivity_table, sensitivity_words, time_words
+from openrecycle.app.ui.tables import rows_html
+from openrecycle.app.ui.theme import CHART_CONFIG, Palette
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.simulation.traces.public import public_traces
 
 SHAPE = "A model's shape"
 SHOWN = "simulation-shown"

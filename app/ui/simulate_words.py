@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from app.simulations import Simulation
-from app.ui import text
-from app.ui.charts.simulation import policy_words
-from app.ui.tables import Table
+from openrecycle.app.simulations import Simulation
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts.simulation import policy_words
+from openrecycle.app.ui.tables import Table
 
 
 def time_words(simulation: Simulation) -> str:

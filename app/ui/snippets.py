@@ -25,7 +25,7 @@ trainer.fit(iterations=1000)"""
 
 def launch_line(address: str) -> str:
     return (
-        "python -m agent launch --workload my_model:MyWorkload --pipelines 2 --stages 3 --micro-batches 4 "
+        "openrecycle train --workload my_model:MyWorkload --pipelines 2 --stages 3 --micro-batches 4 "
         f"--iterations 1000 --console {address}"
     )
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.leadership.host import standing_by
-from app.leadership.watch import Standing
-from app.ui.components import use_style
+from openrecycle.app.leadership.host import standing_by
+from openrecycle.app.leadership.watch import LeaderStatus
+from openrecycle.app.ui.components import use_style
 
 
-def show(standing: Standing) -> None:
+def show(status: LeaderStatus) -> None:
     """Until this console leads; then the page that was asked for comes by itself."""
     use_style()
-    if standing.doubt:
+    if status.doubt:
         st.title("This console's lead is in doubt")
         st.fragment(run_every=1)(_state)(doubt=True)
         st.caption(
@@ -31,12 +31,12 @@ def show(standing: Standing) -> None:
 def on_open_page() -> bool:
     """On a page that was open when the console stopped being sure that it leads: what is shown stays, and this says
     so. Once another leads, the page of a standby comes in its place. False: there is nothing to say."""
-    standing = standing_by()
-    if standing is None:
+    status = standing_by()
+    if status is None:
         return False
-    if not standing.doubt:
+    if not status.doubt:
         st.rerun()
-    words = standing.sentence
+    words = status.sentence
     st.warning(
         f"{words[:1].upper()}{words[1:]}. It changes nothing before it is sure again, and what is shown here may be "
         "out of date. Training goes on."
@@ -45,14 +45,14 @@ def on_open_page() -> bool:
 
 
 def _state(*, doubt: bool) -> None:
-    standing = standing_by()
-    if standing is None or standing.doubt != doubt:
+    status = standing_by()
+    if status is None or status.doubt != doubt:
         st.rerun()
         return
     if doubt:
-        st.markdown(f"{standing.sentence[:1].upper()}{standing.sentence[1:]}.")
-    elif standing.leader:
-        rest = standing.reason.removeprefix(standing.leader).strip()
-        st.markdown(f"The leader is [{standing.leader}]({standing.leader}): it {rest}.")
+        st.markdown(f"{status.sentence[:1].upper()}{status.sentence[1:]}.")
+    elif status.leader:
+        rest = status.reason.removeprefix(status.leader).strip()
+        st.markdown(f"The leader is [{status.leader}]({status.leader}): it {rest}.")
     else:
-        st.markdown(f"{standing.reason[:1].upper()}{standing.reason[1:]}.")
+        st.markdown(f"{status.reason[:1].upper()}{status.reason[1:]}.")

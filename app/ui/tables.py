@@ -8,15 +8,17 @@ from typing import Any
 
 import streamlit as st
 
-from app.ui import text
-from app.ui.charts.progress import Mark
-from app.ui.charts.worker_grid import LOOKS, QUIET
-from app.ui.theme import OP_WORDS
-from app.view import IterationView, WorkerView
-from planner.export.compare import compare
-from planner.job import Worker
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts.bars import OUT
+from openrecycle.app.ui.charts.progress import Mark
+from openrecycle.app.ui.charts.worker_grid import LOOKS, QUIET
+from openrecycle.app.ui.theme import OP_WORDS
+from openrecycle.app.view import IterationView, WorkerView
+from openrecycle.planner.export.compare import compare
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.words import micro_batch_names
 
 Table = dict[str, list[object]]
 # Of a millisecond that was measured.
@@ -124,7 +126,7 @@ def workers_table(schedule: Schedule, workers: Sequence[Worker], out: Mapping[st
     """One row per worker: re-routed micro-batches, idle and busy time, peak activations and bytes, ops.
 
     What is looked at most comes first, so that on a narrow screen little has to be scrolled to. out: why a
-    job goes without a worker (default: it failed).
+    job goes without a worker (default: nobody knows).
     """
     job = schedule.problem.job
     table: Table = {
@@ -133,7 +135,7 @@ def workers_table(schedule: Schedule, workers: Sequence[Worker], out: Mapping[st
     for worker in workers:
         row: list[object]
         if worker not in schedule.ops:
-            row = [str(worker), (out or {}).get(str(worker), "failed"), 0, None, None, None, None, 0]
+            row = [str(worker), (out or {}).get(str(worker), OUT), 0, None, None, None, None, 0]
         else:
             moved = schedule.rerouted_forwards[worker]
             row = [
@@ -173,8 +175,8 @@ def operations_table(schedule: Schedule, workers: Sequence[Worker], window: tupl
     }
 
 
-def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark]) -> Table:
-    """One row per iteration, the newest first."""
+def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark], micro_batches: int) -> Table:
+    """One row per iteration, the newest first. micro_batches: of a pipeline."""
     happened = {mark.iteration: f"{mark.text}: {mark.detail}" for mark in marks}
     newest = list(reversed(iterations))
     return {
@@ -183,8 +185,19 @@ def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark])
         "took (ms)": [round(1000 * i.seconds, 1) for i in newest],
         "loss": [round(i.loss, 4) for i in newest],
         "living workers": [i.living for i in newest],
-        "epoch": [i.epoch for i in newest],
-        "what changed": [happened.get(i.iteration, "") for i in newest],
+        "generation": [i.generation for i in newest],
+        "what changed": [
+            "; ".join(
+                filter(
+                    None,
+                    (
+                        happened.get(i.iteration, ""),
+                        f"{micro_batch_names(i.skipped, micro_batches)} left out" if i.skipped else "",
+                    ),
+                )
+            )
+            for i in newest
+        ],
     }
 
 
@@ -196,6 +209,6 @@ def grid_table(workers: Sequence[WorkerView]) -> Table:
         "state": [LOOKS[w.state][0] for w in rows],
         "re-routed micro-batches": [w.takes_rerouted for w in rows],
         "iteration": [w.iteration for w in rows],
-        "epoch": [w.epoch for w in rows],
+        "generation": [w.generation for w in rows],
         "heartbeat": [text.age(w.heartbeat_age) for w in rows],
     }

@@ -6,7 +6,7 @@ import math
 from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from planner.words import milliseconds as milliseconds
+from openrecycle.planner.words import milliseconds as milliseconds
 
 
 def seconds(value: float) -> str:

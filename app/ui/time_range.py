@@ -10,9 +10,9 @@ from pathlib import Path
 import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
-from app.ui import bound, standing
-from app.ui.standing import Range
-from app.ui.theme import CHART_CONFIG
+from openrecycle.app.ui import bound, chart_revision
+from openrecycle.app.ui.chart_revision import Range
+from openrecycle.app.ui.theme import CHART_CONFIG
 
 TIME = "time"
 # Of a chart that is followed: a double click is for `chart_zoom.js`.
@@ -84,14 +84,14 @@ def _dragged(chart: str, time: TimeRange) -> None:
         return
     if not sent:
         part = None
-        standing.forget(chart)  # the browser waits for it
+        chart_revision.forget(chart)  # the browser waits for it
     else:
         low, high = (min(max(edge, 0.0), time.end) for edge in (sent[0], sent[-1]))
         if low >= high:
             return
         digits = max(0, 3 - math.floor(math.log10(high - low)))
         part = _part((round(low, digits), min(time.end, round(high, digits))), time.end)
-        standing.moved(chart, part)
+        chart_revision.moved(chart, part)
     st.session_state[time.key] = part or (0.0, time.end)
     _remember(time.name, part)
 

@@ -6,8 +6,8 @@ import pkgutil
 from importlib import import_module
 from pathlib import Path
 
-from planner.baseline import one_forward_one_backward
-from planner.job import Job, Problem
+from openrecycle.planner.baseline import one_forward_one_backward
+from openrecycle.planner.job import Job, Problem
 
 _HERE = Path(__file__).parent
 # Streamlit has no table and no picture without them.
@@ -19,15 +19,15 @@ def warm_up(pages: frozenset[str]) -> None:
     imported."""
     for name in _OTHERS:
         import_module(name)
-    for found in pkgutil.walk_packages([str(_HERE)], "app.ui."):
-        if found.name.removeprefix("app.ui.") not in pages:
+    for found in pkgutil.walk_packages([str(_HERE)], "openrecycle.app.ui."):
+        if found.name.removeprefix("openrecycle.app.ui.") not in pages:
             import_module(found.name)
     _draw()
 
 
 def _draw() -> None:
-    from app.ui.charts.gantt import gantt
-    from app.ui.theme import LIGHT
+    from openrecycle.app.ui.charts.gantt import gantt
+    from openrecycle.app.ui.theme import LIGHT
 
     schedule = one_forward_one_backward(Problem(Job.uniform(2, 2, 2)))
     gantt(schedule, LIGHT).to_json()

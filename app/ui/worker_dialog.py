@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import streamlit as st
 
-from app.console import Console
-from app.coordination.standing import ALIVE, HOLDING, RoleState
-from app.errors import ConsoleError
-from app.observing.worker_detail import WorkerDetail, worker_detail
-from app.observing.worker_history import worker_history
-from app.ui import bound, facts, worker_words
-from app.ui.access import actor
-from app.ui.charts.worker_time import memory, op_times
-from app.ui.event_feed import feed_html
-from app.ui.theme import OP_WORDS, palette
-from app.view import JobView, WorkerView
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.worker_states import ALIVE, HOLDING, RoleState
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.observing.worker_detail import WorkerDetail, worker_detail
+from openrecycle.app.observing.worker_history import worker_history
+from openrecycle.app.ui import bound, facts, worker_words
+from openrecycle.app.ui.access import actor
+from openrecycle.app.ui.charts.worker_time import memory, op_times
+from openrecycle.app.ui.event_feed import feed_html
+from openrecycle.app.ui.theme import OP_WORDS, palette
+from openrecycle.app.view import JobView, WorkerView
 
 OPENED = "opened-worker"
 ASKED = "worker-asked-for"

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 
-from agent.protocol import Doing
-from app.coordination.standing import RoleState
-from app.observing.worker_detail import Stay, WorkerDetail
-from app.observing.worker_history import Series
-from app.ui import text
-from app.ui.charts.worker_grid import LOOKS
-from app.ui.theme import OP_WORDS
-from app.view import WorkerView
+from openrecycle.agent.protocol import Doing
+from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.observing.worker_detail import Stay, WorkerDetail
+from openrecycle.app.observing.worker_history import Series
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts.worker_grid import LOOKS
+from openrecycle.app.ui.theme import OP_WORDS
+from openrecycle.app.view import WorkerView
 
 # The table below the bar shows so many stays, the newest.
 NEWEST = 8
@@ -27,7 +27,8 @@ def facts_html(detail: WorkerDetail) -> str:
     rows = {
         "State": LOOKS[worker.state][0] + (f" – {worker.detail}" if worker.detail else ""),
         "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
-        "Iteration": f"{worker.iteration:,}, epoch {worker.epoch}" + (f", {worker.phase}" if worker.phase else ""),
+        "Iteration": f"{worker.iteration:,}, generation {worker.generation}"
+        + (f", {worker.phase}" if worker.phase else ""),
         "At": doing(worker.doing) if worker.doing else "",
         "Re-routed work": text.count(worker.takes_rerouted, "micro-batch", "micro-batches") + " per iteration"
         if worker.takes_rerouted

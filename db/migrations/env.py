@@ -7,7 +7,7 @@ import os
 from alembic import context
 from sqlalchemy import Connection
 
-from db.models import Base
+from openrecycle.db.models import Base
 
 
 def run(connection: Connection) -> None:
@@ -21,7 +21,7 @@ given = context.config.attributes.get("connection")
 if given is not None:
     run(given)
 else:
-    from db.session import Database
+    from openrecycle.db.session import Database
 
     with Database(os.environ["DATABASE_URL"]).engine.begin() as own:
         run(own)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from planner.errors import InputError
-from planner.export.chrome_trace import to_chrome_trace
-from planner.export.json_document import to_json
-from planner.export.png import to_png
-from planner.export.registry import Format
-from planner.export.svg import to_svg
-from planner.export.tidy_csv import to_tidy_csv
-from planner.export.torch_csv import to_torch_csv
-from planner.export.yaml_document import to_yaml
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.export.chrome_trace import to_chrome_trace
+from openrecycle.planner.export.json_document import to_json
+from openrecycle.planner.export.png import to_png
+from openrecycle.planner.export.registry import Format
+from openrecycle.planner.export.svg import to_svg
+from openrecycle.planner.export.tidy_csv import to_tidy_csv
+from openrecycle.planner.export.torch_csv import to_torch_csv
+from openrecycle.planner.export.yaml_document import to_yaml
 
 __all__ = ["EXPORTERS", "Format", "format_named"]
 

@@ -1,7 +1,7 @@
 """Chrome Trace Event JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 A process per pipeline and a thread per worker; a slice per op; arrows for the transfers of
-re-routed micro-batches; a counter of held activations per worker; a mark on failed workers.
+re-routed micro-batches; a counter of held activations per worker; a mark on workers that are out.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from planner.job import Worker
-from planner.plan import Plan
-from planner.schedule import Op, Schedule
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Op, Schedule
 
 MICROSECONDS = {"ns": 0.001, "us": 1, "µs": 1, "μs": 1, "ms": 1_000, "s": 1_000_000, "min": 60_000_000}
 # A unit that is no unit of time, such as a slot, is drawn as a millisecond.
@@ -60,7 +60,7 @@ class _Trace:
         for worker in self.schedule.ops:
             yield from self._counter(worker)
         for worker in sorted(self.schedule.problem.failed):
-            mark = {"name": f"{worker} failed", "cat": "failure", "ph": "i", "s": "t", "ts": 0}
+            mark = {"name": f"{worker} out", "cat": "failure", "ph": "i", "s": "t", "ts": 0}
             yield {**mark, **self.threads[worker], "args": {"stage": worker.stage}}
 
     def _time(self, ticks: float) -> float | int:
@@ -84,9 +84,9 @@ class _Trace:
             ):
                 yield {"name": name, "ph": "M", "pid": p + 1, "args": args}
         for worker in self.job.workers():
-            failed = " (failed)" if worker in self.schedule.problem.failed else ""
+            out = " (out)" if worker in self.schedule.problem.failed else ""
             for name, args in (
-                ("thread_name", {"name": f"{worker}{failed}"}),
+                ("thread_name", {"name": f"{worker}{out}"}),
                 ("thread_sort_index", {"sort_index": worker.stage}),
             ):
                 yield {"name": name, "ph": "M", **self.threads[worker], "args": args}

@@ -11,7 +11,6 @@ MUTED = "#566573"
 LINE = "#DCE3EA"
 TRACK = "#E9EDF2"
 FAILED = "#D7541F"
-FAILED_TEXT = "#A93D10"
 OPS = {"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#666F35", "O": "#652742"}
 OPS_TEXT = {"F": "#FFFFFF", "I": "#16222E", "W": "#16222E", "B": "#FFFFFF", "O": "#FFFFFF"}
 
@@ -20,6 +19,3 @@ def blend(over: str, under: str, opacity: float) -> str:
     """`over` at `opacity` on `under`, as one opaque colour: pictures need no transparency then."""
     channels = [(int(over[i : i + 2], 16), int(under[i : i + 2], 16)) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(o * opacity + u * (1 - opacity)):02X}" for o, u in channels)
-
-
-FAILED_TINT = blend(FAILED, BACKGROUND, 0.16)

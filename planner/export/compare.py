@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.job import Worker
-from planner.plan import MEASURED, Plan
-from planner.schedule import Schedule
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import MEASURED, Plan
+from openrecycle.planner.schedule import Schedule
 
 Value = str | int | float | None
 Kind = Literal["text", "time", "fraction", "count"]
@@ -48,7 +48,7 @@ class Row:
 
 _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("grid", "pipelines, stages, micro-batches", "text", lambda p: _grid(p)),
-    ("failed", "failed workers", "text", lambda p: _listed(p.failed)),
+    ("failed", "workers out", "text", lambda p: _listed(p.failed)),
     ("technique", "technique", "text", lambda p: p.technique.value),
     ("memory", "memory limit", "text", lambda p: p.memory),
     ("time_unit", "time unit", "text", lambda p: p.job.time_unit),

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from planner.baseline import reference_period
-from planner.errors import PlannerError
-from planner.export import colours
-from planner.export.drawing import PROSE_WIDTH, Drawing, Line, Rect, Shape, Text, text_width
-from planner.export.gantt_frame import Frame
-from planner.export.gantt_overview import overview_height, overview_rows
-from planner.export.gantt_rows import row_height, worker_rows
-from planner.plan import Plan
-from planner.schedule import Op, Schedule
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.export import colours
+from openrecycle.planner.export.drawing import PROSE_WIDTH, Drawing, Line, Rect, Shape, Text, text_width
+from openrecycle.planner.export.gantt_frame import Frame
+from openrecycle.planner.export.gantt_overview import overview_height, overview_rows
+from openrecycle.planner.export.gantt_rows import row_height, worker_rows
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Op, Schedule
 
 # Above either a bar per op can't be read; then a row is a stage.
 MAX_ROWS = 128
@@ -77,10 +77,10 @@ def _plot_width(ops: list[Op], end: int) -> float:
 
 def _title(plan: Plan, pipeline: int | None) -> str:
     job = plan.job
-    failed = ", ".join(plan.failed[:3]) + (f" and {len(plan.failed) - 3} more" if len(plan.failed) > 3 else "")
+    out = ", ".join(plan.failed[:3]) + (f" and {len(plan.failed) - 3} more" if len(plan.failed) > 3 else "")
     only = "" if pipeline is None else f"Pipeline {pipeline} of "
     grid = f"{job.pipelines} pipelines x {job.stages} stages x {job.micro_batches} micro-batches"
-    return f"{only}{grid}, " + (f"{failed} failed" if failed else "no failure")
+    return f"{only}{grid}, " + (f"without {out}" if out else "all workers")
 
 
 def _facts(plan: Plan) -> list[str]:
@@ -129,8 +129,6 @@ def _key(plan: Plan, ops: list[Op], y: float, room: float, *, detailed: bool) ->
     ]
     if detailed and any(op.rerouted for op in ops):
         entries.append((colours.BACKGROUND, colours.FAILED, "Re-routed: pipeline·micro-batch"))
-    if plan.failed:
-        entries.append((colours.FAILED_TINT, None, "Failed"))
     entries.append((colours.TRACK, None, "Bubble"))
     for fill, hatch, words in entries:
         width = swatch + 6 + text_width(words, SMALL, character=PROSE_WIDTH) + 15

@@ -6,11 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from planner.export import colours
-from planner.export.drawing import Point, Polygon, Rect, Shape, Text
-from planner.export.gantt_frame import Frame
-from planner.job import Worker
-from planner.schedule import Op, Schedule
+from openrecycle.planner.export import colours
+from openrecycle.planner.export.drawing import Point, Polygon, Rect, Shape, Text
+from openrecycle.planner.export.gantt_frame import Frame
+from openrecycle.planner.job import Worker
+from openrecycle.planner.schedule import Op, Schedule
 
 COLUMN = 2.0  # pixels over which shares are averaged
 KINDS = ("F", "I", "B", "W", "O")
@@ -25,27 +25,26 @@ def overview_rows(schedule: Schedule, workers: Sequence[Worker], frame: Frame) -
     """Stacked shares of the stage's living workers among `workers`; what is left is the bubble."""
     job = schedule.problem.job
     living: dict[int, list[Worker]] = defaultdict(list)
-    failed: dict[int, int] = defaultdict(int)
+    out: dict[int, int] = defaultdict(int)
     for worker in workers:
         if worker in schedule.ops:
             living[worker.stage].append(worker)
         else:
-            failed[worker.stage] += 1
+            out[worker.stage] += 1
     row = _row(job.stages)
     bar = row * 0.84
     for s in range(job.stages):
         top = frame.top + s * row + (row - bar) / 2
-        tone = colours.FAILED_TEXT if failed[s] else colours.TEXT
-        yield Text(frame.left - 8, top + bar / 2, f"stage {s}", min(12.0, row * 0.8), tone, "end", bold=failed[s] > 0)
+        yield Text(frame.left - 8, top + bar / 2, f"stage {s}", min(12.0, row * 0.8), colours.TEXT, "end")
         yield Rect(frame.left, top, frame.width, bar, colours.TRACK)
         shares = _shares([op for w in living[s] for op in schedule.ops[w]], len(living[s]), frame)
         yield from _areas(shares, frame, top, bar, s)
-        if failed[s]:
-            words = f"{failed[s]} of {failed[s] + len(living[s])} failed"
+        if out[s]:
+            words = f"{out[s]} of {out[s] + len(living[s])} out"
             ground = len(words) * 6.4 + 10
             size = min(12.0, bar)
-            yield Rect(frame.right - ground, top + (bar - size) / 2 - 1, ground, size + 2, colours.FAILED_TINT)
-            yield Text(frame.right - 5, top + bar / 2, words, size - 1, colours.FAILED_TEXT, "end")
+            yield Rect(frame.right - ground, top + (bar - size) / 2 - 1, ground, size + 2, colours.BACKGROUND)
+            yield Text(frame.right - 5, top + bar / 2, words, size - 1, colours.TEXT, "end")
 
 
 def _row(stages: int) -> float:

@@ -1,15 +1,18 @@
-"""Rows of the Gantt chart, one per worker: tracks, bars, re-routed bars hatched, failed rows marked."""
+"""Rows of the Gantt chart, one per worker: tracks, bars, re-routed bars hatched.
+
+A plan does not know why it goes without a worker: that may have failed, or moved, or never have been there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from planner.export import colours
-from planner.export.drawing import PROSE_WIDTH, Line, Rect, Shape, Text, text_width
-from planner.export.gantt_frame import Frame
-from planner.job import Worker
-from planner.schedule import Op, Schedule
+from openrecycle.planner.export import colours
+from openrecycle.planner.export.drawing import Line, Rect, Shape, Text, text_width
+from openrecycle.planner.export.gantt_frame import Frame
+from openrecycle.planner.job import Worker
+from openrecycle.planner.schedule import Op, Schedule
 
 ROW, BAR, PIPELINE_GAP = 26.0, 22.0, 14.0
 LABEL_SIZES = (12.0, 10.0, 8.0)
@@ -27,11 +30,11 @@ def worker_rows(schedule: Schedule, workers: Sequence[Worker], frame: Frame) -> 
     for worker, height in _rows(workers):
         y += height
         top = y - (ROW + BAR) / 2
-        failed = worker not in schedule.ops
-        tone = colours.FAILED_TEXT if failed else colours.TEXT
-        yield Text(frame.left - 8, top + BAR / 2, str(worker), 12, tone, "end", bold=failed)
-        if failed:
-            yield from _failed(schedule, worker, frame, top)
+        out = worker not in schedule.ops
+        tone = colours.MUTED if out else colours.TEXT
+        yield Text(frame.left - 8, top + BAR / 2, str(worker), 12, tone, "end")
+        if out:
+            yield from _out(schedule, worker, frame, top)
             continue
         yield Rect(frame.left, top, frame.width, BAR, colours.TRACK)
         for op in schedule.ops[worker]:
@@ -81,8 +84,7 @@ def _sentence(op: Op, schedule: Schedule) -> str:
     return f"{op.worker}: {WORDS[op.kind]} of micro-batch {op.micro_batch} of pipeline {op.pipeline}{moved}, {when}"
 
 
-def _failed(schedule: Schedule, worker: Worker, frame: Frame, top: float) -> Iterator[Shape]:
-    yield Rect(frame.left, top, frame.width, BAR, colours.FAILED_TINT)
+def _out(schedule: Schedule, worker: Worker, frame: Frame, top: float) -> Iterator[Shape]:
     takers = sorted(
         {op.worker for w, ops in schedule.ops.items() if w.stage == worker.stage for op in ops if _of(op, worker)}
     )
@@ -90,13 +92,8 @@ def _failed(schedule: Schedule, worker: Worker, frame: Frame, top: float) -> Ite
     if len(names) > 4:
         names = [*names[:3], f"{len(names) - 3} more"]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    words = f"failed: its micro-batches run on {listed}"
-    middle = frame.left + frame.width / 2
-    cross = middle - text_width(words, 13, character=PROSE_WIDTH) / 2 - 8
-    y = top + BAR / 2
-    for rise in (4.5, -4.5):
-        yield Line((cross - 4.5, y - rise), (cross + 4.5, y + rise), colours.FAILED_TEXT, 2.2)
-    yield Text(middle, y, words, 13, colours.FAILED_TEXT, "middle")
+    words = f"out: its micro-batches run on {listed or 'nobody'}"
+    yield Text(frame.left + frame.width / 2, top + BAR / 2, words, 13, colours.MUTED, "middle")
 
 
 def _of(op: Op, home: Worker) -> bool:

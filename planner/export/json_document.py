@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.plan import Plan
+from openrecycle.planner.plan import Plan
 
 
 def to_json(plan: Plan) -> str:

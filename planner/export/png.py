@@ -6,10 +6,10 @@ import io
 from functools import cache
 from typing import TYPE_CHECKING
 
-from planner.errors import PlannerError
-from planner.export.drawing import Drawing, Line, Point, Polygon, Rect, Shape, Text, hatch_lines
-from planner.export.gantt import gantt
-from planner.plan import Plan
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.export.drawing import Drawing, Line, Point, Polygon, Rect, Shape, Text, hatch_lines
+from openrecycle.planner.export.gantt import gantt
+from openrecycle.planner.plan import Plan
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import chain
 from xml.sax.saxutils import escape
 
-from planner.export.drawing import Drawing, Line, Polygon, Rect, Shape, Text, hatch_lines
-from planner.export.gantt import gantt
-from planner.plan import Plan
+from openrecycle.planner.export.drawing import Drawing, Line, Polygon, Rect, Shape, Text, hatch_lines
+from openrecycle.planner.export.gantt import gantt
+from openrecycle.planner.plan import Plan
 
 FONT = "'Source Sans 3', 'Source Sans Pro', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 HATCH_WIDTH = 1.4

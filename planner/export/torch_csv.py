@@ -10,10 +10,10 @@ from __future__ import annotations
 import csv
 import io
 
-from planner.errors import InputError
-from planner.job import Worker
-from planner.plan import Plan
-from planner.schedule import Op, Schedule
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Op, Schedule
 
 ONE_RANK = "torch.distributed.pipelining runs each stage of a pipeline on one rank"
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from planner.errors import PlannerError
-from planner.plan import Plan, PlanError, first_problem
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.plan import Plan, PlanError, first_problem
 
 if TYPE_CHECKING:
     import yaml
@@ -53,6 +53,14 @@ def parse_yaml(text: str | bytes, *, source: str = "plan") -> Plan:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.YAMLError("aliases are not accepted")
             return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+            if len(found) < len(node.value):
+                keys = [str(key.value) for key, _ in node.value]
+                twice = next((key for key in keys if keys.count(key) > 1), "")
+                raise yaml.YAMLError(f"the key {twice[:80]!r} is there twice in one object")
+            return found
 
     try:
         return Plan.model_validate(yaml.load(text, Loader=Loader))

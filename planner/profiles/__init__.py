@@ -8,21 +8,29 @@ Where a profile is asked for, the document of a job will do, too (`load`).
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from planner.errors import InputError
-from planner.job import Job, StageProfile
-from planner.plan import PRINTABLE, JobDoc, PlanError, first_problem, job_doc
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, StageProfile
+from openrecycle.planner.plan import (
+    INTEGER,
+    PRINTABLE,
+    JobDoc,
+    PlanError,
+    first_problem,
+    job_doc,
+    read_json,
+    read_model,
+)
 
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Bytes = Annotated[StrictInt, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0), INTEGER]
 Text = Annotated[str, Field(max_length=300, pattern=PRINTABLE)]
-Samples = Annotated[StrictInt, Field(ge=1)]
+Samples = Annotated[int, Field(ge=1), INTEGER]
 Clock = Literal["wall", "cpu"]
 
 _FOLDER = Path(__file__).parent
@@ -80,7 +88,7 @@ class Part(_Model):
 class Reductions(_Model):
     """All-reduce of `bytes` among 2, 3, ... peers, in order; all of them on the profiled machine."""
 
-    bytes: Annotated[StrictInt, Field(ge=1)]
+    bytes: Annotated[int, Field(ge=1), INTEGER]
     by_peers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]
 
     def milliseconds(self, size: int, peers: int) -> float:
@@ -106,7 +114,7 @@ class Hardware(_Model):
     dtype: Text
     clock: Clock
     load: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    measured_on: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    measured_on: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
 
 
 class Measurements(_Model):
@@ -124,7 +132,7 @@ class Measurements(_Model):
     mode: Literal["deterministic", "fast"]
     hardware: Hardware
     cut: Literal["stages", "layers"]
-    layers: Annotated[StrictInt, Field(ge=0)] = 0
+    layers: Annotated[int, Field(ge=0), INTEGER] = 0
     parts: Annotated[tuple[Part, ...], Field(min_length=1, fail_fast=True)]
     boundary_bytes: Bytes
     transfers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]
@@ -239,13 +247,13 @@ def load(name: str | Path) -> Profile | JobDoc:
     path = _FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
     text = _read(path)
     try:
-        document = json.loads(text)
+        document = read_json(text)
     except ValueError:
         document = None
     if isinstance(document, dict) and "profile_version" in document:
         return _profile(path, text)
     try:
-        return JobDoc.model_validate_json(text)
+        return read_model(JobDoc, text)
     except ValidationError as error:
         raise PlanError(f"{path} is not a job document: {first_problem(error)}") from None
 
@@ -281,7 +289,7 @@ def _read(path: Path) -> bytes:
 
 def _profile(path: Path, text: bytes) -> Profile:
     try:
-        return Profile.model_validate_json(text)
+        return read_model(Profile, text)
     except ValidationError as error:
         raise PlanError(f"{path} is not a profile: {first_problem(error)}") from None
 

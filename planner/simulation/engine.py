@@ -10,9 +10,9 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from planner.simulation.outcome import Outcome
-from planner.simulation.policy_base import MILLISECOND, Change, Cluster, Keep, Pace, Policy, Reaction, Stop
-from planner.simulation.trace import Trace
+from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.policy_base import MILLISECOND, Change, Cluster, Keep, Pace, Policy, Reaction, Stop
+from openrecycle.planner.simulation.trace import Trace
 
 ADD, REMOVE, READY, RESUME = 1, 2, 3, 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from planner.simulation.policy_base import SECOND
+from openrecycle.planner.simulation.policy_base import SECOND
 
 HOUR = 3600 * SECOND
 
@@ -87,7 +87,7 @@ class Outcome:
         return self.dollars(per_worker_hour) / self.samples * 1e6 if self.samples else None
 
     def document(self, model: str, *, price: float | None = None, over_time: bool = False) -> dict[str, Any]:
-        """The JSON object that `python -m planner simulate --json` prints. price: dollars per worker and hour.
+        """The JSON object that `openrecycle simulate --json` prints. price: dollars per worker and hour.
 
         over_time: with the rates as well, as (hours, samples per second from then on).
         """

@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner.baseline import reference_period
-from planner.catalog_store import StoredCatalog
-from planner.catalog_task import LARGE
-from planner.distribution import Counts, best_distributions, models
-from planner.errors import InfeasibleError, InputError
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from planner.normalization import SECONDS
-from planner.simulation.templates import distribute, instantiations, partition, template_depths
-from planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.catalog_store import StoredCatalog
+from openrecycle.planner.catalog_task import LARGE
+from openrecycle.planner.distribution import Counts, best_distributions, models
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.migration import SECONDS
+from openrecycle.planner.simulation.templates import distribute, instantiations, partition, template_depths
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
 # Layers of a stage where nobody says how many there are: what re-partition can move.
 LAYERS_PER_STAGE = 8

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from planner.simulation.outcome import Outcome
-from planner.simulation.trace import Trace
+from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.trace import Trace
 
 
 @dataclass(frozen=True)

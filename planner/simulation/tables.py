@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import InputError
+from openrecycle.planner.errors import InputError
 
 THROUGHPUT = ("system", "model", "nodes", "samples_per_second")
 COSTS = (

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner.job import Problem
-from planner.schedule import Schedule
+from openrecycle.planner.job import Problem
+from openrecycle.planner.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from planner.solvers import dispatch, order_times, windows
+from openrecycle.planner.solvers import dispatch, order_times, windows
 
 # Below this many ops plain Python is done before numba has been imported.
 WORTH_COMPILING = 15_000

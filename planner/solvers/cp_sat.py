@@ -15,18 +15,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from planner.bounds import period_bound
-from planner.job import Problem
-from planner.schedule import Schedule
-from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
-from planner.solvers.cp_sat_model import ScheduleModel
-from planner.solvers.cp_sat_routing import RoutingModel
-from planner.solvers.cp_sat_run import Outcome, Watcher, run
-from planner.solvers.cp_sat_slice import SliceModel
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.lns import Frame, Slices
-from planner.solvers.pooled import PooledModel
-from planner.solvers.reduction import Reduction, proven_for_routing, routes_of
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.job import Problem
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
+from openrecycle.planner.solvers.cp_sat_routing import RoutingModel
+from openrecycle.planner.solvers.cp_sat_run import Outcome, Watcher, run
+from openrecycle.planner.solvers.cp_sat_slice import SliceModel
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.lns import Frame, Slices
+from openrecycle.planner.solvers.pooled import PooledModel
+from openrecycle.planner.solvers.reduction import Reduction, proven_for_routing, routes_of
 
 # Ops in one model: up to the first, the whole time is given to it; up to the second, a share.
 WHOLE_OPS = 700

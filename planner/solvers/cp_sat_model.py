@@ -11,9 +11,9 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from planner.job import Worker
-from planner.solvers.lns import OpKey
-from planner.solvers.reduction import Reduction, Times
+from openrecycle.planner.job import Worker
+from openrecycle.planner.solvers.lns import OpKey
+from openrecycle.planner.solvers.reduction import Reduction, Times
 
 
 @dataclass

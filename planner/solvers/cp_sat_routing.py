@@ -16,9 +16,9 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from planner.job import Problem, Worker
-from planner.schedule import Op, Schedule
-from planner.solvers.reduction import whole_backwards
+from openrecycle.planner.job import Problem, Worker
+from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.solvers.reduction import whole_backwards
 
 
 class RoutingModel:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from planner.solvers.base import Cancelled
+from openrecycle.planner.solvers.base import Cancelled
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ortools.sat.python import cp_model
 
-from planner.solvers.lns import Frame, OpKey, Room
+from openrecycle.planner.solvers.lns import Frame, OpKey, Room
 
 
 class SliceModel:

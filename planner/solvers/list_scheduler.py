@@ -8,16 +8,17 @@ that plans for the same failures gets the same plan.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.baseline import Timed, one_forward_one_backward, references, timed_schedule
-from planner.bounds import period_bound
-from planner.failures import levelled
-from planner.job import Problem, Worker
-from planner.schedule import Op, Schedule
-from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
-from planner.solvers.rules import rules
-from planner.solvers.table import Result, Settings, Table
+from openrecycle.planner.baseline import Timed, one_forward_one_backward, references, timed_schedule
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.failures import levelled
+from openrecycle.planner.job import Problem, Worker
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.rules import rules
+from openrecycle.planner.solvers.table import Result, Settings, Table
 
 # Above so many items a second look at who must split, and at more failures than there are, takes longer than
 # it is worth.
@@ -70,13 +71,11 @@ class ListScheduler:
             reference = None if best.period <= bound else min(references(problem), key=lambda r: r.period, default=None)
             if reference is not None and reference.period < best.period:
                 schedule = _as_schedule(table, reference)
-        elif (
-            best.period > bound
-            and table.items <= SELECTIVE_ITEMS
-            and time.perf_counter() - begin <= time_limit
-            and not (cancelled and cancelled())
-        ):
-            schedule = _of_references(_of_levelled(schedule, compiled=self._compiled))
+        elif best.period > bound and time.perf_counter() - begin <= time_limit and not (cancelled and cancelled()):
+            if table.items <= SELECTIVE_ITEMS:
+                schedule = _of_levelled(schedule, compiled=self._compiled)
+            for other in rerouted_references(problem, below=schedule.period, compiled=self._compiled):
+                schedule = min(schedule, other.for_fewer(problem), key=lambda s: s.period)
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
         return Solution(schedule, bound, self.name, time.perf_counter() - begin)
@@ -92,30 +91,24 @@ def _of_levelled(schedule: Schedule, *, compiled: bool | None) -> Schedule:
     return other if other.period < schedule.period else schedule
 
 
-def _of_references(schedule: Schedule) -> Schedule:
-    """The best of the references on the pipelines without failures, which share all micro-batches, where it is
-    shorter. Whatever lives in the other pipelines stays idle."""
-    problem = schedule.problem
+def rerouted_references(problem: Problem, *, below: int, compiled: bool | None = None) -> Iterator[Schedule]:
+    """The references that may take less than `below` ticks, on the pipelines without failures, which share all
+    micro-batches: schedules of a problem in which whatever lives in the other pipelines has failed as well."""
     job = problem.job
-    whole = sorted(set(range(job.pipelines)) - {worker.pipeline for worker in problem.failed})
-    if not whole or job.speeds:
-        return schedule
-    homes = [(p, j) for j in range(job.micro_batches) for p in range(job.pipelines)]
-    shares = [homes[place :: len(whole)] for place in range(len(whole))]
-    alone = replace(job, pipelines=1, micro_batches=len(shares[0]))
-    fault_free = Problem(alone, technique=problem.technique, memory=problem.memory)
-    reference = min(references(fault_free), key=lambda r: r.period, default=None)
-    if reference is None or reference.period >= schedule.period:
-        return schedule
-    ops = (
-        Op(kind, *share[j], stage, Worker(pipeline, stage), start, length)
-        for pipeline, share in zip(whole, shares, strict=True)
-        for stage, row in enumerate(reference.starts)
-        for kind, j, start, length in row
-        if j < len(share)
-    )
-    other = Schedule.build(problem, ops)
-    return other if other.period < schedule.period else schedule
+    broken = {worker.pipeline for worker in problem.failed}
+    if len(broken) == job.pipelines or job.speeds:
+        return
+    share = -(-job.pipelines * job.micro_batches // (job.pipelines - len(broken)))
+    if share * max(ticks.work for ticks in job.ticks) >= below:
+        return
+    alone = Problem(replace(job, pipelines=1, micro_batches=share), technique=problem.technique, memory=problem.memory)
+    shorter = [reference for reference in references(alone) if reference.period < below]
+    if not shorter:
+        return
+    idle = frozenset(Worker(p, s) for p in broken for s in range(job.stages))
+    table = Table(replace(problem, failed=idle), compiled=compiled)
+    for reference in sorted(shorter, key=lambda r: r.period):
+        yield table.schedule(reference_result(table, reference))
 
 
 def _less_split(table: Table, best: Result, settings: Settings) -> Result:
@@ -134,16 +127,27 @@ def _less_split(table: Table, best: Result, settings: Settings) -> Result:
 
 def _as_schedule(table: Table, reference: Timed) -> Schedule:
     """A reference on the whole grid; in the table's form where one pipeline stands for all."""
-    problem = table.problem
-    if problem.job.speeds:
-        return timed_schedule(problem, reference)
-    m = problem.job.micro_batches
-    starts: dict[str, list[int]] = {"F": [], "I": [], "W": []}
+    if table.problem.job.speeds:
+        return timed_schedule(table.problem, reference)
+    return table.schedule(reference_result(table, reference))
+
+
+def reference_result(table: Table, reference: Timed) -> Result:
+    """A reference of one pipeline on each of the table's pipelines that live as a whole: each runs what is routed to
+    it, micro-batch by micro-batch, in the reference's order. No speeds; the other pipelines have failed as a whole."""
+    job, n = table.problem.job, table.n
+    own: dict[str, list[list[int]]] = {kind: [] for kind in "FIW"}
     for row in reference.starts:
-        own: dict[str, list[int]] = {kind: [0] * m for kind in starts}
+        for kind in own:
+            own[kind].append([0] * job.micro_batches * job.pipelines)
         for kind, j, start, _ in row:
-            own["I" if kind == "B" else kind][j] = start
-        for kind, times in starts.items():
-            times += own[kind] * problem.job.pipelines
+            own["I" if kind == "B" else kind][-1][j] = start
+    taken = [0] * job.pipelines
+    place = [0] * n  # of each micro-batch among those of the worker that runs it, the same on all stages
+    for m in sorted(range(n), key=lambda m: (m % job.micro_batches, m)):
+        host = int(table.route[m])
+        place[m] = taken[host]
+        taken[host] += 1
+    starts = [[own[kind][s][k] for s in range(job.stages) for k in place] for kind in "FIW"]
     splits = any(kind == "W" for kind, _ in reference.orders[0])
-    return table.schedule(table.timed(starts["F"], starts["I"], starts["W"], "all" if splits else "none"))
+    return table.timed(starts[0], starts[1], starts[2], "all" if splits else "none")

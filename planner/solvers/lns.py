@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.job import Worker
-from planner.solvers.reduction import Reduction, Times
+from openrecycle.planner.job import Worker
+from openrecycle.planner.solvers.reduction import Reduction, Times
 
 # (kind, micro-batch index, stage); the backward of either technique is I.
 OpKey = tuple[str, int, int]

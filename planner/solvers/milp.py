@@ -21,14 +21,14 @@ from pathlib import Path
 
 from ortools.math_opt.python import mathopt
 
-from planner.bounds import period_bound
-from planner.errors import InputError
-from planner.job import Problem, Worker
-from planner.routing import Routes
-from planner.schedule import Op, Schedule
-from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.reduction import proven_for_routing, routes_of, whole_backwards
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Problem, Worker
+from openrecycle.planner.routing import Routes
+from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.reduction import proven_for_routing, routes_of, whole_backwards
 
 # Above this many 0/1 variables HiGHS takes minutes where CP-SAT takes seconds.
 MAX_VARIABLES = 12_000

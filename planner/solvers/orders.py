@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from planner.solvers import order_times, windows
-from planner.solvers.compiled import compiled_windows
-from planner.solvers.table import Result, Table
+from openrecycle.planner.solvers import order_times, windows
+from openrecycle.planner.solvers.compiled import compiled_windows
+from openrecycle.planner.solvers.table import Result, Table
 
 if TYPE_CHECKING:
     import numpy as np

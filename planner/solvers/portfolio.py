@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from planner.baseline import reference_period
-from planner.bounds import period_bound
-from planner.errors import InputError
-from planner.failures import with_one_more
-from planner.fault_free import best_fault_free
-from planner.job import Problem
-from planner.plan import MetricsDoc, Plan, SolverDoc
-from planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
-from planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler
-from planner.solvers.rearranger import Rearranger, rearrangeable
-from planner.solvers.tuning import COMPILED_SECONDS, Tuner
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.failures import failures_per_stage, with_one_more
+from openrecycle.planner.fault_free import best_fault_free
+from openrecycle.planner.job import Job, Problem, Worker
+from openrecycle.planner.plan import MetricsDoc, Plan, SolverDoc
+from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
+from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler
+from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
+from openrecycle.planner.solvers.rules import tries
+from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, Tuner
 
 SOLVERS = ("auto", "list", "cp-sat", "milp")
 # Ops up to which CP-SAT has most of the time, and beyond which the local search has.
 SMALL, LARGE = 800, 4_000
 # Beyond so many ops, where pipelines differ, CP-SAT has not begun when its time is over.
 HUGE = 100_000
-# Part of the time in which plans for more failures are looked at.
-SUPERSETS = 0.1
+# Plans for more failures that are looked at: as many as take so many ops in all, within these limits.
+LOOK_EFFORT, FEWEST_LOOKS, LOOKS = 400_000, 2, 32
 
 
 class PlanForm(Protocol):
@@ -39,6 +41,7 @@ def make_plan(
     time_limit: float = 60.0,
     on_progress: ProgressCallback | None = None,
     cancelled: Cancelled | None = None,
+    look_ahead: bool = True,
     form: PlanForm | None = None,
 ) -> Plan:
     """Solves `problem` and puts the result, its bound and its references in a Plan; see `best_solution`.
@@ -47,7 +50,12 @@ def make_plan(
     """
     begin = time.perf_counter()
     solution = best_solution(
-        problem, solver=solver, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled
+        problem,
+        solver=solver,
+        time_limit=time_limit,
+        on_progress=on_progress,
+        cancelled=cancelled,
+        look_ahead=look_ahead,
     )
     return (form or plan_of)(solution, seconds=time.perf_counter() - begin)
 
@@ -59,13 +67,15 @@ def best_solution(
     time_limit: float = 60.0,
     on_progress: ProgressCallback | None = None,
     cancelled: Cancelled | None = None,
+    look_ahead: bool = True,
 ) -> Solution:
     """The best schedule found within the time.
 
     solver: `list` only the list scheduler; `cp-sat`, `milp` the list scheduler's schedule
     improved by that solver; `auto` the list scheduler and, while the gap is open, local search
     over its settings and over windows of the order, then CP-SAT.
-    time_limit: seconds. Raises InputError and InfeasibleError.
+    time_limit: seconds. look_ahead: whatever the solver, take no longer plan than the list scheduler makes for more
+    failures (`of_more_failures`); False where a plan is needed at once. Raises InputError and InfeasibleError.
     """
     if solver not in SOLVERS:
         raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
@@ -77,8 +87,8 @@ def best_solution(
         return time_limit - (time.perf_counter() - begin)
 
     solution = ListScheduler().solve(problem, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled)
-    if solver != "list" and not solution.optimal:
-        solution = of_more_failures(solution, until=begin + SUPERSETS * time_limit, cancelled=cancelled)
+    if look_ahead and not solution.optimal:
+        solution = of_more_failures(solution, until=begin + time_limit, cancelled=cancelled)
     for find, share in _steps(solver, problem, time_limit):
         if solution.optimal:
             break
@@ -102,22 +112,49 @@ def best_solution(
 
 
 def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled | None = None) -> Solution:
-    """The plan for one failure more, which is one for these too, where it is shorter."""
+    """The list scheduler's plan for more failures, which is one for these too, where it is shorter.
+
+    Looked at, while that may be shorter: plans for one failure more, those of the lowest bounds first; and those for
+    one more than any that was shorter. How many depends on the job alone; `until` (perf_counter) ends it early.
+    """
     problem = solution.schedule.problem
-    job = problem.job
-    if not problem.failed or job.pipelines * job.stages * job.micro_batches > SELECTIVE_ITEMS:
-        return solution
-    for failed in with_one_more(problem.failed, job):
-        if solution.optimal or time.perf_counter() > until or (cancelled and cancelled()):
-            break
-        more = replace(problem, failed=failed)
-        if period_bound(more) >= solution.schedule.period:
-            continue
-        left = until - time.perf_counter()
-        other = ListScheduler().solve(more, time_limit=left, cancelled=cancelled).schedule.for_fewer(problem)
-        if other.period < solution.schedule.period:
-            solution = replace(solution, schedule=other)
+    looks = _looks(problem.job) if problem.failed else 0
+    seen: set[frozenset[Worker]] = set()
+    here: frozenset[Worker] | None = problem.failed
+    while here is not None:
+        start, here = here, None
+        more = [replace(problem, failed=failed) for failed in _one_more(start, problem.job) if failed not in seen]
+        ranked = sorted(more, key=period_bound)
+        for wider in ranked:
+            if solution.optimal or not looks or time.perf_counter() > until or (cancelled and cancelled()):
+                return solution
+            if period_bound(wider) >= solution.schedule.period:
+                break
+            looks -= 1
+            seen.add(wider.failed)
+            left = until - time.perf_counter()
+            other = ListScheduler().solve(wider, time_limit=left, cancelled=cancelled).schedule.for_fewer(problem)
+            if other.period < solution.schedule.period:
+                solution, here = replace(solution, schedule=other), wider.failed
     return solution
+
+
+def _looks(job: Job) -> int:
+    """How many plans for more failures are made at most."""
+    ops = 3 * job.pipelines * job.stages * job.micro_batches
+    return min(LOOKS, max(FEWEST_LOOKS, LOOK_EFFORT // (ops * tries(ops))))
+
+
+def _one_more(failed: frozenset[Worker], job: Job) -> Iterator[frozenset[Worker]]:
+    """Of large grids only those in which the pipeline with most failures loses one worker more."""
+    if job.pipelines * job.stages * job.micro_batches <= SELECTIVE_ITEMS:
+        yield from with_one_more(failed, job)
+        return
+    counts, per_pipeline = failures_per_stage(failed, job), Counter(worker.pipeline for worker in failed)
+    worst = max(per_pipeline, key=lambda p: (per_pipeline[p], -p))
+    for stage, count in enumerate(counts):
+        if count < job.pipelines - 1 and Worker(worst, stage) not in failed:
+            yield failed | {Worker(worst, stage)}
 
 
 def plan_of(solution: Solution, *, seconds: float) -> Plan:
@@ -162,10 +199,10 @@ def _exact(name: str) -> Solver | None:
     """
     try:
         if name == "milp":
-            from planner.solvers.milp import MilpSolver
+            from openrecycle.planner.solvers.milp import MilpSolver
 
             return MilpSolver()
-        from planner.solvers.cp_sat import CpSatSolver
+        from openrecycle.planner.solvers.cp_sat import CpSatSolver
 
         return CpSatSolver()
     except ImportError as error:

@@ -16,20 +16,22 @@ import random
 import time
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import cycle
 from typing import TYPE_CHECKING
 
-from planner.bounds import period_bound
-from planner.job import Problem
-from planner.schedule import Schedule
-from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.orders import Manner, Orders
-from planner.solvers.rules import rules
-from planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
-from planner.solvers.tuning import COMPILED_SECONDS, searched
+from openrecycle.planner.baseline import references
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.job import Problem
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.list_scheduler import ListScheduler, reference_result
+from openrecycle.planner.solvers.orders import Manner, Orders
+from openrecycle.planner.solvers.rules import rules
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
+from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, searched
 
 if TYPE_CHECKING:
-    from planner.solvers.orders import Array
+    from openrecycle.planner.solvers.orders import Array
 
 POOL = 4  # orders that are improved side by side
 # Rules of the list scheduler to start from; fewer where each takes long.
@@ -99,15 +101,34 @@ class Rearranger:
         # Loading the compiled loops takes seconds: for less time than that there is nothing to gain.
         if best <= bound or over() or (self._compiled and time_limit < COMPILED_SECONDS):
             return Solution(warm_start, bound, self.name, elapsed())
-        search = _Search(problem, warm_start, bound, random.Random(self._seed), compiled=self._compiled)
-        search.start(over)
-        while search.best > bound and not over():
+        # A schedule for more failures has other routes, so it is searched by itself, in turn with this problem's own.
+        starts = [warm_start, *([warm_start.made_for] if warm_start.made_for else [])]
+        searches = [
+            _Search(
+                problem if start is warm_start else start.problem,
+                start,
+                bound,
+                random.Random(self._seed),
+                compiled=self._compiled,
+            )
+            for start in starts
+        ]
+        for search in searches:
+            search.start(over)
+        for search in cycle(searches):
+            if min(s.best for s in searches) <= bound or over():
+                break
             search.step(elapsed() / time_limit)
             if search.best < best:
                 best = search.best
                 if on_progress:
                     on_progress(Progress(self.name, elapsed(), best, bound))
-        schedule = warm_start if search.best >= warm_start.period else search.schedule()
+        schedule = warm_start
+        for start, search in zip(starts, searches, strict=True):
+            if search.best < start.period:
+                made = search.schedule()
+                made = made if start is warm_start else made.for_fewer(problem)
+                schedule = min(schedule, made, key=lambda s: s.period)
         return Solution(schedule, bound, self.name, elapsed())
 
 
@@ -128,6 +149,9 @@ class _Search:
         self.pool: list[tuple[tuple[int, int], Array]] = []
         if isinstance(warm_start, ArraySchedule) and warm_start.problem == self.problem:
             self._keep(self.orders.of(warm_start.result))
+        if not self.problem.failed and not self.problem.job.speeds:
+            for reference in references(self.problem):
+                self._keep(self.orders.of(reference_result(self.table, reference)))
         job = self.problem.job
         n = job.pipelines * job.micro_batches
         place = [m % job.micro_batches * job.pipelines + m // job.micro_batches for m in range(n)]

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.job import Problem, StageTicks, Worker
-from planner.routing import Routes, assign
-from planner.schedule import Op, Schedule
+from openrecycle.planner.job import Problem, StageTicks, Worker
+from openrecycle.planner.routing import Routes, assign
+from openrecycle.planner.schedule import Op, Schedule
 
 
 class Times(NamedTuple):

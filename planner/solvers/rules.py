@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count, islice
 
-from planner.job import Problem
-from planner.solvers.table import ALWAYS, UNLIMITED, Settings
+from openrecycle.planner.job import Problem
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, Settings
 
 # Rules tried so long as the ops of all tries together stay below this.
 EFFORT = 800_000
@@ -125,9 +125,13 @@ def rules(problem: Problem) -> Iterator[Rule]:
     """
     job = problem.job
     ops = 3 * job.pipelines * job.stages * job.micro_batches
-    tries = 2 if ops > HUGE else max(FEWEST, min(MOST, EFFORT // ops))
     in_step = all(t.forward == t.input_backward == t.weight_backward for t in job.ticks)
-    yield from islice((rule for rule in _endless(problem) if not (rule.alike and in_step)), tries)
+    yield from islice((rule for rule in _endless(problem) if not (rule.alike and in_step)), tries(ops))
+
+
+def tries(ops: int) -> int:
+    """How many rules are tried on a problem of so many ops."""
+    return 2 if ops > HUGE else max(FEWEST, min(MOST, EFFORT // ops))
 
 
 def _endless(problem: Problem) -> Iterator[Rule]:

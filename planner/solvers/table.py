@@ -6,13 +6,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from planner.job import Problem, Worker
-from planner.routing import assign
-from planner.schedule import Op, Schedule
-from planner.solvers.compiled import INT64, compiled_functions, worth_compiling
-from planner.solvers.dispatch import STATE, dispatch, retime
+from openrecycle.planner.job import Problem, Worker
+from openrecycle.planner.routing import assign
+from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.solvers.compiled import INT64, compiled_functions, worth_compiling
+from openrecycle.planner.solvers.dispatch import STATE, dispatch, retime
+
+if TYPE_CHECKING:
+    from openrecycle.planner.plan_arrays import Columns
 
 UNLIMITED = 1 << 40
 ALWAYS = 1_000_000  # a patience that waits however little it spares
@@ -320,3 +323,11 @@ class ArraySchedule(Schedule):
         # The values that the base class would compute from all ops; tested equal.
         self.__dict__["period"] = result.period
         self.__dict__["makespan"] = max(result.last) - min(result.first)
+
+    def columns(self) -> Columns:
+        """The same in arrays, without making an op."""
+        from openrecycle.planner.plan_arrays import Columns  # needs numpy, which a plain installation lacks
+
+        result = self.result
+        ends = result.last if self.problem.technique.staggers else [max(result.last)] * self.problem.job.stages
+        return Columns.of_times(self.problem, self.table.route, result.starts, self.table.split(result.split), ends)

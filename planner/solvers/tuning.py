@@ -17,13 +17,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from planner.bounds import period_bound
-from planner.job import Problem
-from planner.schedule import Schedule
-from planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.rules import ORDERS, rules
-from planner.solvers.table import ALWAYS, UNLIMITED, Result, Settings, Table
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.job import Problem
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.rules import ORDERS, rules
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, Result, Settings, Table
 
 POOL = 4  # settings that are improved side by side
 PATIENCES = (0, 30, 100, 300, ALWAYS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from planner.solvers.dispatch import pop, push
-from planner.solvers.order_times import Buffer, Ints
+from openrecycle.planner.solvers.dispatch import pop, push
+from openrecycle.planner.solvers.order_times import Buffer, Ints
 
 WINDOW_STATE = 14  # numbers that `redispatch` keeps per worker
 

@@ -1,5 +1,5 @@
 """A model of the agreement, explored to its end: every order in which workers of small grids can work, reduce,
-step, die, leave a broken epoch and come back, with the product's own `agree` between two epochs."""
+step, die, leave a broken generation and come back, with the product's own `agree` between two generations."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from agent.recovery import NoAgreementError, agree
-from planner.job import Worker
+from openrecycle.agent.recovery import NoAgreementError, agree
+from openrecycle.planner.job import Worker
 
 Status = Literal["whole", "part", "dead", "out"]
 WORKS, REDUCES, REDUCED = range(3)
+LEFT = -1
+"""It stepped as it left a broken generation: of the next iteration it has run nothing, so nobody has that from it."""
 
 
 class Cell(NamedTuple):
-    """One worker. part: it takes its state from a peer, and works on no micro-batch. dead: since this epoch.
+    """One worker. part: it takes its state from a peer, and works on no micro-batch. dead: since this generation.
     count: iterations committed; phase: how far it is in the next one. undo: it can roll back its last step."""
 
     status: Status = "whole"
@@ -31,7 +33,7 @@ class Cell(NamedTuple):
         return self.status in ("whole", "part")
 
     @property
-    def in_epoch(self) -> bool:
+    def in_generation(self) -> bool:
         return self.status != "out"
 
     def at_least(self, count: int, phase: int) -> bool:
@@ -111,14 +113,14 @@ class Model:
         if not world.broken and at_boundary and world.returns < self.returns:
             yield from self._agreements(world, only_returns=True)
 
-    # -- in an epoch ------------------------------------------------------------------------------
+    # -- in a generation ------------------------------------------------------------------------------
 
     def _routes(self, world: World) -> dict[Worker, list[Worker]]:
         """For each worker that has micro-batches, everybody whom these pass through."""
-        standing = tuple((c.status, c.new) for c in world.cells)
-        if standing not in self.routes:
-            self.routes[standing] = self._routes_among(world)
-        return self.routes[standing]
+        current = tuple((c.status, c.new) for c in world.cells)
+        if current not in self.routes:
+            self.routes[current] = self._routes_among(world)
+        return self.routes[current]
 
     def _routes_among(self, world: World) -> dict[Worker, list[Worker]]:
         paths = []
@@ -140,7 +142,7 @@ class Model:
             return
         if cell.phase == WORKS:
             needs = (world.cells[self.index(w)] for w in routes.get(worker, ()))
-            if all(other.count >= cell.count for other in needs):
+            if all(other.at_least(cell.count, WORKS) for other in needs):
                 yield cell._replace(phase=REDUCES)
         elif cell.phase == REDUCES:
             if all(peer.at_least(cell.count, REDUCES) for peer in self._peers(world, worker)):
@@ -151,14 +153,14 @@ class Model:
             yield _stepped(cell)
 
     def _leaves(self, world: World, worker: Worker, cell: Cell) -> Iterator[Cell]:
-        """How a worker may be when it has left a broken epoch."""
+        """How a worker may be when it has left a broken generation."""
         if cell.phase == REDUCED and self.finishes:
             if not self.waits:
-                yield _stepped(cell)
+                yield _stepped(cell)._replace(phase=LEFT)
                 return
             # What it waits for may have come, or not come any more.
             if self._may_step(world, worker, cell):
-                yield _stepped(cell)
+                yield _stepped(cell)._replace(phase=LEFT)
         yield cell
 
     def _may_step(self, world: World, worker: Worker, cell: Cell) -> bool:
@@ -167,7 +169,7 @@ class Model:
             return True
         return all(
             any(
-                c.in_epoch and c.at_least(cell.count, REDUCED)
+                c.in_generation and c.at_least(cell.count, REDUCED)
                 for c in (world.cells[self.index(Worker(p, s))] for p in range(self.pipelines))
             )
             for s in range(self.stages)
@@ -176,9 +178,9 @@ class Model:
 
     def _peers(self, world: World, worker: Worker) -> list[Cell]:
         cells = (world.cells[self.index(Worker(p, worker.stage))] for p in range(self.pipelines))
-        return [c for c in cells if c.in_epoch]
+        return [c for c in cells if c.in_generation]
 
-    # -- between two epochs -----------------------------------------------------------------------
+    # -- between two generations -----------------------------------------------------------------------
 
     def _agreements(self, world: World, *, only_returns: bool = False) -> Iterator[World]:
         gone = [i for i, c in enumerate(world.cells) if not c.alive]

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from agent import communicator
-from agent.examples.gpt import Gpt
-from agent.transport.group import GlooGroup, GlooPending
+from openrecycle.agent import communicator
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.transport.group import GlooGroup, GlooPending
 
 
 class _Lost(GlooPending):

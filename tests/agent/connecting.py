@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from agent import communicator
-from agent.examples.gpt import Gpt
-from agent.timeouts import Timeouts
-from agent.transport.group import GlooGroup, GlooPending
-from planner.job import Worker
+from openrecycle.agent import communicator
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.transport.group import GlooGroup, GlooPending
+from openrecycle.planner.job import Worker
 
 FOR_EVER = timedelta(hours=1)
 
@@ -52,10 +52,10 @@ class ConnectingGroup(GlooGroup):
 
 class Connecting(Gpt):
     """The example's model. once: a file that names the launcher's process; dies: the worker that is killed while it
-    connects in epoch 2."""
+    connects in generation 2."""
 
     def __init__(self, once: str, dies: str, **settings: Any) -> None:
         super().__init__(**settings)
         if os.getpid() != int(Path(once).read_text()):
-            ConnectingGroup.dies = ("epoch2/forward", dies)
+            ConnectingGroup.dies = ("generation2/forward", dies)
             communicator.GlooGroup = ConnectingGroup  # type: ignore[misc]

@@ -21,22 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from agent.assembly import assemble
-from agent.boundaries import boundaries_of
-from agent.checkpoints.weights import load_weights, save_weights
-from agent.devices import on_device
-from agent.executor import Executor
-from agent.faults import FaultInjector
-from agent.optimizer import StageOptimizer, stage_optimizer
-from agent.randomness import seed_for
-from agent.recipe import Recipe
-from agent.script import Script
-from agent.state import pack, unpack
-from agent.transport.ordered import OrderedTransfers, connect
-from agent.transport.transfers import Layout, Lines
-from agent.verdicts import Steps
-from planner.catalog import Catalog
-from planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.agent.assembly import assemble
+from openrecycle.agent.checkpoints.weights import load_weights, save_weights
+from openrecycle.agent.devices import on_device
+from openrecycle.agent.executor import Executor
+from openrecycle.agent.faults import FaultInjector
+from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.randomness import seed_for
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.script import Script
+from openrecycle.agent.stage_io import stage_io_of
+from openrecycle.agent.state import pack, unpack
+from openrecycle.agent.transport.ordered import OrderedTransfers, connect
+from openrecycle.agent.transport.transfers import Layout, Lines
+from openrecycle.agent.validation_exchange import Steps
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.virtual_wires import Baton, Group, Wires
 
 # Moving data between devices is what these are for.
@@ -166,9 +166,9 @@ class _Peers(Group):
 def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """Losses and hashes of the parameters, by worker; with what is done to a trained stage's state."""
     workload: Any = Mixed()
-    between = boundaries_of(workload, JOB.stages, 0, recipe.autocast)
+    between = stage_io_of(workload, JOB.stages, 0, recipe.autocast)
     with FarFactories():
-        assert boundaries_of(workload, JOB.stages, 0, recipe.autocast, device) == between
+        assert stage_io_of(workload, JOB.stages, 0, recipe.autocast, device) == between
     schedule = Catalog(JOB, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].schedule()
     living = list(JOB.workers())
     # One at a time: a real worker has torch's random numbers to itself.

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agent.examples.gpt import Gpt
+from openrecycle.agent.examples.gpt import Gpt
 
 
 class Hanging(Gpt):

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from agent.examples.gpt import Gpt
-from agent.faults import FaultInjector, Kill
-from planner.job import Worker
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.faults import FaultInjector, Kill
+from openrecycle.planner.job import Worker
 
 
 class Lagging(Gpt):

@@ -17,16 +17,22 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from agent import worker
-from agent.processes import preload, start_server
-from agent.workload import NamedWorkload
+from openrecycle.agent import worker
+from openrecycle.agent.processes import preload, start_server
+from openrecycle.agent.workload import NamedWorkload
 
 _PROGRAM = str(Path(__file__).resolve().parents[2] / "agent" / "__main__.py")
 
 
 def warm() -> None:
     """The server that forks all of them; its imports go on while the caller does other things."""
-    start_server([*preload(NamedWorkload("agent.examples.gpt:Gpt", {})), "agent.cli", "tests.agent.unruly"])
+    start_server(
+        [
+            *preload(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {})),
+            "openrecycle.agent.cli",
+            "tests.agent.nan_model",
+        ]
+    )
 
 
 class Launched:
@@ -78,7 +84,7 @@ def _run(arguments: tuple[str, ...], errors: str, where: str) -> None:
     _print_to(errors)
     worker.main = functools.partial(_work, errors)  # type: ignore[assignment]
     sys.argv = [_PROGRAM, *arguments]
-    from agent.cli import main
+    from openrecycle.agent.cli import main
 
     main()
 

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from agent.checkpoints.checkpointing import CheckpointOptions
-from agent.coordination import LocalCoordination
-from agent.devices import Platform
-from agent.faults import Kill
-from agent.launch import Launcher, LaunchOptions, Stopped
-from agent.recipe import HandOver, Recipe
-from agent.timeouts import Timeouts
-from agent.workload import NamedWorkload
-from planner.catalog import Catalog
-from planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
+from openrecycle.agent.coordination import LocalCoordination
+from openrecycle.agent.devices import Platform
+from openrecycle.agent.faults import Kill
+from openrecycle.agent.launch import Launcher, LaunchOptions, Stopped
+from openrecycle.agent.recipe import HandOver, Recipe
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.launches import warm
 
 Message = dict[str, Any]
@@ -28,7 +28,7 @@ ENDLESS = 100_000
 
 class LocalJob:
     """One job. on_line: called with the job and each line of the record. on_message: with the job, the
-    worker's name and each message that counts, before the launcher acts on it. on_epoch: with the job
+    worker's name and each message that counts, before the launcher acts on it. on_generation: with the job
     and each deployment, when it has been sent."""
 
     def __init__(
@@ -51,7 +51,7 @@ class LocalJob:
         plans: type[Catalog] = Catalog,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
-        on_epoch: Callable[[LocalJob, Any], None] = lambda job, deployment: None,
+        on_generation: Callable[[LocalJob, Any], None] = lambda job, deployment: None,
         **coordination: Any,
     ) -> None:
         warm()
@@ -59,14 +59,14 @@ class LocalJob:
         self.lines: list[Message] = []
         self.messages: list[tuple[str, Message]] = []
         self.void: list[Message] = []
-        self._on_line, self._on_message, self._on_epoch = on_line, on_message, on_epoch
+        self._on_line, self._on_message, self._on_generation = on_line, on_message, on_generation
         catalog = plans(job, Technique.STAGGERED, MemoryLimit("uniform"))
         self.launcher = _WatchedLauncher(
             LaunchOptions(
                 job=job,
                 iterations=iterations,
                 seed=0,
-                workload=workload or NamedWorkload("agent.examples.gpt:Gpt", TINY),
+                workload=workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY),
                 pace=dict.fromkeys("FIW", pace) if pace else {},
                 kills=tuple(Kill.parse(text, job) for text in kills),
                 recipe=recipe or Recipe(),
@@ -124,7 +124,7 @@ class _WatchedLauncher(Launcher):
     job: LocalJob
 
     def _hear(self, entry: Any, message: Message) -> None:
-        if entry.put_out:
+        if entry.fenced:
             self.job.void.append(message)
         else:
             self.job.messages.append((str(entry.worker), message))
@@ -134,7 +134,7 @@ class _WatchedLauncher(Launcher):
     def _send_deployments(self, after: int | None) -> None:
         super()._send_deployments(after)
         assert self._deployed is not None
-        self.job._on_epoch(self.job, self._deployed.deployment)
+        self.job._on_generation(self.job, self._deployed.deployment)
 
 
 def fault_free_losses(iterations: int, **grid: Any) -> list[str]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
-from agent import Job
-from agent.trainer import ResilientTrainer
+from openrecycle import Job
+from openrecycle.agent.trainer import ResilientTrainer
 
 JOB = Job.uniform(2, 2, 3)
 WIDTH = 6

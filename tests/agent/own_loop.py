@@ -11,9 +11,9 @@ import sys
 import threading
 from typing import Any
 
-from agent import Job, Reporter
-from agent.protocol import Deployment
-from planner.plan import Plan
+from openrecycle import Job, Reporter
+from openrecycle.agent.protocol import Deployment
+from openrecycle.planner.plan import Plan
 
 JOB = Job.uniform(2, 2, 3)
 
@@ -24,8 +24,8 @@ def say(**fields: Any) -> None:
 
 def take_up(deployment: Deployment, plan: Plan) -> None:
     forwards = {name: sum(op.kind == "F" for op in ops) for name, ops in plan.workers.items()}
-    say(epoch=deployment.epoch, failed=deployment.failed, forwards=forwards)
-    if deployment.epoch == 1:
+    say(generation=deployment.generation, failed=deployment.failed, forwards=forwards)
+    if deployment.generation == 1:
         raise RuntimeError("a callback that fails must not matter to anybody")
 
 

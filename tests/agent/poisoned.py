@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from agent.examples.gpt import Gpt
+from openrecycle.agent.examples.gpt import Gpt
 
 Place = Sequence[int]
 """(iteration, pipeline, micro-batch)."""
 
 
 class Poisoned(Gpt):
-    """inputs, targets: of which the first stage's, or the last one's, raise whenever they are read. broken: the first
+    """inputs, targets: of which the first stage's, or the last one's, raise whenever they are read. ragged: of which
+    the first stage's are shorter than the others. broken: the first
     process that reads the first stage's data of this iteration or a later one fails at it from then on, as with a bad
     disk; its process number is in the file `mark`."""
 
@@ -24,12 +25,14 @@ class Poisoned(Gpt):
         self,
         inputs: Sequence[Place] = (),
         targets: Sequence[Place] = (),
+        ragged: Sequence[Place] = (),
         broken: int | None = None,
         mark: str = "",
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         self._bad_inputs, self._bad_targets = {tuple(p) for p in inputs}, {tuple(p) for p in targets}
+        self._ragged = {tuple(p) for p in ragged}
         self._broken, self._mark = broken, Path(mark)
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
@@ -37,7 +40,8 @@ class Poisoned(Gpt):
             raise ValueError(f"a damaged picture at {iteration}, {pipeline}, {micro_batch}")
         if self._broken is not None and iteration >= self._broken and self._is_broken():
             raise OSError("input/output error")
-        return super().inputs(seed, iteration, pipeline, micro_batch)
+        inputs = super().inputs(seed, iteration, pipeline, micro_batch)
+        return inputs[:, 1:] if (iteration, pipeline, micro_batch) in self._ragged else inputs
 
     def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
         if (iteration, pipeline, micro_batch) in self._bad_targets:

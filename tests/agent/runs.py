@@ -1,4 +1,4 @@
-"""Real jobs for tests: `python -m agent launch` as a user runs it, and its record."""
+"""Real jobs for tests: `openrecycle train` as a user runs it, and its record."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def small(record: Path, *arguments: str, iterations: int = ITERATIONS) -> Run:
     return forked(record, *GRID, *TINY, "--iterations", str(iterations), *arguments)
 
 
-def unruly(record: Path, *arguments: str, iterations: int, options: dict[str, Any]) -> Run:
-    """Two pipelines of two stages whose gradients misbehave as `options` say (see tests.agent.unruly)."""
+def nan_model(record: Path, *arguments: str, iterations: int, options: dict[str, Any]) -> Run:
+    """Two pipelines of two stages whose gradients misbehave as `options` say (see tests.agent.nan_model)."""
     grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(iterations))
-    task = ("--workload", "tests.agent.unruly:Unruly", "--workload-options", json.dumps(options))
+    task = ("--workload", "tests.agent.nan_model:NanModel", "--workload-options", json.dumps(options))
     return forked(record, *grid, *task, *arguments)
 
 

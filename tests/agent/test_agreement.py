@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.recovery import Makeup, NoAgreementError, agree, check_alike
-from planner.job import Worker
+from openrecycle.agent.recovery import Makeup, NoAgreementError, agree, check_alike
+from openrecycle.planner.job import Worker
 
 
 def test_nobody_had_stepped() -> None:

@@ -35,10 +35,10 @@ def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
             kept = server.post("/plans", {"name": "B in one piece", "solve": solve}).json()["fingerprint"]
             used = server.session.put(f"{server.base}{job}/plan", json={"fingerprint": kept}, timeout=30)
             assert used.status_code == 200, used.text
-            until(lambda: server.read(job)["plan_fingerprint"] == kept, "the new epoch")
+            until(lambda: server.read(job)["plan_fingerprint"] == kept, "the new generation")
             after = server.read(job)["committed"]
             until(lambda: server.read(job)["committed"] >= after + 3, "training under it")
-            assert server.read(job)["epoch"] == 2 and server.read(job)["living"] == 6
+            assert server.read(job)["generation"] == 2 and server.read(job)["living"] == 6
             # And back to the one before, once all have committed an iteration under this one.
             assert server.post("/plans", {"name": "before", "plan": before}).status_code == 201
             use = {"fingerprint": before["fingerprint"]}
@@ -48,7 +48,7 @@ def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
             process.end()
         rows = server.read(f"{job}/iterations?limit=500")["iterations"]
         assert [row["iteration"] for row in rows] == list(range(ITERATIONS))
-        assert {row["epoch"] for row in rows} == {1, 2, 3}
+        assert {row["generation"] for row in rows} == {1, 2, 3}
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [line["loss"] for line in lines if "iteration" in line] == reference.losses
     assert lines[-1]["final"] == reference.final

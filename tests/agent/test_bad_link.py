@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from agent.launch import JobFailed
-from agent.timeouts import Timeouts
-from agent.workload import NamedWorkload
+from openrecycle.agent.launch import JobFailed
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -48,6 +48,6 @@ def test_a_link_that_breaks_again_and_again_costs_one_end_of_it() -> None:
 @pytest.mark.timeout(200)
 def test_a_job_that_can_spare_neither_end_stops_with_their_names() -> None:
     job = LocalJob(pipelines=1, stages=2, micro_batches=2, workload=bad_link(["W0_0", "W0_1"]), timeouts=SHORT)
-    with pytest.raises(JobFailed, match=r"5 epochs in a row .* W0_0 and W0_1 \(5 times\)"):
+    with pytest.raises(JobFailed, match=r"5 generations in a row .* W0_0 and W0_1 \(5 times\)"):
         job.run()
     assert len([line for line in job.lines if "W0_0 and W0_1" in line.get("warning", "")]) == 4

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from agent.checkpoints.checkpoint import Identity, whole_checkpoints
-from agent.checkpoints.checkpointing import CheckpointOptions
-from agent.devices import Platform, Transport
-from agent.launch import JobFailed
-from agent.recipe import CheckpointWish, Recipe
-from agent.workload import NamedWorkload
+from openrecycle.agent.checkpoints.checkpoint import Identity, whole_checkpoints
+from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
+from openrecycle.agent.devices import Platform, Transport
+from openrecycle.agent.launch import JobFailed
+from openrecycle.agent.recipe import CheckpointWish, Recipe
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.errors import InputError
+from tests.agent import own_jobs, wrong_jobs
 from tests.agent.consoles import console
 from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses
 from tests.agent.poisoned import Poisoned
@@ -105,6 +107,27 @@ def test_a_whole_iteration_may_be_left_out() -> None:
     everything = [(2, p, m) for p in range(2) for m in range(2)]
     job = LocalJob(**GRID, iterations=4, workload=poisoned(inputs=everything), recipe=SKIP).run()
     assert skipped(job) == {2: [0, 1, 2, 3]} and len(job.losses) == 4 and job.dead == []
+
+
+def test_a_micro_batch_of_another_shape_is_left_out() -> None:
+    """Its first stage notices, on every worker."""
+    job = LocalJob(**GRID, iterations=4, workload=poisoned(ragged=[(2, 1, 0)]), recipe=SKIP).run()
+    assert skipped(job) == {2: [2]} and len(job.losses) == 4 and job.dead == []
+    said = [line["raised"] for line in job.lines if "raised" in line]
+    assert {r["worker"] for r in said} == {"W0_0", "W1_0"}
+    assert all("output of stage 0: got float32[2, 15, 32], expected float32[2, 16, 32]" in r["error"] for r in said)
+
+
+def test_a_job_whose_first_micro_batch_is_bad_begins() -> None:
+    """What the data is like is seen from the next one; by default it is refused, with the samples' numbers."""
+    damaged = {"data": wrong_jobs.Damaged(), "batch_size": 4, "shuffle": False}
+    with pytest.raises(InputError, match=r"sample 1 is damaged.*micro-batch 0 of pipeline 0 \(samples 0, 1, 2, 3\)"):
+        own_jobs.trainer(**damaged)
+    seen: list[tuple[int, ...]] = []
+    trainer = own_jobs.trainer(
+        **damaged, on_bad_sample="skip", on_iteration=lambda iteration, loss, details: seen.append(details.skipped)
+    )
+    assert len(trainer.fit(iterations=2).losses) == 2 and seen == [(0,), ()]
 
 
 def test_by_default_the_job_halts_before_the_iteration_and_keeps_everything(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.blame import Complaint, Limits, Links, Ruling, attribute, judge
-from agent.coordination import Deploy, Halt, LocalCoordination, Remark
-from planner.catalog import Catalog
-from planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.agent.blame import Complaint, Limits, Links, Ruling, attribute, judge
+from openrecycle.agent.coordination import Deploy, Halt, LocalCoordination, Remark
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 
 ALL = [str(w) for w in Job(3, 3, 2).workers()]
 
@@ -94,7 +94,7 @@ def test_what_nobody_can_name_ends_too() -> None:
     assert [bool(r.halt) for r in rulings] == [False, True] and "W0_0" in rulings[1].halt
 
 
-def test_one_that_has_not_taken_up_the_epoch_is_no_links_fault() -> None:
+def test_one_that_has_not_taken_up_the_generation_is_no_links_fault() -> None:
     """However often the others give up on it: whether it hangs, or is only slow, is for others to judge."""
     links = Links()
     for _ in range(100):
@@ -116,7 +116,8 @@ names = st.sampled_from(ALL)
     )
 )
 def test_it_never_goes_on_for_ever_and_never_takes_a_stage(history: list[tuple[list[Complaint], int]]) -> None:
-    """Whatever is said: some epochs without a committed iteration, and it ends; what is remembered can be stored."""
+    """Whatever is said: some generations without a committed iteration, and it ends; what is remembered can be
+    stored."""
     links, living, committed, fruitless = Links(), set(ALL), 0, 0
     for complaints, progress in history:
         fruitless = 0 if progress else fruitless + 1
@@ -142,7 +143,7 @@ class Run:
     def __init__(self) -> None:
         catalog = Catalog(Job(3, 2, 2), Technique.STAGGERED, MemoryLimit("uniform"))
         self.coordination = LocalCoordination(catalog)
-        self.epoch, self.now = 0, 0.0
+        self.generation, self.now = 0, 0.0
         self.living: tuple[str, ...] = ()
         self.remarks: list[str] = []
         self.refused: list[Worker | None] = []
@@ -159,23 +160,23 @@ class Run:
                 self.remarks.append(event.text)
                 self.refused.append(event.refused)
             if isinstance(event, Deploy):
-                self.epoch, self.living = event.deployment.epoch, event.deployment.living
+                self.generation, self.living = event.deployment.generation, event.deployment.living
                 for name in self.living:
-                    self.coordination.adopted(Worker.parse(name), self.epoch)
-                    self.coordination.formed(Worker.parse(name), self.epoch)
+                    self.coordination.adopted(Worker.parse(name), self.generation)
+                    self.coordination.formed(Worker.parse(name), self.generation)
         return ""
 
     def broken(self, *pairs: str) -> str:
         for pair in pairs:
             reporter, _, peer = pair.partition(">")
-            self.coordination.broken(Worker.parse(reporter), self.epoch, self.now, peer, "timed out")
+            self.coordination.broken(Worker.parse(reporter), self.generation, self.now, peer, "timed out")
         return self.take()
 
 
 def test_a_job_without_a_console_takes_an_end_out_and_then_for_good() -> None:
     run = Run()
-    for epoch in (2, 3):
-        assert not run.broken("W0_0>W1_1", "W1_1>W0_0") and run.epoch == epoch and len(run.living) == 6
+    for generation in (2, 3):
+        assert not run.broken("W0_0>W1_1", "W1_1>W0_0") and run.generation == generation and len(run.living) == 6
         assert "W0_0 and W1_1" in run.remarks[-1]
     run.broken("W0_0>W1_1", "W1_1>W0_0")
     assert "W1_1" not in run.living and len(run.living) == 5 and "W1_1 is taken out" in run.remarks[-1]

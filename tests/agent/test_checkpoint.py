@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from agent.checkpoints.checkpoint import (
+from openrecycle.agent.checkpoints.checkpoint import (
     CheckpointError,
     Identity,
     find,
@@ -23,12 +23,12 @@ from agent.checkpoints.checkpoint import (
     whole_checkpoints,
     write_part,
 )
-from agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions, prepare
-from agent.gradients import GradientSum
-from agent.optimizer import StageOptimizer
-from agent.recipe import CheckpointWish
-from agent.state import pack
-from planner.errors import InputError
+from openrecycle.agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions, prepare
+from openrecycle.agent.gradients import GradientSum
+from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.recipe import CheckpointWish
+from openrecycle.agent.state import pack
+from openrecycle.planner.errors import InputError
 
 JOB = Identity("tests:job", stages=2, pipelines=2, micro_batches=3, seed=7, recipe={"clip_norm": 1.0})
 
@@ -237,7 +237,7 @@ def test_a_description_that_lies_about_sizes_takes_no_memory(tmp_path: Path) -> 
 def test_files_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path, 1)
     checkpoint = find(tmp_path)
-    monkeypatch.setattr("agent.checkpoints.checkpoint.MAX_STATE_BYTES", 100)
+    monkeypatch.setattr("openrecycle.agent.checkpoints.checkpoint.MAX_STATE_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"state\.json has more than 100 bytes"):
         checkpoint.load(0)
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"

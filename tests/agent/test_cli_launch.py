@@ -1,4 +1,4 @@
-"""`python -m agent launch` refuses bad input in one sentence, before it starts anything."""
+"""`openrecycle train` refuses bad input in one sentence, before it starts anything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from agent.cli import app
+from openrecycle.agent.cli import app
 
 
 @pytest.mark.parametrize(

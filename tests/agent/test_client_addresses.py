@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from agent.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
-from agent.protocol import ClockReading
-from planner.errors import InputError
+from openrecycle.agent.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
+from openrecycle.agent.protocol import ClockReading
+from openrecycle.planner.errors import InputError
 
 GOOD = (200, {"name": "clock", "microseconds": 7})
 STANDBY = (503, {"title": "t", "status": 503, "code": "standby", "detail": "this console is a standby: a leads"})

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from agent import communicator
-from agent.communicator import Communicator
-from agent.devices import Platform
-from agent.store import RendezvousStore
-from agent.timeouts import Timeouts
-from agent.transport.group import TransferError
-from agent.workload import NamedWorkload
-from planner.job import Worker
+from openrecycle.agent import communicator
+from openrecycle.agent.communicator import Communicator
+from openrecycle.agent.devices import Platform
+from openrecycle.agent.store import RendezvousStore
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.job import Worker
 from tests.agent.connecting import ConnectingGroup
 from tests.agent.launches import warm
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
@@ -39,10 +39,10 @@ def store() -> Iterator[RendezvousStore]:
 
 
 @pytest.mark.timeout(100)
-def test_a_newer_epoch_ends_the_wait_for_a_peer_that_died_while_it_connected(
+def test_a_newer_generation_ends_the_wait_for_a_peer_that_died_while_it_connected(
     store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was in the groups, and exchanges nothing: a thread is left behind, and the next epoch connects."""
+    """It was in the groups, and exchanges nothing: a thread is left behind, and the next generation connects."""
     monkeypatch.setattr(communicator, "GlooGroup", ConnectingGroup)
     living = [Worker(0, 0), Worker(0, 1), Worker(0, 2)]
     neighbours = {living[0]: [living[1]], living[1]: [living[0], living[2]], living[2]: [living[1]]}
@@ -50,21 +50,21 @@ def test_a_newer_epoch_ends_the_wait_for_a_peer_that_died_while_it_connected(
     mine = {w: Communicator(patient, transport="ordered") for w in living}
     with ThreadPoolExecutor(3) as pool:
 
-        def form(epoch: int, me: Worker, members: list[Worker], with_whom: list[Worker]) -> Any:
-            return pool.submit(mine[me].form, epoch, me, members, store.address, neighbours=with_whom)
+        def form(generation: int, me: Worker, members: list[Worker], with_whom: list[Worker]) -> Any:
+            return pool.submit(mine[me].form, generation, me, members, store.address, neighbours=with_whom)
 
         waiting = [form(1, w, living, neighbours[w]) for w in living[:2]]
         gone = form(1, living[2], living, [])  # joins the groups, and never says a word
-        assert gone.result(60).epoch == 1
+        assert gone.result(60).generation == 1
         time.sleep(0.2)
         assert not any(f.done() for f in waiting[1:])
         for worker in living[:2]:
             mine[worker].cancel(2)
-        with pytest.raises(TransferError, match="epoch 1 is superseded by 2"):
+        with pytest.raises(TransferError, match="generation 1 is superseded by 2"):
             waiting[1].result(10)
         survivors = living[:2]
         again = [form(2, w, survivors, [other for other in survivors if other != w]) for w in survivors]
-        assert [f.result(60).epoch for f in again] == [2, 2]
+        assert [f.result(60).generation for f in again] == [2, 2]
 
 
 @pytest.mark.timeout(200)
@@ -83,5 +83,5 @@ def test_no_survivor_ends_when_a_worker_dies_while_it_connects(tmp_path: Path) -
         timeouts=Timeouts(form=10.0, transfer=20.0, group=25.0),
     ).run()
     assert job.dead == ["W0_0", "W1_1"]
-    assert job.iterations[-1]["living"] == 4 and job.iterations[-1]["epoch"] == 3
+    assert job.iterations[-1]["living"] == 4 and job.iterations[-1]["generation"] == 3
     assert job.losses == fault_free_losses(ITERATIONS, **GRID)

@@ -48,8 +48,8 @@ class Job:
         answer.raise_for_status()
         return answer.json()
 
-    def epochs(self) -> list[dict[str, Any]]:
-        return list(self.read("/epochs")["epochs"])
+    def generations(self) -> list[dict[str, Any]]:
+        return list(self.read("/generations")["generations"])
 
     def texts(self) -> list[str]:
         return [event["text"] for event in self.read("/events?after=0&limit=2000")["events"]]
@@ -60,9 +60,9 @@ class Job:
         until(lambda: self.read()["committed"] >= min(after + more, ITERATIONS), "training")
 
     def settles(self, living: int) -> int:
-        """Waits until so many workers train by the newest epoch; returns its number."""
+        """Waits until so many workers train by the newest generation; returns its number."""
         until(lambda: self.read()["living"] == living and self.read()["state"] == "running", f"{living} that train")
-        return int(self.read()["epoch"])
+        return int(self.read()["generation"])
 
     def ends(self, reference: Run) -> list[dict[str, Any]]:
         """Waits for the end; the losses and the parameters must be the reference's. Returns the record."""
@@ -87,7 +87,7 @@ def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Pat
     """Two of three workers of stage 0 die. One of stage 1 takes over there, because that trains more; it takes
     its state from the one that lives. A worker that is started anew takes the place that it gave up."""
     with job(tmp_path, "--kill", "W0_0@1:F1", "--kill", "W1_0@3:I0") as running:
-        moved = until(lambda: next((e for e in running.epochs() if e["moves"]), None), "a move")
+        moved = until(lambda: next((e for e in running.generations() if e["moves"]), None), "a move")
         ((source, to),) = moved["moves"]
         assert source in ("W0_1", "W1_1", "W2_1") and to in ("W0_0", "W1_0")
         assert not moved["restore"] and moved["joining"] == [to]
@@ -95,21 +95,21 @@ def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Pat
         assert "migrate and re-route" in moved["reason"] and "samples/s" in moved["reason"]
         running.settles(4)
         texts = running.texts()
-        assert any("the best way on is migrate and re-route" in t and "this job does so now" in t for t in texts)
+        assert any("the best option is migrate and re-route" in t and "this job does so now" in t for t in texts)
         assert f"{source} gives up its stage and takes the place of {to}, with the state of a peer" in texts
         # It stays where it is: with the failures spread, nothing else is clearly better.
         running.commits(5)
-        assert running.epochs()[-1]["epoch"] == moved["epoch"]
+        assert running.generations()[-1]["generation"] == moved["generation"]
         running.ask(f"/workers/{source}/restart")
         running.settles(5)
-        back = running.epochs()[-1]
+        back = running.generations()[-1]
         assert source in back["joining"] and not back["moves"]
         running.ends(reference)
     # The others finished their iteration before it moved: nothing was run twice for it.
     lines = [json.loads(line) for line in running.record.read_text().splitlines()]
     assert sorted(line["failure"]["worker"] for line in lines if "failure" in line) == ["W0_0", "W1_0"]
     assert [line["move"] for line in lines if "move" in line] == [
-        {"worker": source, "to": to, "epoch": moved["epoch"], "reason": moved["reason"]}
+        {"worker": source, "to": to, "generation": moved["generation"], "reason": moved["reason"]}
     ]
 
 
@@ -124,20 +124,20 @@ def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path)
         seen = until(lambda: (c := running.read("/choice"))["candidates"] and c, "the candidates")
         assert seen["waiting"] and seen["failed"] == ["W1_1"]
         assert {c["name"] for c in seen["candidates"]} >= {"re-route", "drop the replica"}
-        assert [e["epoch"] for e in running.epochs()] == [1]
+        assert [e["generation"] for e in running.generations()] == [1]
         running.ask("/choice", {"name": "drop the replica", "failed": ["W1_1"]})
         running.settles(4)
-        assert running.epochs()[-1]["failed"] == ["W1_0", "W1_1"]
+        assert running.generations()[-1]["failed"] == ["W1_0", "W1_1"]
         running.commits()
         for worker in ("W1_0", "W1_1"):
             running.ask(f"/workers/{worker}/restart")
         running.settles(6)
         running.ask("/workers/W2_0/drain")
-        epoch = running.settles(5)
-        assert running.epochs()[-1]["failed"] == ["W2_0"]
+        generation = running.settles(5)
+        assert running.generations()[-1]["failed"] == ["W2_0"]
         running.commits()
         running.ask("/workers/W2_0/restart")
-        assert running.settles(6) > epoch
+        assert running.settles(6) > generation
         lines = running.ends(reference)
         assert [line["failure"]["worker"] for line in lines if "failure" in line] == ["W1_1"]
         assert [line["left"]["worker"] for line in lines if "left" in line] == ["W1_0", "W2_0"]

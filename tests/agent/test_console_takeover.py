@@ -44,7 +44,7 @@ def test_training_goes_on_when_the_leading_console_is_killed(postgres_url: str, 
         until(lambda: record.read_text().count("\n") >= lines + 5, "training without a leader", 90)
         until(lambda: requests.get(f"{standby.root}/readyz", timeout=10).ok, "the standby to lead", 90)
         until(lambda: int(str(read(standby, f"/jobs/{job_id}")["committed"])) >= lines + 5, "it to catch up", 90)
-        assert read(standby, f"/jobs/{job_id}")["epoch"] == 1, "nobody was given up meanwhile"
+        assert read(standby, f"/jobs/{job_id}")["generation"] == 1, "nobody was given up meanwhile"
         assert standby.post(f"/jobs/{job_id}/workers/W0_1/kill").ok
         until(lambda: read(standby, f"/jobs/{job_id}")["living"] == 5, "the death", 90)
         after = int(str(read(standby, f"/jobs/{job_id}")["committed"]))

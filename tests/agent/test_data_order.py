@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.data import DatasetBatches, MicroBatchSampler
-from planner.errors import InputError
-from planner.job import Job
+from openrecycle.agent.data import DatasetBatches, MicroBatchSampler
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job
 from tests.agent.own_jobs import Endless, Squares
 
 grids = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))

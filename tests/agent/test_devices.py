@@ -15,14 +15,14 @@ import torch.distributed
 from torch import Tensor
 from typer.testing import CliRunner
 
-from agent.cli import app
-from agent.devices import Platform, completion, kind_number, on_device
-from agent.processes import ProcessPool
-from agent.timeouts import Timeouts
-from agent.transport import nccl
-from agent.transport.group import TransferError
-from planner.errors import InputError
-from planner.job import Worker
+from openrecycle.agent.cli import app
+from openrecycle.agent.devices import Platform, completion, kind_number, on_device
+from openrecycle.agent.processes import ProcessPool
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.transport import nccl
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Worker
 from tests.agent import own_jobs
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_every_process_of_a_node_has_a_slot_of_its_own() -> None:
         entries = [pool.start(Worker(n, 0), lambda _: Told(), 0.0) for n in range(3)]
         assert [e.slot for e in entries] == [0, 1, 2]
         assert [e.pipe.recv_bytes() for e in entries] == [b"0", b"1", b"2"]
-        pool.put_out(entries[1], "silent")
+        pool.fence(entries[1], "silent")
         assert pool.start(Worker(1, 0), lambda _: Told(), 0.0).slot == 3
         entries[1].process.join(10)
         pool.forget(entries[1])
@@ -181,7 +181,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     backend: Any = type("Backend", (_Backend,), {"Options": SimpleNamespace})
     monkeypatch.setattr(nccl, "dist", SimpleNamespace(ProcessGroupNCCL=backend, PrefixStore=lambda name, store: store))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    made: Any = nccl.NcclGroup(None, "epoch1/forward", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(transfer=0.2), CPU)
+    made: Any = nccl.NcclGroup(
+        None, "generation1/forward", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(transfer=0.2), CPU
+    )
     return made
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.processes import WorkerProcess
+from openrecycle.agent.processes import WorkerProcess
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -19,7 +19,7 @@ GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 
 @pytest.mark.parametrize("told", [True, False], ids=["told to end", "told nothing"])
 def test_a_process_that_no_kill_reaches_does_no_harm(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on another host: the launcher's SIGKILL never arrives. The process wakes up in an epoch that is over,
+    """As on another host: the launcher's SIGKILL never arrives. The process wakes up in a generation that is over,
     while a successor of its own name joins."""
     victim: dict[str, Any] = {}
     kill, post = WorkerProcess.kill, WorkerProcess.post
@@ -29,7 +29,7 @@ def test_a_process_that_no_kill_reaches_does_no_harm(told: bool, monkeypatch: py
             kill(entry)
 
     def withheld_post(entry: WorkerProcess, kind: str, **fields: Any) -> None:
-        if told or kind != "put_out":
+        if told or kind != "fenced":
             post(entry, kind, **fields)
 
     monkeypatch.setattr(WorkerProcess, "kill", withheld_kill)
@@ -42,7 +42,7 @@ def test_a_process_that_no_kill_reaches_does_no_harm(told: bool, monkeypatch: py
         if "failure" in line:
             os.kill(victim["pid"], signal.SIGCONT)
             job.start("W0_1")
-        if len([i for i in job.iterations if i["living"] == 4 and i["epoch"] > 1]) >= 4:
+        if len([i for i in job.iterations if i["living"] == 4 and i["generation"] > 1]) >= 4:
             victim["alive"] = _runs(victim["pid"])
             victim["over"] = True
             job.stop()

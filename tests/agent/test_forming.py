@@ -1,4 +1,4 @@
-"""How long a worker waits for the others of an epoch, and that a newer one ends the wait."""
+"""How long a worker waits for the others of a generation, and that a newer one ends the wait."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from agent.communicator import Communicator, Groups
-from agent.store import RendezvousStore
-from agent.timeouts import Timeouts
-from agent.transport.group import TransferError
-from planner.job import Worker
+from openrecycle.agent.communicator import Communicator, Groups
+from openrecycle.agent.store import RendezvousStore
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.planner.job import Worker
 from tests.agent.launches import warm
 
 TIMEOUTS = Timeouts(form=1.0, transfer=60.0, group=90.0)
@@ -43,7 +43,7 @@ def test_who_joins_waits_for_the_iteration_in_hand(
     communicator, store = Communicator(TIMEOUTS), NobodyComes()
     monkeypatch.setattr(communicator._stores, "connect", lambda address, timeout: store)
     me, peer = Worker(0, 0), Worker(1, 0)
-    with pytest.raises(TransferError, match="epoch 2 did not come together"):
+    with pytest.raises(TransferError, match="generation 2 did not come together"):
         communicator.form(2, me, [me, peer], ("127.0.0.1", 1), at_boundary=at_boundary)
     assert store.waited == [timedelta(seconds=seconds)]
 
@@ -63,7 +63,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(100)
-def test_a_newer_epoch_ends_the_wait_for_peers_that_do_not_connect(store: RendezvousStore) -> None:
+def test_a_newer_generation_ends_the_wait_for_peers_that_do_not_connect(store: RendezvousStore) -> None:
     """Two peers were ready, and are gone before they connect: another death, say. gloo would wait for one after the
     other, here minutes each."""
     patient = Timeouts(form=150.0, transfer=700.0, group=800.0)
@@ -73,15 +73,15 @@ def test_a_newer_epoch_ends_the_wait_for_peers_that_do_not_connect(store: Rendez
         waiting = pool.submit(communicators[0].form, 1, living[0], living, store.address)
         gone = Communicator(patient)._stores.connect(store.address, 60.0)
         for _ in living[1:]:
-            gone.add("epoch1/ready", 1)
-        gone.set("epoch1/go", b"go")  # whoever is last says so
+            gone.add("generation1/ready", 1)
+        gone.set("generation1/go", b"go")  # whoever is last says so
         until(lambda: communicators[0]._connecting is not None or waiting.done())
         for communicator in communicators:
             communicator.cancel(2)
-        with pytest.raises(TransferError, match="epoch 1 is superseded by 2"):
+        with pytest.raises(TransferError, match="generation 1 is superseded by 2"):
             waiting.result()
 
-        # They all meet again in epoch 2, though what waits for epoch 1 inside of gloo waits on.
+        # They all meet again in generation 2, though what waits for generation 1 inside of gloo waits on.
         def meet(rank: int) -> Groups:
             groups = communicators[rank].form(2, living[rank], living, store.address)
             number = torch.full((1,), rank + 1)
@@ -90,14 +90,14 @@ def test_a_newer_epoch_ends_the_wait_for_peers_that_do_not_connect(store: Rendez
             return groups
 
         groups = list(pool.map(meet, range(3)))
-    assert [g.epoch for g in groups] == [2, 2, 2]
+    assert [g.generation for g in groups] == [2, 2, 2]
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(100)
-def test_an_epoch_that_is_superseded_before_it_connects_does_not_begin_to(store: RendezvousStore) -> None:
+def test_a_generation_that_is_superseded_before_it_connects_does_not_begin_to(store: RendezvousStore) -> None:
     communicator, me = Communicator(TIMEOUTS), Worker(0, 0)
     communicator.cancel(3)
-    with pytest.raises(TransferError, match="epoch 2 is superseded by 3"):
+    with pytest.raises(TransferError, match="generation 2 is superseded by 3"):
         communicator.form(2, me, [me], store.address)
-    assert communicator.form(3, me, [me], store.address).epoch == 3
+    assert communicator.form(3, me, [me], store.address).generation == 3

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from agent.delivery import Delivery, RecordFile
-from planner.errors import InputError
+from openrecycle.agent.delivery import Delivery, RecordFile
+from openrecycle.planner.errors import InputError
 from tests.agent import own_jobs
 from tests.agent.runs import GRID, TINY
 
@@ -54,7 +54,7 @@ def test_a_disk_that_has_space_again_gets_the_whole_record(tmp_path: Path) -> No
         f"""
 import resource, sys
 from pathlib import Path
-import agent.delivery as delivery
+import openrecycle.agent.delivery as delivery
 delivery.RETRY_SECONDS = 0.01
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
 said = []
@@ -71,7 +71,12 @@ print(len(said), "File too large" in said[0], "lacks nothing" in said[1])
     )
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False, env={"PYTHONPATH": root}
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PYTHONPATH": f"{root}/.src"},
     )
     assert done.stdout == "2 True True\n", done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]

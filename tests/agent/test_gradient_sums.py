@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from agent.backward.probe import Probe, choose_split
-from agent.gradients import FastSum, GradientSum, gradient_sum
-from agent.stage import Stage
+from openrecycle.agent.backward.probe import Probe, choose_split
+from openrecycle.agent.gradients import FastSum, GradientSum, gradient_sum
+from openrecycle.agent.stage import Stage
 
 KINDS = [GradientSum, FastSum]
 

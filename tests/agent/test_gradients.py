@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from agent.gradients import GradientSum
+from openrecycle.agent.gradients import GradientSum
 
 
 def _sum(terms: list[torch.Tensor], parameter: nn.Parameter) -> GradientSum:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from agent.recipe import HandOver, Recipe
-from agent.timeouts import Timeouts
-from agent.workload import NamedWorkload
+from openrecycle.agent.recipe import HandOver, Recipe
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -24,7 +24,7 @@ SHORT = Timeouts(form=60.0, transfer=5.0, group=6.0)
 def _job(**options: Any) -> LocalJob:
     return LocalJob(
         **GRID,
-        workload=NamedWorkload("agent.examples.gpt:Gpt", WIDE),
+        workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", WIDE),
         hand_over=SLOW,
         timeouts=SHORT,
         kills=("W1_1@1:I1",),
@@ -34,7 +34,9 @@ def _job(**options: Any) -> LocalJob:
 
 
 def _losses(iterations: int, **options: Any) -> list[str]:
-    return fault_free_losses(iterations, **GRID, workload=NamedWorkload("agent.examples.gpt:Gpt", WIDE), **options)
+    return fault_free_losses(
+        iterations, **GRID, workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", WIDE), **options
+    )
 
 
 def _restart_at_the_first_failure(job: LocalJob, line: dict[str, Any]) -> None:
@@ -42,10 +44,16 @@ def _restart_at_the_first_failure(job: LocalJob, line: dict[str, Any]) -> None:
         job.start("W1_1")
 
 
-def _trained_while_it_came(job: LocalJob, epoch: int) -> int:
-    """Iterations that the others committed in the epoch before the newcomer had its state."""
-    at = next(i for i, (w, m) in enumerate(job.messages) if (w, m["kind"], m.get("epoch")) == ("W1_1", "formed", epoch))
-    before = {m["iteration"] for w, m in job.messages[:at] if m["kind"] == "committed" and m["epoch"] == epoch}
+def _trained_while_it_came(job: LocalJob, generation: int) -> int:
+    """Iterations that the others committed in the generation before the newcomer had its state."""
+    at = next(
+        i
+        for i, (w, m) in enumerate(job.messages)
+        if (w, m["kind"], m.get("generation")) == ("W1_1", "formed", generation)
+    )
+    before = {
+        m["iteration"] for w, m in job.messages[:at] if m["kind"] == "committed" and m["generation"] == generation
+    }
     return len(before)
 
 
@@ -55,9 +63,11 @@ def test_the_others_train_on_while_the_state_comes(recipe: Recipe) -> None:
 
     def until_it_trains(job: LocalJob, line: dict[str, Any]) -> None:
         _restart_at_the_first_failure(job, line)
-        if "iteration" in line and job.said("formed", epoch=3)[5:] and job.iterations[-1]["epoch"] == 3:
+        if "iteration" in line and job.said("formed", generation=3)[5:] and job.iterations[-1]["generation"] == 3:
             formed = next(
-                m["iteration"] for w, m in job.messages if m["kind"] == "formed" and w == "W1_1" and m["epoch"] == 3
+                m["iteration"]
+                for w, m in job.messages
+                if m["kind"] == "formed" and w == "W1_1" and m["generation"] == 3
             )
             if line["iteration"] >= formed + 2:
                 job.stop()
@@ -65,9 +75,9 @@ def test_the_others_train_on_while_the_state_comes(recipe: Recipe) -> None:
     job = _job(recipe=recipe, on_line=until_it_trains).run()
     assert job.losses == _losses(len(job.losses), recipe=recipe)
     assert job.dead == ["W1_1"], "nobody was put out"
-    assert not job.said("broken", epoch=3)
+    assert not job.said("broken", generation=3)
     assert _trained_while_it_came(job, 3) >= 10
-    assert {i["epoch"] for i in job.iterations} == {1, 2, 3}
+    assert {i["generation"] for i in job.iterations} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("victim", ["W1_1", "W0_1", "W2_0"])
@@ -77,14 +87,14 @@ def test_a_death_while_the_state_comes(victim: str) -> None:
 
     def act(job: LocalJob, line: dict[str, Any]) -> None:
         _restart_at_the_first_failure(job, line)
-        trained = [i for i in job.iterations if i["epoch"] == 3]
+        trained = [i for i in job.iterations if i["generation"] == 3]
         if len(trained) >= 5 and not struck:
             struck.append(victim)
             job.signal(victim, signal.SIGKILL)
-        newest = job.iterations[-1]["epoch"] if job.iterations else 0
+        newest = job.iterations[-1]["generation"] if job.iterations else 0
         if newest > 3:
-            complete = victim == "W1_1" or "W1_1" in job.said("formed", epoch=newest)
-            if complete and len([i for i in job.iterations if i["epoch"] == newest]) >= 4:
+            complete = victim == "W1_1" or "W1_1" in job.said("formed", generation=newest)
+            if complete and len([i for i in job.iterations if i["generation"] == newest]) >= 4:
                 job.stop()
 
     job = _job(on_line=act).run()
@@ -97,5 +107,7 @@ def test_a_job_that_ends_meanwhile_ends() -> None:
     job = _job(iterations=25, on_line=_restart_at_the_first_failure).run()
     assert job.losses == _losses(25)
     (final,) = [line["final"] for line in job.lines if "final" in line]
-    undisturbed = LocalJob(iterations=25, **GRID, workload=NamedWorkload("agent.examples.gpt:Gpt", WIDE)).run()
+    undisturbed = LocalJob(
+        iterations=25, **GRID, workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", WIDE)
+    ).run()
     assert [final] == [line["final"] for line in undisturbed.lines if "final" in line]

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from agent.timeouts import Timeouts
-from agent.workload import NamedWorkload
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
-# Transfers and epochs have minutes: nothing but the op's own limit may notice.
+# Transfers and generations have minutes: nothing but the op's own limit may notice.
 SHORT = Timeouts(form=60.0, op=3.0)
 
 

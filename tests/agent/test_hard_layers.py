@@ -8,20 +8,20 @@ import pytest
 
 from tests.agent.runs import Run, forked
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("motley")]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("mixed_layers")]
 
 GRID = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3", "--iterations", "5")
 
 
 def _run(record: Path, *arguments: str) -> Run:
-    run = forked(record, *GRID, "--workload", "tests.agent.motley:Motley", *arguments)
+    run = forked(record, *GRID, "--workload", "tests.agent.mixed_layers:MixedLayers", *arguments)
     assert run.status == 0, run.errors
     return run
 
 
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return _run(tmp_path_factory.mktemp("motley") / "run.jsonl", "--autocast", "bf16")
+    return _run(tmp_path_factory.mktemp("mixed_layers") / "run.jsonl", "--autocast", "bf16")
 
 
 def test_bf16_and_moving_buffers_survive_a_death_with_the_same_bits(fault_free: Run, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agent.client import ConsoleClient, ConsoleUnavailable
-from agent.heartbeat import HeartbeatThread, Status
-from agent.protocol import Message
+from openrecycle.agent.client import ConsoleClient, ConsoleUnavailable
+from openrecycle.agent.heartbeat import HeartbeatThread, Status
+from openrecycle.agent.protocol import Message
 
 TRIES = 12
 

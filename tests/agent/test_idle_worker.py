@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from agent.workload import NamedWorkload
-from planner.catalog import Catalog
-from planner.job import Worker
-from planner.plan import Plan
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]

@@ -1,17 +1,21 @@
-"""Beside a training job the agent needs torch and what a plain `pip install` of this project brings: requests,
-pydantic, typer and rich. What needs more says so in a sentence."""
+"""What `pip install` of this project brings: one package, which trains beside torch with requests, pydantic, typer
+and rich alone. What needs more says so in a sentence, and with it does all, far from the clone."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+import requests
 
 PLAIN = ("pydantic", "requests", "rich", "typer")
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +24,8 @@ import sys
 from functools import partial
 import torch
 from torch.nn import functional
-from agent import Job, Reporter, ResilientTrainer
-from agent.examples.own_job import build_stage, points
+from openrecycle import Job, Reporter, ResilientTrainer
+from openrecycle.agent.examples.own_job import build_stage, points
 
 if __name__ == "__main__":
     result = ResilientTrainer(
@@ -52,9 +56,27 @@ def needs(name: str, found: set[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like site-packages, with those packages only."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This project's wheel, built from the clone's tracked and new files."""
+    clone, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("wheel")
+    listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in filter(None, subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")):
+        if not name.startswith("tests/") and (ROOT / name).exists():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, clone / name)
+    # Without isolation: nothing is downloaded.
+    build = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(clone))
+    subprocess.run([sys.executable, "-m", "pip", "-q", *build], check=True, timeout=120)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """A folder like site-packages, with what a plain `pip install` beside torch puts there."""
     folder = tmp_path_factory.mktemp("bare")
+    install = ("install", "--no-deps", "--no-index", "--target", str(folder), str(wheel))
+    subprocess.run([sys.executable, "-m", "pip", "-q", *install], check=True, timeout=120)
     names: set[str] = set()
     for name in ("torch", *PLAIN):
         needs(name, names)
@@ -67,8 +89,11 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(bare: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The interpreter without any site-packages but the bare ones."""
+def run(bare: Path, *arguments: str, more: str = "") -> subprocess.CompletedProcess[str]:
+    """The interpreter in a folder far from the clone, without any site-packages but the bare ones.
+
+    more: another folder of packages.
+    """
     interpreter = getattr(sys, "_base_executable", sys.executable)
     return subprocess.run(
         [interpreter, "-S", *arguments],
@@ -77,7 +102,7 @@ def run(bare: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=120,
         check=False,
         cwd=bare.parent,
-        env={"PYTHONPATH": f"{bare}:{ROOT}", "PATH": ""},
+        env={"PYTHONPATH": f"{bare}:{more}", "PATH": ""},
     )
 
 
@@ -91,7 +116,7 @@ def test_it_trains_through_a_death_and_reports(bare: Path, tmp_path: Path) -> No
 
 
 def test_reporting_needs_no_torch(bare: Path) -> None:
-    done = run(bare, "-c", "import sys, agent.reporter; print('torch' in sys.modules)")
+    done = run(bare, "-c", "import sys, openrecycle.agent.reporter; print('torch' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
 
 
@@ -100,7 +125,7 @@ def test_the_command_line_trains_through_a_death(bare: Path, tmp_path: Path) -> 
     record = tmp_path / "run.jsonl"
     grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", "3")
     task = ("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}')
-    done = run(bare, "-m", "agent", "launch", *grid, *task, "--kill", "W0_1@1:F0", "--record", str(record))
+    done = run(bare, "-m", "openrecycle", "train", *grid, *task, "--kill", "W0_1@1:F0", "--record", str(record))
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [line["iteration"] for line in lines if "loss" in line] == [0, 1, 2]
@@ -108,14 +133,14 @@ def test_the_command_line_trains_through_a_death(bare: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("command", "sentence"),
     [
-        (("planner", "plan"), "error: this needs numpy: pip install 'openrecycle[planner]'\n"),
-        (("app", "serve"), "error: this needs sqlalchemy: pip install 'openrecycle[console]'\n"),
+        ("plan", "error: this needs numpy: pip install 'openrecycle[planner]'\n"),
+        ("serve", "error: this needs sqlalchemy: pip install 'openrecycle[console]'\n"),
     ],
 )
-def test_what_needs_an_extra_says_which(bare: Path, arguments: tuple[str, ...], sentence: str) -> None:
-    done = run(bare, "-m", *arguments)
+def test_what_needs_an_extra_says_which(bare: Path, command: str, sentence: str) -> None:
+    done = run(bare, "-m", "openrecycle", command)
     assert (done.returncode, done.stderr) == (2, sentence)
 
 
@@ -125,7 +150,55 @@ def test_what_pip_installs_is_declared() -> None:
     pinned = {
         re.split(r"[\[=]", line)[0]
         for line in (ROOT / "requirements.txt").read_text().splitlines()
-        if line and not line.startswith("#")
+        if line and not line.startswith(("#", "-"))
     }
     extras = {re.split(r"[\[<>=]", line)[0] for lines in project["optional-dependencies"].values() for line in lines}
     assert pinned - extras - {"torch", "openrecycle", *PLAIN} == set()
+
+
+def test_the_wheel_has_one_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name.partition("/")[0].partition("-")[0] for name in archive.namelist()} == {"openrecycle"}
+        (scripts,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert "openrecycle = openrecycle.cli:main" in archive.read(scripts).decode()
+
+
+ALL = """
+import json, sys, threading, urllib.request
+from pathlib import Path
+sys.argv = ["openrecycle", *sys.argv[1:]]
+from openrecycle.cli import main
+try:
+    main()
+finally:
+    files = [getattr(m, "__file__", None) or "" for m in list(sys.modules.values())]
+    files = [f for f in files if "openrecycle" in f]
+    assert len({Path(f).resolve() for f in files}) == len(files)
+    print([name for name in ("agent", "app", "db", "planner") if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.processes
+def test_with_the_extras_it_plans_checks_and_serves(bare: Path, tmp_path: Path) -> None:
+    packages = sysconfig.get_path("purelib")
+    plan = tmp_path / "plan.json"
+    grid = ("--pipelines", "3", "--stages", "4", "--micro-batches", "6", "--memory", "none")
+    made = run(bare, "-c", ALL, "plan", *grid, "--fail", "W1_2", "--out", str(plan), more=packages)
+    assert (made.returncode, made.stderr) == (0, "[]\n")
+    assert "is valid" in run(bare, "-c", ALL, "check", str(plan), more=packages).stdout
+    serving = subprocess.Popen(
+        [getattr(sys, "_base_executable", sys.executable), "-S", "-m", "openrecycle", "serve", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=bare.parent,
+        env={"PYTHONPATH": f"{bare}:{packages}", "PATH": "", "DATABASE_URL": f"sqlite:///{tmp_path}/console.db"},
+    )
+    try:
+        assert serving.stdout is not None
+        address = next(found[0] for line in serving.stdout if (found := re.search(r"http://[0-9.:]+", line)))
+        ready = requests.get(f"{address}/readyz", timeout=60)
+        page = requests.get(f"{address}/schedule", timeout=60)
+        assert (ready.status_code, page.status_code) == (200, 200)
+    finally:
+        serving.terminate()
+        assert serving.wait(60) == 0

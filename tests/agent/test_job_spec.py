@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.protocol import JobSpec
-from agent.start import job_spec, with_profile
-from planner.errors import InfeasibleError, InputError
-from planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
-from planner.plan import job_doc
-from planner.profiles import load_profile
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.start import job_spec, with_profile
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.profiles import load_profile
 
 GRID: dict[str, Any] = {"name": "n", "pipelines": 2, "stages": 2, "micro_batches": 3, "iterations": 5}
 TIMES = st.decimals(0, 500, places=3).map(float)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent.recipe import Recipe
+from openrecycle.agent.recipe import Recipe
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -30,14 +30,14 @@ def test_the_bits_stay(kill: str, losses: list[str]) -> None:
     has stepped."""
     job = _run(kill)
     assert job.losses == losses and job.dead == [kill[:4]]
-    assert len({m["run"] for _, m in job.messages if m["kind"] == "redo" and m["epoch"] == 2}) <= 1
+    assert len({m["run"] for _, m in job.messages if m["kind"] == "redo" and m["generation"] == 2}) <= 1
 
 
 def test_what_a_survivor_has_finished_is_kept(losses: list[str]) -> None:
     """When W0_1 is at I3 it has the activations of F3, which W0_0, for want of memory, ran after its W1."""
     job = _run("W0_1@2:I3")
     assert job.losses == losses
-    (kept,) = [m["kept"] for w, m in job.messages if w == "W0_0" and m["kind"] == "redo" and m["epoch"] == 2]
+    (kept,) = [m["kept"] for w, m in job.messages if w == "W0_0" and m["kind"] == "redo" and m["generation"] == 2]
     assert kept >= 2
 
 

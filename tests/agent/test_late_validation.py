@@ -12,23 +12,23 @@ import pytest
 import torch
 from torch import nn
 
-from agent.gradients import GradientSum
-from agent.optimizer import StageOptimizer
-from agent.recipe import Recipe
-from agent.validation import Slot, Verdict
-from agent.verdicts import Steps
-from planner.job import Worker
-from tests.agent.runs import Run, unruly
-from tests.agent.unruly import Unruly
+from openrecycle.agent.gradients import GradientSum
+from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.post_validation import Slot, ValidationResult
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.validation_exchange import Steps
+from openrecycle.planner.job import Worker
+from tests.agent.nan_model import NanModel
+from tests.agent.runs import Run, nan_model
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("unruly")]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("nan_model")]
 
 ITERATIONS, CLIP = 56, 2.0
 UNRULY = {"loud": [1, 55], "poisoned": [20]}
 
 
 def _run(record: Path, *arguments: str, iterations: int = ITERATIONS, **options: list[int]) -> Run:
-    return unruly(record, *arguments, iterations=iterations, options=options)
+    return nan_model(record, *arguments, iterations=iterations, options=options)
 
 
 def _verdicts(run: Run) -> list[tuple[int, bool]]:
@@ -51,7 +51,7 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_synchronous_order_is_plain_training(synchronous: Run) -> None:
     """Against one process, one module and torch's own clipping, to the rounding of float32."""
-    task = Unruly(**UNRULY)
+    task = NanModel(**UNRULY)
     module = nn.Sequential(*(task.build_stage(s, 2, 0) for s in range(2)))
     optimizer = task.optimizer(module.parameters())
     scheduler = task.scheduler(optimizer)
@@ -119,15 +119,15 @@ def test_too_many_skipped_updates_in_a_row_end_the_job(tmp_path: Path) -> None:
 
 
 class _Unused:
-    """Groups of an epoch in which nothing has been sent yet."""
+    """Groups of a generation in which nothing has been sent yet."""
 
 
-def _steps(worker: Worker, gradient: float) -> tuple[Steps, StageOptimizer, list[tuple[int, Verdict, bool]]]:
+def _steps(worker: Worker, gradient: float) -> tuple[Steps, StageOptimizer, list[tuple[int, ValidationResult, bool]]]:
     module = nn.Linear(1, 1, bias=False)
     nn.init.constant_(module.weight, 1.0)
     sums = GradientSum(module.parameters(), terms=1)
     stage = StageOptimizer(module, torch.optim.SGD(module.parameters(), lr=1.0), sums, clips=True)
-    said: list[tuple[int, Verdict, bool]] = []
+    said: list[tuple[int, ValidationResult, bool]] = []
     sums.add(module.weight, torch.tensor([[gradient]]))
     return Steps(worker, Recipe(clip_norm=1.0), stage, lambda *what: said.append(what)), stage, said
 
@@ -139,14 +139,14 @@ def test_what_is_in_doubt_after_a_death_is_settled_by_the_survivors() -> None:
     knows.step(None)
     doubts.step(None)
     assert doubts.module.weight.item() == 1.0 - 4.0
-    knows.settle(Verdict(1.0 / (5.0 + 1e-6)))
+    knows.settle(ValidationResult(1.0 / (5.0 + 1e-6)))
     holders = {w: (1, *s.numbers()) for w, s in zip(workers, (informed, uninformed), strict=True)}
     for steps in (informed, uninformed):
         steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]
     assert knows.module.weight.item() == pytest.approx(1.0 - 3.0 / 5.0)
     assert doubts.module.weight.item() == pytest.approx(1.0 - 4.0 / 5.0)
-    assert said == [(0, Verdict(1.0 / (5.0 + 1e-6)), True)]
-    assert knows.outlook == doubts.outlook and doubts.settled
+    assert said == [(0, ValidationResult(1.0 / (5.0 + 1e-6)), True)]
+    assert knows.post_validation == doubts.post_validation and doubts.settled
 
 
 def test_who_has_gone_further_still_tells_of_the_step_in_doubt() -> None:
@@ -155,7 +155,7 @@ def test_who_has_gone_further_still_tells_of_the_step_in_doubt() -> None:
     (further, ahead, _), (uninformed, doubts, _) = _steps(workers[0], 3.0), _steps(workers[1], 4.0)
     ahead.step(None)
     doubts.step(None)
-    ahead.settle(Verdict(1.0 / (5.0 + 1e-6)))
+    ahead.settle(ValidationResult(1.0 / (5.0 + 1e-6)))
     ahead.gradients.add(ahead.gradients.parameters[0], torch.tensor([[100.0]]))
     ahead.step(None)
     assert ahead.slot == Slot(10000.0) and ahead.slot_before == Slot(9.0)
@@ -165,4 +165,4 @@ def test_who_has_gone_further_still_tells_of_the_step_in_doubt() -> None:
         steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]
     assert doubts.module.weight.item() == pytest.approx(1.0 - 4.0 / 5.0)
     assert ahead.module.weight.item() == pytest.approx(1.0 - 3.0 / 5.0)
-    assert ahead.slot == Slot(9.0) and ahead.outlook == doubts.outlook
+    assert ahead.slot == Slot(9.0) and ahead.post_validation == doubts.post_validation

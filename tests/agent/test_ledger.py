@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.ledger import decode, encode, redo
-from planner.job import Job, Worker
+from openrecycle.agent.ledger import decode, encode, redo
+from openrecycle.planner.job import Job, Worker
 
 JOB = Job(2, 2, 3)
 ALL = {(p, m) for p in range(2) for m in range(3)}

@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from agent import console_link
-from agent.client import Backoff, ConsoleClient
-from agent.console_link import ConsoleCoordination
-from app.coordination.ladder import Ladder
-from planner.job import Worker
+from openrecycle.agent import console_link
+from openrecycle.agent.client import Backoff, ConsoleClient
+from openrecycle.agent.console_link import ConsoleCoordination
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.planner.job import Worker
 
 TRIES = 12
 PATIENCE = 60.0
@@ -25,7 +25,7 @@ PATIENCE = 60.0
 def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    waits: dict[str, list[float]] = {"reports": [], "_follow_epochs": [], "_follow_commands": []}
+    waits: dict[str, list[float]] = {"reports": [], "_follow_generations": [], "_follow_commands": []}
     enough = {name: threading.Event() for name in waits}
 
     class Watched(Backoff):

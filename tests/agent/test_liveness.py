@@ -13,12 +13,12 @@ from multiprocessing import Pipe
 
 import pytest
 
-from agent.heartbeat import doing
-from agent.liveness import AT_REST, DATA, WAITING, Progress, Silences, Turns, activity
-from agent.nodes.server import NodeServer
-from agent.processes import WorkerProcess
-from agent.timeouts import TIMES_LONGEST, Timeouts
-from planner.job import Worker as Cell
+from openrecycle.agent.heartbeat import doing
+from openrecycle.agent.liveness import AT_REST, DATA, WAITING, Progress, Silences, Turns, activity
+from openrecycle.agent.nodes.server import NodeServer
+from openrecycle.agent.processes import WorkerProcess
+from openrecycle.agent.timeouts import TIMES_LONGEST, Timeouts
+from openrecycle.planner.job import Worker as Cell
 
 LIMITS = Timeouts()
 PAUSE, TURN = LIMITS.pause, 0.25
@@ -151,7 +151,7 @@ class Worker:
         self.beaten = 0.0
 
     def beat(self) -> None:
-        self.standing = self.progress.beat(self.turns.late(1.0))
+        self.current = self.progress.beat(self.turns.late(1.0))
         self.beaten = self.now
 
     def spend(self, seconds: float, *, suspended: bool = False) -> None:
@@ -185,10 +185,10 @@ def test_a_hang_is_seen_by_the_worker_s_own_times(kind: str) -> None:
     worker = trained()
     worker.progress.at(kind, (1, 2))
     worker.spend(9)
-    assert not worker.standing.overdue
+    assert not worker.current.overdue
     worker.spend(3)
-    assert worker.standing.overdue and worker.standing.index == (1, 2)
-    assert worker.standing.limit == LIMITS.op == 10
+    assert worker.current.overdue and worker.current.index == (1, 2)
+    assert worker.current.limit == LIMITS.op == 10
 
 
 def test_long_ops_have_long_limits() -> None:
@@ -200,9 +200,9 @@ def test_what_was_never_measured_may_be_compiled_first() -> None:
     worker = Worker()
     worker.progress.at("F", (0, 0))
     worker.spend(300)
-    assert not worker.standing.overdue
+    assert not worker.current.overdue
     worker.spend(301)
-    assert worker.standing.overdue
+    assert worker.current.overdue
 
 
 def test_a_long_first_compilation_makes_no_later_hang_longer() -> None:
@@ -222,9 +222,9 @@ def test_waiting_for_a_peer_is_never_held_against_the_waiter() -> None:
     worker.progress.at("O")
     with worker.progress.waiting():
         worker.spend(5000)
-        assert worker.standing.kind == WAITING and worker.standing.limit is None and not worker.standing.overdue
+        assert worker.current.kind == WAITING and worker.current.limit is None and not worker.current.overdue
     worker.spend(5)
-    assert worker.standing.kind == "O" and worker.standing.seconds < 6
+    assert worker.current.kind == "O" and worker.current.seconds < 6
     for kind in (AT_REST, "checkpoint"):
         assert worker.progress.limit(kind) is None
 
@@ -236,7 +236,7 @@ def test_a_suspension_in_an_op_is_neither_a_hang_nor_a_long_op(seconds: int) -> 
     worker.spend(1.5)
     worker.spend(seconds, suspended=True)
     worker.beat()
-    assert not worker.standing.overdue and worker.standing.seconds < 3
+    assert not worker.current.overdue and worker.current.seconds < 3
     worker.progress.at(AT_REST)
     worker.spend(1)
     assert (worker.progress.limit("F") or 0) < 60
@@ -255,7 +255,7 @@ def test_an_op_that_ends_before_the_thread_that_beats_is_woken_counts_without_th
     "wrong", [{"silence": 0.0}, {"silence": 3.0}, {"op": -1.0}, {"first_op": 5.0}, {"start": float("nan")}, {"op": 1e6}]
 )
 def test_limits_that_make_no_sense_are_refused_by_their_option(wrong: dict[str, float]) -> None:
-    from planner.errors import InputError
+    from openrecycle.planner.errors import InputError
 
     with pytest.raises(InputError) as error:
         Timeouts(**wrong)

@@ -1,14 +1,14 @@
-"""Epochs without a console: a state machine without a clock."""
+"""Generations without a console: a state machine without a clock."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from agent.coordination import Deploy, Halt, LocalCoordination, Remark
-from agent.protocol import Deployment
-from planner.catalog import Catalog
-from planner.check import check
-from planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.agent.coordination import Deploy, Halt, LocalCoordination, Remark
+from openrecycle.agent.protocol import Deployment
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 
 
 def _started(pipelines: int = 2, stages: int = 2, **options: Any) -> LocalCoordination:
@@ -31,28 +31,28 @@ def _only(events: list[object]) -> Deploy:
 
 def _all_form(coordination: LocalCoordination, deployment: Deployment) -> None:
     for name in deployment.living:
-        coordination.formed(Worker.parse(name), deployment.epoch)
+        coordination.formed(Worker.parse(name), deployment.generation)
 
 
-def test_the_first_epoch_opens_when_all_are_ready() -> None:
+def test_the_first_generation_opens_when_all_are_ready() -> None:
     deployment = _only(_started().poll(0.0)).deployment
-    assert deployment.epoch == 1 and len(deployment.living) == 4 and deployment.failed == ()
+    assert deployment.generation == 1 and len(deployment.living) == 4 and deployment.failed == ()
 
 
-def test_a_death_opens_an_epoch_without_the_dead_and_a_return_one_with_it() -> None:
+def test_a_death_opens_a_generation_without_the_dead_and_a_return_one_with_it() -> None:
     coordination = _started()
     coordination.poll(0.0)
     coordination.exited(Worker(1, 0), "a", "was killed by SIGKILL")
     deploy = _only(coordination.poll(1.0))
-    assert deploy.deployment.epoch == 2 and deploy.deployment.failed == ("W1_0",)
+    assert deploy.deployment.generation == 2 and deploy.deployment.failed == ("W1_0",)
     assert "W1_0" not in deploy.plan.workers
     coordination.exited(Worker(1, 0), "a", "again")
     assert coordination.poll(1.0) == []
     coordination.ready(Worker(1, 0), "b")
-    assert coordination.poll(1.5) == [], "a newcomer waits until the others are through with epoch 2"
+    assert coordination.poll(1.5) == [], "a newcomer waits until the others are through with generation 2"
     _all_form(coordination, deploy.deployment)
     deployment = _only(coordination.poll(2.0)).deployment
-    assert deployment.epoch == 3 and deployment.joining == ("W1_0",) and deployment.failed == ()
+    assert deployment.generation == 3 and deployment.joining == ("W1_0",) and deployment.failed == ()
 
 
 def test_a_newcomer_that_waits_enters_with_the_next_death() -> None:
@@ -94,14 +94,14 @@ def test_a_broken_transfer_waits_for_its_explanation() -> None:
     coordination.broken(Worker(0, 1), 1, now=10.1)
     assert coordination.poll(11.9) == []
     coordination.exited(Worker(1, 0), "a", "died")
-    assert _only(coordination.poll(12.1)).deployment.epoch == 2
-    # A report about an epoch that is over changes nothing.
+    assert _only(coordination.poll(12.1)).deployment.generation == 2
+    # A report about a generation that is over changes nothing.
     coordination.broken(Worker(0, 0), 1, now=12.2)
     assert coordination.poll(20.0) == []
     # Without an explanation the same members form anew.
     coordination.broken(Worker(0, 0), 2, now=30.0)
     deployment = _only(coordination.poll(32.0)).deployment
-    assert deployment.epoch == 3 and len(deployment.living) == 3
+    assert deployment.generation == 3 and len(deployment.living) == 3
 
 
 def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
@@ -115,7 +115,7 @@ def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
     assert source.stage == 0 and to.stage == 1 and deploy.restore == "point-7"
     assert set(deploy.deployment.living) == {str(to), str(Worker(1 - source.pipeline, 0))}
     assert deploy.deployment.joining == (str(to),) and "takes the place of" in deploy.deployment.reason
-    # Superseded before all were back on the checkpoint: the next epoch goes back to it too.
+    # Superseded before all were back on the checkpoint: the next generation goes back to it too.
     coordination.broken(to, 3, now=1.0)
     again = _only(coordination.poll(9.0))
     assert again.restore == "point-7" and again.moves == ()

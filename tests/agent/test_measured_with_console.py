@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Schedule
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY
@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
 GRID = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3")
 
 
-def measured(server: JobConsole, job_id: str, epoch: int) -> dict[str, Any]:
-    """The newest measured iteration, once it is one of this epoch and its neighbours are committed."""
+def measured(server: JobConsole, job_id: str, generation: int) -> dict[str, Any]:
+    """The newest measured iteration, once it is one of this generation and its neighbours are committed."""
 
     def look() -> dict[str, Any] | None:
         answer = server.get(f"/jobs/{job_id}/measured", params={"watch": True})
         found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
-        return found if found.get("epoch") == epoch and found["period_ms"] is not None else None
+        return found if found.get("generation") == generation and found["period_ms"] is not None else None
 
-    found = until(look, f"a measured iteration of epoch {epoch}")
+    found = until(look, f"a measured iteration of generation {generation}")
     assert found is not None
     return found
 
@@ -83,7 +83,7 @@ def test_an_iteration_is_measured_before_and_after_a_death(tmp_path: Path) -> No
 
             history = server.read(f"/jobs/{job_id}/workers/W0_1/history")
             said = [line["text"] for line in history["log"]]
-            assert any("epoch 2: resumed" in text for text in said), said
+            assert any("generation 2: resumed" in text for text in said), said
             assert history["op_milliseconds"]["F"] >= 9
             dead = server.read(f"/jobs/{job_id}/workers/W1_1/history")
             assert [s["state"] for s in dead["states"]] == ["running", "failed"]

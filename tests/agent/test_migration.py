@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agent.checkpoints.checkpoint import Identity, whole_checkpoints
-from agent.checkpoints.checkpointing import CheckpointOptions
-from agent.launch import JobFailed
-from agent.recipe import CheckpointWish
+from openrecycle.agent.checkpoints.checkpoint import Identity, whole_checkpoints
+from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
+from openrecycle.agent.launch import JobFailed
+from openrecycle.agent.recipe import CheckpointWish
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -32,7 +32,7 @@ def test_a_stage_that_lost_everybody_is_re_staffed_from_the_checkpoint(tmp_path:
             job.signal("W1_1", signal.SIGKILL)
         if "failure" in line and len(job.dead) == 2:
             job.start("W0_1")
-        if len([i for i in job.iterations if i["living"] == 3 and i["epoch"] > 2]) >= 4:
+        if len([i for i in job.iterations if i["living"] == 3 and i["generation"] > 2]) >= 4:
             job.stop()
 
     wish = CheckpointWish(str(tmp_path), every=2, keep=50)
@@ -45,9 +45,9 @@ def test_a_stage_that_lost_everybody_is_re_staffed_from_the_checkpoint(tmp_path:
     assert struck and job.dead == ["W0_1", "W1_1"]
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
     # It was redone, and by whom: the one that moved speaks as a worker of stage 1.
-    movers = [w for w, m in job.messages if m["kind"] == "formed" and m["epoch"] > 1 and w.endswith("_1")]
+    movers = [w for w, m in job.messages if m["kind"] == "formed" and m["generation"] > 1 and w.endswith("_1")]
     assert movers
-    back = min(m["iteration"] for _, m in job.messages if m["kind"] == "formed" and m["epoch"] > 1)
+    back = min(m["iteration"] for _, m in job.messages if m["kind"] == "formed" and m["generation"] > 1)
     assert 0 < back <= struck[0] + 1
 
 
@@ -66,14 +66,19 @@ def test_a_planned_move_keeps_the_bits() -> None:
     grid = GRID | {"pipelines": 3}
 
     def act(job: LocalJob, line: dict[str, Any]) -> None:
-        if len([i for i in job.iterations if i["living"] == 4 and i["epoch"] > 1]) >= 4:
+        if len([i for i in job.iterations if i["living"] == 4 and i["generation"] > 1]) >= 4:
             job.stop()
 
     kills = ("W0_0@1:F1", "W1_0@3:I0")
     job = LocalJob(**grid, kills=kills, migrate=True, on_line=act).run()
     assert job.losses == fault_free_losses(len(job.losses), **grid)
-    last = max(m["epoch"] for _, m in job.messages if m["kind"] == "formed")
-    assert [w[-2:] for w in sorted(job.said("formed", epoch=last), key=lambda w: w[-1])] == ["_0", "_0", "_1", "_1"]
+    last = max(m["generation"] for _, m in job.messages if m["kind"] == "formed")
+    assert [w[-2:] for w in sorted(job.said("formed", generation=last), key=lambda w: w[-1])] == [
+        "_0",
+        "_0",
+        "_1",
+        "_1",
+    ]
     assert job.iterations[-1]["living"] == 4
 
 
@@ -86,19 +91,24 @@ def test_two_that_return_at_once_both_find_a_place() -> None:
     def line(job: LocalJob, said: dict[str, Any]) -> None:
         if "failure" in said and len(job.dead) == 2:
             job.start("W1_1")
-        if len([i for i in job.iterations if i["living"] == 9 and i["epoch"] > 3]) >= 3:
+        if len([i for i in job.iterations if i["living"] == 9 and i["generation"] > 3]) >= 3:
             job.stop()
 
     def message(job: LocalJob, worker: str, said: dict[str, Any]) -> None:
         if said["kind"] == "ready" and worker == "W1_1" and len(job.dead) == 2:
             job.start("W0_0")
 
-    def epoch(job: LocalJob, deployment: Any) -> None:
+    def generation(job: LocalJob, deployment: Any) -> None:
         assert job.launcher._deployed is not None
         moved.extend(f"{source} to {to}" for source, to in job.launcher._deployed.moves)
 
     job = LocalJob(
-        **grid, kills=("W1_1@1:F1", "W0_0@3:F1"), migrate=True, on_line=line, on_message=message, on_epoch=epoch
+        **grid,
+        kills=("W1_1@1:F1", "W0_0@3:F1"),
+        migrate=True,
+        on_line=line,
+        on_message=message,
+        on_generation=generation,
     ).run()
     assert moved and all(move.endswith("_1 to W0_0") for move in moved)
     assert job.iterations[-1]["living"] == 9
@@ -122,6 +132,6 @@ def test_a_death_during_a_move(victim: str) -> None:
             job.stop()
 
     kills = ("W0_0@1:F1", "W1_0@3:I0")
-    job = LocalJob(**grid, kills=kills, migrate=True, on_epoch=strike, on_line=until_it_trains).run()
+    job = LocalJob(**grid, kills=kills, migrate=True, on_generation=strike, on_line=until_it_trains).run()
     assert job.losses == fault_free_losses(len(job.losses), **grid)
     assert struck and job.dead == sorted(["W0_0", "W1_0", struck[0]])

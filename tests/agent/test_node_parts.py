@@ -17,22 +17,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent import channel
-from agent.boundaries import TensorSpec
-from agent.checkpoints.checkpoint import Identity
-from agent.checkpoints.checkpointing import CheckpointOptions
-from agent.faults import Kill
-from agent.loop import LoopOptions
-from agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
-from agent.nodes.placement import place, stand_in
-from agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool
-from agent.nodes.role import NodeRole, check_token, first_host, role_of
-from agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
-from agent.recipe import CheckpointWish, Recipe
-from agent.worker import ConsoleLink, WorkerSpec
-from agent.workload import NamedWorkload
-from planner.errors import InputError
-from planner.job import Job, StageProfile, Worker
+from openrecycle.agent import channel
+from openrecycle.agent.checkpoints.checkpoint import Identity
+from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
+from openrecycle.agent.faults import Kill
+from openrecycle.agent.loop import LoopOptions
+from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
+from openrecycle.agent.nodes.placement import place, stand_in
+from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool
+from openrecycle.agent.nodes.role import NodeRole, check_token, first_host, role_of
+from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
+from openrecycle.agent.recipe import CheckpointWish, Recipe
+from openrecycle.agent.stage_io import TensorSpec
+from openrecycle.agent.worker import ConsoleLink, WorkerSpec
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, StageProfile, Worker
 from tests.agent.consoles import until
 
 # -- placement ------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def spec_of(workload: Any) -> WorkerSpec:
     )
     kill = Kill(Worker(1, 2), 3, "F", 0, 1)
     recipe = Recipe("fast", "bf16", 1 / 3, "stop", False, True)
-    boundaries = ((TensorSpec((2, 3), "float32"), TensorSpec((2,), "int64", False)),) * 2
+    stage_io = ((TensorSpec((2, 3), "float32"), TensorSpec((2,), "int64", False)),) * 2
     identity = Identity("a:b", 3, 2, 4, 1, dataclasses.asdict(recipe))
     loop = LoopOptions(
         job,
@@ -233,7 +233,7 @@ def spec_of(workload: Any) -> WorkerSpec:
         (kill,),
         True,
         recipe,
-        boundaries,
+        stage_io,
         "weights",
         CheckpointOptions(CheckpointWish("folder", 2), identity, "folder/3", 3),
     )
@@ -242,7 +242,7 @@ def spec_of(workload: Any) -> WorkerSpec:
 
 
 def test_a_worker_is_described_in_json_and_the_token_stays_here() -> None:
-    spec = spec_of(NamedWorkload("agent.examples.gpt:Gpt", {"width": 32}))
+    spec = spec_of(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32}))
     document = encode_spec(spec)
     text = json.dumps(document)
     assert "secret" not in text

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.nodes import frames, pool
-from agent.nodes.frames import Frames, greet
-from agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub
-from agent.nodes.server import LeadLost, NodeServer
-from agent.nodes.wire import MACHINE
+from openrecycle.agent.nodes import frames, pool
+from openrecycle.agent.nodes.frames import Frames, greet
+from openrecycle.agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub
+from openrecycle.agent.nodes.server import LeadLost, NodeServer
+from openrecycle.agent.nodes.wire import MACHINE
 from tests.agent.consoles import until
 
 TOKEN = "a secret of 20 signs"
@@ -113,6 +113,18 @@ def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub
     hub.close("the job is over")
     thread.join(20)
     assert outcome == ["the job is over"]
+
+
+def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
+    met, answer = join(hub, 1)
+    assert answer == {"kind": "welcome"}
+    first = met.receive()  # the lead compares clocks: the node is not among its links yet
+    hub.close("the job is over")
+    while first["kind"] == "clock":
+        met.send({"kind": "clock", "at": time.monotonic_ns()})
+        first = met.receive()
+    assert [first, met.receive()] == [{"kind": "over", "reason": "the job is over"}, {"kind": "bye"}]
+    met.close()
 
 
 def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agent.devices import Platform
-from agent.recipe import Recipe
+from openrecycle.agent.devices import Platform
+from openrecycle.agent.recipe import Recipe
 from tests.agent import own_jobs
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
@@ -44,7 +44,7 @@ def test_only_what_is_lost_is_run_again() -> None:
     grid = {"stages": 2, "micro_batches": 8}
     job = _ordered("W1_1@2:I7", recipe=Recipe(keep_finished=True), **grid)
     assert job.losses == fault_free_losses(ITERATIONS, **(GRID | grid)) and job.dead == ["W1_1"]
-    (redone,) = {m["run"] for _, m in job.messages if m["kind"] == "redo" and m["epoch"] == 2}
+    (redone,) = {m["run"] for _, m in job.messages if m["kind"] == "redo" and m["generation"] == 2}
     assert 8 <= redone <= 16
 
 
@@ -59,7 +59,7 @@ def test_a_worker_returns() -> None:
     def act(job: LocalJob, line: dict[str, Any]) -> None:
         if "failure" in line:
             job.start("W1_1")
-        if len([i for i in job.iterations if i["epoch"] == 3]) >= 3:
+        if len([i for i in job.iterations if i["generation"] == 3]) >= 3:
             job.stop()
 
     changes: dict[str, Any] = {"stages": 2, "micro_batches": 2}

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.script import MicroBatch, Script
-from agent.transport.ordered import OrderedTransfers
-from agent.transport.transfers import PREFETCH
-from planner.catalog import Catalog
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.schedule import Op, Schedule
+from openrecycle.agent.script import MicroBatch, Script
+from openrecycle.agent.transport.ordered import OrderedTransfers
+from openrecycle.agent.transport.transfers import PREFETCH
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.schedule import Op, Schedule
 from tests.agent.virtual_wires import Deadlock, Labelled, Mispaired, Round, train
 
 

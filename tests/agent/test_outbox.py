@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.console_link import REPORTED_ITERATIONS, Report, is_history, merge_iterations
-from agent.outbox import Outbox
-from agent.protocol import FailureReport, Iteration, IterationReport
+from openrecycle.agent.console_link import REPORTED_ITERATIONS, Report, is_history, merge_iterations
+from openrecycle.agent.outbox import Outbox
+from openrecycle.agent.protocol import FailureReport, Iteration, IterationReport
 
 
 @given(st.lists(st.one_of(st.integers(0, 99), st.none()), max_size=60), st.integers(1, 10))
@@ -41,7 +41,7 @@ def test_what_may_be_dropped_goes_first() -> None:
 
 def iterations(first: int, count: int = 1) -> Report:
     made = tuple(
-        Iteration(iteration=first + n, loss=1.0, loss_hex=(1.0).hex(), seconds=0.1, epoch=1, living=4)
+        Iteration(iteration=first + n, loss=1.0, loss_hex=(1.0).hex(), seconds=0.1, generation=1, living=4)
         for n in range(count)
     )
     return "/iterations", IterationReport(iterations=made)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agent.pacing import GRACE, PROMPT, PacedDevice, profile_pace
-from planner.errors import InputError
-from planner.job import Job, StageProfile, Worker
+from openrecycle.agent.pacing import GRACE, PROMPT, PacedDevice, profile_pace
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, StageProfile, Worker
 
 
 class Clock:

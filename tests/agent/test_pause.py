@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agent.holding import Hold
-from agent.protocol import Command
+from openrecycle.agent.holding import Hold
+from openrecycle.agent.protocol import Command
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -27,7 +27,7 @@ def test_all_stop_before_the_same_iteration_also_when_one_dies_meanwhile() -> No
     def on_line(job: LocalJob, line: dict[str, Any]) -> None:
         if line.get("iteration") == 2:
             job.launcher._obey(PAUSE)
-        if resumed.is_set() and len([i for i in job.iterations if i["epoch"] == 2]) >= 3:
+        if resumed.is_set() and len([i for i in job.iterations if i["generation"] == 2]) >= 3:
             job.stop()
 
     def on_message(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
@@ -37,8 +37,8 @@ def test_all_stop_before_the_same_iteration_also_when_one_dies_meanwhile() -> No
         if not killed and job.iterations[-1]["iteration"] == last:
             killed.append(last)
             job.signal("W1_1", signal.SIGKILL)
-        # All three are in the next epoch, and have had time to run an iteration, if they would.
-        if len({*job.said("formed", epoch=2)}) == 3:
+        # All three are in the next generation, and have had time to run an iteration, if they would.
+        if len({*job.said("formed", generation=2)}) == 3:
             assert job.iterations[-1]["iteration"] == killed[0] == last
             resumed.set()
             job.launcher._obey(RESUME)
@@ -47,7 +47,7 @@ def test_all_stop_before_the_same_iteration_also_when_one_dies_meanwhile() -> No
     assert resumed.is_set() and job.dead == ["W1_1"]
     assert killed[0] == max(m["iteration"] for _, m in job.messages if m["kind"] == "held") >= 2
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
-    assert not [w for w, m in job.messages if m["kind"] == "left" and m["epoch"] == 1 and not m["whole"]]
+    assert not [w for w, m in job.messages if m["kind"] == "left" and m["generation"] == 1 and not m["whole"]]
 
 
 class Told:

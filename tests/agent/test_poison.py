@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.poison import ATTEMPTS, STRIKES, Finding, Poison, Raised, assign, committed, raised
+from openrecycle.agent.poison import ATTEMPTS, STRIKES, Finding, Poison, Raised, assign, committed, raised
 
 PEERS = {f"W{p}_0": f"i{p}" for p in range(3)}
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from agent import JobFailed, Timeouts
-from agent.preflight import check_workload
-from agent.recipe import Recipe
-from agent.workload import NamedWorkload
-from planner.errors import InputError
-from planner.job import Job
+from openrecycle import JobFailed, Timeouts
+from openrecycle.agent.preflight import check_workload
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job
 from tests.agent import own_jobs, wrong_jobs
-from tests.agent.runs import unruly
+from tests.agent.runs import nan_model
 
 W = own_jobs.WIDTH
 
@@ -65,7 +65,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"data": 7}, ["data: got 'int', expected"]),
         ({"on_error": "ignore"}, ["on_error: got 'ignore', expected stop or log"]),
         ({"on_iteration": lambda: None}, ["on_iteration: got '()'", "(iteration, loss)"]),
-        ({"timeouts": 5.0}, ["timeouts: got 5.0, expected agent.Timeouts"]),
+        ({"timeouts": 5.0}, ["timeouts: got 5.0, expected openrecycle.Timeouts"]),
         ({"timeouts": Timeouts(transfer=10.0)}, ["transfer_timeout: got 10.0, expected more than the 20 s"]),
         ({"compare_every": -1}, ["compare_every: got -1"]),
         ({"record": "/no/such/folder/run.jsonl"}, ["record: got", "a folder that exists"]),
@@ -103,15 +103,15 @@ def test_what_can_be_trained_is_not(changes: dict[str, Any]) -> None:
 
 def test_the_command_line_refuses_the_same() -> None:
     """Its workloads are checked by the launcher, before it starts workers."""
-    check_workload(NamedWorkload("tests.agent.unruly:Unruly").load(), Job(2, 2, 2), 0, Recipe())
+    check_workload(NamedWorkload("tests.agent.nan_model:NanModel").load(), Job(2, 2, 2), 0, Recipe())
     with pytest.raises(InputError, match="ReduceLROnPlateau"):
         check_workload(NamedWorkload("tests.agent.test_preflight:Plateau").load(), Job(2, 2, 2), 0, Recipe())
 
 
 def Plateau() -> Any:
-    from tests.agent.unruly import Unruly
+    from tests.agent.nan_model import NanModel
 
-    task = Unruly()
+    task = NanModel()
     task.scheduler = wrong_jobs.plateau  # type: ignore[method-assign,assignment]
     return task
 
@@ -135,7 +135,7 @@ def test_peers_that_drift_apart_are_found_by_the_checkpoint(tmp_path: Any) -> No
 def test_peers_that_do_not_drift_are_left_alone(synchronous: tuple[str, ...], tmp_path: Path) -> None:
     """Compared at every boundary, through updates that are clipped, left out and taken back, a death, and a return:
     a step that is not settled yet is compared with its like only."""
-    run = unruly(
+    run = nan_model(
         tmp_path / "run.jsonl",
         *("--compare-every", "1", "--clip-norm", "0.5", *synchronous),
         *("--kill", "W1_0@6:I0", "--rejoin", "W1_0@9"),

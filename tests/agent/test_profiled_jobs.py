@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import Catalog
-from planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
-from planner.plan import Plan, job_doc
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.plan import Plan, job_doc
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY
@@ -55,8 +55,8 @@ def test_an_uneven_job_is_planned_and_paced_by_its_profile(tmp_path: Path) -> No
 
 
 def check_plan(server: JobConsole, job_id: str, failed: tuple[str, ...]) -> None:
-    """The newest epoch's plan is of the uneven job, and no worse than the launcher's own would be."""
-    fingerprint = until(lambda: server.read(f"/jobs/{job_id}")["plan_fingerprint"], "an epoch")
+    """The newest generation's plan is of the uneven job, and no worse than the launcher's own would be."""
+    fingerprint = until(lambda: server.read(f"/jobs/{job_id}")["plan_fingerprint"], "a generation")
     plan = Plan.from_json(json.dumps(server.read(f"/jobs/{job_id}/plans/{fingerprint}")))
     assert plan.failed == failed and plan.job.job() == UNEVEN and plan.memory == "bytes"
     own = Catalog(UNEVEN, Technique.STAGGERED, MemoryLimit("bytes")).plan_for(map(Worker.parse, failed))[0]
@@ -83,7 +83,7 @@ def test_a_worker_that_becomes_slow_is_given_less_to_do(tmp_path: Path) -> None:
                 speeds: dict[str, float] = server.read(f"/jobs/{job_id}/plans/{fingerprint}")["job"].get("speeds", {})
                 return speeds
 
-            until(lambda: server.read(f"/jobs/{job_id}")["plan_fingerprint"], "an epoch")
+            until(lambda: server.read(f"/jobs/{job_id}")["plan_fingerprint"], "a generation")
             until(lambda: planned_with().get("W1_1", 1.0) < 0.8, "a plan with its speed", timeout=90)
             job = server.read(f"/jobs/{job_id}")
             plan = Plan.from_json(json.dumps(server.read(f"/jobs/{job_id}/plans/{job['plan_fingerprint']}")))

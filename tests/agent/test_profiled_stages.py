@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agent.boundaries import TensorSpec
-from agent.profiling.profiler import Effort
-from agent.profiling.stages import Alone, Bench, StageError, StageRun, batches, measure_stages, script_of
-from agent.recipe import Recipe
-from agent.workload import NamedWorkload
-from planner.job import Job, Worker
+from openrecycle.agent.profiling.profiler import Effort
+from openrecycle.agent.profiling.stages import Alone, Bench, StageError, StageRun, batches, measure_stages, script_of
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.stage_io import TensorSpec
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.job import Job, Worker
 
 TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
-GPT = NamedWorkload("agent.examples.gpt:Gpt", TINY)
+GPT = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY)
 
 
 def told(stages: int, width: int, pipelines: int = 2) -> list[list[str]]:

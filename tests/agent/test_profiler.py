@@ -11,17 +11,17 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from agent.cli import app
-from agent.gradients import gradient_sum
-from agent.optimizer import StageOptimizer
-from agent.profiling.profiler import Effort, PartSpec, kept_bytes, measure_part, timing_of
-from agent.profiling.shapes import SHAPES, shape_of
-from agent.profiling.traffic import measure_traffic
-from agent.stage import Stage
-from planner.errors import InputError
-from planner.job import Problem
-from planner.profiles import load_profile
-from planner.solvers.portfolio import make_plan
+from openrecycle.agent.cli import app
+from openrecycle.agent.gradients import gradient_sum
+from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.profiling.profiler import Effort, PartSpec, kept_bytes, measure_part, timing_of
+from openrecycle.agent.profiling.shapes import SHAPES, shape_of
+from openrecycle.agent.profiling.traffic import measure_traffic
+from openrecycle.agent.stage import Stage
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Problem
+from openrecycle.planner.profiles import load_profile
+from openrecycle.planner.solvers.portfolio import make_plan
 
 BATCH, WIDTH = 32, 128
 FLOATS = 4 * BATCH * WIDTH
@@ -88,7 +88,7 @@ def test_traffic_between_real_processes() -> None:
 @pytest.mark.processes
 def test_a_plan_is_made_from_what_was_measured(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
-    command = ["-m", "agent", "profile", "--workload", "agent.examples.gpt:Gpt", "--workload-options"]
+    command = ["-m", "agent", "profile", "--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options"]
     options = ['{"width": 32, "heads": 2, "sequence": 16, "batch": 2}', "--stages", "2", "--micro-batches", "3"]
     done = subprocess.run(
         [sys.executable, *command, *options, "--repeats", "3", "--allow-spread", "--out", str(out)],
@@ -115,7 +115,7 @@ def test_a_plan_is_made_from_what_was_measured(tmp_path: Path) -> None:
         (["--model", "gpt5"], "gpt3-medium"),
         (["--model", "gpt3-medium", "--stages", "25"], "at most 24"),
         (["--workload", "no.such:thing"], "--workload"),
-        (["--workload", "agent.examples.gpt:Gpt", "--workload-options", "[]"], "--workload-options"),
+        (["--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options", "[]"], "--workload-options"),
         (["--model", "gpt3-medium", "--repeats", "0"], "--repeats"),
         (["--model", "gpt3-medium", "--warm-up", "-1"], "--warm-up"),
         (["--model", "gpt3-medium", "--threads", "1000"], "--threads"),
@@ -135,7 +135,13 @@ def test_what_can_not_be_measured_is_said(arguments: list[str], field: str, tmp_
 
 def test_times_that_vary_too_much_are_not_written(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
-    command = ["profile", "--workload", "agent.examples.gpt:Gpt", "--workload-options", '{"width": 32, "sequence": 16}']
+    command = [
+        "profile",
+        "--workload",
+        "openrecycle.agent.examples.gpt:Gpt",
+        "--workload-options",
+        '{"width": 32, "sequence": 16}',
+    ]
     # No clock gives the same microseconds five times over.
     sizes = ["--stages", "1", "--pipelines", "1", "--repeats", "5", "--spread-limit", "0", "--out", str(out)]
     done = CliRunner().invoke(app, [*command, *sizes], catch_exceptions=False)

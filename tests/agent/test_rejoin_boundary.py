@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agent.coordination import LocalCoordination
-from planner.job import Worker
+from openrecycle.agent.coordination import LocalCoordination
+from openrecycle.planner.job import Worker
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -20,7 +20,7 @@ def _return_after_death(job: LocalJob, line: dict[str, Any]) -> None:
     """W1_1 is dead from iteration 1 on; it is started anew, and the job ends when it has trained a while."""
     if "failure" in line:
         job.start("W1_1")
-    full = [i for i in job.iterations if i["living"] == 4 and i["epoch"] > 1]
+    full = [i for i in job.iterations if i["living"] == 4 and i["generation"] > 1]
     if len(full) >= 4:
         job.stop()
 
@@ -33,7 +33,7 @@ def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) ->
     let_in = LocalCoordination.ready
 
     def ready(self: LocalCoordination, worker: Worker, incarnation: str) -> None:
-        if self._epoch:
+        if self._generation:
             waiting.append((worker, incarnation))
         else:
             let_in(self, worker, incarnation)
@@ -49,13 +49,13 @@ def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) ->
     assert heard == sorted(set(heard)) and len(heard) == 3, "each time its silence begins anew"
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
     assert job.dead == ["W1_1"]
-    # Three members left epoch 2, each between two iterations and with nothing in flight...
-    assert sorted(job.said("left", epoch=2, whole=True)) == ["W0_0", "W0_1", "W1_0"]
-    assert not job.said("left", epoch=2, whole=False) and not job.said("broken", epoch=2)
-    # ... all four entered epoch 3 with the same iteration, the first that the record counts to it.
-    (entered,) = {m["iteration"] for _, m in job.messages if m["kind"] == "formed" and m["epoch"] == 3}
-    assert len(job.said("formed", epoch=3)) == 4
-    assert next(i["iteration"] for i in job.iterations if i["epoch"] == 3) == entered
+    # Three members left generation 2, each between two iterations and with nothing in flight...
+    assert sorted(job.said("left", generation=2, whole=True)) == ["W0_0", "W0_1", "W1_0"]
+    assert not job.said("left", generation=2, whole=False) and not job.said("broken", generation=2)
+    # ... all four entered generation 3 with the same iteration, the first that the record counts to it.
+    (entered,) = {m["iteration"] for _, m in job.messages if m["kind"] == "formed" and m["generation"] == 3}
+    assert len(job.said("formed", generation=3)) == 4
+    assert next(i["iteration"] for i in job.iterations if i["generation"] == 3) == entered
     assert [i["iteration"] for i in job.iterations] == list(range(len(job.iterations)))
 
 
@@ -67,15 +67,15 @@ def test_a_death_while_a_newcomer_enters(victim: str) -> None:
     struck = []
 
     def strike(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
-        # The first to be in epoch 3 has no state to hand over or to take: the others are at it now.
-        if message["kind"] == "formed" and message["epoch"] == 3 and not struck:
+        # The first to be in generation 3 has no state to hand over or to take: the others are at it now.
+        if message["kind"] == "formed" and message["generation"] == 3 and not struck:
             struck.append(victim)
             job.signal(victim, signal.SIGKILL)
 
     def until_it_trains(job: LocalJob, line: dict[str, Any]) -> None:
         if "failure" in line and not struck:
             job.start("W1_1")
-        if struck and len([i for i in job.iterations if i["epoch"] > 3]) >= 3:
+        if struck and len([i for i in job.iterations if i["generation"] > 3]) >= 3:
             job.stop()
 
     job = LocalJob(**grid, kills=("W1_1@1:I1",), on_message=strike, on_line=until_it_trains).run()

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from agent import InputError, Job, Reporter
-from agent.reporter import MAX_ITERATIONS
+from openrecycle import InputError, Job, Reporter
+from openrecycle.agent.reporter import MAX_ITERATIONS
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.own_loop import JOB
 
@@ -40,8 +40,8 @@ class OwnLoop:
     def said(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.said_in.read_text().splitlines() if line.endswith("}")]
 
-    def epochs(self) -> dict[int, dict[str, Any]]:
-        return {line["epoch"]: line for line in self.said() if "epoch" in line}
+    def generations(self) -> dict[int, dict[str, Any]]:
+        return {line["generation"]: line for line in self.said() if "generation" in line}
 
     def end(self) -> str:
         """What it wrote to standard error."""
@@ -77,7 +77,7 @@ def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: 
     ladder = ("--heartbeat", "0.2", "--suspect", "1", "--dead", "4")
     with console(tmp_path, *ladder) as server, loops(server, tmp_path) as running:
         job_id = server.job_id()
-        until(lambda: all(1 in loop.epochs() for loop in running.values()), "the first plan everywhere")
+        until(lambda: all(1 in loop.generations() for loop in running.values()), "the first plan everywhere")
         until(lambda: len(reported(server, job_id)) > 3, "iterations")
         until(lambda: server.read(f"/jobs/{job_id}")["state"] == "running", "all, though one's callback failed")
         workers = server.read(f"/jobs/{job_id}/workers")["workers"]
@@ -88,14 +88,14 @@ def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: 
         silent = running["W0_1"]
         os.kill(silent.process.pid, signal.SIGSTOP)
         others = [loop for name, loop in running.items() if name != "W0_1"]
-        until(lambda: all(2 in loop.epochs() for loop in others), "the plan without W0_1")
+        until(lambda: all(2 in loop.generations() for loop in others), "the plan without W0_1")
         for loop in others:
-            second = loop.epochs()[2]
+            second = loop.generations()[2]
             assert second["failed"] == ["W0_1"]
             assert second["forwards"] == {"W0_0": 3, "W1_0": 3, "W1_1": 6}
         before = max(reported(server, job_id))
         until(lambda: max(reported(server, job_id)) > before + 3, "iterations from W1_1")
-        until(lambda: server.read(f"/jobs/{job_id}")["state"] == "running", "the second epoch to be taken up")
+        until(lambda: server.read(f"/jobs/{job_id}")["state"] == "running", "the second generation to be taken up")
         rows = reported(server, job_id)
         assert sorted(rows) == list(range(len(rows)))
         assert all(loss == 1 / (1 + i) for i, loss in rows.items())
@@ -106,7 +106,7 @@ def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: 
         assert all({"closed": True} in loop.said() and loop.process.returncode == 0 for loop in running.values()), (
             errors
         )
-        assert "on_plan failed for epoch 1" in errors["W0_0"] and "goes on without W0_1" in errors["W0_1"]
+        assert "on_plan failed for generation 1" in errors["W0_0"] and "goes on without W0_1" in errors["W0_1"]
         assert server.read(f"/jobs/{job_id}")["state"] == "finished"
 
 
@@ -157,7 +157,7 @@ def test_a_loop_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
     with console(tmp_path) as server:
         with pytest.raises(ZeroDivisionError), lonely(server) as reporter:
             job_id = server.job_id()
-            until(lambda: server.read(f"/jobs/{job_id}")["epoch"] == 1, "the first epoch")
+            until(lambda: server.read(f"/jobs/{job_id}")["generation"] == 1, "the first generation")
             reporter.iteration(0, loss=1 / 0)
         assert server.read(f"/jobs/{job_id}")["state"] not in ("finished", "stopped")
 

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from agent import JobFailed
-from agent.trainer import ResilientTrainer, TrainingResult
-from planner.errors import InfeasibleError, InputError
-from planner.job import Job
-from planner.plan import job_doc
+from openrecycle import JobFailed
+from openrecycle.agent.trainer import ResilientTrainer, TrainingResult
+from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 from tests.agent import own_jobs
 from tests.agent.consoles import console
 
@@ -61,6 +61,8 @@ class Local:
         ({"seed": -1}, ["seed: got -1"]),
         ({"technique": "magic"}, ["technique: got 'magic'"]),
         ({"memory": 0}, ["memory: got '0'"]),
+        ({"capacity": "lots"}, ["capacity: got 'lots', expected a size in bytes"]),
+        ({"memory": "bytes"}, ["capacity_bytes: got None"]),
         ({"pace": "F=1ms"}, ["pace: got 'F=1ms', expected a time above 0 for I, W too"]),
         ({"pace": "profile"}, ["pace: got 'profile', expected a profile in", "its time unit is slot"]),
         ({"profile": "no/such.json"}, ["profile: got 'no/such.json'", "can't be read"]),
@@ -80,6 +82,13 @@ def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], word
         own_jobs.trainer(**changes)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("capacity", ["80GiB", 80 << 30])
+def test_the_memory_of_a_worker_can_be_set(capacity: Any) -> None:
+    own_jobs.trainer(profile="gpt3-medium", memory="bytes", capacity=capacity)
+    with pytest.raises(PlannerError, match="stage 0, which has 1,073,741,824"):
+        own_jobs.trainer(profile="gpt3-medium", memory="bytes", capacity="1GiB")
 
 
 def test_deaths_that_no_plan_survives_are_refused() -> None:
@@ -207,7 +216,7 @@ def run_script(path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=120,
         check=False,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        env={"PYTHONPATH": f"{ROOT}:{ROOT}/.src", "PATH": ""},
     )
 
 
@@ -222,7 +231,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_the_example_survives_its_kill() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "agent.examples.own_job"],
+        [sys.executable, "-m", "openrecycle.agent.examples.own_job"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -242,9 +251,11 @@ def test_the_reader_of_the_readme_gets_the_example_that_is_tested() -> None:
 
 
 def test_the_readmes_calls_fit_their_signatures() -> None:
-    import agent
+    import openrecycle as agent
 
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text() + (ROOT / "app/docs/own-job.md").read_text(), re.S
+    )
     calls = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
     named = {call.func.id: call for call in calls if isinstance(call.func, ast.Name) and call.func.id in agent.__all__}
     assert set(named) == {"ResilientTrainer", "Reporter"}
@@ -253,7 +264,7 @@ def test_the_readmes_calls_fit_their_signatures() -> None:
 
 
 def test_public_names() -> None:
-    import agent
+    import openrecycle as agent
 
     for name in agent.__all__:
         assert getattr(agent, name).__name__ == name

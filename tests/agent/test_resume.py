@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.checkpoints.checkpoint import whole_checkpoints
+from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from tests.agent.runs import TINY, Run, forked
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("resume")]

@@ -6,8 +6,8 @@ import hashlib
 
 import pytest
 
-from agent.record import DivergedError, RunRecord
-from planner.job import Worker
+from openrecycle.agent.record import DivergedError, RunRecord
+from openrecycle.planner.job import Worker
 
 A, B, C, D = (Worker(p, s) for p in range(2) for s in range(2))  # B and D are the last stage
 MS = 1_000_000
@@ -15,7 +15,7 @@ MS = 1_000_000
 
 def _running() -> RunRecord:
     record = RunRecord(stages=2, started_at=0)
-    record.epoch_opened(1, [A, B, C, D], at=0)
+    record.generation_opened(1, [A, B, C, D], at=0)
     for worker in (A, B, C, D):
         record.formed(worker, 1, 0, at=1 * MS)
     return record
@@ -26,7 +26,7 @@ def test_an_iteration_is_committed_when_the_last_worker_has_stepped() -> None:
     for worker in (A, B, C):
         assert not record.committed_by(worker, 0, (2.5).hex(), at=5 * MS).iterations
     (iteration,) = record.committed_by(D, 0, (2.5).hex(), at=9 * MS).iterations
-    assert (iteration.iteration, iteration.loss, iteration.living, iteration.epoch) == (0, 2.5, 4, 1)
+    assert (iteration.iteration, iteration.loss, iteration.living, iteration.generation) == (0, 2.5, 4, 1)
     assert iteration.seconds == pytest.approx(0.009)
 
 
@@ -35,7 +35,7 @@ def test_a_death_before_its_step_does_not_hold_up_what_all_others_committed() ->
     for worker in (A, B, C):
         record.committed_by(worker, 0, (2.5).hex(), at=5 * MS)
     record.died(D, detected_at=6 * MS)
-    (iteration,) = record.epoch_opened(2, [A, B, C], at=7 * MS).iterations
+    (iteration,) = record.generation_opened(2, [A, B, C], at=7 * MS).iterations
     assert iteration.living == 3
 
 
@@ -45,7 +45,7 @@ def test_an_iteration_that_was_rolled_back_is_recorded_once() -> None:
     record.committed_by(B, 0, (2.5).hex(), at=5 * MS)
     record.dying(D, at=6 * MS)
     record.died(D, detected_at=10 * MS)
-    assert not record.epoch_opened(2, [A, B, C], at=11 * MS).iterations
+    assert not record.generation_opened(2, [A, B, C], at=11 * MS).iterations
     for worker, left in ((A, 20), (B, 22), (C, 21)):
         record.left(worker, at=left * MS)
     for worker in (A, B, C):
@@ -69,12 +69,12 @@ def test_redone_to_another_loss_is_an_error() -> None:
 def test_a_newcomer_counts_from_where_it_joined() -> None:
     record = _running()
     record.died(C, detected_at=2 * MS)
-    record.epoch_opened(2, [A, B, D], at=3 * MS)
+    record.generation_opened(2, [A, B, D], at=3 * MS)
     for worker in (A, B, D):
         record.formed(worker, 2, 0, at=4 * MS)
         record.committed_by(worker, 0, (2.5).hex(), at=5 * MS)
     assert record.committed == 1
-    record.epoch_opened(3, [A, B, C, D], at=6 * MS)
+    record.generation_opened(3, [A, B, C, D], at=6 * MS)
     for worker in (A, B, C, D):
         record.formed(worker, 3, 1, at=7 * MS)
         record.committed_by(worker, 1, (2.25).hex(), at=8 * MS)
@@ -107,7 +107,7 @@ def test_a_process_that_never_was_a_member_is_no_failure() -> None:
 
 def test_the_failure_of_a_hung_worker_is_recorded_once() -> None:
     record = _running()
-    record.epoch_opened(2, [A, B, C], at=20 * MS)
+    record.generation_opened(2, [A, B, C], at=20 * MS)
     record.died(D, detected_at=21 * MS)
     recoveries = []
     for worker in (A, B, C):
@@ -116,40 +116,40 @@ def test_the_failure_of_a_hung_worker_is_recorded_once() -> None:
     for worker in (A, B, C):
         recoveries += record.committed_by(worker, 0, (2.5).hex(), at=50 * MS).recoveries
     (recovery,) = recoveries
-    assert (recovery.worker, recovery.epoch, recovery.death_known) == (str(D), 2, False)
+    assert (recovery.worker, recovery.generation, recovery.death_known) == (str(D), 2, False)
     assert recovery.resumed_ms == 29.0
 
 
-def test_iterations_before_a_boundary_belong_to_the_old_epoch_and_wait_for_no_newcomer() -> None:
+def test_iterations_before_a_boundary_belong_to_the_old_generation_and_wait_for_no_newcomer() -> None:
     record = _running()
     record.died(D, detected_at=2 * MS)
-    record.epoch_opened(2, [A, B, C], at=3 * MS)
+    record.generation_opened(2, [A, B, C], at=3 * MS)
     for worker in (A, B, C):
         record.formed(worker, 2, 0, at=4 * MS)
     assert record.formed_by_all and record.newest == 0
     # D is back, and enters after iteration 1.
-    assert not record.epoch_opened(3, [A, B, C, D], at=5 * MS, after=1).iterations
+    assert not record.generation_opened(3, [A, B, C, D], at=5 * MS, after=1).iterations
     assert not record.formed_by_all
     for i in range(2):
         for worker in (A, B, C):
             lines = record.committed_by(worker, i, (1.5).hex(), at=(10 + i) * MS).iterations
-        assert [(line.iteration, line.epoch, line.living) for line in lines] == [(i, 2, 3)]
+        assert [(line.iteration, line.generation, line.living) for line in lines] == [(i, 2, 3)]
     for worker in (A, B, C, D):
         record.formed(worker, 3, 2, at=20 * MS)
     for worker in (A, B, C):
         assert not record.committed_by(worker, 2, (1.5).hex(), at=30 * MS).iterations
     (line,) = record.committed_by(D, 2, (1.5).hex(), at=31 * MS).iterations
-    assert (line.iteration, line.epoch, line.living) == (2, 3, 4)
+    assert (line.iteration, line.generation, line.living) == (2, 3, 4)
 
 
 def test_a_death_is_recorded_though_another_worker_takes_the_place_at_once() -> None:
-    """B and D die together; C becomes B before any epoch without B has settled."""
+    """B and D die together; C becomes B before any generation without B has settled."""
     record = _running()
     record.died(D, detected_at=2 * MS)
     record.died(B, detected_at=2 * MS)
-    record.epoch_opened(2, [A, B, C], at=3 * MS)
+    record.generation_opened(2, [A, B, C], at=3 * MS)
     record.moved(C, B)
-    record.epoch_opened(3, [A, B], at=3 * MS, joining=[B])
+    record.generation_opened(3, [A, B], at=3 * MS, joining=[B])
     for worker in (A, B):
         record.formed(worker, 3, 0, at=9 * MS)
     record.committed_by(A, 0, (0.0).hex(), at=20 * MS)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from agent.backward.probe import Probe, Split, choose_split
-from agent.examples.gpt import Block
-from agent.gradients import GradientSum, MicroBatch
-from agent.recipe import Autocast
-from agent.stage import Stage
+from openrecycle.agent.backward.probe import Probe, Split, choose_split
+from openrecycle.agent.examples.gpt import Block
+from openrecycle.agent.gradients import GradientSum, MicroBatch
+from openrecycle.agent.recipe import Autocast
+from openrecycle.agent.stage import Stage
 from tests.agent.recurrent import run_lstm
 
 KEYS: list[MicroBatch] = [(0, 0), (0, 1), (1, 0), (2, 5)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agent.examples.gpt import Block, Gpt
-from agent.gradients import GradientSum
-from agent.stage import Stage
+from openrecycle.agent.examples.gpt import Block, Gpt
+from openrecycle.agent.gradients import GradientSum
+from openrecycle.agent.stage import Stage
 
 
 class Mlp(nn.Module):
@@ -109,5 +109,5 @@ def test_weight_backward_holds_no_more_than_forward_did() -> None:
     stage = Stage(module, GradientSum(module.parameters(), terms=1))
     stage.forward((0, 0), torch.randn(shape), seed=1)
     stage.input_backward((0, 0), torch.ones(shape))
-    flight = stage._flights[0, 0]
-    assert not flight.inputs and not flight.outputs and len(flight.tape) == 4
+    state = stage._states[0, 0]
+    assert not state.inputs and not state.outputs and len(state.deferred) == 4

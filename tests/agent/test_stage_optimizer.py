@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from agent.gradients import GradientSum
-from agent.optimizer import StageOptimizer
-from agent.state import StateError, pack, unpack
-from agent.validation import CLEAN, SKIP, Slot, Verdict
-from planner.errors import InputError
+from openrecycle.agent.gradients import GradientSum
+from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.post_validation import CLEAN, SKIP, Slot, ValidationResult
+from openrecycle.agent.state import StateError, pack, unpack
+from openrecycle.planner.errors import InputError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -72,7 +72,7 @@ def _sum(stage: StageOptimizer, iteration: int) -> None:
     stage.gradients.add_loss(torch.tensor(float(iteration)))
 
 
-def _train(stage: StageOptimizer, iteration: int, verdict: Verdict | None = CLEAN) -> None:
+def _train(stage: StageOptimizer, iteration: int, verdict: ValidationResult | None = CLEAN) -> None:
     _sum(stage, iteration)
     assert stage.step(verdict) == iteration
 
@@ -83,7 +83,7 @@ def _everything(stage: StageOptimizer) -> tuple[Any, ...]:
             stage.module.state_dict(),
             stage.optimizer.state_dict(),
             stage.scheduler.state_dict() if stage.scheduler else None,
-            stage.outlook,
+            stage.post_validation,
         )
     )
 
@@ -120,7 +120,9 @@ def test_roll_back_is_exact_also_of_the_first_step(optimizer: str, scheduler: st
 def test_a_late_verdict_leaves_what_an_early_one_would_have(optimizer: str, scheduler: str | None) -> None:
     """Clean, clipped and skipped steps, staggered against synchronous: every bit, and the roll-back after it."""
     late, early = (_stage(optimizer=optimizer, scheduler=scheduler) for _ in range(2))
-    for i, verdict in enumerate([SKIP, CLEAN, Verdict(0.25), CLEAN, SKIP, Verdict(0.1), Verdict(0.5), CLEAN]):
+    for i, verdict in enumerate(
+        [SKIP, CLEAN, ValidationResult(0.25), CLEAN, SKIP, ValidationResult(0.1), ValidationResult(0.5), CLEAN]
+    ):
         before = _everything(late)
         _train(late, i, None)
         _sum(late, 100)
@@ -222,9 +224,9 @@ def test_a_stage_that_knows_its_gradients_to_be_useless_leaves_its_parameters_al
     assert stage.slot.rejected and not stage.settled
     assert stage.parameters_sha256() == before and stage.committed == 1
     assert stage.settle(SKIP)
-    assert stage.parameters_sha256() == before and stage.outlook.skipped == 1
+    assert stage.parameters_sha256() == before and stage.post_validation.skipped == 1
     stage.roll_back()
-    assert stage.committed == 0 and stage.slot == Slot() and stage.outlook.skipped == 0
+    assert stage.committed == 0 and stage.slot == Slot() and stage.post_validation.skipped == 0
 
 
 def test_the_norm_is_that_of_torch() -> None:
@@ -243,7 +245,7 @@ def test_a_stage_that_is_not_trained_has_nothing_to_clip() -> None:
         module, torch.optim.SGD(module.parameters(), lr=0.1), GradientSum(module.parameters(), terms=1), clips=True
     )
     before = stage.parameters_sha256()
-    stage.step(Verdict(0.5))
+    stage.step(ValidationResult(0.5))
     stage.step(None)
-    assert stage.settle(Verdict(0.5))
+    assert stage.settle(ValidationResult(0.5))
     assert stage.parameters_sha256() == before and stage.committed == 2

@@ -1,4 +1,4 @@
-"""The store through which groups form is killed: trainers don't notice, and the next epoch forms anew."""
+"""The store through which groups form is killed: trainers don't notice, and the next generation forms anew."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ def test_while_all_train_and_a_worker_dies_afterwards(losses: list[str]) -> None
 
     job = LocalJob(**GRID, iterations=ITERATIONS, kills=("W0_1@5:F1",), on_line=strike).run()
     assert job.losses == losses and job.dead == ["W0_1"]
-    epochs = [line["epoch"] for line in job.iterations]
-    # The last one before the death may have been committed by some only when the next epoch opened.
-    assert epochs[:4] == [1] * 4 and epochs[4] in (1, 2) and epochs[5:] == [2] * 3, "the store's death opened no epoch"
+    generations = [line["generation"] for line in job.iterations]
+    # The last one before the death may have been committed by some only when the next generation opened.
+    assert generations[:4] == [1] * 4 and generations[4] in (1, 2) and generations[5:] == [2] * 3, (
+        "the store's death opened no generation"
+    )
 
 
-def test_while_an_epoch_forms(losses: list[str]) -> None:
+def test_while_a_generation_forms(losses: list[str]) -> None:
     def strike(job: LocalJob, deployment: Any) -> None:
-        if deployment.epoch == 2:
+        if deployment.generation == 2:
             job.signal("store", signal.SIGKILL)
 
-    job = LocalJob(**GRID, iterations=ITERATIONS, kills=("W0_1@2:F1",), on_epoch=strike).run()
+    job = LocalJob(**GRID, iterations=ITERATIONS, kills=("W0_1@2:F1",), on_generation=strike).run()
     assert job.losses == losses and job.dead == ["W0_1"]
     assert job.iterations[-1]["living"] == 3
 

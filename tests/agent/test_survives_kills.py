@@ -46,7 +46,7 @@ def test_one_death(moment: str, kill: str, reference: Run, tmp_path: Path) -> No
         (failure,) = run.failures
         assert failure["worker"] == kill[:4] and failure["death_known"]
         assert 0 <= failure["detected_ms"] <= failure["unblocked_ms"] <= failure["reformed_ms"] <= failure["resumed_ms"]
-        assert run.iterations[-1]["living"] == 5 and run.iterations[-1]["epoch"] == 2
+        assert run.iterations[-1]["living"] == 5 and run.iterations[-1]["generation"] == 2
 
 
 def test_two_deaths_in_two_stages_in_one_iteration(reference: Run, tmp_path: Path) -> None:

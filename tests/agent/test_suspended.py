@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent.timeouts import Timeouts
+from openrecycle.agent.timeouts import Timeouts
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -90,7 +90,7 @@ def test_all_workers_while_the_launcher_runs(seed: int) -> None:
     assert any("none of the workers has been heard" in text for text in said)
 
 
-def test_waits_for_peers_that_run_out_meanwhile_lead_to_a_new_epoch_and_to_no_death() -> None:
+def test_waits_for_peers_that_run_out_meanwhile_lead_to_a_new_generation_and_to_no_death() -> None:
     def suspend(job: LocalJob) -> None:
         stop(job)
         time.sleep(STILL)
@@ -98,7 +98,7 @@ def test_waits_for_peers_that_run_out_meanwhile_lead_to_a_new_epoch_and_to_no_de
             wake(job, name)
 
     job = run(suspend, timeouts=Timeouts(transfer=STILL - 1, group=STILL - 0.5))
-    assert {line["epoch"] for line in job.iterations} >= {1}
+    assert {line["generation"] for line in job.iterations} >= {1}
     for _, message in job.messages:
         if message["kind"] == "broken":
             assert message["stood_still"] > STILL - 3

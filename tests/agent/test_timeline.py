@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from agent.clock import Offset, measure_offset
-from agent.heartbeat import measured_ops
-from agent.protocol import ClockReading, clock_name
-from agent.timeline import Recorded, Timeline
-from planner.job import Worker
-from planner.schedule import Op
+from openrecycle.agent.clock import Offset, measure_offset
+from openrecycle.agent.heartbeat import measured_ops
+from openrecycle.agent.protocol import ClockReading, clock_name
+from openrecycle.agent.timeline import Recorded, Timeline
+from openrecycle.planner.job import Worker
+from openrecycle.planner.schedule import Op
 
 
 def ops() -> tuple[Op, ...]:
@@ -27,13 +27,13 @@ def run(timeline: Timeline, iteration: int, *, ops_here: int = 3) -> None:
 
 def test_only_the_iteration_that_was_asked_for_is_recorded() -> None:
     timeline = Timeline()
-    timeline.epoch = 4
+    timeline.generation = 4
     timeline.want(7)
     for iteration in (6, 7, 8):
         run(timeline, iteration)
     taken = timeline.take()
     assert taken is not None
-    assert (taken.epoch, taken.iteration) == (4, 7)
+    assert (taken.generation, taken.iteration) == (4, 7)
     assert taken.ends == [100.0, 101.0, 102.0] and taken.seconds == [0.25, 0.25, 0.25]
     assert timeline.take() is None, "once"
     run(timeline, 7)
@@ -65,7 +65,7 @@ def test_an_abandoned_iteration_and_part_of_one_are_not_kept() -> None:
 
 def test_what_is_posted_says_when_each_op_ran() -> None:
     timeline = Timeline()
-    timeline.epoch = 2
+    timeline.generation = 2
     timeline.want(0)
     run(timeline, 0)
     taken = timeline.take()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from agent.protocol import Iteration
-from agent.trainer import TrainingResult
+from openrecycle.agent.protocol import Iteration
+from openrecycle.agent.trainer import TrainingResult
 from tests.agent import own_jobs, wrong_jobs
 from tests.agent.consoles import console
 from tests.agent.local_jobs import LocalJob, fault_free_losses

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from planner.check import check
-from planner.plan import Plan
+from openrecycle.planner.check import check
+from openrecycle.planner.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, small
@@ -60,10 +60,12 @@ def test_a_death_is_decided_by_the_console_and_the_bits_stay(reference: Run, tmp
         rows = server.read(f"/jobs/{job_id}/iterations?limit=100")["iterations"]
         assert [row["loss_hex"] for row in rows] == reference.losses
         plans = server.read(f"/jobs/{job_id}/plans")["plans"]
-        epochs = server.read(f"/jobs/{job_id}/epochs")["epochs"]
-        assert [epoch["epoch"] for epoch in epochs] == [1, 2]
-        assert epochs[1]["failed"] == ["W1_1"] and epochs[1]["plan_fingerprint"] in {p["fingerprint"] for p in plans}
-        plan = Plan.from_json(json.dumps(server.read(f"/jobs/{job_id}/plans/{epochs[1]['plan_fingerprint']}")))
+        generations = server.read(f"/jobs/{job_id}/generations")["generations"]
+        assert [generation["generation"] for generation in generations] == [1, 2]
+        assert generations[1]["failed"] == ["W1_1"] and generations[1]["plan_fingerprint"] in {
+            p["fingerprint"] for p in plans
+        }
+        plan = Plan.from_json(json.dumps(server.read(f"/jobs/{job_id}/plans/{generations[1]['plan_fingerprint']}")))
         assert check(plan) == [] and plan.failed == ("W1_1",)
         texts = "\n".join(event["text"] for event in _events(server, job_id))
         assert "W1_1" in texts and "SIGKILL" in texts and "resumed" in texts
@@ -124,7 +126,7 @@ def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(tmp_p
             "--console",
             server.root,
             "--workload",
-            "tests.agent.unruly:Absent",
+            "tests.agent.nan_model:Absent",
             iterations=2,
         )
         assert run.status == 1 and "Traceback" not in run.errors
@@ -145,8 +147,8 @@ def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(tmp_path: Path
             job_id = server.job_id()
 
             def last_moves() -> list[list[str]]:
-                epochs = server.read(f"/jobs/{job_id}/epochs")["epochs"]
-                return epochs[-1]["moves"] if epochs else []
+                generations = server.read(f"/jobs/{job_id}/generations")["generations"]
+                return generations[-1]["moves"] if generations else []
 
             moved = until(last_moves, "a move")
             assert len(moved) == 1 and moved[0][1] in ("W0_1", "W1_1")
@@ -158,3 +160,34 @@ def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(tmp_path: Path
     plain = small(tmp_path / "plain.jsonl", "--iterations", str(iterations))
     assert [losses[i] for i in range(iterations)] == plain.losses
     assert [line["final"] for line in lines if "final" in line][-1] == plain.final
+
+
+def test_the_console_says_what_is_run_while_a_worker_returns_and_when_all_have_stopped(tmp_path: Path) -> None:
+    # A stage of some megabytes, which take some seconds.
+    wide = ("--workload-options", '{"width": 256, "heads": 2, "sequence": 16, "batch": 2}', "--hand-over-rate", "3MB")
+    options = ("--pace", "F=20ms,I=20ms,W=20ms", *wide, "--kill", "W1_1@1:F0")
+    with console(tmp_path) as server, job(server, tmp_path / "run.jsonl", 100_000, *options):
+        job_id = server.job_id()
+
+        def detail() -> dict[str, Any]:
+            return dict(server.read(f"/jobs/{job_id}"))
+
+        until(lambda: detail()["condition"] == "degraded", "training without it")
+        without = detail()["plan_fingerprint"]
+        server.post(f"/jobs/{job_id}/workers/W1_1/restart")
+        meanwhile = until(lambda: (now := detail())["plan_state"] == "interim" and now, "the interim plan")
+        plan = Plan.from_json(json.dumps(server.read(f"/jobs/{job_id}/plans/{meanwhile['plan_fingerprint']}")))
+        assert check(plan) == [] and plan.failed == ("W1_1",)
+        full = until(lambda: (now := detail())["plan_state"] == "in force" and now, "the plan of all")
+        assert full["plan_fingerprint"] not in (without, meanwhile["plan_fingerprint"]) and full["living"] == 6
+        newest = server.read(f"/jobs/{job_id}/generations")["generations"][-1]
+        assert newest["interim_plan"] == plan.fingerprint and newest["joining"] == ["W1_1"]
+        # A pause is one once all have stopped; then nothing more is committed.
+        until(lambda: detail()["condition"] == "running", "all train")
+        server.post(f"/jobs/{job_id}/pause")
+        until(lambda: detail()["condition"] == "paused", "all have stopped")
+        committed = detail()["committed"]
+        workers = server.read(f"/jobs/{job_id}/workers")["workers"]
+        assert {worker["state"] for worker in workers} == {"paused"}
+        server.post(f"/jobs/{job_id}/resume")
+        until(lambda: detail()["committed"] > committed and detail()["condition"] == "running", "it goes on")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from agent.nodes.frames import Frames, NotTrusted, greet
+from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
 
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import multiprocessing, os, subprocess
-from agent.processes import start_server
+from openrecycle.agent.processes import start_server
 
 start_server([])
 worker = multiprocessing.get_context("forkserver").Process(target=subprocess.check_call, args=(["env"],))

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent.boundaries import CPU, TensorSpec
-from agent.executor import Executor, OpError
-from agent.faults import FaultInjector
-from agent.ledger import Redo
-from agent.script import MicroBatch, Script
-from agent.transport.ordered import OrderedTransfers, connect
-from agent.transport.transfers import Layout, Lines, Transfers
-from planner.job import Worker
-from planner.schedule import Schedule
+from openrecycle.agent.executor import Executor, OpError
+from openrecycle.agent.faults import FaultInjector
+from openrecycle.agent.ledger import Redo
+from openrecycle.agent.script import MicroBatch, Script
+from openrecycle.agent.stage_io import CPU, TensorSpec
+from openrecycle.agent.transport.ordered import OrderedTransfers, connect
+from openrecycle.agent.transport.transfers import Layout, Lines, Transfers
+from openrecycle.planner.job import Worker
+from openrecycle.planner.schedule import Schedule
 
 WIDE, NARROW = TensorSpec((2,), "float32"), TensorSpec((1,), "int64", gradient=False)
 
@@ -202,7 +202,7 @@ class Round:
 
 
 class _Stage:
-    """Holds nothing; its outputs have the shapes that the boundaries say."""
+    """Holds nothing; its outputs have the shapes that the stage_io say."""
 
     def __init__(self, outgoing: tuple[TensorSpec, ...], incoming: tuple[TensorSpec, ...]) -> None:
         self._outgoing, self._incoming = outgoing, incoming
@@ -279,7 +279,7 @@ def train(
     job, living = schedule.problem.job, sorted(schedule.ops)
     baton = Baton(seed)
     wires, rank = Wires(baton), {w: i for i, w in enumerate(living)}
-    boundaries = ((WIDE, NARROW, WIDE)[:width],) * (job.stages - 1)
+    stage_io = ((WIDE, NARROW, WIDE)[:width],) * (job.stages - 1)
     most = 0
 
     def task(me: Worker) -> Callable[[], None]:
@@ -296,8 +296,8 @@ def train(
             made.append(kind(lines, layout))
             return made[-1]
 
-        incoming = boundaries[me.stage - 1] if me.stage else ()
-        stage = _Stage(boundaries[me.stage] if me.stage < job.stages - 1 else (), incoming)
+        incoming = stage_io[me.stage - 1] if me.stage else ()
+        stage = _Stage(stage_io[me.stage] if me.stage < job.stages - 1 else (), incoming)
         steps = _Steps(me)
         executor = Executor(
             me,
@@ -310,7 +310,7 @@ def train(
             {},
             lambda: False,
             lambda iteration, loss: None,
-            boundaries,
+            stage_io,
         )
         groups: Any = SimpleNamespace(transfers=transfers)
         script = Script.of(schedule, me, runs)

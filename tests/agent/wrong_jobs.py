@@ -56,6 +56,19 @@ def numbers_needed_and_tied(stage: int, stages: int) -> nn.Module:
     return nn.ModuleDict({"layer": layer, "table": TABLE})
 
 
+class Damaged(Dataset[tuple[Tensor, Tensor]]):
+    """Two iterations of 2 x 3 micro-batches of 4 samples, of which one can't be read."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 1:
+            raise OSError("sample 1 is damaged")
+        x = torch.full((WIDTH,), index / 48)
+        return x, x.square()
+
+
 class Ticking(torch.optim.SGD):
     """Its learning rate falls with a count that is in no state_dict."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import requests
 import schemathesis
 import uvicorn
 from hypothesis import HealthCheck, Phase, given, settings
@@ -19,19 +21,21 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from agent.protocol import Acknowledgement, Iteration, JobSpec, Registration
-from app.api.routes import create_routes
-from app.console import Console
-from app.security.bodies import BodyLimit
-from db.session import Database
-from db.store import Store
+from openrecycle.agent.protocol import Acknowledgement, Iteration, JobSpec, Registration
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.app.security.bodies import BodyLimit
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 
 CURSOR = "a cursor is one that the console has given"
 # Rules between fields, and sizes that only their product says, which JSON Schema has no words for. What these
 # refuse that the document allows is a 422 all the same, which the other checks see to.
 RELATIONS = {
     "POST /jobs": "pipelines x stages and the ops have limits; memory and profile must fit together",
-    "POST /jobs/{job_id}/acknowledgements": "an epoch is at most the newest",
+    "POST /jobs/{job_id}/acknowledgements": "a generation is at most the newest",
     "POST /jobs/{job_id}/iterations": "an iteration must be below the number that the job runs",
     "POST /jobs/{job_id}/measured": "columns have one entry per op",
     "POST /plans": "either a plan or a solve",
@@ -78,6 +82,7 @@ class Api:
         self.root = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.schema = schemathesis.openapi.from_url(f"{self.root}/api/v1/openapi.json", wait_for_schema=60)
         self.job_id = self._job()
+        self._others()
         self.seen: set[int] = set()
 
     def _job(self) -> str:
@@ -87,11 +92,34 @@ class Api:
             self.console.register(job_id, Registration(worker=name, incarnation="a", host="h", pid=1))
         for state in ("adopted", "formed", "resumed"):
             for name in names:
-                message = {"worker": name, "incarnation": "a", "epoch": 1, "state": state}
+                message = {"worker": name, "incarnation": "a", "generation": 1, "state": state}
                 self.console.acknowledge(job_id, Acknowledgement.model_validate(message))
-        row = {"loss": 1.0, "loss_hex": "0x1p+0", "seconds": 0.2, "epoch": 1, "living": 4}
+        row = {"loss": 1.0, "loss_hex": "0x1p+0", "seconds": 0.2, "generation": 1, "living": 4}
         self.console.committed(job_id, [Iteration.model_validate({"iteration": i, **row}) for i in range(3)])
         return job_id
+
+    def _others(self) -> None:
+        """A solve that is done, and one each of what lists have rows of: programs go on from there."""
+
+        def call(method: str, path: str, body: Any = None) -> Any:
+            answer = requests.request(method, f"{self.root}/api/v1{path}", json=body, timeout=60)
+            answer.raise_for_status()
+            return answer.json() if answer.content else None
+
+        def wait(path: str, field: str, value: Any) -> None:
+            deadline = time.monotonic() + 120
+            while call("GET", path)[field] != value:
+                assert time.monotonic() < deadline, path
+                time.sleep(0.05)
+
+        job = job_doc(Job.uniform(2, 2, 2)).model_dump(mode="json")
+        solve = call("POST", "/solves", {"kind": "plan", "job": job, "failed": [], "solver": "list"})["id"]
+        wait(f"/solves/{solve}", "state", "done")
+        call("POST", "/plans", {"name": "kept", "solve": solve})
+        call("PUT", "/profiles/mine", job)
+        filling = call("POST", "/catalogs", {"job": job, "tolerance": 1})["fingerprint"]
+        wait(f"/catalogs/{filling}/filling", "state", "done")
+        call("POST", "/tokens", {"role": "view", "name": "somebody"})
 
     def operations(self) -> list[str]:
         labels = [found.ok().label for found in self.schema.get_all_operations()]

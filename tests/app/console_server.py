@@ -19,7 +19,7 @@ READY_SECONDS = 150
 
 
 class ConsoleServer:
-    """`python -m app serve` on a free port. `base` ends in /api/v1."""
+    """`openrecycle serve` on a free port. `base` ends in /api/v1."""
 
     def __init__(self, database_url: str, *options: str, environment: dict[str, str] | None = None) -> None:
         self.database_url = database_url
@@ -84,7 +84,7 @@ class ConsoleServer:
 
 
 class Agents:
-    """A job's workers as the console sees them: they register, report, and take up epochs."""
+    """A job's workers as the console sees them: they register, report, and take up generations."""
 
     def __init__(self, server: ConsoleServer, *, pipelines: int = 3, stages: int = 4, **spec: Any) -> None:
         self.server = server
@@ -117,28 +117,30 @@ class Agents:
             assert self.register(name).status_code == 201
         return self.deployment(after=0)
 
-    def heartbeat(self, name: str, *, epoch: int = 1, incarnation: str | None = None, **more: Any) -> requests.Response:
+    def heartbeat(
+        self, name: str, *, generation: int = 1, incarnation: str | None = None, **more: Any
+    ) -> requests.Response:
         self.seq[name] += 1
         body = {
             "worker": name,
             "incarnation": incarnation or self.incarnations[name],
             "seq": self.seq[name],
-            "epoch": epoch,
+            "generation": generation,
             "iteration": 3,
             "phase": "training",
             **more,
         }
         return self.server.post(self.path("/heartbeats"), body)
 
-    def acknowledge(self, name: str, epoch: int, state: str) -> requests.Response:
-        body = {"worker": name, "incarnation": self.incarnations[name], "epoch": epoch, "state": state}
+    def acknowledge(self, name: str, generation: int, state: str) -> requests.Response:
+        body = {"worker": name, "incarnation": self.incarnations[name], "generation": generation, "state": state}
         return self.server.post(self.path("/acknowledgements"), body)
 
-    def resume(self, names: list[str], epoch: int) -> None:
+    def resume(self, names: list[str], generation: int) -> None:
         """Takes all of `names` through adopted, formed and resumed."""
         for state in ("adopted", "formed", "resumed"):
             for name in names:
-                answer = self.acknowledge(name, epoch, state)
+                answer = self.acknowledge(name, generation, state)
                 assert answer.status_code == 200, answer.text
 
     def exit(self, name: str, incarnation: str | None = None) -> requests.Response:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app import coordinator
-from app.coordination.events import (
+from openrecycle.app import coordinator
+from openrecycle.app.coordination.events import (
     Acknowledged,
     Beat,
     Decision,
@@ -12,16 +12,16 @@ from app.coordination.events import (
     Heard,
     NeedPlan,
     Note,
-    OpenEpoch,
+    OpenGeneration,
     PlanReady,
     Registered,
     Step,
     Tick,
 )
-from app.coordination.ladder import Ladder
-from app.coordination.membership import Epoch, Member, State
-from app.coordination.sentence import sentence
-from app.coordination.standing import Process, Standing, follow
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.membership import Generation, Member, State
+from openrecycle.app.coordination.sentence import sentence
+from openrecycle.app.coordination.worker_states import Process, WorkerStates, follow
 
 LADDER = Ladder(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 
@@ -42,7 +42,7 @@ class Run:
         self.now = 100.0
         self.plans = plans
         self.log: list[tuple[Event, float]] = []
-        self.opened: list[Epoch] = []
+        self.opened: list[Generation] = []
         self.notes: list[Note] = []
         self.wanted: list[tuple[str, ...]] = []
         self.count = 0
@@ -66,8 +66,8 @@ class Run:
         return step
 
     def _take(self, decision: Decision) -> None:
-        if isinstance(decision, OpenEpoch):
-            self.opened.append(decision.epoch)
+        if isinstance(decision, OpenGeneration):
+            self.opened.append(decision.generation)
         elif isinstance(decision, Note):
             self.notes.append(decision)
         elif isinstance(decision, NeedPlan):
@@ -76,7 +76,7 @@ class Run:
                 self.send(PlanReady(decision.failed, fingerprint(decision.failed), "made"))
 
     def start(self) -> Run:
-        """Every worker registers; epoch 1 opens and all resume."""
+        """Every worker registers; generation 1 opens and all resume."""
         for name in self.names:
             self.send(Registered(name, f"{name}-1"))
         self.resume()
@@ -112,7 +112,7 @@ class Run:
         return step
 
     def sentence(self) -> str:
-        return sentence(Standing(self.state, self.processes), self.now, LADDER)
+        return sentence(WorkerStates(self.state, self.processes), self.now, LADDER)
 
 
 def fingerprint(failed: tuple[str, ...]) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from db.session import Database
+from openrecycle.db.session import Database
 
 Fault = Literal["refused", "rolled back", "answer lost"]
 FAULTS: tuple[Fault, ...] = ("refused", "rolled back", "answer lost")

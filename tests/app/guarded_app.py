@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
-from app.security.access import Access
-from app.security.guard import AccessGuard
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.guard import AccessGuard
 
 TOKEN = "correct horse battery"
 JOB = "0123456789ab"

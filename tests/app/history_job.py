@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import select
 
-from agent.protocol import (
+from openrecycle.agent.protocol import (
     Acknowledgement,
     FailureReport,
     Heartbeat,
@@ -18,11 +18,11 @@ from agent.protocol import (
     Recovery,
     Registration,
 )
-from app.console import Console
-from app.history.tables import LEFT_OUT
-from app.observing.measuring import Measured, WorkerOps
-from db.job_rows import MODELS, table
-from db.session import Database
+from openrecycle.app.console import Console
+from openrecycle.app.history.tables import LEFT_OUT
+from openrecycle.app.observing.measuring import Measured, WorkerOps
+from openrecycle.db.job_rows import MODELS, table
+from openrecycle.db.session import Database
 
 SPEC = JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=50, demo=True)
 NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
@@ -43,7 +43,7 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
                     worker=name,
                     incarnation=f"{name}-a",
                     seq=seq,
-                    epoch=1,
+                    generation=1,
                     iteration=seq,
                     phase="training",
                     op_milliseconds=ops,  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
     console.recorder.tidy(time.time() + 7200)
     console._flush()
     losses = [
-        Iteration(iteration=i, loss=1 / (i + 3), loss_hex=(1 / (i + 3)).hex(), seconds=0.1, epoch=1, living=4)
+        Iteration(iteration=i, loss=1 / (i + 3), loss_hex=(1 / (i + 3)).hex(), seconds=0.1, generation=1, living=4)
         for i in range(7)
     ]
     console.committed(job_id, losses)
@@ -64,20 +64,20 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
     console.failure(job_id, exit_report)
     _resume(console, job_id, [n for n in NAMES if n != "W1_0"], 2)
     times = {"detected_ms": 1.0, "unblocked_ms": 2.5, "reformed_ms": 3.0, "resumed_ms": 1e-3}
-    console.recovered(job_id, Recovery(worker="W1_0", epoch=2, **times))
+    console.recovered(job_id, Recovery(worker="W1_0", generation=2, **times))
     console.feed.acknowledge(job, [1, 2], "Zoë 🚀")
-    epoch = job.state.current
-    assert epoch is not None
+    generation = job.state.current
+    assert generation is not None
     ops = WorkerOps(
         kinds="FBO", pipelines=(0, 0, 0), micro_batches=(0, 0, -1), starts_us=(0, 5, 9), durations_us=(5, 4, 1)
     )
     measured = Measured(
         iteration=3,
-        epoch=2,
-        plan_fingerprint=epoch.plan_fingerprint,
+        generation=2,
+        plan_fingerprint=generation.plan_fingerprint,
         at=time.time(),
         uncertainty_us=4,
-        workers=dict.fromkeys(epoch.living, ops),
+        workers=dict.fromkeys(generation.living, ops),
     )
     console.observations.put_measured(job_id, 3, measured.model_dump_json(), measured.at)
     if finished:
@@ -85,10 +85,10 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
     return job_id
 
 
-def _resume(console: Console, job_id: str, names: list[str], epoch: int) -> None:
+def _resume(console: Console, job_id: str, names: list[str], generation: int) -> None:
     for name in names:
         for state in ("adopted", "formed", "resumed"):
-            message = Acknowledgement(worker=name, incarnation=f"{name}-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+            message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
             console.acknowledge(job_id, message)
 
 

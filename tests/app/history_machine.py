@@ -13,12 +13,12 @@ from unittest import mock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agent.protocol import JobSpec, JobState, Message, WorkerState
-from app import planned
-from app.coordination.choices import Candidate, Mode, Offer, Offered
-from app.coordination.membership import State
-from app.rows import read_state
-from planner.policy import DROP, MIGRATE, REROUTE
+from openrecycle.agent.protocol import JobSpec, JobState, Message, WorkerState
+from openrecycle.app import planned
+from openrecycle.app.coordination.choices import Candidate, Mode, Offer, Offered
+from openrecycle.app.coordination.membership import State
+from openrecycle.app.rows import read_state
+from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 from tests.app.flaky_database import FAULTS, Fault, FlakyDatabase
 from tests.app.job_world import STEPS, Process, Report, World
 
@@ -75,21 +75,21 @@ class History(RuleBasedStateMachine):
     @rule(number=pick, step=st.sampled_from(STEPS))
     def acknowledges(self, number: int, step: str) -> None:
         process = self.process(number)
-        if process and process.epoch and process.broken < process.epoch:
-            self.world.acknowledge(process, step, process.epoch)
+        if process and process.generation and process.broken < process.generation:
+            self.world.acknowledge(process, step, process.generation)
 
     @rule()
-    def everyone_takes_up_the_epoch(self) -> None:
+    def everyone_takes_up_the_generation(self) -> None:
         self.world.take_up()
 
     @rule()
-    def the_launcher_takes_up_the_epoch(self) -> None:
+    def the_launcher_takes_up_the_generation(self) -> None:
         self.world.poll()
 
     @rule(number=pick)
     def a_connection_breaks(self, number: int) -> None:
         process = self.process(number)
-        if process and process.epoch and process.broken < process.epoch:
+        if process and process.generation and process.broken < process.generation:
             self.world.breaks(process)
 
     @rule(count=st.integers(1, 9))
@@ -223,13 +223,13 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def the_launcher_finds_the_processes_where_the_console_has_them(self) -> None:
-        """Once it was told of the newest epoch; deaths that it has not reported yet aside."""
-        epoch = self.state.current
-        if epoch is None or self.state.pending or epoch.number != self.world.told or self.world.unsent:
+        """Once it was told of the newest generation; deaths that it has not reported yet aside."""
+        generation = self.state.current
+        if generation is None or self.state.pending or generation.number != self.world.told or self.world.unsent:
             return
-        for worker in epoch.living:
+        for worker in generation.living:
             member, here = self.state.members[worker], self.world.at(worker)
-            if here is not None and member.epoch == epoch.number and member.state is not WorkerState.FAILED:
+            if here is not None and member.generation == generation.number and member.state is not WorkerState.FAILED:
                 assert here.incarnation == member.incarnation
 
     def teardown(self) -> None:
@@ -254,9 +254,9 @@ class History(RuleBasedStateMachine):
     @property
     def calm(self) -> bool:
         """Does nobody wait for anything any more? A frozen plan keeps workers that are back waiting."""
-        epoch, members = self.state.current, self.state.members.values()
+        generation, members = self.state.current, self.state.members.values()
         waiting = [m for m in members if m.state is WorkerState.REJOINING and not self.state.frozen_by]
-        broken = [process for process in self.world.living if epoch and process.broken >= epoch.number]
+        broken = [process for process in self.world.living if generation and process.broken >= generation.number]
         return self.state.settled and not waiting and not broken
 
     def settle_a_little(self) -> None:
@@ -281,13 +281,15 @@ class History(RuleBasedStateMachine):
         self.world.attempt(self.world.job.tick)  # what was in doubt is read again
         assert not self.world.in_doubt
         taken = {route: [r.message for r in self.world.taken if r.route == route] for route in _ROUTES}
-        acknowledged = {key(row, "worker", "incarnation", "epoch", "state") for row in store.acknowledgements(job_id)}
-        assert {key(m, "worker", "incarnation", "epoch", "state") for m in taken["acknowledge"]} <= acknowledged
+        acknowledged = {
+            key(row, "worker", "incarnation", "generation", "state") for row in store.acknowledgements(job_id)
+        }
+        assert {key(m, "worker", "incarnation", "generation", "state") for m in taken["acknowledge"]} <= acknowledged
         iterations = [row["iteration"] for row in store.iterations(job_id)]
         assert len(iterations) == len(set(iterations))
         assert {i.iteration for m in taken["committed"] for i in m.iterations} <= set(iterations)  # type: ignore[attr-defined]
-        recoveries = {(row["worker"], row["epoch"]) for row in store.recoveries(job_id)}
-        assert {key(m, "worker", "epoch") for m in taken["recovered"]} <= recoveries
+        recoveries = {(row["worker"], row["generation"]) for row in store.recoveries(job_id)}
+        assert {key(m, "worker", "generation") for m in taken["recovered"]} <= recoveries
         known = {i for row in store.workers(job_id) for i in (*json.loads(row["retired"]), row["incarnation"])}
         assert {m.incarnation for m in taken["register"]} <= known  # type: ignore[attr-defined]
         if taken["finish"]:
@@ -297,13 +299,15 @@ class History(RuleBasedStateMachine):
         # How much of it a person took is said behind a comma.
         lines = Counter(event["text"].partition(", of it")[0] for event in events if event["kind"] == "recovery")
         for message in taken["recovered"]:
-            text = f"epoch {message.epoch}: training resumed 1.0 ms after {message.worker} died"  # type: ignore[attr-defined]
+            text = f"generation {message.generation}: training resumed 1.0 ms after {message.worker} died"  # type: ignore[attr-defined]
             assert lines[text] == 1, f"{text!r} is in the feed {lines[text]} times"
         audits = Counter(row["action"] for row in store.audit(job_id))
         assert all(audits[action] >= count for action, count in self.accepted_audits.items())
-        epochs = store.epochs(job_id)
-        assert [row["epoch"] for row in epochs] == list(range(1, len(epochs) + 1)) and len(epochs) == self.state.epoch
-        for row in epochs:
+        generations = store.generations(job_id)
+        assert [row["generation"] for row in generations] == list(range(1, len(generations) + 1)) and len(
+            generations
+        ) == self.state.generation
+        for row in generations:
             assert store.plan(row["plan_fingerprint"])
             assert sorted((*row["living"], *row["failed"])) == sorted(NAMES)
         commands = [(c.seq, c.kind, c.worker) for c in self.world.job.commands]
@@ -321,7 +325,7 @@ def key(message: Message | dict[str, object], *fields: str) -> tuple[object, ...
 def durable(state: State) -> object:
     """What a state is made of, but for times and for what is worked out again."""
     members = {
-        n: (m.state, m.incarnation, m.retired, m.epoch, m.acknowledged, m.draining, m.detail, m.leaving)
+        n: (m.state, m.incarnation, m.retired, m.generation, m.acknowledged, m.draining, m.detail, m.leaving)
         for n, m in state.members.items()
     }
     broken = (state.broken.reporter, state.broken.worker, state.broken.detail) if state.broken else None

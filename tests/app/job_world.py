@@ -2,7 +2,7 @@
 console over a real database that fails, and is killed, whenever a test says so.
 
 The processes are played: they keep to what real ones do. A report that was not taken is kept and tried again; a
-worker whose transfer broke says so once and waits for a newer epoch; a fenced process ends.
+worker whose transfer broke says so once and waits for a newer generation; a fenced process ends.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.processes import ProcessPool, WorkerProcess
-from agent.protocol import (
+from openrecycle.agent.processes import ProcessPool, WorkerProcess
+from openrecycle.agent.protocol import (
     Acknowledgement,
     Deployment,
     FailureReport,
@@ -27,14 +27,14 @@ from agent.protocol import (
     Recovery,
     Registration,
 )
-from app.errors import ConsoleError
-from app.live import LiveJob
-from app.observing.goodput import Accounts
-from app.operators import Operators
-from app.reports import Reports
-from db.observations import Observations
-from db.store import Record, Store
-from planner.job import Worker
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.goodput import Accounts
+from openrecycle.app.operators import Operators
+from openrecycle.app.reports import Reports
+from openrecycle.db.observations import Observations
+from openrecycle.db.store import Record, Store
+from openrecycle.planner.job import Worker
 from tests.app.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 
@@ -43,11 +43,12 @@ STEPS = ("adopted", "formed", "resumed")
 
 @dataclass(eq=False)
 class Process:
-    """One incarnation. epoch: the newest one that it was told of; broken: the one that a transfer of its broke in."""
+    """One incarnation. generation: the newest one that it was told of; broken: the one that a transfer of its broke
+    in."""
 
     incarnation: str
     name: str
-    epoch: int = 0
+    generation: int = 0
     broken: int = 0
     alive: bool = True
 
@@ -64,8 +65,9 @@ class Report:
 @dataclass
 class World:
     """wanted: plans that are to be made elsewhere. taken: reports that the console accepted, and that count; unsent:
-    those that it has to be sent again. told: the newest epoch that the launcher knows. in_doubt: the database has
-    failed since the console last read or wrote it."""
+    those that it has to be sent again. told: the newest generation that the launcher knows. in_doubt: the database has
+    failed since the console last read or wrote it. stopped: incarnations that wait, since an
+    operator has paused the job."""
 
     database: FlakyDatabase
     spec: JobSpec
@@ -76,6 +78,7 @@ class World:
     processes: dict[str, Process] = field(default_factory=dict)
     told: int = 0
     in_doubt: bool = False
+    stopped: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.store = Store(self.database)
@@ -104,7 +107,7 @@ class World:
             store=self.store,
             ladder=LADDER,
             want_plan=lambda job, failed: self.wanted.append(failed),
-            on_epoch=lambda job: None,
+            on_generation=lambda job: None,
             clock=lambda: self.now,
         )
 
@@ -197,36 +200,42 @@ class World:
         )
         self.send(Report("failure", body))
 
-    def acknowledge(self, process: Process, step: str, epoch: int) -> None:
-        body = Acknowledgement(worker=process.name, incarnation=process.incarnation, epoch=epoch, state=step)  # type: ignore[arg-type]
+    def acknowledge(self, process: Process, step: str, generation: int) -> None:
+        body = Acknowledgement(worker=process.name, incarnation=process.incarnation, generation=generation, state=step)  # type: ignore[arg-type]
         self.send(Report("acknowledge", body, process))
 
     def breaks(self, process: Process) -> None:
         """A transfer broke, and nobody died."""
-        process.broken = process.epoch
+        process.broken = process.generation
         body = FailureReport(
             worker=process.name,
             incarnation=process.incarnation,
             cause="transfer",
             reporter=process.name,
-            epoch=process.epoch,
+            generation=process.generation,
         )
         self.send(Report("failure", body, process))
 
     def commit(self, first: int, count: int) -> None:
         rows = tuple(
-            Iteration(iteration=i, loss=2.0, loss_hex=(2.0).hex(), seconds=0.1, epoch=1, living=1)
+            Iteration(iteration=i, loss=2.0, loss_hex=(2.0).hex(), seconds=0.1, generation=1, living=1)
             for i in range(first, min(first + count, self.spec.iterations))
         )
         if rows:
             self.send(Report("committed", IterationReport(iterations=rows)))
 
-    def recovered(self, name: str, epoch: int) -> None:
+    def recovered(self, name: str, generation: int) -> None:
         times = dict.fromkeys(("detected_ms", "unblocked_ms", "reformed_ms", "resumed_ms"), 1.0)
-        self.send(Report("recovered", Recovery(worker=name, epoch=epoch, **times)))
+        self.send(Report("recovered", Recovery(worker=name, generation=generation, **times)))
 
     def finish(self) -> None:
         self.send(Report("finish", JobFinished(state="stopped", reason="the launcher stopped")))
+
+    def obey(self, *processes: Process) -> None:
+        """They hear of it where an operator has paused the job, or has had it go on."""
+        held = [command.kind for command in self.job.commands if command.kind in ("pause", "resume")]
+        for process in processes:
+            (self.stopped.add if held and held[-1] == "pause" else self.stopped.discard)(process.incarnation)
 
     def beat(self, *processes: Process) -> None:
         """Each says that it lives; one that is told that it is fenced ends."""
@@ -235,9 +244,9 @@ class World:
                 worker=process.name,
                 incarnation=process.incarnation,
                 seq=int(self.now * 1000),
-                epoch=process.epoch,
+                generation=process.generation,
                 iteration=0,
-                phase="training",
+                phase="paused" if process.incarnation in self.stopped else "training",
             )
             try:
                 self.job.heard(body)
@@ -247,18 +256,18 @@ class World:
                     self.die(process, "ended with exit code 3")
 
     def poll(self) -> Deployment | None:
-        """The launcher takes up the newest epoch."""
+        """The launcher takes up the newest generation."""
         found = self.reports.deployment(self.job_id, self.told)
         if found is None:
             return None
-        self.told = found.epoch
+        self.told = found.generation
         for source, to in found.moves:
-            self.pool.move(Worker.parse(source), Worker.parse(to), found.epoch)
+            self.pool.move(Worker.parse(source), Worker.parse(to), found.generation)
         stay = {*found.living, *found.leaving}
         for place, entry in list(self.pool.running.items()):
             process = self.processes[entry.incarnation]
             if str(place) in stay:
-                process.name, process.epoch, entry.member = str(place), found.epoch, True
+                process.name, process.generation, entry.member = str(place), found.generation, True
             elif entry.member:
                 del self.pool.running[place]
                 process.alive = False
@@ -269,12 +278,12 @@ class World:
         return found
 
     def take_up(self) -> None:
-        """The launcher and all processes take up the newest epoch; those that wait for another one do not."""
+        """The launcher and all processes take up the newest generation; those that wait for another one do not."""
         self.poll()
         for process in self.living:
-            if process.epoch and process.broken < process.epoch:
+            if process.generation and process.broken < process.generation:
                 for step in STEPS:
-                    self.acknowledge(process, step, process.epoch)
+                    self.acknowledge(process, step, process.generation)
 
     def begin(self) -> World:
         """All train."""

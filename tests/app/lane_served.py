@@ -10,15 +10,15 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 from ui_console import JobHere
 
-from agent.protocol import API
-from app.api.lane import Lane
-from app.api.routes import create_routes
-from app.console import Console
-from app.metrics.requests import Metering
-from app.security.access import Access
-from app.security.bodies import BodyLimit
-from app.security.guard import AccessGuard
-from app.security.hosts import HostGuard
+from openrecycle.agent.protocol import API
+from openrecycle.app.api.lane import Lane
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.app.metrics.requests import Metering
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.bodies import BodyLimit
+from openrecycle.app.security.guard import AccessGuard
+from openrecycle.app.security.hosts import HostGuard
 
 HARDENED = ("x-content-type-options", "x-frame-options", "referrer-policy")
 
@@ -61,5 +61,5 @@ class Served:
 
 
 def heartbeat(worker: str, seq: int) -> dict[str, Any]:
-    said = {"epoch": 1, "iteration": 3, "phase": "training"}
+    said = {"generation": 1, "iteration": 3, "phase": "training"}
     return {"worker": worker, "incarnation": f"{worker}-a", "seq": seq, **said}

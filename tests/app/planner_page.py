@@ -10,10 +10,10 @@ from typing import Any
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, until
 
-from app.console import Console, set_console
-from app.plans.solving import Solves
-from app.plans.whatif import PARAMS
-from app.ui.planning.state import EXAMPLE, SAVED
+from openrecycle.app.console import Console, set_console
+from openrecycle.app.plans.solving import Solves
+from openrecycle.app.plans.whatif import PARAMS
+from openrecycle.app.ui.planning.state import EXAMPLE, SAVED
 
 
 def page_console(here: ConsoleHere) -> Iterator[Console]:

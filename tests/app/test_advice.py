@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
-from agent.protocol import FailureReport
-from app.advice import AdviceRequest, Verdict, decide, verdict_document
-from app.advising import REPAIR_SECONDS, copy_times, grounds
-from app.coordination.choices import Candidate
-from app.coordination.choosing import out
-from app.jobs import PlanMaker
-from app.observing.job_history import changes, repair_times
-from planner.check import check
-from planner.job import Job
-from planner.packed import from_bytes
-from planner.plan import job_doc
-from planner.policy import DROP, MIGRATE, REROUTE, Advice, Option, best_option
-from planner.simulation.costs import RecoveryCosts
+from openrecycle.agent.protocol import FailureReport
+from openrecycle.app.advice import AdviceRequest, Verdict, decide, verdict_document
+from openrecycle.app.advising import REPAIR_SECONDS, copy_times, grounds
+from openrecycle.app.coordination.choices import Candidate
+from openrecycle.app.coordination.choosing import out
+from openrecycle.app.jobs import PlanMaker
+from openrecycle.app.observing.job_history import changes, repair_times
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job
+from openrecycle.planner.packed import from_bytes
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.policy import DROP, MIGRATE, REROUTE, Advice, Option, best_option
+from openrecycle.planner.simulation.costs import RecoveryCosts
 
 HOUR = 3600.0
 
@@ -42,7 +42,7 @@ MOVE = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W1_2"),))
 def test_re_routing_that_is_best_needs_no_operator() -> None:
     verdict = decide(advice(Option("re-route", 1, 9.0), Option("re-partition", 20, 8.0)), ["W1_2"], 10.0, "Basis.")
     assert (verdict.way, verdict.advised, verdict.absorbed) == ("re-route", "re-route", True)
-    assert verdict.reason.startswith("With W1_2 empty, the best way on is re-route: 9 samples/s")
+    assert verdict.reason.startswith("With W1_2 empty, the best option is re-route: 9 samples/s")
     assert verdict.reason.endswith("Basis.") and "re-partition" not in verdict.reason
     assert not verdict.calls_for_an_operator
 
@@ -50,7 +50,7 @@ def test_re_routing_that_is_best_needs_no_operator() -> None:
 def test_what_can_not_be_done_is_never_called_best() -> None:
     verdict = decide(advice(Option("re-route", 0, 5.0), Option("re-partition", 0, 8.0)), ["W1_2"], 10.0, "", [STAY])
     assert (verdict.way, verdict.advised) == ("re-route", "re-route") and not verdict.calls_for_an_operator
-    assert "the best way on is re-route: " in verdict.reason and "best way on is re-partition" not in verdict.reason
+    assert "the best option is re-route: " in verdict.reason and "best option is re-partition" not in verdict.reason
     first, after = verdict.reason.split(" Not possible here: ")
     assert "re-partition" not in first
     assert after == "re-partition, which would train 60 % more (this job's layers can't change their stage)."
@@ -72,7 +72,7 @@ def test_the_best_of_what_can_be_done_is_ranked_first() -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0), Option("re-partition", 0, 9.0))
     verdict = decide(advice(*options), ["W1_2"], 10.0, "", [MOVE, STAY], automatic=True, migrate=True)
     assert (verdict.way, verdict.advised, verdict.better) == (MIGRATE, MIGRATE, MIGRATE)
-    assert "the best way on is migrate and re-route: " in verdict.reason
+    assert "the best option is migrate and re-route: " in verdict.reason
     assert verdict.reason.index("next is re-route") < verdict.reason.index("Not possible here: re-partition")
 
 
@@ -104,7 +104,7 @@ def test_where_re_routing_trains_nothing_another_way_that_can_be_taken_is_better
     drop = Candidate(DROP, ("W0_0", "W0_1"), rate=1.0)
     options = (Option("re-route", 2 * HOUR, 5.0), Option("re-partition", 0, 3.0))
     verdict = decide(advice(*options), ["W0_0"], 10.0, "", [drop, STAY])
-    assert verdict.advised == DROP and "the best way on is drop the replica" in verdict.reason
+    assert verdict.advised == DROP and "the best option is drop the replica" in verdict.reason
 
 
 # -- the grounds --------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_where_re_routing_trains_nothing_another_way_that_can_be_taken_is_better
 
 def recovery(detected: float, reformed: float, *, known: bool = True) -> dict[str, object]:
     marks = {"detected_ms": detected, "unblocked_ms": detected, "reformed_ms": reformed, "resumed_ms": reformed + 50}
-    return {**marks, "epoch": 2, "at": 1000.0, "death_known": known}
+    return {**marks, "generation": 2, "at": 1000.0, "death_known": known}
 
 
 def test_costs_are_measured_where_there_is_history() -> None:
@@ -126,15 +126,15 @@ def test_costs_are_measured_where_there_is_history() -> None:
 
 
 def test_a_copy_takes_from_the_last_that_left_to_the_last_that_is_ready() -> None:
-    epochs = [
-        {"epoch": 1, "joining": [], "restore": False},
-        {"epoch": 2, "joining": ["W0_0"], "restore": False},
-        {"epoch": 3, "joining": ["W0_0"], "restore": True},
-        {"epoch": 4, "joining": ["W0_0"], "restore": False},
+    generations = [
+        {"generation": 1, "joining": [], "restore": False},
+        {"generation": 2, "joining": ["W0_0"], "restore": False},
+        {"generation": 3, "joining": ["W0_0"], "restore": True},
+        {"generation": 4, "joining": ["W0_0"], "restore": False},
     ]
     said = [(2, "adopted", 10.0), (2, "adopted", 12.0), (2, "formed", 12.5), (2, "formed", 13.0), (4, "adopted", 20.0)]
-    rows = [{"epoch": e, "state": state, "at": at} for e, state, at in said]
-    assert copy_times(epochs, rows) == [1.0]
+    rows = [{"generation": e, "state": state, "at": at} for e, state, at in said]
+    assert copy_times(generations, rows) == [1.0]
 
 
 def test_without_history_defaults_are_said_to_be_assumed() -> None:
@@ -145,32 +145,32 @@ def test_without_history_defaults_are_said_to_be_assumed() -> None:
     assert known.basis == "Recovery costs are assumed, the time to repair is assumed, that of a copy assumed."
 
 
-def test_repairs_are_what_came_back_between_epochs() -> None:
-    epochs = [
+def test_repairs_are_what_came_back_between_generations() -> None:
+    generations = [
         {"opened_at": 100.0, "failed": [], "moves": []},
         {"opened_at": 110.0, "failed": ["W0_1"], "moves": []},
         {"opened_at": 130.0, "failed": ["W0_1", "W1_0"], "moves": []},
         {"opened_at": 150.0, "failed": ["W1_0"], "moves": []},
     ]
-    assert changes(epochs, 100.0) == [
+    assert changes(generations, 100.0) == [
         (10.0, "W0_1", "failed"),
         (30.0, "W1_0", "failed"),
         (50.0, "W0_1", "joined"),
     ]
-    assert repair_times(changes(epochs)) == [40.0]
+    assert repair_times(changes(generations)) == [40.0]
 
 
 def test_a_worker_that_moves_is_no_repair() -> None:
     """W0_1 fails, W2_0 takes its place, told twice; who fills W2_0 in the end ends the failure of W0_1."""
     move = [["W2_0", "W0_1"]]
-    epochs = [
+    generations = [
         {"opened_at": 0.0, "failed": ["W0_1"], "moves": []},
         {"opened_at": 5.0, "failed": ["W2_0"], "moves": move},
         {"opened_at": 6.0, "failed": ["W2_0", "W1_0"], "moves": move},
         {"opened_at": 60.0, "failed": ["W1_0"], "moves": []},
     ]
-    assert changes(epochs) == [(0.0, "W0_1", "failed"), (6.0, "W1_0", "failed"), (60.0, "W0_1", "joined")]
-    assert repair_times(changes(epochs)) == [60.0]
+    assert changes(generations) == [(0.0, "W0_1", "failed"), (6.0, "W1_0", "failed"), (60.0, "W0_1", "joined")]
+    assert repair_times(changes(generations)) == [60.0]
 
 
 # -- in the child process -----------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_the_process_says_when_bubbles_can_not_absorb_the_load() -> None:
     assert verdict is not None, why
     assert not verdict.absorbed
     assert "the bubbles can't absorb the load: stage 2's peers have 12 further micro-batches each" in verdict.reason
-    assert verdict.reason.startswith("With W0_2, W1_2 empty, the best way on is ")
+    assert verdict.reason.startswith("With W0_2, W1_2 empty, the best option is ")
     assert [c.name for c in verdict.candidates] == [REROUTE, DROP] and not verdict.better
 
 
@@ -283,13 +283,13 @@ def test_each_new_set_of_failures_is_advised_once(here: ConsoleHere, tmp_path: P
     assert console.view(job.job_id).advice is None
     # While the survivors have not all resumed there is no advice, however long that takes.
     job.die("W1_2")
-    until(lambda: console.view(job.job_id).epoch == 2, "epoch 2 opens")
+    until(lambda: console.view(job.job_id).generation == 2, "generation 2 opens")
     assert out(console.job(job.job_id).state) is None
     job.heal("W1_2", 2)
     until(lambda: console.view(job.job_id).advice is not None, "the advice comes")
     first = console.view(job.job_id).advice
     assert first is not None
-    assert first.startswith("With W1_2 empty, the best way on is ")
+    assert first.startswith("With W1_2 empty, the best option is ")
     assert "1F1B's bubbles have room for the 3 further micro-batches per peer" in first
     assert advised(job) == [first], "it is in the feed before it can be seen elsewhere"
 
@@ -312,9 +312,9 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     job = JobHere(here.console, "again").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
     until(lambda: len(asked) == 1, "advice is asked for")
-    broken = FailureReport(worker="W0_1", incarnation="W0_0-a", cause="transfer", reporter="W0_0", epoch=2)
+    broken = FailureReport(worker="W0_1", incarnation="W0_0-a", cause="transfer", reporter="W0_0", generation=2)
     here.console.failure(job.job_id, broken)
-    until(lambda: job.console.view(job.job_id).epoch == 3, "all connect anew")
+    until(lambda: job.console.view(job.job_id).generation == 3, "all connect anew")
     asked[0](Verdict("re-route", "re-route", True, "too late"), "")
     assert here.console.job(job.job_id).advice is None
     job.resume(3)

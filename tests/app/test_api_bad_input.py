@@ -83,7 +83,7 @@ def test_a_body_that_is_no_message(server: ConsoleServer, agents: Agents, data: 
 
 
 def test_a_loss_that_is_no_number(agents: Agents) -> None:
-    row = '{"iteration": 1, "loss": NaN, "loss_hex": "nan", "seconds": 1, "epoch": 1, "living": 2}'
+    row = '{"iteration": 1, "loss": NaN, "loss_hex": "nan", "seconds": 1, "generation": 1, "living": 2}'
     answer = raw(agents.server, agents.path("/iterations"), f'{{"iterations": [{row}]}}'.encode())
     assert_problem(answer, 422, "invalid", "iterations.0.loss: got nan")
 
@@ -106,7 +106,7 @@ def test_another_content_type_is_not_taken(server: ConsoleServer) -> None:
         ("GET", "/api/v1/jobs/none/deployment", 404, "unknown_job"),
         ("GET", "/api/v1/jobs/none/commands", 404, "unknown_job"),
         ("GET", "/api/v1/jobs/none/events", 404, "unknown_job"),
-        ("GET", "/api/v1/jobs/none/epochs", 404, "unknown_job"),
+        ("GET", "/api/v1/jobs/none/generations", 404, "unknown_job"),
         ("GET", "/api/v1/jobs/none/plans/x", 404, "unknown_job"),
         ("DELETE", "/api/v1/jobs", 405, "method_not_allowed"),
         ("GET", "/api/v1/jobs/none/events?limit=0", 422, "invalid"),
@@ -135,7 +135,7 @@ def test_a_refused_method_names_all_that_the_path_takes(server: ConsoleServer) -
 def test_a_worker_outside_the_grid(agents: Agents, path: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "/workers": {"worker": "W9_9", "incarnation": "a", "host": "h", "pid": 1},
-        "/acknowledgements": {"worker": "W9_9", "incarnation": "a", "epoch": 1, "state": "adopted"},
+        "/acknowledgements": {"worker": "W9_9", "incarnation": "a", "generation": 1, "state": "adopted"},
         "/failures": {"worker": "W9_9", "incarnation": "a", "cause": "exit", "reporter": "launcher"},
     }
     answer = agents.server.post(agents.path(path), bodies[path])
@@ -145,7 +145,7 @@ def test_a_worker_outside_the_grid(agents: Agents, path: str) -> None:
 
 
 def test_a_heartbeat_of_a_stranger(agents: Agents) -> None:
-    beat = {"worker": "W9_9", "incarnation": "a", "seq": 1, "epoch": 0, "iteration": 0, "phase": "starting"}
+    beat = {"worker": "W9_9", "incarnation": "a", "seq": 1, "generation": 0, "iteration": 0, "phase": "starting"}
     assert_problem(agents.server.post(agents.path("/heartbeats"), beat), 404, "unknown_worker", "W9_9")
     assert_problem(agents.server.post("/jobs/none/heartbeats", beat), 404, "unknown_job", "'none'")
     beat["worker"] = "W0_0"

@@ -16,9 +16,9 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
-from app.api.routes import create_routes
-from planner.check import check
-from planner.plan import Plan
+from openrecycle.app.api.routes import create_routes
+from openrecycle.planner.check import check
+from openrecycle.planner.plan import Plan
 
 API = "/api/v1"
 SMALL = {"pipelines": 2, "stages": 2, "micro_batches": 3, "tolerance": 1}
@@ -136,6 +136,41 @@ def test_addresses_without_a_catalog(client: TestClient, method: str, tail: str,
     assert answer.json()["detail"]
 
 
+LARGE = {"name": "n", "pipelines": 1, "stages": 2048, "micro_batches": 8, "iterations": 5}
+
+
+def test_what_is_worked_out_elsewhere_is_not_waited_for(client: TestClient, here: ConsoleHere) -> None:
+    """A job of 16,384 micro-batches: 202 at once, and the answer once it is there."""
+    address = f"{API}/jobs/{client.post(f'{API}/jobs', json=LARGE).json()['job_id']}/catalog"
+    answer = client.get(address)
+    assert answer.status_code == 202, "another process needs a second to begin"
+    assert answer.json() == {"fingerprint": answer.json()["fingerprint"], "state": "running"}
+    assert int(answer.headers["Retry-After"]) >= 1
+    until(lambda: client.get(address).status_code == 200, "it is worked out")
+    found = client.get(address).json()
+    assert (found["wanted"], found["tolerance"], found["fingerprint"]) == (1, 0, answer.json()["fingerprint"])
+
+
+def test_what_can_not_be_worked_out_is_said(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openrecycle.app.catalogs.outlook.PATIENCE", 0.0)
+    job = client.post(f"{API}/jobs", json={**LARGE, "micro_batches": 9}).json()["job_id"]
+
+    def refused() -> bool:
+        answer = client.get(f"{API}/jobs/{job}/catalog")
+        return answer.status_code == 503 and "0 s" in answer.json()["detail"]
+
+    until(refused, "it is refused")
+    assert refused(), "and is not begun anew by whoever asks next"
+
+
+def test_readers_do_not_queue_without_end(client: TestClient) -> None:
+    asked = {"name": "n", "pipelines": 64, "stages": 64, "micro_batches": 4, "iterations": 5}
+    job = client.post(f"{API}/jobs", json=asked).json()["job_id"]
+    answers = [client.get(f"{API}/jobs/{job}/catalog", params={"tolerance": n}) for n in range(40)]
+    assert {answer.status_code for answer in answers} == {202, 503}
+    assert "try again" in answers[-1].json()["detail"]
+
+
 def test_a_job_that_is_not_there(client: TestClient) -> None:
     assert client.post(f"{API}/catalogs", json={"job_id": "nobody"}).status_code == 404
     assert client.get(f"{API}/jobs/nobody/catalog").status_code == 404
@@ -193,3 +228,18 @@ def test_no_body_breaks_it(here: ConsoleHere, client: TestClient) -> None:
             client.delete(f"{API}/catalogs/{fingerprint}/filling")
         until(lambda: not here.console.catalogs._processes_of, "they are gone")
     assert seen == {409, 422}, "some of them were right"
+
+
+def test_the_document_names_what_a_catalog_and_a_solve_may_be_asked_for(client: TestClient) -> None:
+    """What their fields refuse whatever the others are is in the published schema."""
+    kinds = client.get(f"{API}/openapi.json").json()["components"]["schemas"]
+    for name in ("CatalogAsked", "PlanWanted", "MigrationsWanted"):
+        fields = kinds[name]["properties"]
+        assert fields["memory"]["pattern"]
+        assert "migrations" in name.lower() or fields["solver"]["enum"] == ["auto", "list", "cp-sat", "milp"]
+    assert "kind" in kinds["PlanWanted"]["required"] and "kind" in kinds["MigrationsWanted"]["required"]
+    assert kinds["StageDoc"]["properties"]["forward"]["minimum"] == 0
+    assert kinds["JobDoc"]["properties"]["stages"]["minimum"] == 1
+    assert "0x" in kinds["Iteration"]["properties"]["loss_hex"]["pattern"]
+    for path, wrong in (("/catalogs", {"memory": "12 GB"}), ("/solves", {"job": {}}), ("/catalogs", {"solver": "me"})):
+        assert client.post(f"{API}{path}", json=wrong).status_code == 422

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from console_server import Agents, ConsoleServer
 from ui_console import until
 
 MS = {"F": 40.0, "I": 40.0, "W": 40.0}
-# Nobody sends heartbeats here, and comparing the ways on takes its time on a busy machine.
+# Nobody sends heartbeats here, and comparing the options takes its time on a busy machine.
 PATIENT = ("--api-only", "--suspect", "80000", "--dead", "86400")
 
 
@@ -24,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
 
 
 def started(server: ConsoleServer, **spec: Any) -> Agents:
-    """3 x 4, all train; times are known, so that ways on can be compared."""
+    """3 x 4, all train; times are known, so that options can be compared."""
     agents = Agents(server, durations=MS, paced=True, **spec)
     agents.register_all()
     agents.resume(agents.names, 1)
@@ -50,6 +51,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
         "patience": 60.0,
         "frozen_by": "",
         "paused": False,
+        "stopped": False,
         "waiting": False,
         "seconds_left": None,
         "failed": [],
@@ -128,16 +130,45 @@ def test_a_job_is_paused_and_goes_on(server: ConsoleServer) -> None:
     assert server.post(agents.path("/resume")).json()["detail"] == "the job is not paused"
     assert server.post(agents.path("/pause"), headers={"X-Actor": "ada"}).status_code == 202
     assert server.post(agents.path("/pause")).json()["detail"] == "the job is paused"
-    assert choice(agents)["paused"]
-    assert agents.job()["sentence"] == (
-        "Paused: all workers wait before the same iteration until somebody resumes the job."
-    )
+    now = choice(agents)
+    assert now["paused"] and not now["stopped"], "nobody has said yet that it waits"
+    assert agents.job()["condition"] == "pausing"
+    assert agents.job()["sentence"].startswith("Pausing: waiting for W0_0, ")
     assert server.post(agents.path("/resume"), headers={"X-Actor": "ada"}).status_code == 202
     assert not choice(agents)["paused"]
     commands = server.get(agents.path("/commands")).json()["commands"]
     assert commands == [{"seq": 1, "kind": "pause"}, {"seq": 2, "kind": "resume"}]
     texts = [e["text"] for e in server.get(agents.path("/events"), params={"limit": 500}).json()["events"]]
     assert texts[-2:] == ["ada asked to pause the job", "ada asked to resume the job"]
+
+
+def test_the_baseline_is_measured_again_when_somebody_asks(server: ConsoleServer) -> None:
+    agents = Agents(server)
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    ask = partial(server.post, agents.path("/baseline"), headers={"X-Actor": "ada"})
+    early = ask()
+    assert (early.status_code, early.json()["code"]) == (409, "no_choice"), "it will be measured anyway"
+
+    def commit(first: int, last: int, seconds: float) -> None:
+        row = {"loss": 2.0, "loss_hex": (2.0).hex(), "seconds": seconds, "generation": 1, "living": 12}
+        rows = [{"iteration": i, **row} for i in range(first, last + 1)]
+        assert server.post(agents.path("/iterations"), {"iterations": rows}).status_code == 204
+
+    def rate() -> float | None:
+        return agents.job()["fault_free_samples_per_second"]  # type: ignore[no-any-return]
+
+    commit(0, 40, 1.0)
+    until(lambda: rate() is not None, "it is measured")
+    before = rate()
+    commit(41, 60, 2.0)
+    assert ask().status_code == 202 and rate() == before, "it stays until there is another one"
+    commit(61, 99, 2.0)
+    until(lambda: rate() != before, "it is measured anew")
+    assert rate() == pytest.approx((before or 0) / 2, rel=0.02)
+    texts = [e["text"] for e in server.get(agents.path("/events"), params={"limit": 500}).json()["events"]]
+    assert any(text.startswith("ada has the fault-free rate measured again") for text in texts)
+    assert any("until now" in text for text in texts), "a change is an event"
 
 
 def test_what_is_wrong_is_said_by_its_name(server: ConsoleServer) -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from agent.protocol import JobSpec, Registration
-from app.api.routes import create_routes
-from app.console import Console
-from db.session import Database
-from db.store import Store
+from openrecycle.agent.protocol import JobSpec, Registration
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 NAMES = ["W0_0", "W0_1", "W1_0", "W1_1"]
 
@@ -55,7 +55,7 @@ def message(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 iteration = message(
-    iteration=number, loss=number, loss_hex=short, seconds=number, epoch=st.integers(0, 3), living=number
+    iteration=number, loss=number, loss_hex=short, seconds=number, generation=st.integers(0, 3), living=number
 )
 BODIES = {
     "": message(
@@ -72,14 +72,14 @@ BODIES = {
         worker=worker,
         incarnation=incarnation,
         seq=number,
-        epoch=number,
+        generation=number,
         iteration=number,
         phase=st.sampled_from(["training", "draining", "asleep"]),
     ),
     "/{job}/acknowledgements": message(
         worker=worker,
         incarnation=incarnation,
-        epoch=number,
+        generation=number,
         state=st.sampled_from(["adopted", "formed", "resumed", ""]),
         iteration=number,
     ),
@@ -89,12 +89,12 @@ BODIES = {
         cause=st.sampled_from(["transfer", "exit"]),
         reporter=worker,
         detail=short,
-        epoch=number,
+        generation=number,
     ),
     "/{job}/choice": message(name=st.sampled_from(["re-route", "drop the replica", ""]), failed=st.lists(worker)),
     "/{job}/iterations": message(iterations=st.lists(iteration, max_size=3)),
     "/{job}/recoveries": message(
-        worker=worker, epoch=number, detected_ms=number, unblocked_ms=number, reformed_ms=number, resumed_ms=number
+        worker=worker, generation=number, detected_ms=number, unblocked_ms=number, reformed_ms=number, resumed_ms=number
     ),
 }
 

@@ -12,9 +12,9 @@ from console_server import Agents, ConsoleServer
 from history_job import SPEC
 from typer.testing import CliRunner, Result
 
-from app.cli import cli
-from db.session import Database
-from db.store import Store
+from openrecycle.app.cli import cli
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def ended(agents: Agents) -> Agents:
     agents.register_all()
     agents.resume(agents.names, 1)
     agents.heartbeat("W1_2", op_milliseconds={"F": 12.5}, resident_bytes=2**30)
-    iteration = {"iteration": 0, "loss": 0.5, "loss_hex": (0.5).hex(), "seconds": 0.1, "epoch": 1, "living": 12}
+    iteration = {"iteration": 0, "loss": 0.5, "loss_hex": (0.5).hex(), "seconds": 0.1, "generation": 1, "living": 12}
     assert agents.server.post(agents.path("/iterations"), {"iterations": [iteration]}).status_code == 204
     assert agents.server.post(agents.path("/finish"), {"state": "finished"}).status_code == 204
     return agents
@@ -53,7 +53,9 @@ def wait_for(server: ConsoleServer, job_id: str, wanted: int) -> None:
 
 def test_out_away_and_in_again(ended: Agents) -> None:
     server, job_id = ended.server, ended.job_id
-    before = {what: server.get(ended.path(what)).json() for what in ("/events", "/iterations", "/epochs", "/plans")}
+    before = {
+        what: server.get(ended.path(what)).json() for what in ("/events", "/iterations", "/generations", "/plans")
+    }
     answer = server.get(ended.path("/history.zip"))
     assert answer.status_code == 200 and answer.headers["content-type"] == "application/zip"
     assert f'filename="{job_id}-history.zip"' in answer.headers["content-disposition"]

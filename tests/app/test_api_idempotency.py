@@ -8,9 +8,9 @@ import pytest
 import requests
 from console_server import Agents, ConsoleServer
 
-from app.api.idempotency import keeps_keys
-from db.idempotency import KEPT_SECONDS, IdempotentRequests
-from db.session import Database
+from openrecycle.app.api.idempotency import keeps_keys
+from openrecycle.db.idempotency import KEPT_SECONDS, IdempotentRequests
+from openrecycle.db.session import Database
 
 KEY = {"Idempotency-Key": "the operator's click"}
 

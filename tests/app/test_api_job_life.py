@@ -11,8 +11,8 @@ import pytest
 import requests
 from console_server import Agents, ConsoleServer
 
-from planner.check import check
-from planner.plan import Plan
+from openrecycle.planner.check import check
+from openrecycle.planner.plan import Plan
 
 
 def plan_of(agents: Agents, fingerprint: str) -> Plan:
@@ -32,18 +32,18 @@ def wait_for_plans(agents: Agents) -> dict[str, Any]:
 
 def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     first = agents.register_all()
-    assert (first["epoch"], first["failed"], first["joining"]) == (1, [], [])
+    assert (first["generation"], first["failed"], first["joining"]) == (1, [], [])
     assert first["living"] == agents.names
     agents.resume(agents.names, 1)
     assert agents.job()["state"] == "running"
 
     reply = agents.heartbeat("W1_2")
-    assert (reply.status_code, reply.json()) == (200, {"epoch": 1})
+    assert (reply.status_code, reply.json()) == (200, {"generation": 1})
 
     assert agents.exit("W1_2").json() == {"reason": "W1_2: its process was killed by SIGKILL"}
     second = agents.deployment(after=1)
     survivors = [name for name in agents.names if name != "W1_2"]
-    assert (second["epoch"], second["failed"], second["living"]) == (2, ["W1_2"], survivors)
+    assert (second["generation"], second["failed"], second["living"]) == (2, ["W1_2"], survivors)
     plan = plan_of(agents, second["plan_fingerprint"])
     assert plan.failed == ("W1_2",)
     assert check(plan) == []
@@ -53,18 +53,18 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     assert workers["W0_2"]["takes_rerouted"] + workers["W2_2"]["takes_rerouted"] == 6
     assert workers["W0_1"]["takes_rerouted"] == 0
 
-    fenced = agents.heartbeat("W1_2", epoch=1)
+    fenced = agents.heartbeat("W1_2", generation=1)
     assert fenced.status_code == 409
     assert fenced.headers["Content-Type"] == "application/problem+json"
     assert fenced.json()["code"] == "fenced"
 
     agents.resume(survivors, 2)
-    assert agents.register("W1_2", "W1_2-b").json() == {"worker": "W1_2", "epoch": 3}
+    assert agents.register("W1_2", "W1_2-b").json() == {"worker": "W1_2", "generation": 3}
     third = agents.deployment(after=2)
-    assert (third["epoch"], third["failed"], third["joining"]) == (3, [], ["W1_2"])
+    assert (third["generation"], third["failed"], third["joining"]) == (3, [], ["W1_2"])
     agents.resume(agents.names, 3)
     job = agents.job()
-    assert (job["state"], job["sentence"]) == ("running", "Training in epoch 3 with all 12 workers.")
+    assert (job["state"], job["sentence"]) == ("running", "Training in generation 3 with all 12 workers.")
     assert third["plan_fingerprint"] == first["plan_fingerprint"]
 
     ended = agents.server.post(agents.path("/finish"), {"state": "finished", "reason": "all iterations are done"})
@@ -72,9 +72,9 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     assert agents.job()["state"] == "finished"
     assert agents.register("W0_0", "late").json()["code"] == "job_over"
 
-    epochs = agents.server.get(agents.path("/epochs")).json()["epochs"]
-    assert [e["epoch"] for e in epochs] == [1, 2, 3]
-    assert len(epochs[1]["acknowledgements"]) == 3 * 11
+    generations = agents.server.get(agents.path("/generations")).json()["generations"]
+    assert [e["generation"] for e in generations] == [1, 2, 3]
+    assert len(generations[1]["acknowledgements"]) == 3 * 11
     events = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
     assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
     assert [e["text"] for e in events if e["kind"] == "failure"] == ["W1_2 failed: its process was killed by SIGKILL"]
@@ -83,7 +83,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
 def test_who_is_out_is_advised_on(agents: Agents) -> None:
     agents.register_all()
     agents.resume(agents.names, 1)
-    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 12}
+    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "generation": 1, "living": 12}
     agents.server.post(agents.path("/iterations"), {"iterations": [{"iteration": i, **row} for i in range(3)]})
     assert agents.job()["advice"] is None
     agents.exit("W1_2")
@@ -92,7 +92,7 @@ def test_who_is_out_is_advised_on(agents: Agents) -> None:
     while (advice := agents.job()["advice"]) is None:
         assert time.monotonic() < until, agents.job()
         time.sleep(0.05)
-    assert advice.startswith("With W1_2 empty, the best way on is ")
+    assert advice.startswith("With W1_2 empty, the best option is ")
     events = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
     assert [e["text"] for e in events if e["kind"] == "plan"] == [advice]
 
@@ -103,7 +103,7 @@ def test_who_is_out_is_advised_on(agents: Agents) -> None:
 
 def test_reports_are_kept(agents: Agents) -> None:
     agents.register_all()
-    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 12}
+    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "generation": 1, "living": 12}
     batch = {"iterations": [{"iteration": i, **row} for i in range(3)]}
     for _ in range(2):
         assert agents.server.post(agents.path("/iterations"), batch).status_code == 204
@@ -115,7 +115,7 @@ def test_reports_are_kept(agents: Agents) -> None:
 
     recovery = {
         "worker": "W1_2",
-        "epoch": 2,
+        "generation": 2,
         "detected_ms": 3,
         "unblocked_ms": 60,
         "reformed_ms": 90,
@@ -177,7 +177,7 @@ def test_a_failure_wakes_every_long_poll(agents: Agents, server: ConsoleServer) 
             url = f"{server.base}{agents.path('/deployment')}"
             answer = session.get(url, params={"after": 1, "wait": 30}, timeout=40)
             arrived.append(time.perf_counter())
-            assert answer.json()["epoch"] == 2
+            assert answer.json()["generation"] == 2
 
     followers = [threading.Thread(target=follow) for _ in range(12)]
     for follower in followers:
@@ -213,7 +213,7 @@ def test_a_broken_transfer_is_taken_from_members_only(agents: Agents) -> None:
         "cause": "transfer",
         "reporter": "W0_1",
         "detail": "reset",
-        "epoch": 1,
+        "generation": 1,
     }
     answer = agents.server.post(agents.path("/failures"), report)
     assert answer.json() == {"reason": "W0_1 can't exchange data with W0_2 (reset)"}

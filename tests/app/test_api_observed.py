@@ -6,7 +6,7 @@ import time
 
 from console_server import Agents, ConsoleServer
 
-from agent.protocol import clock_name
+from openrecycle.agent.protocol import clock_name
 
 
 def test_the_clock_of_the_console(server: ConsoleServer) -> None:
@@ -49,7 +49,7 @@ def test_measured_ops_are_checked(agents: Agents) -> None:
     body = {
         "worker": "W0_0",
         "incarnation": "W0_0-a",
-        "epoch": 1,
+        "generation": 1,
         "iteration": 3,
         "clock": "one",
         "started_us": 5,

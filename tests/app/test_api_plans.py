@@ -13,15 +13,15 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere, until
 from ui_factory import plan
 
-from app.api import plans
-from app.api.routes import create_routes
-from app.documents import MOST_LARGE, PLAN_MIB
-from app.errors import ConsoleError
-from app.plans.uploading import MOST_WAITING, Uploads, answer
-from app.security.bodies import LARGE_BODY, BodyLimit
-from planner.job import Job, MemoryLimit, Problem
-from planner.plan import Plan, job_doc
-from planner.solvers.portfolio import make_plan
+from openrecycle.app.api import plans
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.documents import MOST_LARGE, PLAN_MIB
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.uploading import MOST_WAITING, Uploads, answer
+from openrecycle.app.security.bodies import LARGE_BODY, BodyLimit
+from openrecycle.planner.job import Job, MemoryLimit, Problem
+from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.solvers.portfolio import make_plan
 
 API = "/api/v1"
 JOB = job_doc(Job.uniform(3, 4, 6)).model_dump(mode="json")
@@ -172,7 +172,7 @@ def large_document(pipelines: int) -> bytes:
 
 
 def test_a_plan_of_more_than_ten_megabytes_is_taken(client: TestClient) -> None:
-    """As `python -m planner plan --out` writes one for a thousand workers."""
+    """As `openrecycle plan --out` writes one for a thousand workers."""
     document = large_document(32)
     assert 14 << 20 < len(document) < PLAN_MIB << 20
     body = b'{"name":"large","plan":' + document + b"}"

@@ -10,11 +10,11 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere
 
-from app.api.routes import create_routes
-from app.plans import profiles
-from planner.job import Job, Worker
-from planner.plan import job_doc
-from planner.profiles import load_profile, shipped
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.plans import profiles
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.profiles import load_profile, shipped
 
 API = "/api/v1"
 UNEVEN = job_doc(Job.uniform(2, 3, 4, durations={"F": 2, "I": 3, "W": 1, "transfer": 0.5})).model_dump(mode="json")

@@ -11,8 +11,8 @@ import pytest
 import requests
 from console_server import Agents, ConsoleServer
 
-from planner.job import Job
-from planner.plan import job_doc
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 
 JOB = job_doc(Job.uniform(2, 2, 2)).model_dump(mode="json")
 
@@ -104,7 +104,7 @@ def test_events_can_be_waited_for(agents: Agents) -> None:
 
 
 def beat(worker: str, seq: int, **change: Any) -> dict[str, Any]:
-    values = {"worker": worker, "incarnation": f"{worker}-a", "seq": seq, "epoch": 1, "iteration": 3}
+    values = {"worker": worker, "incarnation": f"{worker}-a", "seq": seq, "generation": 1, "iteration": 3}
     return {**values, "phase": "training", **change}
 
 
@@ -116,7 +116,7 @@ def test_heartbeats_in_one_request_stand_for_themselves(agents: Agents) -> None:
     answer = agents.server.post(agents.path("/heartbeats/batch"), {"heartbeats": beats})
     assert answer.status_code == 200
     body = answer.json()
-    assert (body["epoch"], body["measure"], body["taken"]) == (1, None, 10)
+    assert (body["generation"], body["measure"], body["taken"]) == (1, None, 10)
     assert [(r["index"], r["worker"], r["code"]) for r in body["refused"]] == [
         (4, agents.names[4], "fenced"),
         (5, "W9_9", "unknown_worker"),

@@ -11,12 +11,12 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere
 from ui_factory import plan
 
-from app.api.routes import create_routes
-from app.console import Console
-from app.coordination.choices import UsePlan
-from app.coordination.events import Exited, PlanReady
-from app.errors import ConsoleError
-from app.plans.applying import misfit, use_plan
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.choices import UsePlan
+from openrecycle.app.coordination.events import Exited, PlanReady
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.applying import misfit, use_plan
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,15 @@ def test_the_same_members_go_on_under_the_new_plan() -> None:
     run = Run(2, 2).start()
     before = run.state
     run.send(UsePlan("mine", (), "ada"))
-    epoch = run.opened[-1]
-    assert (epoch.number, epoch.plan_fingerprint, epoch.joining, epoch.moves) == (before.epoch + 1, "mine", (), ())
-    assert epoch.living == before.current.living  # type: ignore[union-attr]
-    assert epoch.reason == "ada put plan mine in force"
+    generation = run.opened[-1]
+    assert (generation.number, generation.plan_fingerprint, generation.joining, generation.moves) == (
+        before.generation + 1,
+        "mine",
+        (),
+        (),
+    )
+    assert generation.living == before.current.living  # type: ignore[union-attr]
+    assert generation.reason == "ada put plan mine in force"
     assert "NeedPlan" not in [type(d).__name__ for d in run.send(UsePlan("mine", (), "ada")).decisions]
     run.resume()
     assert run.state.settled
@@ -61,7 +66,7 @@ def test_a_plan_for_others_or_at_the_wrong_moment_is_refused() -> None:
     run.resume()
     assert run.send(UsePlan("mine", ("W1_0",), "ada")).refusal is None
     assert run.opened[-1].failed == ("W1_0",)
-    # A death in the middle of it replaces it, as it would any epoch.
+    # A death in the middle of it replaces it, as it would any generation.
     run.send(Exited("W0_1", "W0_1-1", "launcher", "ended"))
     assert run.opened[-1].failed == ("W0_1", "W1_0") and run.opened[-1].plan_fingerprint != "mine"
     assert PlanReady in {type(event) for event, _ in run.log} or run.plans
@@ -78,7 +83,7 @@ def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
     reason = use_plan(console, here.job_id, mine, "ada")
     assert reason == f"ada put plan {mine.fingerprint[:8]} in force"
     view = console.view(here.job_id)
-    assert view.epoch == 2 and view.plan == mine
+    assert view.generation == 2 and view.plan == mine
     assert any(e.text == reason and e.kind == "operator" for e in view.events)
     row = console._store.audit(here.job_id)[-1]
     assert (row["actor"], row["action"], row["target"]) == ("ada", "use plan", mine.fingerprint)
@@ -111,7 +116,7 @@ def test_what_does_not_fit_is_said(console: Console) -> None:
     with pytest.raises(ConsoleError, match="plan: ") as error:
         use_plan(console, running.job_id, forged, "ada")
     assert error.value.status == 422
-    assert console.view(running.job_id).epoch == 1
+    assert console.view(running.job_id).generation == 1
 
 
 def test_over_http_a_saved_plan_is_put_in_force(console: Console) -> None:

@@ -11,13 +11,13 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
-from agent.protocol import API
-from app.api.routes import create_api, create_routes
-from app.security.access import Access
-from app.security.callers import Caller, Role, agent_route, refusal
-from app.security.guard import AccessGuard
-from planner.job import Job
-from planner.plan import job_doc
+from openrecycle.agent.protocol import API
+from openrecycle.app.api.routes import create_api, create_routes
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.callers import Caller, Role, agent_route, refusal
+from openrecycle.app.security.guard import AccessGuard
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 
 TOKEN = "a-token-for-the-tests"
 JOB = job_doc(Job.uniform(3, 4, 6)).model_dump(mode="json")
@@ -97,12 +97,21 @@ def test_each_change_leaves_a_line_that_says_who(here: ConsoleHere, app: TestCli
     call("POST", "/jobs/{job_id}/events/acknowledge", {"seqs": [1]}, **at)
     call("POST", "/jobs/{job_id}/workers/{worker}/kill", worker="W1_2", **at)
     job.die("W1_2")
-    until(lambda: bool(app.get(f"{API}/jobs/{job.job_id}/choice").json()["candidates"]), "there are ways on")
+    until(lambda: bool(app.get(f"{API}/jobs/{job.job_id}/choice").json()["candidates"]), "there are options")
     best = app.get(f"{API}/jobs/{job.job_id}/choice").json()["candidates"][0]["name"]
     call("POST", "/jobs/{job_id}/choice", {"name": best}, **at)
     job.resume(2)
     call("POST", "/jobs/{job_id}/workers/{worker}/restart", worker="W1_2", **at)
     call("POST", "/jobs/{job_id}/workers/{worker}/drain", worker="W0_1", **at)
+
+    steady = JobHere(console, "steady", iterations=80).register().commit(0, 40, 1)
+
+    def measured() -> bool:
+        figures = console.view(steady.job_id).figures
+        return figures is not None and figures.baseline is not None and figures.baseline.source == "measured"
+
+    until(measured, "its rate is measured")
+    call("POST", "/jobs/{job_id}/baseline", job_id=steady.job_id)
 
     large = JobHere(console, "large", **LARGE).register().commit(0, 2, 1)
     call("POST", "/jobs/{job_id}/replan", {"solver": "cp-sat", "seconds": 60}, job_id=large.job_id)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.catalogs.report import CatalogReport, CountLine, PlanLine, whole_counts
-from app.ui import catalog_words
-from planner.job import Job, MemoryLimit, Technique
-from planner.plan_codec import Question
+from openrecycle.app.catalogs.report import CatalogReport, CountLine, PlanLine, whole_counts
+from openrecycle.app.ui import catalog_words
+from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.packed import Question
 
 QUESTION = Question(Job.uniform(3, 4, 6), Technique.STAGGERED, MemoryLimit("uniform"))
 

@@ -10,16 +10,16 @@ from types import ModuleType
 
 import pytest
 
-from app.children import OneChild, begin_without_pages
+from openrecycle.app.children import OneChild, begin_without_pages
 
 PAGES = Path(__file__).resolve().parents[2] / "app" / "ui"
 
 
 def tell(pipe: Connection) -> None:
     """The child: which packages it finds, and what it has run."""
-    import planner.errors
+    import openrecycle.planner.errors
 
-    pipe.send((planner.errors.__file__, str(PAGES) in sys.path, "streamlit" in sys.modules))
+    pipe.send((openrecycle.planner.errors.__file__, str(PAGES) in sys.path, "streamlit" in sys.modules))
 
 
 def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

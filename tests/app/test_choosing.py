@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 from coordinator_run import Run, fingerprint
 
-from agent.protocol import JobState, WorkerState
-from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
-from app.coordination.events import Acknowledged, ConsoleRestarted, Exited, PlanReady, Stalled, Tick, TransferBroken
-from planner.policy import DROP, MIGRATE, REROUTE
+from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
+from openrecycle.app.coordination.events import (
+    Acknowledged,
+    ConsoleRestarted,
+    Exited,
+    PlanReady,
+    Stalled,
+    Tick,
+    TransferBroken,
+)
+from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 
 OUT = ("W0_0", "W1_0")
 MOVED = Candidate(MIGRATE, ("W1_0", "W2_1"), (("W2_1", "W0_0"),), text="15 samples/s")
@@ -36,11 +44,11 @@ def two_out(mode: Mode = Mode.AUTOMATIC) -> Run:
 def test_the_better_way_is_taken_when_all_train_again() -> None:
     run = two_out()
     run.send(Offered(OUT, OFFER))
-    epoch = run.opened[-1]
-    assert (epoch.number, epoch.moves, epoch.restore) == (4, (("W2_1", "W0_0"),), False)
-    assert epoch.failed == ("W1_0", "W2_1") and epoch.joining == ("W0_0",)
-    assert epoch.plan_fingerprint == fingerprint(("W1_0", "W2_1"))
-    assert epoch.reason == "migrate and re-route: 15 samples/s"
+    generation = run.opened[-1]
+    assert (generation.number, generation.moves, generation.restore) == (4, (("W2_1", "W0_0"),), False)
+    assert generation.failed == ("W1_0", "W2_1") and generation.joining == ("W0_0",)
+    assert generation.plan_fingerprint == fingerprint(("W1_0", "W2_1"))
+    assert generation.reason == "migrate and re-route: 15 samples/s"
     moved = run.member("W0_0")
     assert (moved.incarnation, moved.state) == ("W2_1-1", WorkerState.REJOINING)
     assert moved.retired == ("W0_0-1",)
@@ -51,9 +59,9 @@ def test_the_better_way_is_taken_when_all_train_again() -> None:
 
 def test_without_a_clearly_better_way_nothing_moves() -> None:
     run = two_out()
-    before = run.state.epoch
+    before = run.state.generation
     run.send(Offered(OUT, Offer(OUT, (STAYED, MOVED))))
-    assert run.state.epoch == before and run.state.offer is not None
+    assert run.state.generation == before and run.state.offer is not None
 
 
 def test_advice_on_other_failures_is_void() -> None:
@@ -68,8 +76,8 @@ def test_a_mover_that_dies_on_its_way_is_lost_at_both_places() -> None:
     run = two_out()
     run.send(Offered(OUT, OFFER))
     run.send(Exited("W2_1", "W2_1-1", "launcher", "was killed by SIGKILL"))
-    epoch = run.opened[-1]
-    assert epoch.failed == ("W0_0", "W1_0", "W2_1") and not epoch.moves and not epoch.joining
+    generation = run.opened[-1]
+    assert generation.failed == ("W0_0", "W1_0", "W2_1") and not generation.moves and not generation.joining
     run.resume()
     # The place that it gave up, and the one that it took, can be filled again.
     run.back("W2_1")
@@ -83,9 +91,9 @@ def test_a_death_during_the_move_tells_the_move_again() -> None:
     run = two_out()
     run.send(Offered(OUT, OFFER))
     run.exit("W1_1")
-    epoch = run.opened[-1]
-    assert epoch.moves == (("W2_1", "W0_0"),) and epoch.failed == ("W1_0", "W1_1", "W2_1")
-    assert epoch.joining == ("W0_0",) and not epoch.restore
+    generation = run.opened[-1]
+    assert generation.moves == (("W2_1", "W0_0"),) and generation.failed == ("W1_0", "W1_1", "W2_1")
+    assert generation.joining == ("W0_0",) and not generation.restore
 
 
 def test_a_returning_worker_takes_the_place_that_was_given_up() -> None:
@@ -93,8 +101,8 @@ def test_a_returning_worker_takes_the_place_that_was_given_up() -> None:
     run.send(Offered(OUT, OFFER))
     run.resume()
     run.back("W2_1")
-    epoch = run.opened[-1]
-    assert epoch.failed == ("W1_0",) and epoch.joining == ("W2_1",) and not epoch.moves
+    generation = run.opened[-1]
+    assert generation.failed == ("W1_0",) and generation.joining == ("W2_1",) and not generation.moves
 
 
 # -- manual mode --------------------------------------------------------------------------------
@@ -104,7 +112,7 @@ def test_the_job_waits_for_a_choice() -> None:
     run = two_out(Mode.MANUAL)
     assert len(run.opened) == 2 and run.state.choosing and run.state.job_state is JobState.RECOVERING
     assert run.sentence() == (
-        "Waiting for you: the ways on without W0_0, W1_0 are being compared; the job goes on in 30 s."
+        "Waiting for you: the options without W0_0, W1_0 are being compared; the job goes on in 30 s."
     )
     run.send(PlanReady(OUT, "too-early", "made"))
     assert len(run.opened) == 2
@@ -132,8 +140,8 @@ def test_a_dropped_replica_leaves_with_its_living_workers() -> None:
     run = two_out(Mode.MANUAL)
     run.send(Offered(OUT, OFFER))
     run.send(Chosen(DROP, "ada"))
-    epoch = run.opened[-1]
-    assert epoch.living == ("W2_0", "W2_1") and not epoch.joining
+    generation = run.opened[-1]
+    assert generation.living == ("W2_0", "W2_1") and not generation.joining
     assert run.member("W0_1").leaving and run.member("W0_1").state is WorkerState.FAILED
     run.resume()
     run.send(Exited("W0_1", "W0_1-1", "launcher"))
@@ -254,15 +262,15 @@ def test_a_worker_that_is_asked_to_leave_is_out_without_a_failure(mode: Mode) ->
     run = Run(3, 2).start()
     run.send(ModeSet(mode, 30.0, "ada"))
     run.send(DrainAsked("W1_0", "ada"))
-    epoch = run.opened[-1]
-    assert epoch.failed == ("W1_0",) and epoch.reason == "ada asked W1_0 to leave"
+    generation = run.opened[-1]
+    assert generation.failed == ("W1_0",) and generation.reason == "ada asked W1_0 to leave"
     assert not [n for n in run.notes if n.kind == "failure"]
     # Until it has left it counts, so that it can leave at the boundary; it changes nothing any more.
     assert run.send(Acknowledged("W1_0", "W1_0-1", 1, "resumed")).refusal is None
     before = run.state
     run.resume("W0_0", "W0_1")
     run.send(Exited("W1_0", "W1_0-1", "launcher", "ended with exit code 3"))
-    assert run.state.epoch == before.epoch and not run.member("W1_0").leaving
+    assert run.state.generation == before.generation and not run.member("W1_0").leaving
     assert run.send(Acknowledged("W1_0", "W1_0-1", 2, "adopted")).refusal is not None
     run.resume()
     run.back("W1_0")

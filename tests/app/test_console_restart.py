@@ -25,7 +25,7 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     agents.exit("W1_2")
     survivors = [name for name in agents.names if name != "W1_2"]
     second = agents.deployment(after=1)
-    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 12}
+    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "generation": 1, "living": 12}
     own_server.post(agents.path("/iterations"), {"iterations": [{"iteration": 0, **row}]})
     own_server.post(agents.path("/workers/W0_0/kill"))
     for name in survivors[:5]:
@@ -37,7 +37,7 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     own_server.start(own_server.port)
 
     after = agents.job()
-    for key in ("state", "epoch", "plan_fingerprint", "committed", "spec", "created_at", "living"):
+    for key in ("state", "generation", "plan_fingerprint", "committed", "spec", "created_at", "living"):
         assert after[key] == before[key], key
     assert agents.deployment(after=1) == second
     kept = own_server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
@@ -53,7 +53,7 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     # Agents go on without registering again; the dead one stays fenced; recovery ends as it would have.
     assert agents.heartbeat("W1_2").json()["code"] == "fenced"
     for name in survivors:
-        assert agents.heartbeat(name, epoch=2).json() == {"epoch": 2}
+        assert agents.heartbeat(name, generation=2).json() == {"generation": 2}
     agents.resume(survivors[5:], 2)
     assert agents.job()["state"] == "running"
     agents.exit("W0_0")
@@ -91,7 +91,7 @@ def test_silence_is_found_out(tmp_path: Path) -> None:
         agents.register_all()
         agents.resume(agents.names, 1)
         seen: set[str] = set()
-        while (job := agents.job())["epoch"] == 1:
+        while (job := agents.job())["generation"] == 1:
             agents.heartbeat("W0_0")
             workers = {w["name"]: w for w in server.get(agents.path("/workers")).json()["workers"]}
             seen.add(workers["W1_0"]["state"])

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from agent.protocol import (
+from openrecycle.agent.protocol import (
     Acknowledgement,
     FailureReport,
     Heartbeat,
@@ -20,12 +20,12 @@ from agent.protocol import (
     JobState,
     Registration,
 )
-from app.console import Console, get_console, set_console
-from app.coordination.ladder import Ladder
-from app.coordination.standing import RoleState
-from app.errors import ConsoleError
-from db.session import Database
-from db.store import Store
+from openrecycle.app.console import Console, get_console, set_console
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.errors import ConsoleError
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 SPEC = JobSpec(name="job", pipelines=3, stages=2, micro_batches=3, iterations=50)
 NAMES = [f"W{p}_{s}" for p in range(3) for s in range(2)]
@@ -52,10 +52,10 @@ def register_all(console: Console, job_id: str) -> None:
         console.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
 
 
-def resume(console: Console, job_id: str, epoch: int, names: list[str]) -> None:
+def resume(console: Console, job_id: str, generation: int, names: list[str]) -> None:
     for name in names:
         for state in ("adopted", "formed", "resumed"):
-            message = Acknowledgement(worker=name, incarnation=f"{name}-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+            message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
             console.acknowledge(job_id, message)
 
 
@@ -86,7 +86,7 @@ def test_what_can_not_be_stored_has_not_happened(
     with pytest.raises(ConsoleError) as error:
         console.failure(created.job_id, exited("W1_1"))
     assert (error.value.status, error.value.code) == (503, "disk_full")
-    assert console.job(created.job_id).state.epoch == before.epoch
+    assert console.job(created.job_id).state.generation == before.generation
     assert console.deployment(created.job_id, 1) is None
     # The launcher sends its report again, and now there is room.
     monkeypatch.setattr(store, "apply", apply)
@@ -116,7 +116,7 @@ def test_a_commit_whose_answer_was_lost_is_found_again(
     assert console.failure(created.job_id, exited("W1_1")) == "W1_1 was out already"
     deployment = console.deployment(created.job_id, 1)
     assert deployment is not None
-    assert (deployment.epoch, deployment.failed) == (2, ("W1_1",))
+    assert (deployment.generation, deployment.failed) == (2, ("W1_1",))
     resume(console, created.job_id, 2, [name for name in NAMES if name != "W1_1"])
     assert console.view(created.job_id).state is JobState.RUNNING
     texts = [event.text for event in console.view(created.job_id).events]
@@ -126,39 +126,39 @@ def test_a_commit_whose_answer_was_lost_is_found_again(
 def test_a_plan_for_a_large_grid_comes_from_the_child(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.planned.INLINE_OPS", 0)
+    monkeypatch.setattr("openrecycle.app.planned.INLINE_OPS", 0)
     monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
     created, _ = console.create_job(SPEC)
     register_all(console, created.job_id)
-    until(lambda: console.job(created.job_id).state.epoch == 1)
+    until(lambda: console.job(created.job_id).state.generation == 1)
     console.failure(created.job_id, exited("W2_0"))
-    until(lambda: console.job(created.job_id).state.epoch == 2)
+    until(lambda: console.job(created.job_id).state.generation == 2)
     deployment = console.deployment(created.job_id, 1)
     assert deployment is not None
     assert console.plan(deployment.plan_fingerprint).failed == ("W2_0",)
 
 
-def test_a_plan_whose_epoch_could_not_be_stored_is_asked_for_again(
+def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.planned.INLINE_OPS", 0)
+    monkeypatch.setattr("openrecycle.app.planned.INLINE_OPS", 0)
     monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
     created, _ = console.create_job(SPEC)
     register_all(console, created.job_id)
-    until(lambda: console.job(created.job_id).state.epoch == 1)
+    until(lambda: console.job(created.job_id).state.generation == 1)
     apply, refused = store.apply, threading.Event()
 
-    def no_epochs(job_id: str, change: object) -> None:
-        if getattr(change, "epoch", None):
+    def no_generations(job_id: str, change: object) -> None:
+        if getattr(change, "generation", None):
             refused.set()
             raise OperationalError("insert", {}, Exception("database is locked"))
         apply(job_id, change)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store, "apply", no_epochs)
+    monkeypatch.setattr(store, "apply", no_generations)
     console.failure(created.job_id, exited("W2_0"))
     assert refused.wait(30)
     monkeypatch.setattr(store, "apply", apply)
-    until(lambda: console.job(created.job_id).state.epoch == 2)
+    until(lambda: console.job(created.job_id).state.generation == 2)
 
 
 def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Console, store: Store) -> None:
@@ -185,13 +185,13 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
     for thread in threads:
         thread.join(60)
     assert errors == []
-    epochs = store.epochs(created.job_id)
-    assert [e["epoch"] for e in epochs] == [1, 2, 3, 4, 5]
-    assert [len(e["failed"]) for e in epochs] == [0, 1, 2, 3, 4]
+    generations = store.generations(created.job_id)
+    assert [e["generation"] for e in generations] == [1, 2, 3, 4, 5]
+    assert [len(e["failed"]) for e in generations] == [0, 1, 2, 3, 4]
     events = store.events(created.job_id, limit=1000)
     assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
-    for epoch in epochs:
-        assert list(console.plan(epoch["plan_fingerprint"]).failed) == epoch["failed"]
+    for generation in generations:
+        assert list(console.plan(generation["plan_fingerprint"]).failed) == generation["failed"]
 
 
 def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_a_view_shows_what_is_known(console: Console) -> None:
         worker="W0_0",
         incarnation="W0_0-a",
         seq=5,
-        epoch=1,
+        generation=1,
         iteration=9,
         phase="training",
         op_milliseconds={"F": 1.5},
@@ -261,7 +261,7 @@ def test_heartbeats_are_stored_some_at_a_time_and_none_is_forgotten(store: Store
 
     def hear(seq: int, *names: str) -> None:
         for name in names:
-            beat = Heartbeat(worker=name, incarnation=f"{name}-a", seq=seq, epoch=1, iteration=2, phase="training")
+            beat = Heartbeat(worker=name, incarnation=f"{name}-a", seq=seq, generation=1, iteration=2, phase="training")
             console.heartbeat(created.job_id, beat)
         job.take_heartbeats()
 
@@ -314,7 +314,7 @@ def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatc
     before = console.list_jobs()
     assert before[-1].sentence == "The job has finished: as asked." and before[-1].living == 6
     console.close()
-    monkeypatch.setattr("app.console.OVER_SHOWN", 1)
+    monkeypatch.setattr("openrecycle.app.console.OVER_SHOWN", 1)
     again = Console(store)
     again.start()
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from coordinator_run import LADDER, Run, fingerprint
 
-from agent.protocol import JobState, WorkerState
-from app.coordination.events import (
+from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.app.coordination.events import (
     Acknowledged,
     Beat,
     ConsoleRestarted,
@@ -23,14 +23,14 @@ from app.coordination.events import (
     Tick,
     TransferBroken,
 )
-from app.coordination.ladder import Ladder
-from app.coordination.membership import State
-from app.live import TICK_SECONDS
-from app.rows import _read_broken, job_columns
-from planner.errors import InputError
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.membership import State
+from openrecycle.app.live import TICK_SECONDS
+from openrecycle.app.rows import _read_broken, job_columns
+from openrecycle.planner.errors import InputError
 
 
-def test_the_first_epoch_opens_when_the_last_worker_registers() -> None:
+def test_the_first_generation_opens_when_the_last_worker_registers() -> None:
     run = Run()
     for name in run.names[:-1]:
         run.send(Registered(name, "a"))
@@ -51,11 +51,11 @@ def test_the_job_runs_once_all_have_committed_an_iteration() -> None:
     run.resume("W0_0", "W0_1", "W1_0")
     assert run.state.job_state is JobState.STARTING
     assert run.sentence() == (
-        "Epoch 1 (all workers have registered): 3 of 4 workers train; waiting for W1_1 to take up the plan."
+        "Generation 1 (all workers have registered): 3 of 4 workers train; waiting for W1_1 to take up the plan."
     )
     run.resume("W1_1")
     assert run.state.job_state is JobState.RUNNING
-    assert run.sentence() == "Training in epoch 1 with all 4 workers."
+    assert run.sentence() == "Training in generation 1 with all 4 workers."
 
 
 def test_registering_twice_changes_nothing() -> None:
@@ -66,23 +66,23 @@ def test_registering_twice_changes_nothing() -> None:
     assert run.state is before
 
 
-def test_an_exit_opens_an_epoch_without_the_worker() -> None:
+def test_an_exit_opens_a_generation_without_the_worker() -> None:
     run = Run().start()
     run.exit("W1_0")
-    epoch = run.opened[-1]
-    assert (epoch.number, epoch.failed, epoch.joining) == (2, ("W1_0",), ())
-    assert epoch.living == ("W0_0", "W0_1", "W1_1")
-    assert epoch.reason == "W1_0: its process was killed by SIGKILL"
+    generation = run.opened[-1]
+    assert (generation.number, generation.failed, generation.joining) == (2, ("W1_0",), ())
+    assert generation.living == ("W0_0", "W0_1", "W1_1")
+    assert generation.reason == "W1_0: its process was killed by SIGKILL"
     assert run.member("W1_0").state is WorkerState.FAILED
     assert run.state.job_state is JobState.RECOVERING
     run.resume()
     assert run.state.job_state is JobState.RUNNING
     assert run.sentence() == (
-        "Training in epoch 2 with 3 of 4 workers. W1_0 failed. Living peers of the same stage do the work."
+        "Training in generation 2 with 3 of 4 workers. W1_0 failed. Living peers of the same stage do the work."
     )
 
 
-def test_an_exit_before_the_first_epoch_waits_for_the_worker_to_come_back() -> None:
+def test_an_exit_before_the_first_generation_waits_for_the_worker_to_come_back() -> None:
     run = Run()
     for name in run.names[:-1]:
         run.send(Registered(name, "a"))
@@ -114,18 +114,18 @@ def test_an_exit_that_is_known_is_accepted_and_changes_nothing() -> None:
     assert run.state is before
 
 
-def test_two_exits_open_two_epochs_and_agents_go_to_the_newest() -> None:
+def test_two_exits_open_two_generations_and_agents_go_to_the_newest() -> None:
     run = Run(3, 2).start()
     run.exit("W1_0")
     run.exit("W2_1")
     assert [(e.number, e.failed) for e in run.opened[1:]] == [(2, ("W1_0",)), (3, ("W1_0", "W2_1"))]
 
 
-def test_a_failure_while_the_plan_is_made_replaces_the_pending_epoch() -> None:
+def test_a_failure_while_the_plan_is_made_replaces_the_pending_generation() -> None:
     run = Run(3, 2).start()
     run.plans = False
     run.exit("W1_0")
-    assert run.sentence().startswith("Making the plan for epoch 2 without W1_0: ")
+    assert run.sentence().startswith("Making the plan for generation 2 without W1_0: ")
     run.exit("W2_1")
     assert run.wanted[-2:] == [("W1_0",), ("W1_0", "W2_1")]
     run.send(PlanReady(("W1_0",), "too-late", "made"))
@@ -155,7 +155,7 @@ def test_a_worker_is_out_when_its_silence_lasts() -> None:
     assert run.member("W1_1").detail == "not heard for 21.0 s (dead at 20 s)"
 
 
-def test_workers_that_time_out_together_leave_in_one_epoch() -> None:
+def test_workers_that_time_out_together_leave_in_one_generation() -> None:
     run = Run(3, 2).start()
     run.beat()
     run.wait(21, "W0_0", "W0_1", "W1_0", "W2_1")
@@ -215,7 +215,9 @@ def test_a_broken_transfer_that_nothing_explains_makes_all_connect_anew() -> Non
 
 def _breaks(run: Run, *pairs: tuple[str, str]) -> None:
     for reporter, peer in pairs:
-        run.send(TransferBroken(reporter, run.member(reporter).incarnation or "", peer, run.state.epoch, "timed out"))
+        run.send(
+            TransferBroken(reporter, run.member(reporter).incarnation or "", peer, run.state.generation, "timed out")
+        )
     run.now += 3
     for name in run.names:
         if run.member(name).incarnation:
@@ -247,11 +249,11 @@ def test_a_pair_that_breaks_again_loses_an_end_and_at_last_for_good() -> None:
 def test_what_raised_in_a_worker_has_all_form_anew_and_is_shown() -> None:
     run = Run().start()
     run.send(Raised("W0_0", "W0_0-1", 1, "iteration 5, micro-batch 3: W0_0 raised ValueError"))
-    assert run.state.epoch == 2 and run.opened[-1].living == run.opened[0].living
+    assert run.state.generation == 2 and run.opened[-1].living == run.opened[0].living
     assert any("micro-batch 3" in note.text for note in run.notes) and run.state.links == State.new(2, 2, 9).links
-    # Late, or of a process that does not count: no further epoch.
+    # Late, or of a process that does not count: no further generation.
     run.send(Raised("W0_1", "W0_1-1", 1, "iteration 5, micro-batch 2: W0_1 raised ValueError"))
-    assert run.state.epoch == 2 and any("micro-batch 2" in note.text for note in run.notes)
+    assert run.state.generation == 2 and any("micro-batch 2" in note.text for note in run.notes)
     assert run.send(Raised("W0_1", "other", 2, "x")).refusal is not None
     assert run.send(Raised("W9_1", "other", 2, "x")).refusal is not None
 
@@ -275,12 +277,12 @@ def test_an_exit_explains_a_broken_transfer() -> None:
     assert [e.number for e in run.opened] == [1, 2]
 
 
-@pytest.mark.parametrize("epoch", [1, 0])
-def test_a_broken_transfer_of_an_epoch_that_is_over_is_no_news(epoch: int) -> None:
+@pytest.mark.parametrize("generation", [1, 0])
+def test_a_broken_transfer_of_a_generation_that_is_over_is_no_news(generation: int) -> None:
     run = Run().start()
     run.exit("W1_1")
     run.beat("W0_0", "W0_1", "W1_0")
-    run.send(TransferBroken("W0_0", "W0_0-1", "W1_1", epoch))
+    run.send(TransferBroken("W0_0", "W0_0-1", "W1_1", generation))
     assert run.state.broken is None
 
 
@@ -333,14 +335,14 @@ def test_an_acknowledgement_of_the_future_is_refused_one_of_the_past_ignored() -
     run = Run().start()
     refusal = run.send(Acknowledged("W0_0", "W0_0-1", 2, "adopted")).refusal
     assert refusal is not None
-    assert refusal.detail == "epoch: got 2, expected at most 1, the newest"
+    assert refusal.detail == "generation: got 2, expected at most 1, the newest"
     run.exit("W1_1")
     before = run.state
     assert run.send(Acknowledged("W0_0", "W0_0-1", 1, "resumed")).refusal is None
     assert run.state is before
 
 
-def test_a_worker_outside_the_epoch_can_not_acknowledge_it() -> None:
+def test_a_worker_outside_the_generation_can_not_acknowledge_it() -> None:
     run = Run().start()
     run.exit("W1_0")
     run.back("W1_0")
@@ -386,7 +388,7 @@ def test_after_a_restart_of_the_console_nobody_is_late() -> None:
     assert run.state.job_state is JobState.RUNNING
 
 
-def test_a_restarted_console_opens_the_epoch_that_it_had_not_come_to() -> None:
+def test_a_restarted_console_opens_the_generation_that_it_had_not_come_to() -> None:
     run = Run().start()
     run.plans = False
     run.exit("W1_0")

@@ -9,10 +9,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agent.protocol import JobState, WorkerState
-from app import coordinator
-from app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, PlanFrozen, UsePlan
-from app.coordination.events import (
+from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.app import coordinator
+from openrecycle.app.coordination.choices import (
+    Candidate,
+    Chosen,
+    DrainAsked,
+    Mode,
+    ModeSet,
+    Offer,
+    Offered,
+    PlanFrozen,
+    UsePlan,
+)
+from openrecycle.app.coordination.events import (
     Acknowledged,
     ConsoleRestarted,
     Exited,
@@ -24,8 +34,8 @@ from app.coordination.events import (
     Stalled,
     TransferBroken,
 )
-from app.coordination.membership import State
-from planner.policy import DROP, MIGRATE, REROUTE
+from openrecycle.app.coordination.membership import State
+from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 
 PIPELINES, STAGES = 3, 2
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
@@ -76,9 +86,9 @@ class Membership(RuleBasedStateMachine):
     def exit(self, worker: str) -> None:
         self.run_.exit(worker)
 
-    @rule(reporter=name, worker=name, epoch=st.integers(0, 4))
-    def transfer(self, reporter: str, worker: str, epoch: int) -> None:
-        self.run_.send(TransferBroken(reporter, self.current(reporter), worker, epoch))
+    @rule(reporter=name, worker=name, generation=st.integers(0, 4))
+    def transfer(self, reporter: str, worker: str, generation: int) -> None:
+        self.run_.send(TransferBroken(reporter, self.current(reporter), worker, generation))
 
     @rule(workers=st.sets(name), draining=st.booleans())
     def heartbeats(self, workers: set[str], draining: bool) -> None:
@@ -106,8 +116,8 @@ class Membership(RuleBasedStateMachine):
 
     @rule(worker=name, state=st.sampled_from(["adopted", "formed", "resumed"]), back=st.integers(-1, 2))
     def acknowledge(self, worker: str, state: str, back: int) -> None:
-        epoch = max(1, self.run_.state.epoch - back)
-        self.run_.send(Acknowledged(worker, self.current(worker), epoch, state))  # type: ignore[arg-type]
+        generation = max(1, self.run_.state.generation - back)
+        self.run_.send(Acknowledged(worker, self.current(worker), generation, state))  # type: ignore[arg-type]
 
     @precondition(lambda self: self.run_.state.current)
     @rule()
@@ -175,14 +185,16 @@ class Membership(RuleBasedStateMachine):
         if really:
             self.run_.send(Finished(JobState.STOPPED, "the launcher stopped"))
 
-    @rule(worker=name, pick=st.integers(0, 9), state=st.sampled_from(["adopted", "resumed"]), epoch=st.integers(1, 9))
-    def fenced_worker(self, worker: str, pick: int, state: str, epoch: int) -> None:
+    @rule(
+        worker=name, pick=st.integers(0, 9), state=st.sampled_from(["adopted", "resumed"]), generation=st.integers(1, 9)
+    )
+    def fenced_worker(self, worker: str, pick: int, state: str, generation: int) -> None:
         incarnation = self.old(worker, pick)
         if incarnation is None:
             return
         before = self.run_.state
-        self.run_.send(Acknowledged(worker, incarnation, epoch, state))  # type: ignore[arg-type]
-        self.run_.send(TransferBroken(worker, incarnation, NAMES[0], epoch))
+        self.run_.send(Acknowledged(worker, incarnation, generation, state))  # type: ignore[arg-type]
+        self.run_.send(TransferBroken(worker, incarnation, NAMES[0], generation))
         assert self.run_.state is before
         step = self.run_.send(Registered(worker, incarnation))
         assert step.refusal is not None
@@ -193,9 +205,9 @@ class Membership(RuleBasedStateMachine):
     # -- what always holds ------------------------------------------------------------------
 
     @invariant()
-    def epochs_only_rise_by_one(self) -> None:
+    def generations_only_rise_by_one(self) -> None:
         assert [e.number for e in self.run_.opened] == list(range(1, len(self.run_.opened) + 1))
-        assert self.run_.state.epoch == len(self.run_.opened)
+        assert self.run_.state.generation == len(self.run_.opened)
 
     @invariant()
     def those_waited_for_are_counted_right(self) -> None:
@@ -204,16 +216,16 @@ class Membership(RuleBasedStateMachine):
 
     @invariant()
     def one_plan_in_force_and_it_fits(self) -> None:
-        for epoch in self.run_.opened:
-            assert epoch.plan_fingerprint
-            assert set(epoch.living) | set(epoch.failed) == set(NAMES)
-            assert not set(epoch.living) & set(epoch.failed)
-            assert set(epoch.joining) <= set(epoch.living)
-            with_weights = {n.partition("_")[2] for n in set(epoch.living) - set(epoch.joining)}
+        for generation in self.run_.opened:
+            assert generation.plan_fingerprint
+            assert set(generation.living) | set(generation.failed) == set(NAMES)
+            assert not set(generation.living) & set(generation.failed)
+            assert set(generation.joining) <= set(generation.living)
+            with_weights = {n.partition("_")[2] for n in set(generation.living) - set(generation.joining)}
             assert with_weights == {str(s) for s in range(STAGES)}
 
     @invariant()
-    def a_failed_member_of_the_epoch_is_being_replaced(self) -> None:
+    def a_failed_member_of_the_generation_is_being_replaced(self) -> None:
         state = self.run_.state
         if state.current is None or state.over:
             return
@@ -234,9 +246,9 @@ class Membership(RuleBasedStateMachine):
         members = self.run_.state.members.values()
         held = [m.incarnation for m in members if m.incarnation is not None]
         assert len(held) == len(set(held))
-        for epoch in self.run_.opened:
-            for source, to in epoch.moves:
-                assert to in epoch.living and source != to
+        for generation in self.run_.opened:
+            for source, to in generation.moves:
+                assert to in generation.living and source != to
 
     @invariant()
     def nobody_is_asked_in_vain(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.protocol import JobState, WorkerState
-from app.coordination.events import Acknowledged, Exited, PlanReady
-from app.coordination.membership import PRESENT
+from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.app.coordination.events import Acknowledged, Exited, PlanReady
+from openrecycle.app.coordination.membership import PRESENT
 from tests.app.coordinator_run import Run, fingerprint
 
 
@@ -23,10 +23,10 @@ def test_a_worker_of_the_fullest_stage_moves_and_all_go_back_to_the_checkpoint()
     run = Run(3, 3, checkpoints=True).start()
     for name in ("W0_0", "W0_1", "W1_1", "W2_1"):
         run.exit(name)
-    epoch = run.opened[-1]
+    generation = run.opened[-1]
     # Stage 2 has three workers left, stage 0 two.
-    assert epoch.moves == (("W2_2", "W0_1"),) and epoch.restore
-    assert "W0_1" in epoch.living and "W2_2" in epoch.failed and epoch.joining == ("W0_1",)
+    assert generation.moves == (("W2_2", "W0_1"),) and generation.restore
+    assert "W0_1" in generation.living and "W2_2" in generation.failed and generation.joining == ("W0_1",)
     assert run.member("W0_1").incarnation == "W2_2-1" and run.member("W0_1").state is WorkerState.REJOINING
     assert "its process took the place of W0_1" in run.member("W2_2").detail
     assert any(note.text == "W2_2 gives up its stage and takes the place of W0_1" for note in run.notes)
@@ -36,9 +36,9 @@ def test_a_worker_of_the_fullest_stage_moves_and_all_go_back_to_the_checkpoint()
 
 def test_a_process_that_moved_is_not_fenced_while_it_does_not_know_yet() -> None:
     run = lost_stage()
-    (source, target), epoch = run.opened[-1].moves[0], run.opened[-1].number
+    (source, target), generation = run.opened[-1].moves[0], run.opened[-1].number
     moved = run.member(target).incarnation or ""
-    assert run.send(Acknowledged(source, moved, epoch, "adopted")).refusal is None
+    assert run.send(Acknowledged(source, moved, generation, "adopted")).refusal is None
     assert run.member(target).acknowledged == "adopted"
     # Its end is the end of the worker it has become: another one moves there.
     run.send(Exited(source, moved, "launcher", "was killed by SIGKILL"))
@@ -52,17 +52,17 @@ def test_the_place_that_was_given_up_can_be_taken_by_a_new_process() -> None:
     ((source, _),) = run.opened[-1].moves
     run.resume()
     run.back(source)
-    epoch = run.opened[-1]
-    assert source in epoch.living and epoch.joining == (source,)
-    assert not epoch.restore and not epoch.moves
+    generation = run.opened[-1]
+    assert source in generation.living and generation.joining == (source,)
+    assert not generation.restore and not generation.moves
 
 
 def test_a_death_before_all_have_gone_back_goes_back_again_and_tells_the_move_again() -> None:
     run = lost_stage()
     moves, first = run.opened[-1].moves, run.opened[-1].number
     run.exit("W0_0")
-    epoch = run.opened[-1]
-    assert epoch.number == first + 1 and epoch.restore and epoch.moves == moves
+    generation = run.opened[-1]
+    assert generation.number == first + 1 and generation.restore and generation.moves == moves
 
 
 def test_a_newcomer_of_the_lost_stage_needs_nobody_to_move() -> None:
@@ -73,14 +73,14 @@ def test_a_newcomer_of_the_lost_stage_needs_nobody_to_move() -> None:
     run.back("W0_1")
     run.exit("W1_1")
     run.send(PlanReady(("W1_1",), fingerprint(("W1_1",)), "made"))
-    epoch = run.opened[-1]
-    assert epoch.restore and not epoch.moves and epoch.living == ("W0_0", "W0_1", "W1_0")
+    generation = run.opened[-1]
+    assert generation.restore and not generation.moves and generation.living == ("W0_0", "W0_1", "W1_0")
 
 
 @settings(max_examples=150)
 @given(st.data())
 def test_whatever_dies_and_returns_each_process_has_one_place(data: st.DataObject) -> None:
-    """No incarnation at two places, no epoch with an empty stage, no move from a place that still lives on."""
+    """No incarnation at two places, no generation with an empty stage, no move from a place that still lives on."""
     run = Run(3, 3, checkpoints=True).start()
     for _ in range(data.draw(st.integers(1, 14))):
         present = [m.name for m in run.state.members.values() if m.state in PRESENT]
@@ -94,8 +94,8 @@ def test_whatever_dies_and_returns_each_process_has_one_place(data: st.DataObjec
             run.resume()
         held = [m.incarnation for m in run.state.members.values() if m.state in PRESENT]
         assert len(held) == len(set(held)) and None not in held
-        epoch = run.opened[-1]
-        assert {run.member(name).stage for name in epoch.living} == {0, 1, 2}
-        for source, to in epoch.moves:
-            assert to in epoch.living and source != to
+        generation = run.opened[-1]
+        assert {run.member(name).stage for name in generation.living} == {0, 1, 2}
+        for source, to in generation.moves:
+            assert to in generation.living and source != to
     assert [e.number for e in run.opened] == list(range(1, len(run.opened) + 1))

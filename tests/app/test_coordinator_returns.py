@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from coordinator_run import Run
 
-from agent.protocol import JobState, WorkerState
-from app.coordination.events import Acknowledged, Registered, TransferBroken
+from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.app.coordination.events import Acknowledged, Registered, TransferBroken
 
 
 def test_a_returned_worker_joins_when_the_others_have_recovered() -> None:
@@ -16,10 +16,10 @@ def test_a_returned_worker_joins_when_the_others_have_recovered() -> None:
     assert run.member("W1_0").state is WorkerState.REJOINING
     assert len(run.opened) == 2
     run.resume()
-    epoch = run.opened[-1]
-    assert (epoch.number, epoch.failed, epoch.joining) == (3, (), ("W1_0",))
-    assert epoch.living == ("W0_0", "W0_1", "W1_0", "W1_1")
-    assert epoch.reason == "W1_0 re-joins"
+    generation = run.opened[-1]
+    assert (generation.number, generation.failed, generation.joining) == (3, (), ("W1_0",))
+    assert generation.living == ("W0_0", "W0_1", "W1_0", "W1_1")
+    assert generation.reason == "W1_0 re-joins"
     assert run.member("W1_0").state is WorkerState.REJOINING
     run.resume()
     assert run.member("W1_0").state is WorkerState.RUNNING
@@ -43,7 +43,7 @@ def test_a_failure_takes_a_waiting_worker_along() -> None:
     assert (run.opened[-1].failed, run.opened[-1].joining) == (("W2_1",), ("W1_0",))
 
 
-def test_a_worker_that_still_takes_weights_joins_again_in_the_next_epoch() -> None:
+def test_a_worker_that_still_takes_weights_joins_again_in_the_next_generation() -> None:
     run = Run(3, 2).start()
     run.exit("W1_0")
     run.resume()
@@ -54,7 +54,7 @@ def test_a_worker_that_still_takes_weights_joins_again_in_the_next_epoch() -> No
     assert run.opened[-1].joining == ("W1_0",)
 
 
-def test_a_returned_worker_that_dies_while_it_waits_changes_no_epoch() -> None:
+def test_a_returned_worker_that_dies_while_it_waits_changes_no_generation() -> None:
     run = Run().start()
     run.exit("W1_0")
     run.back("W1_0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.api.crowd import Crowd
+from openrecycle.app.api.crowd import Crowd
 
 
 class Visitor:

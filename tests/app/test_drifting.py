@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
-from app.console import Console
-from app.live import LiveJob
-from app.observing.drifting import Drifting
-from db.session import Database
-from db.store import Store
-from planner.drift import Limits
-from planner.job import Worker
-from planner.plan import Plan
+from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
+from openrecycle.app.console import Console
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.drifting import Drifting
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
+from openrecycle.planner.drift import Limits
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
 
 NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
 TIMES = {"F": 10.0, "I": 10.0, "W": 10.0}
@@ -51,11 +51,11 @@ class Workers:
         return {name for name, contact in self.job.contacts.items() if contact.beat.seq == self.seq}
 
     def resume(self, names: list[str] = NAMES) -> None:
-        """Takes up the newest epoch."""
-        epoch = self.job.state.epoch
+        """Takes up the newest generation."""
+        generation = self.job.state.generation
         for name in names:
             for state in ("adopted", "formed", "resumed"):
-                message = Acknowledgement(worker=name, incarnation=f"{name}-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+                message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
                 self.console.acknowledge(self.job_id, message)
 
     def beat(self, factors: dict[str, float], rounds: int = 1, names: list[str] = NAMES) -> None:
@@ -68,7 +68,7 @@ class Workers:
                     worker=name,
                     incarnation=f"{name}-a",
                     seq=self.seq,
-                    epoch=self.job.state.epoch,
+                    generation=self.job.state.generation,
                     iteration=self.seq,
                     phase="training",
                     op_milliseconds=took,  # type: ignore[arg-type]
@@ -107,20 +107,20 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
         console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
     workers.resume()
     workers.beat({}, rounds=WINDOW)
-    assert workers.job.state.epoch == 1 and workers.job.slow == {}
+    assert workers.job.state.generation == 1 and workers.job.slow == {}
 
     workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
-    until(lambda: workers.job.state.epoch == 2)
+    until(lambda: workers.job.state.generation == 2)
     view = console.view(created.job_id)
     assert [w.slow for w in view.workers] == [0, 0, 0, 2]
     assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.job.job.speeds == ((SLOW, 0.5),)
     # Its peer takes work off it.
     assert forwards(workers.plan, "W1_1") < 6 < forwards(workers.plan, "W0_1")
-    slow, epoch = (
+    slow, generation = (
         "W1_1 is slow: its ops take 2.00 times the others'",
         "a plan for W1_1 at speed 0.5: an iteration takes",
     )
-    assert any(slow in text for text in workers.texts()) and any(epoch in text for text in workers.texts())
+    assert any(slow in text for text in workers.texts()) and any(generation in text for text in workers.texts())
     # What fails next is planned with that speed, too.
     workers.resume()
     failed = FailureReport(worker="W0_0", incarnation="W0_0-a", cause="exit", reporter="launcher", detail="gone")
@@ -134,10 +134,10 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
     workers.console = console
     workers.resume(left)
     until(lambda: workers.job.job.speeds == ((SLOW, 0.5),))
-    before = workers.job.state.epoch
+    before = workers.job.state.generation
     workers.beat({}, rounds=WINDOW + 1, names=left)
     until(lambda: workers.job.job.speeds == ())
-    until(lambda: workers.job.state.epoch > before or any("the plan in force stays" in t for t in workers.texts()))
+    until(lambda: workers.job.state.generation > before or any("the plan in force stays" in t for t in workers.texts()))
     assert "W1_1 is as fast as the others again" in workers.texts() and workers.job.slow == {}
     console.close()
 
@@ -152,11 +152,11 @@ def test_while_the_plan_is_frozen_a_better_one_waits(store: Store) -> None:
     console.operators.freeze(created.job_id, True, "ada")
     workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
     until(lambda: any("it waits: ada has frozen the plan" in text for text in workers.texts()))
-    assert workers.job.state.epoch == 1
+    assert workers.job.state.generation == 1
     assert workers.job.job.speeds == ((SLOW, 0.5),), "what fails now is planned with that speed"
     console.operators.freeze(created.job_id, False, "ada")
     workers.beat({"W1_1": 2.0}, rounds=1)
-    until(lambda: workers.job.state.epoch == 2)
+    until(lambda: workers.job.state.generation == 2)
     assert workers.plan.job.speeds == {"W1_1": 0.5}
     console.close()
 
@@ -171,7 +171,7 @@ def test_all_together_are_slow_and_no_plan_is_to_blame(store: Store) -> None:
     workers.beat(dict.fromkeys(NAMES, 1.5), rounds=WINDOW + 1)
     said = "all workers' ops take 1.5 times what the profile says"
     until(lambda: any(said in text for text in workers.texts()))
-    assert workers.job.state.epoch == 1 and workers.job.job.speeds == () and workers.job.slow == {}
+    assert workers.job.state.generation == 1 and workers.job.job.speeds == () and workers.job.slow == {}
     console.close()
 
 

@@ -17,20 +17,20 @@ from typer.main import get_command
 from ui_console import ConsoleHere, JobHere
 from ui_factory import plan as made_plan
 
-from agent.cli import app as agent_cli
-from app.api.routes import create_routes
-from app.errors import ConsoleError
-from app.plans import exporting
-from app.plans.bundle import CatalogPart, launch_line, make_bundle
-from app.plans.exporting import Export, file_stem, offer_named, offers, render
-from planner.catalog import Catalog
-from planner.check import check
-from planner.cli import app as planner_cli
-from planner.columnar import pack, unpack
-from planner.export.yaml_document import parse_yaml
-from planner.job import Job, Problem, StageProfile, Worker
-from planner.plan import JobDoc, Plan, job_doc
-from planner.solvers.portfolio import make_plan
+from openrecycle.agent.cli import app as agent_cli
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans import exporting
+from openrecycle.app.plans.bundle import CatalogPart, launch_line, make_bundle
+from openrecycle.app.plans.exporting import Export, file_stem, offer_named, offers, render
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.check import check
+from openrecycle.planner.cli import app as planner_cli
+from openrecycle.planner.export.yaml_document import parse_yaml
+from openrecycle.planner.job import Job, Problem, StageProfile, Worker
+from openrecycle.planner.packed import pack, unpack
+from openrecycle.planner.plan import JobDoc, Plan, job_doc
+from openrecycle.planner.solvers.portfolio import make_plan
 
 
 def opened(name: str, content: bytes, plan: Plan) -> None:
@@ -138,23 +138,18 @@ def test_the_bundle_holds_the_catalog_and_lines_that_can_be_run() -> None:
         assert len(Catalog.from_json(archive.read("catalog.json"))) == 1
         assert not check(Plan.from_json(archive.read("plan.json")))
         readme = archive.read("README.md").decode()
-    lines = [line for line in readme.splitlines() if line.startswith("python -m ")]
-    assert [shlex.split(line)[2:4] for line in lines] == [
-        ["planner", "check"],
-        ["planner", "plan"],
-        ["planner", "catalog"],
-        ["agent", "launch"],
-    ]
+    lines = [line for line in readme.splitlines() if line.startswith("openrecycle ")]
+    assert [shlex.split(line)[1] for line in lines] == ["check", "plan", "catalog", "train"]
     for line in lines:
-        _, _, package, command, *options = shlex.split(line)
-        group = get_command(planner_cli if package == "planner" else agent_cli)
+        _, command, *options = shlex.split(line)
+        group = get_command(agent_cli if command == "train" else planner_cli)
         group.commands[command].make_context(command, list(options))  # type: ignore[attr-defined]
     assert "--profile profile.json" in lines[-1]
 
 
 def make_plan_for(job: Job) -> Plan:
-    from planner.job import MemoryLimit, Problem, Technique
-    from planner.solvers.portfolio import make_plan
+    from openrecycle.planner.job import MemoryLimit, Problem, Technique
+    from openrecycle.planner.solvers.portfolio import make_plan
 
     return make_plan(Problem(job, technique=Technique.STAGGERED, memory=MemoryLimit("none")), solver="list")
 

@@ -14,10 +14,10 @@ from lane_served import HARDENED, Served, heartbeat
 from ui_console import ConsoleHere, JobHere
 from uvicorn.server import ServerState
 
-from agent.protocol import API
-from app.api.crowd import Crowd
-from app.api.express import express
-from app.security.access import Access
+from openrecycle.agent.protocol import API
+from openrecycle.app.api.crowd import Crowd
+from openrecycle.app.api.express import express
+from openrecycle.app.security.access import Access
 
 
 class Connection(asyncio.Transport):
@@ -35,6 +35,9 @@ class Connection(asyncio.Transport):
         self.kind = beside.kind if beside else express(served.lane)
         self.protocol = self.kind(config, self.state, {})
         self.protocol.connection_made(self)
+
+    def get_write_buffer_size(self) -> int:
+        return 0  # all that is written has been read
 
     def write(self, data: Any) -> None:
         self.out += data
@@ -101,7 +104,7 @@ def run(served: Served, case: Case) -> None:
     async def whole() -> None:
         connection = Connection(served)
         ((status, _, body),) = await connection.ask(request(served, 1))
-        assert (status, body) == (200, {"epoch": 1})
+        assert (status, body) == (200, {"generation": 1})
         await case(connection)
 
     asyncio.run(whole())
@@ -117,7 +120,7 @@ async def straight(connection: Connection, data: bytes) -> tuple[int, dict[str, 
 def test_beyond_the_open_files_it_is_said_and_those_before_are_served(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.express.PATIENCE", 0)
+    monkeypatch.setattr("openrecycle.app.api.express.PATIENCE", 0)
 
     async def case(first: Connection) -> None:
         first.kind.crowd = Crowd(1)
@@ -174,7 +177,7 @@ def test_the_second_is_answered_at_once(served: Served) -> None:
     async def case(connection: Connection) -> None:
         before = served.whole
         answer = await straight(connection, request(served, 2))
-        assert answer is not None and (answer[0], answer[2]) == (200, {"epoch": 1})
+        assert answer is not None and (answer[0], answer[2]) == (200, {"generation": 1})
         assert all(name in answer[1] for name in HARDENED)
         other = await straight(Connection(served), request(served, 7, worker="W1_1"))
         assert other is not None, "on another connection, of another worker"

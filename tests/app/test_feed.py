@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from agent.protocol import LogLine, LogLines, VerdictReport
-from app.errors import ConsoleError
-from app.observing import log_book
-from app.observing.log_book import LogBook
+from openrecycle.agent.protocol import LogLine, LogLines, VerdictReport
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.observing import log_book
+from openrecycle.app.observing.log_book import LogBook
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from app.coordination.events import Note, Stalled
-from app.observing import folding
-from app.observing.folding import Folding
-from app.ui.event_feed import feed_html
-from app.view import EventView
+from openrecycle.app.coordination.events import Note, Stalled
+from openrecycle.app.observing import folding
+from openrecycle.app.observing.folding import Folding
+from openrecycle.app.ui.event_feed import feed_html
+from openrecycle.app.view import EventView
 
 
 def stood_still(seconds: float) -> Note:
@@ -24,7 +24,7 @@ def silent(worker: str, seconds: float) -> Note:
     return Note("warning", "worker", f"{worker} has not been heard for {seconds} s (dead at 20 s)", worker)
 
 
-OPENED = Note("info", "epoch", "epoch 2 opened")
+OPENED = Note("info", "generation", "generation 2 opened")
 
 
 class Feed:
@@ -74,7 +74,7 @@ def test_what_happens_between_ends_it() -> None:
     feed.say(OPENED, now=4.0)
     feed.say(OPENED, now=5.0)
     said = [(row["count"], row["kind"]) for row in feed.rows]
-    assert said == [(2, "console"), (1, "epoch"), (1, "console"), (1, "epoch"), (1, "epoch")]
+    assert said == [(2, "console"), (1, "generation"), (1, "console"), (1, "generation"), (1, "generation")]
 
 
 def test_a_long_silence_ends_it_too() -> None:

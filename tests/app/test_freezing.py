@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from coordinator_run import Run, fingerprint
 
-from agent.protocol import JobState, WorkerState
-from app.coordination.choices import Candidate, Chosen, Mode, ModeSet, Offer, Offered, PlanFrozen, UsePlan
-from app.coordination.events import ConsoleRestarted, Finished
-from planner.policy import MIGRATE, REROUTE
+from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.app.coordination.choices import Candidate, Chosen, Mode, ModeSet, Offer, Offered, PlanFrozen, UsePlan
+from openrecycle.app.coordination.events import ConsoleRestarted, Finished
+from openrecycle.planner.policy import MIGRATE, REROUTE
 
 OUT = ("W0_0", "W1_0")
 MOVED = Candidate(MIGRATE, ("W1_0", "W2_1"), (("W2_1", "W0_0"),), text="15 samples/s")
@@ -56,16 +56,16 @@ def test_a_worker_that_is_back_waits_and_joins_when_it_may() -> None:
     run = frozen()
     run.exit("W1_0")
     run.resume()
-    epoch = run.state.epoch
+    generation = run.state.generation
     run.back("W1_0")
     run.wait(3, *run.names)
-    assert run.state.epoch == epoch and run.member("W1_0").state is WorkerState.REJOINING
+    assert run.state.generation == generation and run.member("W1_0").state is WorkerState.REJOINING
     assert "W1_0 is back, and can re-join once it is not" in run.sentence()
     run.send(ConsoleRestarted())
-    assert run.state.epoch == epoch, "nor does a console that restarts let it in"
+    assert run.state.generation == generation, "nor does a console that restarts let it in"
     run.send(PlanFrozen(False, "eve"))
     opened = run.opened[-1]
-    assert (opened.number, opened.failed, opened.joining) == (epoch + 1, (), ("W1_0",))
+    assert (opened.number, opened.failed, opened.joining) == (generation + 1, (), ("W1_0",))
     assert opened.reason == "eve unfroze the plan: W1_0 re-joins"
     run.resume()
     assert run.member("W1_0").state is WorkerState.RUNNING
@@ -80,7 +80,7 @@ def test_a_worker_that_comes_back_while_the_others_recover_waits_too() -> None:
     assert run.opened[-1].failed == ("W1_0",)
 
 
-def test_an_epoch_that_must_open_takes_in_who_is_back() -> None:
+def test_a_generation_that_must_open_takes_in_who_is_back() -> None:
     run = frozen()
     run.exit("W1_0")
     run.resume()
@@ -89,14 +89,14 @@ def test_an_epoch_that_must_open_takes_in_who_is_back() -> None:
     assert (run.opened[-1].failed, run.opened[-1].joining) == (("W2_1",), ("W1_0",))
 
 
-def test_a_worker_that_waits_may_die_without_an_epoch() -> None:
+def test_a_worker_that_waits_may_die_without_a_generation() -> None:
     run = frozen()
     run.exit("W1_0")
     run.resume()
     run.back("W1_0")
-    epoch = run.state.epoch
+    generation = run.state.generation
     run.exit("W1_0")
-    assert run.state.epoch == epoch and run.state.settled
+    assert run.state.generation == generation and run.state.settled
     assert run.member("W1_0").state is WorkerState.FAILED
 
 
@@ -106,9 +106,9 @@ def test_the_better_way_on_waits_for_the_thaw() -> None:
     run.resume()
     run.exit("W1_0")
     run.resume()
-    before = run.state.epoch
+    before = run.state.generation
     run.send(Offered(OUT, OFFER))
-    assert run.state.epoch == before
+    assert run.state.generation == before
     assert f"{MIGRATE} would be better, and waits" in run.notes[-1].text
     refusal = run.send(Chosen(MIGRATE, "eve", OUT)).refusal
     assert refusal is not None and refusal.code == "frozen"

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
-from app.frontend import PAGES, PageBase
+from openrecycle.app.frontend import PAGES, PageBase
 
 MAIN = Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py"
 HTML = "<!DOCTYPE html><html><head><title>x</title></head><body><p>y</p></body></html>"

@@ -9,24 +9,24 @@ from types import SimpleNamespace
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
-from app.advising import grounds
-from app.console import Console
-from app.observing import goodput
-from app.observing.baseline import Baseline
-from app.observing.goodput import Account, Accounts, figures
-from app.observing.waiting import Wait, segments
-from db.observations import Observations
-from db.store import Record, Store
+from openrecycle.app.advising import grounds
+from openrecycle.app.console import Console
+from openrecycle.app.observing import goodput
+from openrecycle.app.observing.baseline import Baseline
+from openrecycle.app.observing.goodput import Account, Accounts, figures
+from openrecycle.app.observing.waiting import Wait, segments
+from openrecycle.db.observations import Observations
+from openrecycle.db.store import Record, Store
 
 PINNED = Baseline(18.0, "measured", 1, 20)
 
 
-def account_of(*epochs: list[float]) -> Account:
-    """Seconds of the iterations of one epoch after the other."""
+def account_of(*generations: list[float]) -> Account:
+    """Seconds of the iterations of one generation after the other."""
     account, iteration = Account(), 0
-    for epoch, seconds in enumerate(epochs, start=1):
+    for generation, seconds in enumerate(generations, start=1):
         for took in seconds:
-            account.add(iteration, took, epoch)
+            account.add(iteration, took, generation)
             iteration += 1
     return account
 
@@ -57,7 +57,7 @@ def test_standing_still_counts_against_it(here: ConsoleHere) -> None:
     assert figures(account, job, begin=100.0, now=120.0).ettr == 0.25
 
 
-def test_the_first_iteration_of_a_new_epoch_is_judged_by_the_epoch_before(here: ConsoleHere) -> None:
+def test_the_first_iteration_of_a_new_generation_is_judged_by_the_generation_before(here: ConsoleHere) -> None:
     assert account_of([1.0, 1.0, 1.0], [9.0]).productive == 4.0
     assert account_of([9.0]).productive == 9.0, "nothing to compare it with yet"
 
@@ -75,24 +75,24 @@ def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch
     rng = random.Random(7)
     driven = JobHere(here.console, "long", iterations=5000).register()
     job, store = here.console.job(driven.job_id), Store(here.database)
-    rows, epoch = [], 1
+    rows, generation = [], 1
     for i in range(500):
         if rng.random() < 0.05:
-            epoch += 1
-        living = 12 if epoch % 2 else 11
+            generation += 1
+        living = 12 if generation % 2 else 11
         rows.append(
             {
                 "iteration": i,
                 "loss": 1.0,
                 "loss_hex": (1.0).hex(),
                 "seconds": rng.uniform(0.5, 2.0),
-                "epoch": epoch,
+                "generation": generation,
                 "living": living,
                 "committed_at": 1000.0 + i,
             }
         )
     store.add_iterations(driven.job_id, rows)
-    driven.commit(500, 500, epoch)
+    driven.commit(500, 500, generation)
     assert job.state.committed == 501
     # So late that productive time is not cut to wall time.
     monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1e10))
@@ -101,7 +101,7 @@ def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch
     monkeypatch.setattr(goodput, "BATCH", 10)
     at_once = Accounts(store, Observations(here.database)).of(job)
     assert at_once.productive == pytest.approx(expected.productive)
-    driven.commit(501, 505, epoch)
+    driven.commit(501, 505, generation)
     more = one_by_one.of(job)
     assert more.productive > expected.productive
     assert Accounts(store, Observations(here.database)).of(job).productive == pytest.approx(more.productive)
@@ -111,7 +111,9 @@ def feed(console: Console, job_id: str) -> list[str]:
     return [e["text"] for e in console.events(job_id, 0, 1000) if "fault-free" in e["text"]]
 
 
-def rows(first: int, last: int, seconds: float, *, epoch: int = 1, living: int = 12, at: float = 0.0) -> list[Record]:
+def rows(
+    first: int, last: int, seconds: float, *, generation: int = 1, living: int = 12, at: float = 0.0
+) -> list[Record]:
     """Of the database, committed one after the other from `at` on."""
     return [
         {
@@ -119,7 +121,7 @@ def rows(first: int, last: int, seconds: float, *, epoch: int = 1, living: int =
             "loss": 1.0,
             "loss_hex": (1.0).hex(),
             "seconds": seconds * (1 + 0.01 * (i % 3)),
-            "epoch": epoch,
+            "generation": generation,
             "living": living,
             "committed_at": at + seconds * (i - first + 1),
         }
@@ -198,9 +200,9 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     made_of = figures(account_of([1.0] * 30), job, now - 200, now, console.accounts.waiting.of(job))
     assert made_of.waited == pytest.approx(60.5, abs=0.1) and made_of.wall == pytest.approx(200 - made_of.waited)
     assert console.accounts.of(job).waited == made_of.waited
-    # A choice of a minute that led to epoch 2.
+    # A choice of a minute that led to generation 2.
     job.choices = (Wait(now - 90, now - 30, 2),)
-    recovery = {"worker": "W1_2", "epoch": 2, "death_known": True, "at": now - 28, "resumed_ms": 61_000.0}
+    recovery = {"worker": "W1_2", "generation": 2, "death_known": True, "at": now - 28, "resumed_ms": 61_000.0}
     recovery |= {"detected_ms": 20.0, "unblocked_ms": 60_200.0, "reformed_ms": 60_500.0}
     waited = console.accounts.waiting.of(job)
     steps = dict(segments(recovery, waited))

@@ -16,16 +16,16 @@ import pytest
 from history_job import NAMES, everything, lived_job
 from sqlalchemy import func, select, update
 
-from app.console import Console
-from app.history import importing, reading
-from app.history.archive import EXPORTED, Manifest, export, table_file
-from app.history.importing import delete_job, import_history
-from app.history.reading import HistoryError
-from app.history.tables import LEFT_OUT, format_of
-from db.job_rows import MODELS, JobRows, table
-from db.models import AuditRow, Base, JobRow, PlanRow
-from db.session import Database
-from db.store import Store
+from openrecycle.app.console import Console
+from openrecycle.app.history import importing, reading
+from openrecycle.app.history.archive import EXPORTED, Manifest, export, table_file
+from openrecycle.app.history.importing import delete_job, import_history
+from openrecycle.app.history.reading import HistoryError
+from openrecycle.app.history.tables import LEFT_OUT, format_of
+from openrecycle.db.job_rows import MODELS, JobRows, table
+from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 from tests.conftest import new_database
 
 
@@ -183,7 +183,7 @@ def twice(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
 
 
 def forgotten(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
-    del manifest["tables"]["epoch"]
+    del manifest["tables"]["generation"]
 
 
 def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
         (part("../../evil", b"x"), "got '../../evil' in it"),
         (part("/etc/cron.d/x", b"x"), "which the manifest does not name"),
         (part(table_file("iteration"), None), "tables/iteration.jsonl is missing"),
-        (forgotten, "table 'epoch' is missing"),
+        (forgotten, "table 'generation' is missing"),
         (part("manifest.json", b"{}"), "manifest.json: format: Field required"),
         (part("manifest.json", b"[" * 100_000), "manifest.json:"),
         (lambda parts, m: m.update(version=2), "manifest.json: version"),
@@ -220,9 +220,9 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
         (row("iteration", loss=float("inf")), "loss"),
         (row("iteration", iteration=10**6), "iteration"),
         (row("iteration", loss_hex="z" * 41), "loss_hex"),
-        (row("epoch", plan_fingerprint="f" * 32), "expected one of the file's plans"),
-        (row("epoch", living=["W0_0", "W7_0"]), "living: got 'W7_0'"),
-        (row("epoch", epoch=2**70), "epoch"),
+        (row("generation", plan_fingerprint="f" * 32), "expected one of the file's plans"),
+        (row("generation", living=["W0_0", "W7_0"]), "living: got 'W7_0'"),
+        (row("generation", generation=2**70), "generation"),
         (row("heartbeat", data="AAAA"), "data: "),
         (row("heartbeat", data="\u00e9"), "data"),
         (row("heartbeat", worker_group=3), "not of group 3"),

@@ -31,10 +31,10 @@ def imported(path: Path) -> Iterator[str]:
     """Modules by their full names; of `from x import y` both x and x.y."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name.removeprefix("openrecycle.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            yield str(node.module)
+            yield str(node.module).removeprefix("openrecycle.")
 
 
 def within(module: str, packages: tuple[str, ...]) -> bool:

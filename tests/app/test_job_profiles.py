@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from agent.protocol import JobSpec
-from app.console import Console
-from app.errors import ConsoleError
-from db.session import Database
-from db.store import Store
-from planner.job import Job, StageProfile, Worker
-from planner.plan import job_doc
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
+from openrecycle.planner.job import Job, StageProfile, Worker
+from openrecycle.planner.plan import job_doc
 
 BYTES = {"activation_bytes": 100, "weight_backward_bytes": 90, "weight_bytes": 1000}
 UNEVEN = Job(

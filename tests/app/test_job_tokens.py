@@ -13,13 +13,13 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, until
 
-from agent import console_link
-from agent.client import ConsoleClient
-from agent.console_link import ConsoleCoordination, create_job
-from agent.protocol import AGENT_TOKEN, JobSpec
-from app.api.routes import create_routes
-from app.security.access import Access
-from app.security.guard import AccessGuard
+from openrecycle.agent import console_link
+from openrecycle.agent.client import ConsoleClient
+from openrecycle.agent.console_link import ConsoleCoordination, create_job
+from openrecycle.agent.protocol import AGENT_TOKEN, JobSpec
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.guard import AccessGuard
 
 TOKEN = "a-token-for-the-tests"
 SPEC = {"name": "job", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9, "demo": True}
@@ -61,7 +61,7 @@ def test_the_workers_of_a_job_get_a_token_that_can_do_nothing_else(app: TestClie
     assert made.status_code == 201
     path, worker = f"/api/v1/jobs/{made.json()['job_id']}", bearer(made.headers[AGENT_TOKEN])
     registration = {"worker": "W0_0", "incarnation": "a", "host": "node1", "pid": 1}
-    beat = {"worker": "W0_0", "incarnation": "a", "seq": 1, "epoch": 0, "iteration": 0, "phase": "training"}
+    beat = {"worker": "W0_0", "incarnation": "a", "seq": 1, "generation": 0, "iteration": 0, "phase": "training"}
     assert app.post(f"{path}/workers", json=registration, headers=worker).status_code == 201
     assert app.post(f"{path}/heartbeats", json=beat, headers=worker).status_code == 200
     for method, where in (
@@ -81,7 +81,7 @@ def test_the_workers_of_a_job_get_a_token_that_can_do_nothing_else(app: TestClie
 def test_a_launcher_with_an_agents_token_hears_why_its_job_stands_still(
     app: TestClient, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asks whenever there has been no new epoch for some seconds; a refusal would end the job."""
+    """It asks whenever there has been no new generation for some seconds; a refusal would end the job."""
     for patience in ("SAY_WHY_NOT_SECONDS", "LONG_POLL_SECONDS"):
         monkeypatch.setattr(console_link, patience, 0.1)
     token = make(app, role="agent")

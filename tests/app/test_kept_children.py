@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from app.kept_children import Answer, KeptChildren
+from openrecycle.app.kept_children import Answer, KeptChildren
 
 PATIENCE = 120.0
 

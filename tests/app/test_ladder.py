@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from agent.protocol import JobSpec
-from agent.timeouts import Timeouts
-from app.console import Console
-from app.coordination.ladder import Ladder
-from app.errors import ConsoleError
-from db.session import Database
-from db.store import Store
-from planner.errors import InputError
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.errors import ConsoleError
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
+from openrecycle.planner.errors import InputError
 
 SPEC = JobSpec(name="a job", pipelines=1, stages=1, micro_batches=1, iterations=10)
 

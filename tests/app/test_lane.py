@@ -10,10 +10,10 @@ import pytest
 from lane_served import Served, heartbeat
 from ui_console import ConsoleHere, JobHere
 
-from agent.protocol import API
-from app.api import lean
-from app.notify import AT_ONCE, Topic
-from app.security.access import Access
+from openrecycle.agent.protocol import API
+from openrecycle.app.api import lean
+from openrecycle.app.notify import AT_ONCE, Topic
+from openrecycle.app.security.access import Access
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def served(here: ConsoleHere) -> Iterator[Served]:
 
 
 def test_the_second_goes_straight(served: Served) -> None:
-    assert served.beat(seq=1) == (200, True, {"epoch": 1})
-    assert served.beat(seq=2) == (200, False, {"epoch": 1})
-    assert served.beat("W1_1", seq=20) == (200, False, {"epoch": 1})  # of the same node
+    assert served.beat(seq=1) == (200, True, {"generation": 1})
+    assert served.beat(seq=2) == (200, False, {"generation": 1})
+    assert served.beat("W1_1", seq=20) == (200, False, {"generation": 1})  # of the same node
     job = served.console.job(served.job.job_id)
     job.take_heartbeats()
     assert (job.contacts["W0_1"].beat.seq, job.contacts["W1_1"].beat.seq) == (2, 20)
@@ -83,7 +83,7 @@ def test_another_leader_is_asked_anew(served: Served) -> None:
 
 def test_acknowledgements_and_deployments_too(served: Served) -> None:
     job = served.console.job(served.job.job_id)
-    said = {"worker": "W0_1", "incarnation": "W0_1-a", "epoch": 1, "state": "resumed"}
+    said = {"worker": "W0_1", "incarnation": "W0_1-a", "generation": 1, "state": "resumed"}
     first = served.post("acknowledgements", said)
     assert first[:2] == (200, True) and served.post("acknowledgements", said) == (200, False, first[2])
     assert served.post("acknowledgements", said, **{"Idempotency-Key": "k"})[:2] == (200, True)
@@ -95,7 +95,10 @@ def test_acknowledgements_and_deployments_too(served: Served) -> None:
         answers.append((answer.status_code, served.whole > before))
     # An unusual order of the query goes the lane, is not understood there, and is answered by FastAPI.
     assert answers == [(200, True), (200, False), (200, True), (204, False), (204, False)]
-    assert json.loads(served.client.get(f"{path}?after=0", headers=served.headers).content)["epoch"] == job.state.epoch
+    assert (
+        json.loads(served.client.get(f"{path}?after=0", headers=served.headers).content)["generation"]
+        == job.state.generation
+    )
     assert served.client.get(f"{path}?after=x", headers=served.headers).status_code == 422
     assert served.client.get(f"{path}?after=0&wait=61", headers=served.headers).status_code == 422
     operator = {"Authorization": "Bearer the console's own"}
@@ -141,4 +144,4 @@ def test_a_large_deployment_is_compressed_for_those_who_can_read_it(
         answers[accepted] = answer.headers.get("content-encoding"), answer.json()
     assert [how for how, _ in answers.values()] == ["gzip", None, None, "gzip"]
     assert len({json.dumps(said) for _, said in answers.values()}) == 1
-    assert answers["identity"][1]["epoch"] == 1
+    assert answers["identity"][1]["generation"] == 1

@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from app.console import Console
-from app.leadership.gate import Gate
-from app.leadership.watch import Standing
+from openrecycle.app.console import Console
+from openrecycle.app.leadership.gate import Gate
+from openrecycle.app.leadership.watch import LeaderStatus
 
 
 class Seat:
@@ -23,7 +23,7 @@ class Seat:
 
     def __init__(self) -> None:
         self.console: Any = None
-        self.standing = Standing(None, "http://a:1", "http://a:1 leads (term 4)")
+        self.status = LeaderStatus(None, "http://a:1", "http://a:1 leads (term 4)")
         self.callbacks: list[Callable[[], None]] = []
 
     def on_lost(self, callback: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ def test_a_standby_has_pages_of_its_own_and_refuses_the_rest(client: TestClient)
 
 
 def test_one_whose_lead_is_in_doubt_names_nobody_else(client: TestClient, seat: Seat) -> None:
-    seat.standing = Standing(None, "", "the database does not answer; nobody is known to lead", True, 0.5)
+    seat.status = LeaderStatus(None, "", "the database does not answer; nobody is known to lead", True, 0.5)
     said = client.get("/api/v1/jobs").json()["detail"]
     assert said == (
         "this console's lead is in doubt: the database does not answer; nobody is known to lead; it tries again "

@@ -12,13 +12,13 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from app.console import Console
-from app.leadership.decision import Times
-from app.leadership.host import ConsoleHost, Seat
-from app.leadership.watch import Leadership
-from db.leadership import LeaderSession
-from db.session import NOT_LEADING, Database, DatabaseError
-from db.store import Store
+from openrecycle.app.console import Console
+from openrecycle.app.leadership.decision import Times
+from openrecycle.app.leadership.host import ConsoleHost, Seat
+from openrecycle.app.leadership.watch import Leadership
+from openrecycle.db.leadership import LeaderSession
+from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
+from openrecycle.db.store import Store
 from tests.conftest import new_database
 
 LONG = 60.0
@@ -67,7 +67,7 @@ def until_leading(made: Leadership) -> int:
     timer.start()
     term = made.wait_change(None, stop)
     timer.cancel()
-    assert term is not None, made.standing
+    assert term is not None, made.status
     return term
 
 
@@ -77,25 +77,25 @@ def until_lost(made: Leadership, term: int) -> None:
     timer.start()
     now = made.wait_change(term, stop)
     timer.cancel()
-    assert now != term, made.standing
+    assert now != term, made.status
 
 
 def test_the_first_leads_at_once_and_makes_the_tables(stack: ExitStack, url: str) -> None:
     first = watch(stack, url, "a")
     first.start()
-    assert first.standing.term == 1 and first.leads(1) and not first.leads(2)
+    assert first.status.term == 1 and first.leads(1) and not first.leads(2)
 
 
 def test_a_standby_says_who_leads_and_follows_one_that_ends(stack: ExitStack, url: str) -> None:
     first, second = watch(stack, url, "a"), watch(stack, url, "b")
     first.start()
     second.start()
-    standing = second.standing
-    assert (standing.term, standing.leader) == (None, "http://a:1")
-    assert "http://a:1 leads (term 1)" in standing.reason
+    status = second.status
+    assert (status.term, status.leader) == (None, "http://a:1")
+    assert "http://a:1 leads (term 1)" in status.reason
     first.close()
     assert until_leading(second) == 2
-    assert first.standing.term is None
+    assert first.status.term is None
 
 
 def test_one_whose_session_is_ended_steps_down_and_may_lead_again(stack: ExitStack, url: str) -> None:
@@ -113,12 +113,12 @@ def test_one_that_stands_still_is_replaced_and_knows_it_at_once(stack: ExitStack
     still.start()
     second.start()
     assert until_leading(second) == 2
-    assert still.standing.term == 1, "it has not looked yet"
+    assert still.status.term == 1, "it has not looked yet"
     clock.now += 1.0
     assert not still.leads(1), "but does not trust itself any more"
     still.look()
     until_lost(still, 1)
-    assert "leads" in still.standing.reason or "lost" in still.standing.reason
+    assert "leads" in still.status.reason or "lost" in still.status.reason
 
 
 def test_one_that_can_not_take_the_jobs_up_leaves_the_lead_to_the_other(stack: ExitStack, url: str) -> None:
@@ -127,7 +127,7 @@ def test_one_that_can_not_take_the_jobs_up_leaves_the_lead_to_the_other(stack: E
     second.start()
     first.give_up()
     assert until_leading(second) == 2
-    assert "could not take the jobs up" in first.standing.reason
+    assert "could not take the jobs up" in first.status.reason
 
 
 def test_an_only_console_whose_connection_broke_says_so_and_leads_on(
@@ -144,16 +144,16 @@ def test_an_only_console_whose_connection_broke_says_so_and_leads_on(
         network.setattr(LeaderSession, "try_lock", _unreachable)
         only._step()
         only._step()
-    assert only.standing.term is None
-    assert only.standing.sentence == (
+    assert only.status.term is None
+    assert only.status.sentence == (
         "this console's lead is in doubt: the database does not answer; nobody is known to lead; it tries again "
         f"every {LONG:g} s"
     )
     only._step()
-    assert only.standing.doubt and "the lead of term 1 for an earlier connection" in only.standing.reason
+    assert only.status.doubt and "the lead of term 1 for an earlier connection" in only.status.reason
     only.look()
     assert until_leading(only) == 2, "what was left of its session was ended at once, not after a lease"
-    assert not only.standing.doubt
+    assert not only.status.doubt
 
 
 def _unreachable(*_: object) -> None:
@@ -165,13 +165,13 @@ def test_a_console_that_is_up_and_not_confirmed_says_for_how_long(stack: ExitSta
     only = watch(stack, url, "a", Times(renew=LONG, lease=4.0, poll=LONG), clock)
     only.start()
     host = ConsoleHost(lambda term: Database(url), only, lambda database: Console(Store(database)))
-    assert host.standing.sentence.endswith("this console leads (term 1) and is taking up the jobs; try again")
+    assert host.status.sentence.endswith("this console leads (term 1) and is taking up the jobs; try again")
     up: Any = "a console"
     host._seat = Seat(up, up, 1)
     assert host.console is up
     clock.now += 5.2
     assert host.console is None
-    assert host.standing.sentence == (
+    assert host.status.sentence == (
         f"this console's lead is in doubt: the database has not confirmed it for 5.2 s; it tries again every {LONG:g} s"
     )
 

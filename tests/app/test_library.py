@@ -8,8 +8,8 @@ import pytest
 from ui_console import ConsoleHere
 from ui_factory import plan
 
-from app.errors import ConsoleError
-from app.plans.library import Library
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.library import Library
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import pytest
 import ui_factory as factory
 from ui_console import JobHere
 
-from app import views
-from app.console import Console
-from app.ui.charts.progress import epoch_marks, progress_rows, throughput
-from app.ui.charts.vega import arrow
-from app.ui.charts.worker_grid import worker_grid
-from app.ui.theme import LIGHT
+from openrecycle.app import views
+from openrecycle.app.console import Console
+from openrecycle.app.ui.charts.progress import generation_marks, progress_rows, throughput
+from openrecycle.app.ui.charts.vega import arrow
+from openrecycle.app.ui.charts.worker_grid import worker_grid
+from openrecycle.app.ui.theme import LIGHT
 
 
 def test_a_quiet_grid_is_not_sent_again() -> None:
@@ -37,7 +37,7 @@ def test_a_quiet_grid_is_not_sent_again() -> None:
 
 def test_rows_come_out_of_arrow_as_they_went_in() -> None:
     view = factory.failed()
-    progress = progress_rows(view.iterations, epoch_marks(view.iterations, view.recoveries, view.events), 36.7)
+    progress = progress_rows(view.iterations, generation_marks(view.iterations, view.recoveries, view.events), 36.7)
     for chart in (worker_grid(view, LIGHT), throughput(progress, LIGHT)):
         read = pa.ipc.open_stream(arrow(chart.rows)).read_all().to_pydict()
         for name, values in chart.rows.items():

@@ -6,7 +6,9 @@ Processes and their launcher are played (job_world.py); the console, its databas
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,20 +16,26 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agent.protocol import JobSpec
-from app.api.models import WorkerInfo
-from app.coordination.choices import Candidate, Mode, Offer, Offered
-from app.coordination.sentence import sentence
-from app.coordination.standing import OUT, Condition, RoleState
-from app.observing.goodput import Accounts
-from app.observing.rollout import RollOuts
-from app.ui import facts
-from app.ui.charts.worker_grid import worker_grid
-from app.ui.theme import LIGHT
-from app.view import JobView
-from app.views import PlanCache, job_view
-from db.observations import Observations
-from planner.policy import DROP, MIGRATE, REROUTE
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.app.api.models import WorkerInfo
+from openrecycle.app.coordination.choices import Candidate, Mode, Offer, Offered
+from openrecycle.app.coordination.sentence import sentence
+from openrecycle.app.coordination.worker_states import OUT, Condition, RoleState, words_of
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.goodput import Accounts
+from openrecycle.app.observing.log_book import LogBook
+from openrecycle.app.observing.rollout import RollOuts
+from openrecycle.app.observing.worker_detail import WorkerDetail, worker_detail
+from openrecycle.app.plans.sources import names
+from openrecycle.app.readings import Readings
+from openrecycle.app.ui import facts
+from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
+from openrecycle.app.ui.theme import LIGHT
+from openrecycle.app.ui.worker_words import facts_html
+from openrecycle.app.view import JobView
+from openrecycle.app.views import PlanCache, job_view
+from openrecycle.db.observations import Observations
+from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 from tests.app.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World
@@ -38,18 +46,49 @@ SPEC = JobSpec(name="job", pipelines=PIPELINES, stages=STAGES, micro_batches=3, 
 pick = st.integers(0, 30)
 
 
+class Console(Readings):
+    """What the pages and the API ask, of a played job."""
+
+    def __init__(self, world: World) -> None:
+        self._store, self._world, self.ladder = world.store, world, LADDER
+        self.observations = Observations(world.database)
+        self.accounts = Accounts(world.store, self.observations)
+        self.logs = LogBook()
+
+    def job(self, job_id: str) -> LiveJob:
+        return self._world.job
+
+    def live_jobs(self) -> list[LiveJob]:
+        return [self._world.job]
+
+    @property
+    def read(self) -> JobView:
+        """As `view`, by the clock of the played job."""
+        job, plans = self._world.job, PlanCache(self._store)
+        try:
+            waited = self.accounts.waiting.of(job)
+            stores = self._store, self.observations
+            say = lambda worker_states, newest: sentence(worker_states, self._world.now, LADDER)  # noqa: E731
+            return job_view(job, stores, plans, say, self.accounts.of(job), waited, 5, 200)
+        finally:
+            plans.close()
+
+    def dialog(self, view: JobView, name: str) -> WorkerDetail:
+        return worker_detail(self, view, name, time.time())  # type: ignore[arg-type]
+
+    @property
+    def picker(self) -> str:
+        """What the plan pickers call the plan that is run."""
+        self._plans = PlanCache(self._store)
+        try:
+            return next(iter(names(self, self._world.job_id).values()))  # type: ignore[arg-type]
+        finally:
+            self._plans.close()
+
+
 def view_of(world: World) -> JobView:
     """What the pages and the API are given."""
-    observations = Observations(world.database)
-    accounts = Accounts(world.store, observations)
-    plans, job = PlanCache(world.store), world.job
-    try:
-        waited = accounts.waiting.of(job)
-        stores = world.store, observations
-        say = lambda standing, newest: sentence(standing, world.now, LADDER)  # noqa: E731
-        return job_view(job, stores, plans, say, accounts.of(job), waited, 5, 200)
-    finally:
-        plans.close()
+    return Console(world).read
 
 
 class Lives(RuleBasedStateMachine):
@@ -68,6 +107,7 @@ class Lives(RuleBasedStateMachine):
         world = self.world
         for _ in range(6):
             world.take_up()
+            world.obey(*world.living)
             while world.unsent:
                 world.retry(world.unsent[0])
             world.beat(*world.living)
@@ -132,11 +172,15 @@ class Lives(RuleBasedStateMachine):
             self.world.tick(70, self.world.living)
         self.settle()
 
-    @rule()
-    def is_paused_or_resumed(self) -> None:
+    @rule(number=pick)
+    def is_paused_or_resumed(self, number: int) -> None:
         act = self.world.operators.resume if self.paused else self.world.operators.pause
         act(self.world.job_id, "ada")
         self.paused = not self.paused
+        # Some come to the end of their iteration first, and say so.
+        self.world.obey(*self.world.living[: number % (len(self.world.living) + 1)])
+        self.world.tick(1, self.world.living)
+        self.every_view_says_what_the_processes_are()
         self.settle()
 
     @rule()
@@ -148,16 +192,18 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def every_view_says_what_the_processes_are(self) -> None:
-        world, view = self.world, view_of(self.world)
-        standing = world.job.standing()
+        world, console = self.world, Console(self.world)
+        view = console.read
+        worker_states = world.job.worker_states()
         alive = {process.incarnation for process in world.living}
         holds = {process.incarnation: str(place) for place, process in self.places()}
         # Each process, by itself.
-        for incarnation, state in standing.processes.items():
+        for incarnation, state in worker_states.processes.items():
             assert (state not in (RoleState.FAILED, RoleState.DRAINED)) == (incarnation in alive), (incarnation, state)
             if incarnation not in alive:
                 assert (state is RoleState.DRAINED) == (incarnation in self.drained), (incarnation, state)
-        assert alive <= standing.processes.keys()
+        assert alive <= worker_states.processes.keys()
+        assert +worker_states.count() == Counter(role.state for role in worker_states.roles.values())
         for worker in view.workers:
             holder = next((i for i, place in holds.items() if place == worker.name), None)
             # The grid, and with it the heat map, its table and the API.
@@ -167,10 +213,14 @@ class Lives(RuleBasedStateMachine):
                 assert (worker.pid, worker.host) == (pid, "node1"), "the dialog's process"
                 assert world.job.processes[holder].slot == worker.slot
                 if worker.state is not RoleState.JOINING:
-                    assert (worker.state is RoleState.PAUSED) == self.paused, worker
+                    stands = self.paused and holder in world.stopped
+                    assert (worker.state is RoleState.PAUSED) == stands, worker
+                    if not stands and worker.state is not RoleState.SUSPECT:
+                        waits = world.job.state.choosing
+                        assert (worker.state is RoleState.WAITING) == waits, "nothing trains while a person chooses"
             elif worker.state is RoleState.MOVED:
                 assert worker.moved_to in holds.values() and worker.pid == 0
-                moved = world.job.standing().role(world.job.state.members[worker.name]).process
+                moved = world.job.worker_states().role(world.job.state.members[worker.name]).process
                 assert moved is not None and holds[moved.incarnation] == worker.moved_to
             elif worker.state is not RoleState.EMPTY:
                 ended = next(i for i in world.processes if int(i[1:]) + 1 == worker.pid)
@@ -194,9 +244,41 @@ class Lives(RuleBasedStateMachine):
             assert (view.condition is Condition.RUNNING) == (len(holds) == len(NAMES))
             for process in view.missing:
                 assert process.name in view.sentence
-        assert (view.condition is Condition.PAUSED) <= self.paused
+        assert (view.condition in (Condition.PAUSED, Condition.PAUSING)) <= self.paused
         if self.paused and not world.job.state.halted and not world.job.state.choosing:
-            assert view.condition is Condition.PAUSED
+            expected = Condition.PAUSED if holds.keys() <= world.stopped else Condition.PAUSING
+            assert view.condition is expected
+            assert view.sentence.startswith(expected.capitalize())
+        self.dialogs_and_lists_say_the_same(console, view, holds)
+
+    def dialogs_and_lists_say_the_same(self, console: Console, view: JobView, holds: dict[str, str]) -> None:
+        """The dialog and its history, the feed, what an operator may choose from, and the names of plans."""
+        world, now = self.world, {worker.name: worker for worker in view.workers}
+        passing = {RoleState.REROUTED, RoleState.SLOW, RoleState.WAITING, RoleState.PAUSED}
+        for worker in view.workers:
+            shown = console.dialog(view, worker.name)
+            assert f"<dd>{LOOKS[worker.state][0]}" in facts_html(shown)
+            holder = next((i for i, place in holds.items() if place == worker.name), None)
+            if holder is not None:
+                assert f"{int(holder[1:]) + 1} on node1" in facts_html(shown)
+                assert "has ended" not in facts_html(shown)
+            # Its history is of changes; what passes without one is the state in which it came there.
+            said = "running" if worker.state in passing else worker.state.value
+            assert not shown.stays or shown.stays[-1].state == said, (worker, shown.stays)
+        ended = {process.slot for process in world.job.processes.values() if process.ended}
+        ended |= {process.role for process in world.job.processes.values() if process.ended}
+        for event in view.events:
+            if event.kind == "failure" and event.worker and " failed: " in event.text:
+                assert event.worker in ended, (event.text, ended)
+        choice = world.operators.choice(world.job_id)
+        assert choice["paused"] == self.paused
+        for name in choice["failed"]:
+            assert name not in holds.values() or choice["waiting"], (name, choice)
+        if (run := world.job.plan_run) is not None:
+            for name in run.failed[:4]:
+                state, moved = now[name].state, now[name].moved_to
+                expected = name if state is RoleState.FAILED else f"{name} ({words_of(state, moved)})"
+                assert expected in console.picker, console.picker
 
     @invariant()
     def a_console_that_is_started_anew_says_the_same(self) -> None:
@@ -204,7 +286,9 @@ class Lives(RuleBasedStateMachine):
         row = self.world.row
         fresh = self.world._live()
         fresh._read(row)
-        again = fresh.standing(), job.standing()
+        fresh.contacts = dict(job.contacts)  # they are written behind
+        # A choice that is pending is made anew when the console takes the job up.
+        again = fresh.worker_states(), replace(job.worker_states(), waiting=False)
         assert again[0].processes == again[1].processes
         assert {n: (r.state, r.process, r.moved_to) for n, r in again[0].roles.items()} == {
             n: (r.state, r.process, r.moved_to) for n, r in again[1].roles.items()
@@ -272,6 +356,8 @@ def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:
     assert "W2_0's former process failed; W1_1's former process was drained. " in view.sentence
     assert "W0_0's process holds W1_1 now, W0_1's process holds W2_0 now." in view.sentence
     assert time.time() - world.job.processes["i1"].since < 3600
+    said = [event.text for event in view.events if event.kind == "recovery"]
+    assert "W0_1's process trains as W2_0" in said and "W2_0 has re-joined the job" not in said
 
 
 def test_a_roll_out_counts_each_worker_once_also_one_that_has_moved(database: FlakyDatabase) -> None:
@@ -283,10 +369,10 @@ def test_a_roll_out_counts_each_worker_once_also_one_that_has_moved(database: Fl
     world.take_up()
     ways = (Candidate(MIGRATE, ("W0_1",), (("W0_1", "W2_0"),)), Candidate(REROUTE, ("W2_0",)))
     world.job.apply(Offered(("W2_0",), Offer(("W2_0",), ways, MIGRATE)))
-    epoch = world.job.state.epoch
+    generation = world.job.state.generation
     assert mover.name == "W0_1", "it has not heard of its new place"
     for process in world.living:
-        world.acknowledge(process, "adopted", epoch)
+        world.acknowledge(process, "adopted", generation)
     found = RollOuts(world.store).of(world.job)
     assert found is not None and len(found.workers) == 5
     assert [found.now_at(step) for step in facts.STEPS] == [0, 5, 0, 0]

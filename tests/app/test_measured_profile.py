@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.observing.op_times import OpTimes
-from app.plans.measured_profile import measured_profile
-from planner.job import Job
+from openrecycle.app.observing.op_times import OpTimes
+from openrecycle.app.plans.measured_profile import measured_profile
+from openrecycle.planner.job import Job
 
 
 def job(nominal: Job, reports: dict[str, dict[str, float]]) -> Any:

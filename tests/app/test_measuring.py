@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
-from agent.protocol import MeasuredOps
-from app.errors import ConsoleError
-from app.live import LiveJob
-from app.observing import measuring as measuring_module
-from app.observing.measured import as_plan, as_schedule, measured_iteration
-from app.observing.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
-from db.observations import Observations
-from planner.job import Worker
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.agent.protocol import MeasuredOps
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing import measuring as measuring_module
+from openrecycle.app.observing.measured import as_plan, as_schedule, measured_iteration
+from openrecycle.app.observing.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
+from openrecycle.db.observations import Observations
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Schedule
 
 
 def parts_of(
     schedule: Schedule,
     *,
     iteration: int,
-    epoch: int = 1,
+    generation: int = 1,
     begin: int = 5_000_000,
     clocks: dict[str, tuple[str, int, int]] | None = None,
 ) -> list[MeasuredOps]:
@@ -35,7 +35,7 @@ def parts_of(
             MeasuredOps(
                 worker=str(worker),
                 incarnation=f"{worker}-a",
-                epoch=epoch,
+                generation=generation,
                 iteration=iteration,
                 clock=clock,
                 started_us=begin + first - offset,
@@ -64,19 +64,19 @@ class Asking:
         self.now, self.job, self.console = 1000.0, job, here.console
         self.live: LiveJob = here.console.job(job.job_id)
         self.measuring = Measuring(Observations(here.database), 1.0, clock=lambda: self.now)
-        self.committed, self.epoch = 0, 1
+        self.committed, self.generation = 0, 1
 
     def run(self, seconds: int) -> int | None:
         """That many iterations go by; returns which one is wanted then."""
         for _ in range(seconds):
-            self.job.commit(self.committed, self.committed, self.epoch)
+            self.job.commit(self.committed, self.committed, self.generation)
             self.committed += 1
             self.now += 1.0
             self.measuring.consider(self.live)
         return self.measuring.wanted(self.job.job_id)
 
     def post(self, plan: Plan, iteration: int) -> list[str]:
-        parts = parts_of(plan.schedule(), iteration=iteration, epoch=self.epoch)
+        parts = parts_of(plan.schedule(), iteration=iteration, generation=self.generation)
         return [self.measuring.take(self.live, part) for part in parts]
 
 
@@ -93,7 +93,7 @@ def test_an_iteration_ahead_is_asked_for_and_kept(here: ConsoleHere, asking: Ask
     assert said[0] == "1 of 12 workers are here" and said[-1] == f"iteration {wanted} is measured"
     assert asking.measuring.wanted(asking.job.job_id) is None
     newest = asking.measuring.newest(asking.live)
-    assert newest is not None and (newest.iteration, newest.epoch, newest.uncertainty_us) == (wanted, 1, 0)
+    assert newest is not None and (newest.iteration, newest.generation, newest.uncertainty_us) == (wanted, 1, 0)
     again = Measuring(Observations(here.database), 1.0)
     assert again.newest(asking.live) == newest, "it is in the database"
 
@@ -177,24 +177,24 @@ def test_a_change_of_members_makes_a_wish_void(here: ConsoleHere) -> None:
     assert wanted is not None
     plan = plan_of(here, job)
     job.die("W1_2").heal("W1_2", 2)
-    asking.epoch = 2
+    asking.generation = 2
     asking.now += 1
     asking.measuring.consider(asking.live)
     again = asking.measuring.wanted(job.job_id)
     for iteration in {wanted, again}:
         part = parts_of(plan.schedule(), iteration=iteration or 0)[0]
-        assert "not asked for" in asking.measuring.take(asking.live, part), "of the epoch before"
-    assert again is not None, "the new epoch is measured without anybody's asking"
+        assert "not asked for" in asking.measuring.take(asking.live, part), "of the generation before"
+    assert again is not None, "the new generation is measured without anybody's asking"
     assert asking.post(plan_of(here, job), again)[-1] == f"iteration {again} is measured"
     newest = asking.measuring.newest(asking.live)
-    assert newest is not None and newest.epoch == 2 and "W1_2" not in newest.workers
+    assert newest is not None and newest.generation == 2 and "W1_2" not in newest.workers
 
 
 def test_what_ran_exactly_by_plan_gives_the_plan_again(here: ConsoleHere) -> None:
     job = JobHere(here.console, "exact").register().commit(0, 5, 1)
     job.die("W1_2").heal("W1_2", 2)
     planned = plan_of(here, job)
-    parts = {p.worker: p for p in parts_of(planned.schedule(), iteration=3, epoch=2)}
+    parts = {p.worker: p for p in parts_of(planned.schedule(), iteration=3, generation=2)}
     found = assemble(parts, planned.fingerprint, 1.0)
     schedule = as_schedule(found, planned)
 

@@ -16,17 +16,17 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from ui_console import until
 
-from agent.protocol import Iteration, JobSpec
-from app.console import Console
-from app.metrics.exposition import quantiles
-from app.metrics.jobs import Distribution
-from app.metrics.requests import route_of
-from app.observing.rates import recent_rate
-from db.session import Database
-from db.store import Store
+from openrecycle.agent.protocol import Iteration, JobSpec
+from openrecycle.app.console import Console
+from openrecycle.app.metrics.exposition import quantiles
+from openrecycle.app.metrics.jobs import Distribution
+from openrecycle.app.metrics.requests import route_of
+from openrecycle.app.observing.rates import recent_rate
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 UNITS = ("_seconds", "_bytes", "_ratio", "_total", "_info", "_per_second")
-BARE = {"jobs", "job_workers", "job_epoch", "job_plans_ahead", "job_plans_ahead_wanted"}
+BARE = {"jobs", "job_workers", "job_generation", "job_plans_ahead", "job_plans_ahead_wanted"}
 # Of Python and the process: prometheus_client's own.
 OTHERS = ("python_", "process_")
 
@@ -47,7 +47,8 @@ def job(console: ConsoleServer) -> Agents:
     for name in agents.names:
         assert agents.heartbeat(name).status_code == 200
     rows = [
-        {"iteration": i, "loss": 1.0, "loss_hex": "0x1p+0", "seconds": 0.2, "epoch": 1, "living": 12} for i in range(21)
+        {"iteration": i, "loss": 1.0, "loss_hex": "0x1p+0", "seconds": 0.2, "generation": 1, "living": 12}
+        for i in range(21)
     ]
     assert console.post(agents.path("/iterations"), {"iterations": rows}).status_code == 204
     until(lambda: agents.job()["fault_free_source"] is not None, "what it is measured by is known")
@@ -55,7 +56,7 @@ def job(console: ConsoleServer) -> Agents:
     agents.deployment(after=1)
     agents.resume([name for name in agents.names if name != "W1_2"], 2)
     times = {"detected_ms": 4, "unblocked_ms": 20, "reformed_ms": 60, "resumed_ms": 450}
-    assert console.post(agents.path("/recoveries"), {"worker": "W1_2", "epoch": 2, **times}).status_code == 204
+    assert console.post(agents.path("/recoveries"), {"worker": "W1_2", "generation": 2, **times}).status_code == 204
     return agents
 
 
@@ -122,7 +123,7 @@ def test_a_job_is_told_as_it_is(console: ConsoleServer, job: Agents) -> None:
     of = {"job": job.job_id}
     assert value(console, "job_workers", state="running", **of) == 11
     assert value(console, "job_workers", state="failed", **of) == 1
-    assert value(console, "job_epoch", **of) == 2
+    assert value(console, "job_generation", **of) == 2
     assert value(console, "job_iteration_duration_seconds_count", **of) == 21
     assert value(console, "job_iteration_duration_seconds_sum", **of) == pytest.approx(4.2)
     assert value(console, "job_iteration_duration_seconds_bucket", le="0.1", **of) == 0
@@ -182,7 +183,7 @@ def test_a_restarted_console_begins_anew(tmp_path: Path) -> None:
     database.upgrade()
 
     def committed(console: Console, job_id: str, number: int) -> None:
-        row = Iteration(iteration=number, loss=1.0, loss_hex="0x1p+0", seconds=0.2, epoch=1, living=4)
+        row = Iteration(iteration=number, loss=1.0, loss_hex="0x1p+0", seconds=0.2, generation=1, living=4)
         console.committed(job_id, [row])
 
     def counted(console: Console) -> float | None:

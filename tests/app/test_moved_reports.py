@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
-from app.coordination.choices import Candidate, Offer, Offered
-from app.errors import ConsoleError
-from planner.policy import MIGRATE
+from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
+from openrecycle.app.coordination.choices import Candidate, Offer, Offered
+from openrecycle.app.errors import ConsoleError
+from openrecycle.planner.policy import MIGRATE
 
 OUT = ("W0_2", "W1_2")
 
@@ -25,15 +25,15 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
         live = console.job(job.job_id)
         move = Candidate(MIGRATE, ("W1_2", "W2_1"), (("W2_1", "W0_2"),))
         live.apply(Offered(OUT, Offer(OUT, (move,), MIGRATE)))
-        assert live.state.epoch == 4 and live.state.members["W0_2"].incarnation == "W2_1-a"
+        assert live.state.generation == 4 and live.state.members["W0_2"].incarnation == "W2_1-a"
         mover = {"worker": "W2_1", "incarnation": "W2_1-a"}
-        beat = Heartbeat(**mover, seq=9, epoch=3, iteration=1, phase="waiting")  # type: ignore[arg-type]
+        beat = Heartbeat(**mover, seq=9, generation=3, iteration=1, phase="waiting")  # type: ignore[arg-type]
         assert console.heartbeat(job.job_id, beat) is not None
         console.logs.take(live, LogLines(**mover, lines=(LogLine(at=1.0, text="moves"),)))
         assert [line.text for line in console.logs.lines(job.job_id, "W0_2")] == ["moves"]
         ops = MeasuredOps(
             **mover,
-            epoch=3,
+            generation=3,
             iteration=1,
             clock="one",
             started_us=0,
@@ -46,9 +46,9 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
             durations_us=(1, 1),
         )
         console.measuring.take(live, ops)
-        console.acknowledge(job.job_id, Acknowledgement(**mover, epoch=4, state="adopted"))
+        console.acknowledge(job.job_id, Acknowledgement(**mover, generation=4, state="adopted"))
         assert live.state.members["W0_2"].acknowledged == "adopted"
-        broken = FailureReport(**mover, cause="transfer", reporter="W2_1", epoch=3)
+        broken = FailureReport(**mover, cause="transfer", reporter="W2_1", generation=3)
         assert "over or about to end" in console.failure(job.job_id, broken)
         # One that never was in the job does not.
         with pytest.raises(ConsoleError, match="incarnation"):

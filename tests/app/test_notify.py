@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from app import notify
-from app.notify import Topic
+from openrecycle.app import notify
+from openrecycle.app.notify import Topic
 
 
 def test_a_waiter_wakes_when_another_thread_publishes() -> None:

@@ -13,9 +13,9 @@ from console_server import Agents, ConsoleServer
 from identity_provider import IdentityProvider
 from joserfc.jwk import RSAKey
 
-from app.errors import SettingsError
-from app.security.callers import Role
-from app.security.oidc import OidcSettings, read_oidc
+from openrecycle.app.errors import SettingsError
+from openrecycle.app.security.callers import Role
+from openrecycle.app.security.oidc import OidcSettings, read_oidc
 
 TOKEN = "a-token-for-the-tests"
 ADA = {"email": "ada@ops.example", "email_verified": True}

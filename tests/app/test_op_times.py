@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.protocol import Heartbeat
-from app.observing.op_times import NEWEST, OpTimes
+from openrecycle.agent.protocol import Heartbeat
+from openrecycle.app.observing.op_times import NEWEST, OpTimes
 
 
 def beat(worker: str, incarnation: str, milliseconds: dict[str, float]) -> Heartbeat:
-    said = {"seq": 0, "epoch": 1, "iteration": 0, "phase": "training", "op_milliseconds": milliseconds}
+    said = {"seq": 0, "generation": 1, "iteration": 0, "phase": "training", "op_milliseconds": milliseconds}
     return Heartbeat.model_validate({"worker": worker, "incarnation": incarnation, **said})
 
 

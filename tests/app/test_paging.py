@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from app.api.paging import page
-from app.errors import ConsoleError
+from openrecycle.app.api.paging import page
+from openrecycle.app.errors import ConsoleError
 
 
 def place(row: tuple[float, str]) -> tuple[float, str]:

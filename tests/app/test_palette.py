@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.ui.charts.simulation import POLICIES, _look
-from app.ui.theme import DARK, LIGHT, Palette
+from openrecycle.app.ui.charts.simulation import POLICIES, _look
+from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 
 Colour = NDArray[np.float64]
 

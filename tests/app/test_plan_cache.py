@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from app.plans import packing
-from app.views import PlanCache
-from db.plan_columns import PlanColumns
-from db.saved_plans import SavedPlans
-from db.session import Database
-from db.store import Store
-from planner.columnar import ColumnarPlan
-from planner.job import Job, Problem, Worker
-from planner.plan import Plan
-from planner.solvers.portfolio import make_plan
+from openrecycle.app.plans import packing
+from openrecycle.app.views import PlanCache
+from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.saved_plans import SavedPlans
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
+from openrecycle.planner.job import Job, Problem, Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.plan_arrays import ColumnarPlan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 
 @pytest.fixture

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from app.plans.solving import Point, Solve
-from app.plans.solving_child import Migration, Migrations, PlanAsked
-from app.plans.whatif import WhatIf
-from app.ui.charts.dead_grid import dead_grid
-from app.ui.charts.migrations import migrations_chart
-from app.ui.charts.search import search_chart, search_words
-from app.ui.planning.pieces import log_lines, search_cards
-from app.ui.theme import DARK, LIGHT, Palette
-from planner.job import Job
-from planner.plan import job_doc
+from openrecycle.app.plans.solving import Point, Solve
+from openrecycle.app.plans.solving_child import Migration, Migrations, PlanAsked
+from openrecycle.app.plans.whatif import WhatIf
+from openrecycle.app.ui.charts.dead_grid import dead_grid
+from openrecycle.app.ui.charts.migrations import migrations_chart
+from openrecycle.app.ui.charts.search import search_chart, search_words
+from openrecycle.app.ui.planning.pieces import log_lines, search_cards
+from openrecycle.app.ui.theme import DARK, LIGHT, Palette
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 
 ASKED = PlanAsked(job=job_doc(Job.uniform(3, 4, 6)), failed=("W1_2",))
 FOUND = Migrations(

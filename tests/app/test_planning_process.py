@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.jobs import AHEAD, URGENT, PlanMaker, PlanRequest
-from planner.check import check
-from planner.job import Job
-from planner.plan import Plan, job_doc
+from openrecycle.app.jobs import AHEAD, URGENT, PlanMaker, PlanRequest
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import Plan, job_doc
 
 JOB = job_doc(Job.uniform(2, 2, 2))
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from app.process import SWITCH_SECONDS
+from openrecycle.app.process import SWITCH_SECONDS
 
 _CHILD = """
 import resource, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-from app.process import prepare
+from openrecycle.app.process import prepare
 prepare()
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard, sys.getswitchinterval())
 """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.plans.profile_table import HELP, edited, table
-from planner.errors import InputError
-from planner.job import Job
-from planner.plan import job_doc
+from openrecycle.app.plans.profile_table import HELP, edited, table
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 
 PLAIN = job_doc(Job.uniform(2, 3, 4))
 

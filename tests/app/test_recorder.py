@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from sqlalchemy import text
 
-from agent.protocol import Heartbeat, JobSpec, Registration
-from app.console import Console
-from app.errors import ConsoleError, SettingsError
-from app.live import LiveJob
-from app.observing.keep import Keep, seconds
-from app.observing.recorder import Recorder, clock_offset
-from app.observing.worker_detail import worker_detail
-from app.observing.worker_history import MAX_SAMPLES, worker_history
-from db.heartbeats import Level
-from db.session import Database
-from db.store import Store
+from openrecycle.agent.protocol import Heartbeat, JobSpec, Registration
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError, SettingsError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.observing.keep import Keep, seconds
+from openrecycle.app.observing.recorder import Recorder, clock_offset
+from openrecycle.app.observing.worker_detail import worker_detail
+from openrecycle.app.observing.worker_history import MAX_SAMPLES, worker_history
+from openrecycle.db.heartbeats import Level
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 SPEC = JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=50)
 
@@ -53,7 +53,7 @@ def job(console: Console) -> LiveJob:
 
 def beat(job: LiveJob, seq: int, worker: str = "W1_0", incarnation: str = "a", **more: object) -> None:
     fields = {"op_milliseconds": {"F": 10.0 + seq}, "resident_bytes": 2**30, "phase": "training", **more}
-    job.heard(Heartbeat(worker=worker, incarnation=incarnation, seq=seq, epoch=1, iteration=seq, **fields))  # type: ignore[arg-type]
+    job.heard(Heartbeat(worker=worker, incarnation=incarnation, seq=seq, generation=1, iteration=seq, **fields))  # type: ignore[arg-type]
 
 
 def test_what_is_not_written_yet_is_read_too(console: Console, job: LiveJob) -> None:

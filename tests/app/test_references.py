@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan as made_plan
 
-from app.errors import ConsoleError
-from app.plans.applying import use_plan
-from app.plans.references import Made, Measured, OfJob, Reference, Saved, parse_reference
-from app.plans.sources import Awaited, Source, find, names, saved_names, techniques
-from planner.errors import InputError
-from planner.job import MemoryLimit, Problem, Technique, Worker
-from planner.solvers.portfolio import make_plan
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.applying import use_plan
+from openrecycle.app.plans.references import Made, Measured, OfJob, Reference, Saved, parse_reference
+from openrecycle.app.plans.sources import Awaited, Source, find, names, saved_names, techniques
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.solvers.portfolio import make_plan
 
 WORD = st.from_regex(r"[0-9A-Za-z_-]{1,64}", fullmatch=True)
 WORKER = st.builds("W{}_{}".format, st.integers(0, 99), st.integers(0, 99))
@@ -72,7 +72,7 @@ def made(here: ConsoleHere, reference: Reference) -> Source:
 def test_plans_of_a_job(here: ConsoleHere) -> None:
     job = JobHere(here.console, "a job").register().die("W1_2").heal("W1_2", 2)
     listed = names(here.console, job.job_id)
-    assert next(iter(listed.values())) == "In force, epoch 2: without W1_2"
+    assert next(iter(listed.values())) == "In force, generation 2: without W1_2"
     in_force = find(here.console, OfJob(job.job_id))
     assert isinstance(in_force, Source) and in_force.plan.failed == ("W1_2",)
     for text in listed:
@@ -135,6 +135,6 @@ def test_plans_for_the_same_workers_are_told_apart(here: ConsoleHere) -> None:
     listed = names(here.console, job.job_id, lambda at: "12:34:56")
     alike = [name for name in listed.values() if name.startswith("without W1_2")]
     assert len(set(listed.values())) == len(listed)
-    assert f"without W1_2 · adaptive · {mine.metrics.period:,.6g} ms · epoch 3 · made 12:34:56" in alike
-    assert any("· staggered · " in name and "· epoch 2 ·" in name for name in alike)
+    assert f"without W1_2 · adaptive · {mine.metrics.period:,.6g} ms · generation 3 · made 12:34:56" in alike
+    assert any("· staggered · " in name and "· generation 2 ·" in name for name in alike)
     assert "fault-free" in listed.values(), "one of its kind needs no more"

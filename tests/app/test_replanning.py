@@ -10,15 +10,15 @@ from starlette.testclient import TestClient
 from ui_console import JobHere, until
 from ui_factory import plan
 
-from app.api.routes import create_routes
-from app.console import Console
-from app.errors import ConsoleError
-from app.plans.applying import use_plan
-from app.plans.replanning import Replan
-from app.plans.worth import worth
-from planner.job import MemoryLimit, Problem, Technique, Worker
-from planner.plan import Plan
-from planner.solvers.portfolio import make_plan
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.applying import use_plan
+from openrecycle.app.plans.replanning import Replan
+from openrecycle.app.plans.worth import worth
+from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 LOST = ("W1_2",)
 
@@ -63,7 +63,7 @@ def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> N
     second = ended(console, job)
     assert second.outcome == "kept" and "found again" in second.reason
     assert texts(console, job)[0].startswith("the plan in force stays: it is the one that was found again")
-    assert console.view(job.job_id).epoch == 4
+    assert console.view(job.job_id).generation == 4
 
 
 def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: Console) -> None:
@@ -72,7 +72,7 @@ def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: Console) -> 
     console.replanning.start(job.job_id, "list", 10.0, "ada")
     found = ended(console, job)
     assert found.outcome == "kept" and "in the iteration that is left that is less" in found.reason
-    assert console.view(job.job_id).epoch == 3
+    assert console.view(job.job_id).generation == 3
     # It is kept all the same, for the next time that these workers are out.
     kept = console.job(job.job_id).catalog.find({Worker.parse("W1_2")})
     assert kept is not None and kept.technique is Technique.STAGGERED
@@ -96,7 +96,7 @@ def test_what_comes_too_late_says_so(console: Console) -> None:
     assert console.replanning.stop(job.job_id) == "the best plan so far counts"
     found = ended(console, job)
     assert found.outcome == "kept" and "by now it trains without W0_1, W1_4" in found.reason
-    assert console.view(job.job_id).epoch == 3
+    assert console.view(job.job_id).generation == 3
 
 
 def test_requests_that_make_no_sense_are_refused(console: Console) -> None:
@@ -124,7 +124,7 @@ def test_requests_that_make_no_sense_are_refused(console: Console) -> None:
     assert client.post(path, json={}).json()["code"] == "job_over"
 
 
-def test_a_plan_is_worth_an_epoch_if_it_saves_more_than_one_iteration() -> None:
+def test_a_plan_is_worth_a_generation_if_it_saves_more_than_one_iteration() -> None:
     poor, good = plan(LOST, technique="adaptive"), plan(LOST)
     job = good.job.job()
     saved = 1 - good.metrics.period / poor.metrics.period

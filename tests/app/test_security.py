@@ -14,13 +14,13 @@ from starlette.routing import Route
 from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 
-from app.security import bodies
-from app.security.access import Access
-from app.security.bodies import BodyLimit
-from app.security.callers import Caller, Role, from_header
-from app.security.hosts import HostGuard
-from app.security.limits import AGENTS, UNKNOWN, WRONG_IN_ALL, WRONG_PER_ADDRESS, Limits, WrongTokens
-from app.security.login import COOKIE
+from openrecycle.app.security import bodies
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.bodies import BodyLimit
+from openrecycle.app.security.callers import Caller, Role, from_header
+from openrecycle.app.security.hosts import HostGuard
+from openrecycle.app.security.limits import AGENTS, UNKNOWN, WRONG_IN_ALL, WRONG_PER_ADDRESS, Limits, WrongTokens
+from openrecycle.app.security.login import COOKIE
 
 # -- hosts and bodies ------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ def test_a_bucket_empties_and_fills_again() -> None:
 
 
 def test_8192_agents_of_one_token_at_1_hz_are_never_limited() -> None:
-    """With four requests of each at once whenever an epoch opens, every ten seconds."""
+    """With four requests of each at once whenever a generation opens, every ten seconds."""
     now = 0.0
     limits = Limits(lambda: now)
     for second in range(30):

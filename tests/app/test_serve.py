@@ -1,4 +1,4 @@
-"""`python -m app serve`: how it starts, what it refuses, how it ends."""
+"""`openrecycle serve`: how it starts, what it refuses, how it ends."""
 
 from __future__ import annotations
 

@@ -8,15 +8,15 @@ import time
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from app.observing.job_history import history
-from app.simulations import HISTORY, SWEEP, Simulation, SimulationRequest, Simulations, parse_request, run
-from app.ui.charts.simulation import policy_words, sensitivity, thinned, throughput_over_time
-from app.ui.theme import DARK, LIGHT
-from planner.errors import InputError
-from planner.models import analytic_job, model_shape
-from planner.plan import job_doc
-from planner.simulation.traces.public import public_traces
-from planner.simulation.traces.scaled import scaled
+from openrecycle.app.observing.job_history import history
+from openrecycle.app.simulations import HISTORY, SWEEP, Simulation, SimulationRequest, Simulations, parse_request, run
+from openrecycle.app.ui.charts.simulation import policy_words, sensitivity, thinned, throughput_over_time
+from openrecycle.app.ui.theme import DARK, LIGHT
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.models import analytic_job, model_shape
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.simulation.traces.public import public_traces
+from openrecycle.planner.simulation.traces.scaled import scaled
 
 SMALL = {"model": "gpt-3-medium", "pipelines": 3, "stages": 2, "micro_batches": 4, "hours": 24.0, "mtbf": 30.0}
 

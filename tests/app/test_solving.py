@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from ui_console import until
 
-from app.errors import ConsoleError
-from app.plans import solving
-from app.plans.solving import Solve, Solves
-from app.plans.solving_child import MigrationsAsked, PlanAsked, answer
-from planner.check import check
-from planner.errors import InfeasibleError, InputError
-from planner.job import Job
-from planner.plan import job_doc
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans import solving
+from openrecycle.app.plans.solving import Solve, Solves
+from openrecycle.app.plans.solving_child import MigrationsAsked, PlanAsked, answer
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 
 SMALL = job_doc(Job.uniform(3, 4, 6))
 # Uneven stages, so that the bound is not met and a search goes on for as long as it may.

@@ -20,14 +20,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from ui_console import JobHere, until
 
-from agent.protocol import JobSpec, WorkerState
-from app.api.routes import create_routes
-from app.console import Console
-from app.coordination.events import TransferBroken
-from app.live import TICK_SECONDS, LiveJob
-from app.pulse import Pulse
-from db.session import Database
-from db.store import Store
+from openrecycle.agent.protocol import JobSpec, WorkerState
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.events import TransferBroken
+from openrecycle.app.event_loop_watch import EventLoopWatch
+from openrecycle.app.live import TICK_SECONDS, LiveJob
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 from tests.app.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
@@ -93,9 +93,9 @@ def test_a_broken_transfer_waits_for_its_explanation_beyond_a_pause(world: World
     world.job.apply(TransferBroken(reporter.name, reporter.incarnation, worker.name, 1, ""))
     world.now += STOOD_STILL
     world.job.tick()
-    assert world.job.state.epoch == 1
+    assert world.job.state.generation == 1
     world.tick(round(LADDER.transfer_grace) + 1, world.living)
-    assert world.job.state.epoch == 2
+    assert world.job.state.generation == 2
 
 
 class DeafConsole:
@@ -105,7 +105,7 @@ class DeafConsole:
         self.now = 1_000.0
         self.database = Database(f"sqlite:///{folder / 'console.db'}")
         self.database.upgrade()
-        pulse = Pulse(0.01, lambda: self.now)
+        pulse = EventLoopWatch(0.01, lambda: self.now)
         self.console = Console(Store(self.database), ladder=LADDER, tolerance=0, pulse=pulse, clock=lambda: self.now)
         self.console.start()
         self.held, self._let_go = threading.Event(), threading.Event()
@@ -156,7 +156,7 @@ def test_nobody_is_lost_while_the_event_loop_stands_still(tmp_path: Path) -> Non
         seq = iter(range(1, 10_000))
 
         def beat(name: str) -> int:
-            body = {"worker": name, "incarnation": f"{name}-a", "seq": next(seq), "epoch": 1}
+            body = {"worker": name, "incarnation": f"{name}-a", "seq": next(seq), "generation": 1}
             body |= {"iteration": 0, "phase": "training"}
             return requests.post(f"{deaf.root}/api/v1/jobs/{here.job_id}/heartbeats", json=body, timeout=60).status_code
 
@@ -174,7 +174,7 @@ def test_nobody_is_lost_while_the_event_loop_stands_still(tmp_path: Path) -> Non
             assert {done.result(30) for done in beats} == {200}
         deaf.go_on(job, 2 * TICK_SECONDS)
         assert {member.state for member in job.state.members.values()} == {WorkerState.RUNNING}
-        assert job.state.epoch == 1
+        assert job.state.generation == 1
         texts = [row["text"] for row in deaf.console.events(here.job_id, 0, 500)]
         assert any("that time is not held against the workers" in text for text in texts)
 
@@ -192,7 +192,7 @@ def test_nobody_is_lost_while_the_event_loop_stands_still(tmp_path: Path) -> Non
 
 def test_a_loop_stands_still_from_when_it_is_expected_until_it_ends() -> None:
     now = [0.0]
-    pulse = Pulse(0.01, lambda: now[0])
+    pulse = EventLoopWatch(0.01, lambda: now[0])
     now[0] += 7
     assert pulse.overdue == 0
     pulse.expect()  # a console that takes up its jobs before it takes requests

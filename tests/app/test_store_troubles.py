@@ -5,20 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from console_server import ROOT
 from sqlalchemy import event, text
+from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from agent.protocol import Iteration, JobSpec
-from app.api.routes import create_routes
-from app.console import Console
-from app.history.tables import exact
-from db.session import Database, DatabaseError
-from db.store import Store
+from openrecycle.agent.protocol import Iteration, JobSpec
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.app.history.tables import exact
+from openrecycle.db.session import Database, DatabaseError
+from openrecycle.db.store import Store
+from tests.conftest import new_database, postgres_cluster
 
 SPEC = {"name": "x", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9}
 
@@ -44,13 +47,13 @@ def fill(database: Database) -> None:
 
 
 def test_on_a_full_disk_it_is_not_ready_and_says_why(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.console.PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("openrecycle.app.console.PROBE_SECONDS", 0.0)
     console = Console(Store(database), tolerance=0)
     try:
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
         assert asked.get("/readyz").status_code == 200
         fill(database)
-        monkeypatch.setattr("db.store.PROBE_BYTES", 1 << 20)  # more than the pages that are free by now
+        monkeypatch.setattr("openrecycle.db.store.PROBE_BYTES", 1 << 20)  # more than the pages that are free by now
         answer = asked.get("/readyz")
         assert (answer.status_code, answer.json()["code"]) == (503, "disk_full")
         assert "full" in answer.json()["detail"]
@@ -64,21 +67,58 @@ def test_on_a_full_disk_it_is_not_ready_and_says_why(database: Database, monkeyp
         console.close()
 
 
+@pytest.mark.xdist_group("full disk")
+def test_a_full_disk_of_postgresql_is_said_in_words_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server on a disk of its own, which is filled up, and has room again; then the server is gone."""
+    monkeypatch.setattr("openrecycle.app.console.PROBE_SECONDS", 0.0)
+    with ExitStack() as stack:
+        cluster = ExitStack()
+        stack.push(cluster)
+        database = Database(new_database(cluster.enter_context(postgres_cluster(disk_mib=128))))
+        stack.callback(database.close)
+        database.upgrade()
+        console = Console(Store(database), tolerance=0)
+        stack.callback(console.close)
+        asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
+        for _ in range(3):
+            assert asked.get("/readyz").status_code == 200
+        with database.engine.connect() as connection:
+            filler = connection.scalar(text("show data_directory")) + "/filler"
+            with pytest.raises(OperationalError, match="No space left"):
+                rows = "select repeat('x', 1000000) from generate_series(1, 1000)"
+                connection.execute(text(f"copy ({rows}) to '{filler}'"))
+        answer = asked.get("/readyz")
+        assert (answer.status_code, answer.json()["code"]) == (503, "disk_full")
+        assert "the disk of the database is full" in answer.json()["detail"]
+        refused = asked.post("/api/v1/jobs", json={**SPEC, "pipelines": 64, "stages": 64})
+        assert (refused.status_code, refused.json()["code"]) == (503, "disk_full")
+        assert asked.get("/api/v1/jobs").status_code == 200, "what is there can be read"
+        assert asked.get("/healthz").status_code == 200, "starting it again would not help"
+        with database.engine.connect() as connection:
+            connection.execute(text(f"copy (select 1) to '{filler}'"))
+        assert asked.get("/readyz").status_code == 200, "there is room again"
+        assert asked.post("/api/v1/jobs", json=SPEC).status_code == 201
+        cluster.close()
+        gone = asked.get("/readyz")
+        assert (gone.status_code, gone.json()["code"]) == (503, "unavailable")
+        assert "it does not answer" in gone.json()["detail"], gone.text
+
+
 def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:
     """As above, with the system's own limit, in a process of its own."""
     script = """
 import resource, sys
-from app.console import Console
-from app.errors import ConsoleError
-from db.session import Database
-from db.store import Store
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 database = Database(sys.argv[1])
 database.upgrade()
 console = Console(Store(database), tolerance=0)
 console.ready()
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-import app.console
-app.console.PROBE_SECONDS = 0.0
+import openrecycle.app.console
+openrecycle.app.console.PROBE_SECONDS = 0.0
 try:
     console.ready()
 except ConsoleError as error:
@@ -93,13 +133,13 @@ except ConsoleError as error:
 def test_a_database_of_a_newer_version_is_one_sentence(database: Database, tmp_path: Path) -> None:
     with database.write() as session:
         session.execute(text("update alembic_version set version_num = '9999'"))
-    with pytest.raises(DatabaseError, match="newer version"):
+    with pytest.raises(DatabaseError, match="another version"):
         database.upgrade()
     command = [sys.executable, "-m", "app", "serve", "--port", "0", "--api-only"]
     command += ["--database-url", f"sqlite:///{tmp_path / 'console.db'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "newer version" in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+    assert "another version" in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_plan_of_another_job_is_none_of_this_ones(database: Database) -> None:
@@ -121,4 +161,4 @@ def test_a_history_with_a_wrong_loss_can_be_read(said: str) -> None:
     repaired = exact(said, 2.5)
     assert float.fromhex(repaired) in (2.5, float("inf"))
     assert exact((0.1).hex(), 7.0) == (0.1).hex()
-    assert Iteration(iteration=0, loss=2.5, loss_hex=repaired, seconds=1, epoch=1, living=1)
+    assert Iteration(iteration=0, loss=2.5, loss_hex=repaired, seconds=1, generation=1, living=1)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import Phase, settings
 
-from agent.protocol import FailureReport, JobSpec, Registration
-from app import planned
-from app.coordination.choices import Candidate, Offer, Offered
-from app.errors import ConsoleError
-from app.rows import read_state
-from planner.policy import MIGRATE
+from openrecycle.agent.protocol import FailureReport, JobSpec, Registration
+from openrecycle.app import planned
+from openrecycle.app.coordination.choices import Candidate, Offer, Offered
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.rows import read_state
+from openrecycle.planner.policy import MIGRATE
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.history_machine import History, durable
 from tests.app.job_world import World
@@ -53,21 +53,22 @@ def test_an_operators_command_is_not_lost_with_its_answer(world: World) -> None:
 
 
 def test_a_broken_connection_outlives_the_console_that_was_told_of_it(world: World) -> None:
-    """Its worker says so once, and waits for the next epoch: forgotten, it would wait for ever."""
+    """Its worker says so once, and waits for the next generation: forgotten, it would wait for ever."""
     world.begin().breaks(world.living[0])
     world.restart_console()
     world.tick(5, world.living)
-    assert world.job.state.epoch == 2 and not world.job.state.current.failed  # type: ignore[union-attr]
+    assert world.job.state.generation == 2 and not world.job.state.current.failed  # type: ignore[union-attr]
 
 
 def test_moves_outlive_the_console_that_decided_on_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process has its new place already, and the launcher learns of it with the epoch that is still to open."""
+    """The process has its new place already, and the launcher learns of it with the generation that is still to
+    open."""
     world.begin().die(world.processes["i0"])
     world.take_up()
     monkeypatch.setattr(planned, "INLINE_OPS", 0)
     candidate = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W0_0"),))
     world.job.apply(Offered(("W0_0",), Offer(("W0_0",), (candidate,), MIGRATE)))
-    assert world.wanted == [("W2_1",)] and world.job.state.epoch == 2
+    assert world.wanted == [("W2_1",)] and world.job.state.generation == 2
     world.restart_console()
     world.plan_arrives(*world.wanted)
     deployment = world.poll()

@@ -15,19 +15,19 @@ from console_server import ROOT
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from app.api import runner
-from app.api.routes import create_routes
-from app.console import Console
-from db.session import Database
-from db.store import Store
+from openrecycle.app.api import runner
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 HANGING = """
 import sys, threading, time
-from app.api import runner
-from app.server import serve
-from app.settings import Settings
-import app.server
-app.server.END_SECONDS = 2.0
+from openrecycle.app.api import runner
+from openrecycle.app.server import serve
+from openrecycle.app.settings import Settings
+import openrecycle.app.server
+openrecycle.app.server.END_SECONDS = 2.0
 
 def hang(settings):
     runner._pool._pool.submit(time.sleep, 600)

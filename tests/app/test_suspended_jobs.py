@@ -7,8 +7,8 @@ import random
 import pytest
 from coordinator_run import LADDER, Run
 
-from agent.protocol import JobState, WorkerState
-from app.coordination.events import Stalled
+from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.app.coordination.events import Stalled
 
 ALL = {WorkerState.RUNNING}
 
@@ -25,7 +25,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on_where_it_was(seconds: int) -
     assert states(run) == {WorkerState.SUSPECT}
     assert run.sentence().startswith(f"Waiting for all workers: none has been heard for {seconds} s")
     run.wait(30, *run.names)
-    assert states(run) == ALL and run.state.epoch == 1 and run.state.job_state is JobState.RUNNING
+    assert states(run) == ALL and run.state.generation == 1 and run.state.job_state is JobState.RUNNING
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -36,7 +36,7 @@ def test_they_may_be_woken_in_any_order(seed: int) -> None:
     for n in range(1, len(order) + 1):
         run.wait(dice.choice([0, 1, 2]), *order[:n])
     run.wait(30, *run.names)
-    assert states(run) == ALL and run.state.epoch == 1
+    assert states(run) == ALL and run.state.generation == 1
 
 
 def test_who_does_not_wake_with_the_others_is_out_in_time() -> None:
@@ -44,9 +44,9 @@ def test_who_does_not_wake_with_the_others_is_out_in_time() -> None:
     run.wait(60)
     silent, *others = run.names
     run.wait(round(LADDER.dead), *others)
-    assert run.state.epoch == 1
+    assert run.state.generation == 1
     run.wait(2, *others)
-    assert run.member(silent).state is WorkerState.FAILED and run.state.epoch == 2
+    assert run.member(silent).state is WorkerState.FAILED and run.state.generation == 2
 
 
 def test_a_node_that_is_back_before_its_workers_count_as_dead_loses_none() -> None:
@@ -54,7 +54,7 @@ def test_a_node_that_is_back_before_its_workers_count_as_dead_loses_none() -> No
     node, others = run.names[:2], run.names[2:]
     run.wait(round(LADDER.dead) - 2, *others)
     run.wait(30, *run.names)
-    assert states(run) == ALL and run.state.epoch == 1
+    assert states(run) == ALL and run.state.generation == 1
     # After that they are out, and come back as new processes.
     run.wait(round(LADDER.dead) + 2, *others)
     assert {run.member(name).state for name in node} == {WorkerState.FAILED}
@@ -71,7 +71,7 @@ def test_a_console_that_stood_still_with_the_job_blames_nobody() -> None:
     run.send(Stalled(119.75))
     run.wait(round(LADDER.dead) - 2)  # they are woken later
     run.wait(30, *run.names)
-    assert states(run) == ALL and run.state.epoch == 1
+    assert states(run) == ALL and run.state.generation == 1
 
 
 def test_a_job_that_is_never_heard_again_is_given_up() -> None:

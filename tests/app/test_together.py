@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from agent.protocol import Acknowledgement, FailureReport, JobSpec, Registration
-from app.api import intake as intake_module
-from app.api.intake import Intake
-from app.console import Console
-from app.coordination.together import Report
-from app.errors import ConsoleError
-from app.live import LiveJob
-from app.rows import read_processes
-from db.session import Database
-from db.store import Change, Store
+from openrecycle.agent.protocol import Acknowledgement, FailureReport, JobSpec, Registration
+from openrecycle.app.api import intake as intake_module
+from openrecycle.app.api.intake import Intake
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.together import Report
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.live import LiveJob
+from openrecycle.app.rows import read_processes
+from openrecycle.db.session import Database
+from openrecycle.db.store import Change, Store
 
 SPEC = JobSpec(name="a job", pipelines=2, stages=2, micro_batches=2, iterations=100)
 NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
@@ -65,9 +65,9 @@ def registrations(console: Console, job_id: str) -> list[Report]:
     return [console.registration(job_id, message)[1] for message in messages]
 
 
-def acknowledgements(console: Console, job_id: str, epoch: int) -> list[Report]:
+def acknowledgements(console: Console, job_id: str, generation: int) -> list[Report]:
     messages = [
-        Acknowledgement(worker=name, incarnation=f"{name}-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+        Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
         for state in STATES
         for name in NAMES
     ]
@@ -84,8 +84,8 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
     assert [alone.apply(r.event, beside=[r]) for r in acknowledgements(console, alone.job_id, 1)] == answers
 
     def told(job: LiveJob) -> object:
-        members = [(m.name, m.state, m.incarnation, m.epoch, m.acknowledged) for m in job.state.members.values()]
-        rows = console.epochs(job.job_id)[0]["acknowledgements"]
+        members = [(m.name, m.state, m.incarnation, m.generation, m.acknowledged) for m in job.state.members.values()]
+        rows = console.generations(job.job_id)[0]["acknowledgements"]
         events = [(e["seq"], e["kind"], e["text"]) for e in console.events(job.job_id, 0, 100)]
         stored = read_processes(console._store.workers(job.job_id))
         assert stored == job.processes
@@ -104,7 +104,7 @@ def test_what_comes_together_is_stored_in_few_transactions(
     job_id = console.create_job(SPEC)[0].job_id
     job, store = console.job(job_id), store_of(console)
     job.apply_all(registrations(console, job_id))
-    assert len(store.changes) == 2  # three registrations; the fourth, which opens the epoch
+    assert len(store.changes) == 2  # three registrations; the fourth, which opens the generation
     store.changes.clear()
     reports = acknowledgements(console, job_id, 1)
 
@@ -127,7 +127,7 @@ def test_a_refused_report_does_not_keep_out_the_others(console: Console) -> None
     job_id = console.create_job(SPEC)[0].job_id
     job = console.job(job_id)
     job.apply_all(registrations(console, job_id))
-    stranger = Acknowledgement(worker="W0_1", incarnation="of-old", epoch=1, state="adopted")
+    stranger = Acknowledgement(worker="W0_1", incarnation="of-old", generation=1, state="adopted")
     reports = acknowledgements(console, job_id, 1)
     reports.insert(2, console.acknowledgement(job_id, stranger)[1])
     answers = job.apply_all(reports)
@@ -135,7 +135,7 @@ def test_a_refused_report_does_not_keep_out_the_others(console: Console) -> None
     assert [(e.status, e.code) for e in refused] == [(409, "fenced")]
     assert answers.index(refused[0]) == 2
     assert job.state.settled
-    assert len(console.epochs(job_id)[0]["acknowledgements"]) == 12
+    assert len(console.generations(job_id)[0]["acknowledgements"]) == 12
 
 
 def test_without_a_database_all_are_told_and_nothing_has_changed(console: Console) -> None:
@@ -152,7 +152,7 @@ def test_without_a_database_all_are_told_and_nothing_has_changed(console: Consol
     assert job.state.settled
 
 
-def test_acknowledgements_do_not_wake_those_that_wait_for_an_epoch(console: Console) -> None:
+def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: Console) -> None:
     job_id = console.create_job(SPEC)[0].job_id
     job = console.job(job_id)
     job.apply_all(registrations(console, job_id))
@@ -161,10 +161,10 @@ def test_acknowledgements_do_not_wake_those_that_wait_for_an_epoch(console: Cons
         looks: list[int] = []
 
         def look() -> int | None:
-            looks.append(job.state.epoch)
-            return job.state.epoch if job.state.epoch > 1 else None
+            looks.append(job.state.generation)
+            return job.state.generation if job.state.generation > 1 else None
 
-        waiting = asyncio.create_task(job.epoch_topic.wait_for(look, 60))
+        waiting = asyncio.create_task(job.generation_topic.wait_for(look, 60))
         await asyncio.sleep(0)
         await asyncio.to_thread(job.apply_all, acknowledgements(console, job_id, 1))
         death = FailureReport(worker="W0_1", incarnation="W0_1-a", cause="exit", reporter="launcher")

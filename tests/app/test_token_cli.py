@@ -1,4 +1,4 @@
-"""`python -m app token`: what it prints, what it refuses, and that a console that runs knows of it."""
+"""`openrecycle token`: what it prints, what it refuses, and that a console that runs knows of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from app.cli import cli
-from app.security.tokens import Tokens
-from db.audit import AuditStore
-from db.session import Database
-from db.tokens import TokenStore
+from openrecycle.app.cli import cli
+from openrecycle.app.security.tokens import Tokens
+from openrecycle.db.audit import AuditStore
+from openrecycle.db.session import Database
+from openrecycle.db.tokens import TokenStore
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 from guarded_app import JOB, TOKEN, bearer, guarded
 from starlette.websockets import WebSocketDisconnect
 
-from app.errors import ConsoleError
-from app.security.access import Access, caller_of
-from app.security.callers import Caller, Role, from_header
-from app.security.limits import AGENTS, PEOPLE, WRONG_PER_ADDRESS, Limits
-from app.security.tokens import REFRESH, Tokens
-from db.session import Database
-from db.store import Store
-from db.tokens import TokenStore
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.security.access import Access, caller_of
+from openrecycle.app.security.callers import Caller, Role, from_header
+from openrecycle.app.security.limits import AGENTS, PEOPLE, WRONG_PER_ADDRESS, Limits
+from openrecycle.app.security.tokens import REFRESH, Tokens
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
+from openrecycle.db.tokens import TokenStore
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def ready(server: ConsoleServer) -> bool:
 def iteration(number: int) -> dict[str, Any]:
     return {
         "iterations": [
-            {"iteration": number, "loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 2}
+            {"iteration": number, "loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "generation": 1, "living": 2}
         ]
     }
 
@@ -139,9 +139,9 @@ def test_reports_that_were_accepted_are_there_once_after_the_leader_was_killed(
         thread.join()
     assert committed(standby, agents)[: len(accepted)] == accepted[:1000]
     agents.server = standby
-    # It decides, too: the dead are fenced, the epoch follows.
+    # It decides, too: the dead are fenced, the generation follows.
     for name in agents.names:
-        assert agents.heartbeat(name).json()["epoch"] == 1
+        assert agents.heartbeat(name).json()["generation"] == 1
     agents.exit("W1_0")
     assert agents.deployment(after=1)["failed"] == ["W1_0"]
     texts = [e["text"] for e in standby.get(agents.path("/events"), params={"limit": 500}).json()["events"]]
@@ -233,7 +233,7 @@ def rows(url: str) -> list[Any]:
     with engine.connect() as connection:
         found = [
             connection.execute(text(f"select * from {table} order by 1, 2")).all()
-            for table in ("event", "epoch", "iteration", "audit", "worker_state")
+            for table in ("event", "generation", "iteration", "audit", "worker_state")
         ]
     engine.dispose()
     return found

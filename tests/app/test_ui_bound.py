@@ -10,17 +10,17 @@ import ui_factory as factory
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from app.catalogs.fill import parse_request
-from app.console import Console
-from app.plans.whatif import WhatIf
-from app.ui import bound
+from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.console import Console
+from openrecycle.app.plans.whatif import WhatIf
+from openrecycle.app.ui import bound
 
 
 def script() -> None:
     """A page with one control of each kind."""
     import streamlit as st
 
-    from app.ui import bound
+    from openrecycle.app.ui import bound
 
     bound.enter(st.session_state.get("page", "first"))
     with st.container(horizontal=True):
@@ -231,7 +231,7 @@ def strange() -> None:
     """A page of which only the names in its address count."""
     import streamlit as st
 
-    from app.ui import bound
+    from openrecycle.app.ui import bound
 
     bound.enter(st.session_state.get("page", "schedule"))
     bound.say_unknown()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.catalogs.outlook import outlook
-from app.catalogs.report import report
-from app.ui import catalog_words, facts, text
-from app.ui.charts.gantt import gantt
-from app.ui.tables import workers_table
-from app.ui.theme import LIGHT
-from planner.catalog_store import plan_name
-from planner.job import Job, MemoryLimit, Problem, Technique
-from planner.plan import Plan
-from planner.plan_codec import Effort, Question, decode_header, encode_plan
-from planner.solvers.portfolio import make_plan
+from openrecycle.app.catalogs.outlook import outlook
+from openrecycle.app.catalogs.report import report
+from openrecycle.app.ui import catalog_words, facts, text
+from openrecycle.app.ui.charts.gantt import gantt
+from openrecycle.app.ui.tables import workers_table
+from openrecycle.app.ui.theme import LIGHT
+from openrecycle.planner.catalog_store import plan_name
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.packed import Effort, Question, decode_header, encode_plan
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 GIB = 2**30
 

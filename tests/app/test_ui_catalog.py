@@ -11,12 +11,12 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from app.catalogs.fill import parse_request
-from app.console import Console, set_console
-from planner.catalog_store import CatalogInfo, plan_name
-from planner.plan_codec import Effort, encode_plan
-from planner.solvers.portfolio import make_plan
-from planner.version import PLANNER_VERSION
+from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.console import Console, set_console
+from openrecycle.planner.catalog_store import CatalogInfo, plan_name
+from openrecycle.planner.packed import Effort, encode_plan
+from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.version import PLANNER_VERSION
 
 QUESTION = {"pipelines": 2, "stages": 2, "tolerance": 1}
 LONG = {"pipelines": 4, "stages": 4, "micro_batches": 6, "tolerance": 2, "solver": "cp-sat", "time_limit": 60.0}
@@ -177,7 +177,7 @@ def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> No
 def test_large_grids_say_that_they_have_one_plan_per_count(here: ConsoleHere) -> None:
     filled(here.console, pipelines=8, stages=6, micro_batches=8, tolerance=4)
     test = open_page(job="own", cat_pipelines="8", cat_stages="6", cat_micro_batches="8", cat_tolerance="4")
-    assert "One plan per number of failures" in words(test)
+    until(lambda: "One plan per number of failures" in words(test.run()), "it is known what there is to plan")
     assert "one plan per count, reached by migrations" in words(test)
 
 
@@ -190,6 +190,14 @@ def test_a_link_shows_its_job_when_there_is_a_newer_one(here: ConsoleHere) -> No
     got = open_page(job=job.job_id)
     assert set(address) == {"job"} and got.selectbox(key="catalog-job").value == job.job_id != newer.job_id
     assert sent.number_input[0].value == got.number_input[0].value
+
+
+def test_a_large_jobs_catalog_is_waited_for_with_a_sentence(here: ConsoleHere) -> None:
+    """And shown once another process, which takes a second to begin, has worked out what there is to plan."""
+    test = open_page(**own(40) | {"cat_pipelines": "8", "cat_stages": "64"})
+    assert "is being worked out" in words(test)
+    until(lambda: "Nothing is planned ahead" in words(test.run()), "it is shown")
+    assert "is being worked out" not in words(test)
 
 
 def test_a_plan_opens_on_schedule(here: ConsoleHere) -> None:

@@ -17,15 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from app.ui.charts import bars, rows
-from app.ui.charts import overview as large
-from app.ui.charts.bars import ASIDE_OPACITY, BAR_HEIGHT
-from app.ui.charts.first_sight import first_sight
-from app.ui.charts.gantt import gantt
-from app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
-from planner.job import Worker
-from planner.paths import critical_path, micro_batch_path
-from planner.schedule import Op, Schedule
+from openrecycle.app.ui.charts import bars, rows
+from openrecycle.app.ui.charts import overview as large
+from openrecycle.app.ui.charts.bars import ASIDE_OPACITY, BAR_HEIGHT
+from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
+from openrecycle.app.ui.charts.gantt import gantt
+from openrecycle.app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
+from openrecycle.planner.job import Worker
+from openrecycle.planner.paths import critical_path, micro_batch_path
+from openrecycle.planner.schedule import Op, Schedule
 
 
 def schedule_of(failed: tuple[str, ...] = (), **options: Any) -> Schedule:
@@ -85,7 +85,7 @@ def test_rerouted_bars_are_hatched_outlined_and_name_their_home() -> None:
 
 def test_failed_row_is_tinted_and_says_so() -> None:
     schedule = schedule_of(("W1_2", "W0_0"))
-    figure = gantt(schedule, LIGHT)
+    figure = gantt(schedule, LIGHT, out={"W1_2": "failed", "W0_0": "failed"})
     shown = rows.Rows.of(list(schedule.problem.job.workers()))
     tinted = [s for s in figure.layout.shapes if s.fillcolor == LIGHT.failed_tint]
     assert {s.name for s in tinted} == {"W0_0", "W1_2"}
@@ -94,6 +94,20 @@ def test_failed_row_is_tinted_and_says_so() -> None:
     assert any("✕ failed" in t and "W0_2 and W2_2" in t for t in texts)
     tracks = next(t for t in figure.data if t.meta.get("kind") == "track")
     assert len(tracks.y) == 10, "a failed worker has no bubbles"
+
+
+def test_who_moved_or_nobody_knows_of_does_not_look_failed() -> None:
+    schedule = schedule_of(("W1_2", "W0_0"))
+    for out in ({"W0_0": "moved to W2_1"}, {}):
+        figure = gantt(schedule, LIGHT, out={"W1_2": "failed", **out})
+        assert {s.name for s in figure.layout.shapes if s.fillcolor == LIGHT.failed_tint} == {"W1_2"}
+        texts = [a.text for a in figure.layout.annotations if "run on" in a.text]
+        assert sum("failed" in text for text in texts) == 1
+        assert any(out.get("W0_0", "out") in text and "✕" not in text for text in texts)
+    # Why a micro-batch is re-routed, a plan does not know: its own worker may be there, and slow.
+    said = [words for trace in figure.data for words in trace.hovertext or () if "re-routed" in words]
+    assert said and all("re-routed from W1_2" in words or "re-routed from W0_0" in words for words in said)
+    assert not any("failed" in words for words in said)
 
 
 def test_fault_free_end_and_ghost_stand_where_they_belong() -> None:
@@ -147,13 +161,13 @@ def test_rows_do_not_overlap_and_pipelines_stand_apart() -> None:
 
 
 def test_raster_has_the_op_that_runs_at_each_moment() -> None:
-    schedule = schedule_of(("W1_2",), unit="slot")
+    schedule = schedule_of(("W1_2", "W0_1", "W2_0"), unit="slot")
     workers = list(schedule.problem.job.workers())
     end = max(ops[-1].end for ops in schedule.ops.values())
-    image = large.raster(schedule, workers, columns=end * 4)
+    image = large.raster(schedule, workers, {"W1_2": "failed", "W0_1": "drained"}, columns=end * 4)
     for row, worker in enumerate(workers):
         if worker in schedule.problem.failed:
-            assert set(image[row]) == {large.FAILED}
+            assert set(image[row]) == {large.FAILED if str(worker) == "W1_2" else large.OUT}
             continue
         for column in range(end * 4):
             at = (column + 0.5) / 4
@@ -173,9 +187,11 @@ def test_box_selects_the_workers_and_the_time_it_covers() -> None:
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(colours: Palette) -> None:
-    schedule = schedule_of(("W1_2",), grid=(4, 3, 6), unit="a<b")
+    schedule = schedule_of(("W1_2", "W0_1", "W3_0"), grid=(4, 3, 6), unit="a<b")
     workers = list(schedule.problem.job.workers())
-    html = large.overview(schedule, workers, large.picture(schedule, workers, colours), 'say "all"')
+    out = {"W1_2": "failed", "W0_1": "moved to W2_2"}
+    html = large.overview(schedule, workers, large.picture(schedule, workers, colours, out), 'say "all"')
+    assert large.out_words(schedule, workers, out) == "Red rows: 1 failed worker. Grey rows: 2 places without a worker."
     assert 'alt="say &quot;all&quot;"' in html and "(a&lt;b)" in html
     found = re.search(r'src="data:image/png;base64,([^"]+)"', html)
     assert found
@@ -193,6 +209,8 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
                 assert at(middle, row) == colours.ops[op.kind]
     dead = workers.index(Worker(1, 2))
     assert at(5, dead) == colours.failed
+    for other in (Worker(0, 1), Worker(3, 0)):
+        assert at(5, workers.index(other)) == colours.muted
     rows = dict(re.findall(r'<span style="top:([\d.]+)%">(\w+)</span>', html))
     assert set(rows.values()) <= set(map(str, workers)) and {"W0_0", "W3_2"} <= set(rows.values())
     for top, name in rows.items():
@@ -250,7 +268,7 @@ def test_many_ops_are_one_shape_a_kind_and_each_says_what_it_is(monkeypatch: pyt
     assert len([words for words in under.hovertext if words]) == sum(map(len, found.values()))
     elements = sum(len(t.x) for t in figure.data if t.type == "bar")
     assert elements < 100, "only the path's own ops, which can be clicked, and the rows' tracks"
-    assert first_sight(figure).count("or-first-middle") == 1
+    assert chart_placeholder(figure).count("or-first-middle") == 1
 
 
 # -- paths and memory ------------------------------------------------------------------------

@@ -13,14 +13,14 @@ import ui_factory as factory
 from streamlit.testing.v1 import AppTest
 from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
-from app.console import Console, set_console
-from app.plans.comparing import MOST, WORKED_EXAMPLE, stage_table
-from app.ui import text
-from app.ui.charts import compare as charts
-from app.ui.charts.compare import RELATIVE, Strip, comparison
-from app.ui.theme import LIGHT, OP_WORDS
-from planner.export.compare import by_stage
-from planner.plan import Plan
+from openrecycle.app.console import Console, set_console
+from openrecycle.app.plans.comparing import MOST, WORKED_EXAMPLE, stage_table
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts import compare as charts
+from openrecycle.app.ui.charts.compare import RELATIVE, Strip, comparison
+from openrecycle.app.ui.theme import LIGHT, OP_WORDS
+from openrecycle.planner.export.compare import by_stage
+from openrecycle.planner.plan import Plan
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_a_job_begins_with_fault_free_1f1b_and_the_plan_in_force(console: Consol
     assert titles(test) == ["Fault-free 1F1B", "compared job in force: without W1_2"]
     table = next(e.proto.body for e in test.get("html") if "or-beside" in e.proto.body)
     assert all(f'<th scope="col">{name}</th>' in table for name in titles(test))
-    assert '<th scope="row">failed workers</th><td>none</td><td>W1_2</td>' in table
+    assert '<th scope="row">workers out</th><td>none</td><td>W1_2</td>' in table
     plan = console.view(job.job_id).plan
     assert plan is not None
     shown = f"{plan.metrics.period / 1000:.5g} s ({text.percent(plan.metrics.period / 1080 - 1, sign=True)})"

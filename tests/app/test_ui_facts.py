@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import ui_factory as factory
 
-from agent.protocol import JobState
-from app.coordination.standing import RoleState
-from app.observing.baseline import Baseline
-from app.observing.goodput import Figures
-from app.ui import facts, tables, text
-from app.ui.charts.progress import epoch_marks
-from app.ui.event_feed import feed_html
-from app.view import JobView
-from planner.job import Job, StageProfile
-from planner.plan import job_doc
+from openrecycle.agent.protocol import JobState
+from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.observing.baseline import Baseline
+from openrecycle.app.observing.goodput import Figures
+from openrecycle.app.ui import facts, tables, text
+from openrecycle.app.ui.charts.progress import generation_marks
+from openrecycle.app.ui.event_feed import feed_html
+from openrecycle.app.view import JobView
+from openrecycle.planner.job import Job, StageProfile
+from openrecycle.planner.plan import job_doc
 
 
 def card(view: JobView, label: str) -> facts.Card:
@@ -31,7 +31,7 @@ def test_cards_are_six_in_every_state() -> None:
         assert all(c.label and c.value and c.note for c in cards)
 
 
-def test_throughput_is_that_of_the_epoch_without_its_first_iteration() -> None:
+def test_throughput_is_that_of_the_generation_without_its_first_iteration() -> None:
     iterations = factory.iteration_views(20, failed_at=16)
     settled = iterations[17:]
     expected = sum(i.samples_per_second * i.seconds for i in settled) / sum(i.seconds for i in settled)
@@ -83,7 +83,7 @@ def test_data_age_warns_when_it_is_old() -> None:
 def test_roll_out_is_counted_while_it_lasts() -> None:
     base = factory.failed()
     steps = {"W0_0": "adopted", "W0_1": "formed", "W0_2": "resumed"}
-    workers = tuple(w._replace(acknowledged=steps.get(w.name, ""), epoch=2) for w in base.workers)
+    workers = tuple(w._replace(acknowledged=steps.get(w.name, ""), generation=2) for w in base.workers)
     rolling = replace(base, state=JobState.RECOVERING, workers=workers)
     assert facts.roll_out(rolling) == "of 11 workers 8 waiting, 1 with the plan, 1 in groups, 1 training"
     assert card(rolling, "Plan in force").tone == "warn"
@@ -106,11 +106,11 @@ def test_workers_card_names_the_failed() -> None:
     assert card(factory.suspect_and_joining(), "Living").note.startswith("suspect: W2_0")
 
 
-def test_plan_card_has_epoch_period_and_gap() -> None:
+def test_plan_card_has_generation_period_and_gap() -> None:
     view = factory.failed()
     assert view.plan is not None
     plan = card(view, "Plan in force")
-    assert plan.label.endswith("epoch 2")
+    assert plan.label.endswith("generation 2")
     assert plan.value == text.milliseconds(view.plan.metrics.period)
     assert "vs 1F1B" in plan.note and ("proven optimal" in plan.note or "gap ≤" in plan.note)
 
@@ -133,7 +133,8 @@ def test_tables_hold_what_the_chart_shows() -> None:
     by_worker = tables.workers_table(schedule, workers)
     assert by_worker["worker"] == [str(w) for w in workers]
     assert by_worker["re-routed"][2] == 3
-    assert by_worker["state"][6] == "failed"
+    assert by_worker["state"][6] == "out", "a plan alone does not know why"
+    assert tables.workers_table(schedule, workers, {"W1_2": "drained"})["state"][6] == "drained"
     by_op = tables.operations_table(schedule, workers)
     assert len(by_op["op"]) == sum(map(len, schedule.ops.values()))
     assert by_op["start"] == sorted(by_op["start"])  # type: ignore[type-var]
@@ -210,8 +211,8 @@ def test_a_plan_in_milliseconds_says_how_many_slots_that_is() -> None:
 
 def test_iterations_are_in_a_table_with_what_changed() -> None:
     view = factory.failed()
-    marks = epoch_marks(view.iterations, view.recoveries, view.events)
-    table = tables.iterations_table(view.iterations, marks)
+    marks = generation_marks(view.iterations, view.recoveries, view.events)
+    table = tables.iterations_table(view.iterations, marks, 6)
     assert table["iteration"] == list(range(29, -1, -1))
     changed = dict(zip(table["iteration"], table["what changed"], strict=True))
     assert changed.pop(18) == "✕ W1_2: resumed after 283 ms" and not any(changed.values())

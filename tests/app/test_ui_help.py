@@ -11,13 +11,13 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere
 
-from app.console import set_console
-from app.plans.idea import pictures
-from app.ui import snippets
-from app.ui.charts.idea import picture, picture_words
-from app.ui.theme import DARK, LIGHT, Palette
-from app.ui.words import SECTIONS
-from planner.check import check
+from openrecycle.app.console import set_console
+from openrecycle.app.plans.idea import pictures
+from openrecycle.app.ui import snippets
+from openrecycle.app.ui.charts.idea import picture, picture_words
+from openrecycle.app.ui.theme import DARK, LIGHT, Palette
+from openrecycle.app.ui.words import SECTIONS
+from openrecycle.planner.check import check
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_snippets_name_this_console_and_no_token(here: ConsoleHere) -> None:
     for code in (snippets.trainer("http://h:1"), snippets.reporter("http://h:1")):
         tree = ast.parse(code)
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-        agent = __import__("agent")
-        assert all(hasattr(agent, name) for name in names)
+        package = __import__("openrecycle")
+        assert all(hasattr(package, name) for name in names)
         assert "http://h:1" in code
     assert snippets.token_line().startswith("export OPENRECYCLE_TOKEN=...")

@@ -1,4 +1,4 @@
-"""Live's controls: event feed, a worker's history, drain, who decides, and the ways on."""
+"""Live's controls: event feed, a worker's history, drain, who decides, and the options."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
-from agent.protocol import LogLine, LogLines, Registration
-from app.console import Console, set_console
-from app.coordination.choices import Mode
-from app.coordination.ladder import Ladder
-from app.ui import live_now
-from app.ui.patience import Patience
-from db.store import Store
+from openrecycle.agent.protocol import LogLine, LogLines, Registration
+from openrecycle.app.console import Console, set_console
+from openrecycle.app.coordination.choices import Mode
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.worker_states import Condition
+from openrecycle.app.ui import live_now
+from openrecycle.app.ui.patience import Patience
+from openrecycle.db.store import Store
 
 
 def open_live(job_id: str, **address: str) -> AppTest:
@@ -56,7 +57,7 @@ def test_events_are_filtered_and_acknowledged(console: Console) -> None:
     job = failed_job(console, "events")
     until(lambda: console.view(job.job_id).advice is not None, "the advice, which is an event too, is there")
     test = open_live(job.job_id)
-    assert "or-open" in feed(test) and "epoch 1" in feed(test).lower()
+    assert "or-open" in feed(test) and "generation 1" in feed(test).lower()
     test.get_by_key("events").set_value("open").run()  # type: ignore[attr-defined]
     assert feed(test).count("<li") == feed(test).count("or-open") > 0
     test.button(key="acknowledge").click().run()
@@ -192,7 +193,10 @@ def test_a_job_is_paused_and_goes_on(console: Console) -> None:
     test = open_live(job.job_id)
     test.button(key="pause").click().run()
     assert not test.exception and console.job(job.job_id).paused
-    assert test.button(key="pause").label == "Resume" and "Paused: all workers wait" in html(test)
+    assert test.button(key="pause").label == "Resume" and "Pausing: waiting for W0_0" in html(test)
+    job.beat(10, 1, "paused")
+    until(lambda: console.view(job.job_id).condition is Condition.PAUSED, "they have stopped")
+    assert "Paused: all workers wait" in html(test.run()) and set(looks(test).values()) == {"paused"}
     test.button(key="pause").click().run()
     assert not test.exception and not console.job(job.job_id).paused
 
@@ -201,12 +205,12 @@ def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) ->
     job = JobHere(console, "manual").register().commit(0, 9, 1).beat(10, 1)
     console.operators.set_mode(job.job_id, Mode.MANUAL, 3600.0, "test")
     job.die("W1_2")
-    until(lambda: bool(console.operators.choice(job.job_id)["candidates"]), "the ways on are worked out")
+    until(lambda: bool(console.operators.choice(job.job_id)["candidates"]), "the options are worked out")
     choice = console.operators.choice(job.job_id)
     assert choice["waiting"]
     test = open_live(job.job_id)
     page = html(test)
-    assert "Which way on?" in page and "is taken in" in page
+    assert "Which option?" in page and "is taken in" in page
     names = [way["name"] for way in choice["candidates"]]
     assert "re-route" in names
     for way in choice["candidates"]:
@@ -214,7 +218,7 @@ def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) ->
         assert f"plan=job:{job.job_id}:{way['plan']}" in page
     test.button(key="choose-re-route").click().run()
     assert not test.exception
-    until(lambda: console.view(job.job_id).epoch == 2, "the job goes on")
+    until(lambda: console.view(job.job_id).generation == 2, "the job goes on")
 
 
 def test_the_filter_of_the_address_is_the_filter_of_the_page(console: Console) -> None:
@@ -256,7 +260,9 @@ def test_each_state_of_a_worker_has_its_look(console: Console) -> None:
     paused = test.run()
     assert list(paused.dataframe[0].value["iteration"]) == list(range(9, -1, -1))
     assert (
-        looks(paused)["W1_2"] == "joining" and "Paused" in html(paused) and paused.button(key="pause").label == "Resume"
+        looks(paused)["W1_2"] == "joining"
+        and "Pausing" in html(paused)
+        and paused.button(key="pause").label == "Resume"
     )
 
 

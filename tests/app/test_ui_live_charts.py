@@ -14,12 +14,12 @@ import pyarrow.ipc
 import pytest
 import ui_factory as factory
 
-from app.coordination.standing import RoleState
-from app.ui.charts.progress import LATE, WORDS, Mark, epoch_marks, losses, progress_rows, throughput
-from app.ui.charts.vega import LiveChart
-from app.ui.charts.worker_grid import LOOKS, worker_grid
-from app.ui.theme import DARK, LIGHT, Palette
-from app.view import EventView, JobView
+from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.ui.charts.progress import LATE, WORDS, Mark, generation_marks, losses, progress_rows, throughput
+from openrecycle.app.ui.charts.vega import LiveChart
+from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
+from openrecycle.app.ui.theme import DARK, LIGHT, Palette
+from openrecycle.app.view import EventView, JobView
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def vega_lite_schema() -> dict[str, Any]:
 
 
 def live_charts(view: JobView, colours: Palette) -> list[LiveChart]:
-    rows = progress_rows(view.iterations, epoch_marks(view.iterations, view.recoveries, view.events), 36.7)
+    rows = progress_rows(view.iterations, generation_marks(view.iterations, view.recoveries, view.events), 36.7)
     return [worker_grid(view, colours), throughput(rows, colours), losses(rows, colours)]
 
 
@@ -137,9 +137,9 @@ def test_each_state_has_a_look_and_no_two_share_shape_and_colour() -> None:
     assert len(set(looks)) == len(looks)
 
 
-def test_failures_are_marked_where_the_epoch_changes() -> None:
+def test_failures_are_marked_where_the_generation_changes() -> None:
     view = factory.failed()
-    marks = epoch_marks(view.iterations, view.recoveries, view.events)
+    marks = generation_marks(view.iterations, view.recoveries, view.events)
     assert [(m.iteration, m.text, m.lost) for m in marks] == [(18, "✕ W1_2", True)]
     rows = progress_rows(view.iterations, marks, 36.7)
     marked = [
@@ -156,8 +156,8 @@ def test_failures_are_marked_where_the_epoch_changes() -> None:
 def test_a_rejoin_and_a_reform_are_told_from_a_failure() -> None:
     base = factory.iteration_views(6)
     steps = [(1, 12), (1, 12), (2, 11), (3, 12), (4, 12), (4, 12)]
-    iterations = tuple(replace(i, epoch=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
-    marks = epoch_marks(iterations, (), ())
+    iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
+    marks = generation_marks(iterations, (), ())
     assert [(m.iteration, m.lost) for m in marks] == [(2, True), (3, False), (4, False)]
     assert marks[0].text == "✕ failure" and marks[1].text == "↺ re-join" and marks[2].text == "re-formed"
 
@@ -165,13 +165,13 @@ def test_a_rejoin_and_a_reform_are_told_from_a_failure() -> None:
 def test_a_change_of_plan_and_a_worker_that_was_asked_to_leave_are_told_from_a_failure() -> None:
     base = factory.iteration_views(4)
     steps = [(1, 12), (2, 11), (3, 11), (3, 11)]
-    iterations = tuple(replace(i, epoch=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
+    iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
     texts = (
-        "epoch 2 without W1_2: Ann asked W1_2 to leave; plan 0123abcd: from the catalog: x",
-        "epoch 3 without W1_2: Ann put plan 89abcdef in force; plan 89abcdef: made by Ann",
+        "generation 2 without W1_2: Ann asked W1_2 to leave; plan 0123abcd: from the catalog: x",
+        "generation 3 without W1_2: Ann put plan 89abcdef in force; plan 89abcdef: made by Ann",
     )
-    events = tuple(EventView(i, factory.T0, "info", "epoch", None, text) for i, text in enumerate(texts))
-    marks = epoch_marks(iterations, (), events)
+    events = tuple(EventView(i, factory.T0, "info", "generation", None, text) for i, text in enumerate(texts))
+    marks = generation_marks(iterations, (), events)
     assert [(m.text, m.lost) for m in marks] == [("↓ drained", False), ("⇄ new plan", False)]
     assert marks[1].detail == "Ann put plan 89abcdef in force"
 

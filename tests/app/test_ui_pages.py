@@ -13,9 +13,9 @@ from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from app.console import Console, set_console
-from app.coordination.ladder import Ladder
-from app.plans.references import OfJob, parse_reference
+from openrecycle.app.console import Console, set_console
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.plans.references import OfJob, parse_reference
 
 TIMEOUT = 30
 
@@ -76,7 +76,7 @@ def test_without_a_job_both_pages_say_what_to_do(tmp_path: Path) -> None:
         for page in ("live", "schedule"):
             test = open_page(None, page)
             assert "No training job yet" in words(test)
-            assert "agent launch --console http" in test.code[0].value
+            assert "openrecycle train --console http" in test.code[0].value
             assert "No job is needed to [plan for failures](planner)" in words(test)
     finally:
         set_console(None)
@@ -94,11 +94,11 @@ def test_starting(console: Console, jobs: dict[str, JobHere]) -> None:
 def test_running(console: Console, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["running"].job_id)
     page = words(test)
-    assert "Training in epoch 1 with all 12 workers" in page
+    assert "Training in generation 1 with all 12 workers" in page
     assert "none lost" in page
     assert "The computation inside is real" in page
     assert all("running" in cell(test, name) for name in jobs["running"].names)
-    assert "iteration 10 · epoch 1" in test.button(key="worker-W0_0").help
+    assert "iteration 10 · generation 1" in test.button(key="worker-W0_0").help
     assert len(rows(test, "throughput")) == 10
 
 
@@ -120,7 +120,7 @@ def test_while_workers_are_out_the_best_way_on_is_said(console: Console, jobs: d
     test = open_page(job)
     page, said = words(test), f'<div class="or-quiet">{escape(console.view(job).advice or "")}</div>'
     assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
-    assert [folded.label for folded in test.expander][:1] == ["Ways on with W1_2 empty"]
+    assert [folded.label for folded in test.expander][:1] == ["Options with W1_2 empty"]
 
 
 def test_while_all_live_the_same_place_says_what_is_ready(console: Console, jobs: dict[str, JobHere]) -> None:
@@ -128,10 +128,10 @@ def test_while_all_live_the_same_place_says_what_is_ready(console: Console, jobs
     until(lambda: 0 < console.view(job).plans_to_make == console.view(job).planned_ahead, "plans are made ahead")
     test = open_page(job)
     page, plans = words(test), console.view(job).plans_to_make
-    said = f"Plans made ahead: {plans}. When a worker is lost, the ways on stand here."
+    said = f"Plans made ahead: {plans}. When a worker is lost, the options are shown here."
     assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
-    assert not [folded for folded in test.expander if folded.label.startswith("Ways on")]
-    assert "the ways on stand here" not in words(open_page(jobs["finished"].job_id))
+    assert not [folded for folded in test.expander if folded.label.startswith("Options with")]
+    assert "the options are shown here" not in words(open_page(jobs["finished"].job_id))
 
 
 def test_halted_says_why(console: Console, jobs: dict[str, JobHere]) -> None:
@@ -309,8 +309,8 @@ def test_a_grid_too_large_for_buttons_is_a_heat_map(console: Console, jobs: dict
 
 def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pytest.CaptureFixture[str]) -> None:
     def script() -> None:
-        from app.errors import ConsoleError
-        from app.ui.failed import page_failed
+        from openrecycle.app.errors import ConsoleError
+        from openrecycle.app.ui.failed import page_failed
 
         for error in (KeyError("secret"), ConsoleError(404, "unknown", "job: got 'x', expected one that is there")):
             assert page_failed(error)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
-from agent.protocol import Acknowledgement
-from app.console import Console
-from app.observing.rollout import RollOut, Taken
-from app.ui.plan_control import roll_out_html
+from openrecycle.agent.protocol import Acknowledgement
+from openrecycle.app.console import Console
+from openrecycle.app.observing.rollout import RollOut, Taken
+from openrecycle.app.ui.plan_control import roll_out_html
 
 
 def open_live(job_id: str) -> AppTest:
@@ -80,13 +80,13 @@ def test_the_search_is_seen_and_stopped(console: Console) -> None:
 
 def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: Console) -> None:
     job = JobHere(console, "rolling").register().commit(0, 9, 1)
-    assert "Epoch 1: all 12 workers train by it" in html(open_live(job.job_id))
+    assert "Generation 1: all 12 workers train by it" in html(open_live(job.job_id))
     job.die("W1_2")
-    until(lambda: console.view(job.job_id).epoch == 2, "epoch 2 opens")
+    until(lambda: console.view(job.job_id).generation == 2, "generation 2 opens")
 
     def acknowledge(worker: str, *states: str) -> None:
         for state in states:
-            ack = Acknowledgement(worker=worker, incarnation=f"{worker}-a", epoch=2, state=state)  # type: ignore[arg-type]
+            ack = Acknowledgement(worker=worker, incarnation=f"{worker}-a", generation=2, state=state)  # type: ignore[arg-type]
             console.acknowledge(job.job_id, ack)
 
     acknowledge("W0_0", "adopted")
@@ -94,13 +94,13 @@ def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: Console) -> None
     acknowledge("W0_2", "adopted", "formed", "resumed")
     test = open_live(job.job_id)
     page = html(test)
-    assert "Epoch 2: of 11 workers 8 waiting, 1 with the plan, 1 in groups, 1 training" in page
+    assert "Generation 2: of 11 workers 8 waiting, 1 with the plan, 1 in groups, 1 training" in page
     assert "has the plan" in test.button(key="worker-W0_0").label
     assert "in its groups" in test.button(key="worker-W0_1").label
     rows = page.split('<table class="or-table"><caption>Acknowledged')[1].split("<tr>")[2:]
     assert [row.count("waits") for row in rows] == [3] * 8 + [2, 1, 0], "who is furthest behind comes first"
     job.resume(2)
-    assert "Epoch 2: all 11 workers train by it, the last after" in html(open_live(job.job_id))
+    assert "Generation 2: all 11 workers train by it, the last after" in html(open_live(job.job_id))
 
 
 def test_of_many_workers_the_last_ones_are_listed() -> None:

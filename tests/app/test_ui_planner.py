@@ -12,11 +12,11 @@ from planner_page import click, compared, figure, open_page, page_console, param
 from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan
 
-from app.console import Console
-from app.plans.solving import Solves
-from app.plans.whatif import WhatIf, parse
-from planner.job import Job
-from planner.plan import job_doc
+from openrecycle.app.console import Console
+from openrecycle.app.plans.solving import Solves
+from openrecycle.app.plans.whatif import WhatIf, parse
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: Console) 
     click(test, "planner-apply-go")
     assert "Applied: operator in the browser put plan" in words(test)
     view = console.view(job.job_id)
-    assert view.epoch == 3 and view.plan is not None and view.plan.memory == "1f1b"
+    assert view.generation == 3 and view.plan is not None and view.plan.memory == "1f1b"
     assert "it is in force already" in words(run(test))
 
 

@@ -11,13 +11,13 @@ from planner_page import click, open_page, page_console, params, run, words
 from streamlit.testing.v1 import AppTest
 from ui_console import ConsoleHere, JobHere, until
 
-from agent.protocol import Heartbeat
-from app.console import Console
-from app.plans.measured_profile import measured_profile
-from app.plans.whatif import parse
-from app.security.callers import Caller, Role
-from planner.job import Job
-from planner.plan import job_doc
+from openrecycle.agent.protocol import Heartbeat
+from openrecycle.app.console import Console
+from openrecycle.app.plans.measured_profile import measured_profile
+from openrecycle.app.plans.whatif import parse
+from openrecycle.app.security.callers import Caller, Role
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 
 
 @pytest.fixture
@@ -108,7 +108,13 @@ def test_what_a_job_measures_is_a_profile(console: Console) -> None:
     beats = {"F": 40.5, "I": 41.25, "W": 39.0}
     for name in job.names:
         beat = Heartbeat(
-            worker=name, incarnation=name + "-a", seq=1, epoch=1, iteration=0, phase="training", op_milliseconds=beats
+            worker=name,
+            incarnation=name + "-a",
+            seq=1,
+            generation=1,
+            iteration=0,
+            phase="training",
+            op_milliseconds=beats,
         )
         console.heartbeat(job.job_id, beat)
     until(lambda: measured_profile(console.job(job.job_id)) is not None, "the heartbeats are taken in")

@@ -8,9 +8,9 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from app.observing.job_history import history
-from app.simulations import DRAWN, HISTORY
-from app.ui.simulate_words import ratio_words
+from openrecycle.app.observing.job_history import history
+from openrecycle.app.simulations import DRAWN, HISTORY
+from openrecycle.app.ui.simulate_words import ratio_words
 
 TIMEOUT, COVERS = 60, "covers"
 pytestmark = pytest.mark.usefixtures("console")

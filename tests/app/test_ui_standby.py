@@ -8,9 +8,9 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN
 
-from app.console import Console
-from app.leadership.host import ConsoleHost, set_host
-from app.leadership.watch import Standing
+from openrecycle.app.console import Console
+from openrecycle.app.leadership.host import ConsoleHost, set_host
+from openrecycle.app.leadership.watch import LeaderStatus
 
 
 class Waiting(ConsoleHost):
@@ -18,14 +18,14 @@ class Waiting(ConsoleHost):
 
     def __init__(self) -> None:
         self.up: Console | None = None
-        self.stands = Standing(None, "http://a:8501", "http://a:8501 leads (term 2); it was heard 0.4 s ago")
+        self.stands = LeaderStatus(None, "http://a:8501", "http://a:8501 leads (term 2); it was heard 0.4 s ago")
 
     @property
     def console(self) -> Console | None:
         return self.up
 
     @property
-    def standing(self) -> Standing:
+    def status(self) -> LeaderStatus:
         return self.stands
 
 
@@ -46,30 +46,30 @@ def test_it_names_the_leader_and_links_to_it(host: Waiting) -> None:
 
 
 def test_it_says_why_nobody_leads(host: Waiting) -> None:
-    host.stands = Standing(None, "", "the database does not answer; nobody is known to lead")
+    host.stands = LeaderStatus(None, "", "the database does not answer; nobody is known to lead")
     page = AppTest.from_file(MAIN, default_timeout=60).run()
     assert page.markdown[0].value == "The database does not answer; nobody is known to lead."
 
 
 def test_a_lead_in_doubt_is_no_standby(host: Waiting) -> None:
-    host.stands = Standing(2, "", "the database has not confirmed it for 5.2 s", True, 1.0)
+    host.stands = LeaderStatus(2, "", "the database has not confirmed it for 5.2 s", True, 1.0)
     page = AppTest.from_file(MAIN, default_timeout=60).run()
     assert not page.exception
     assert page.title[0].value == "This console's lead is in doubt"
     expected = "This console's lead is in doubt: the database has not confirmed it for 5.2 s; it tries again every 1 s."
     assert page.markdown[0].value == expected
     assert "standby" not in page.caption[0].value.lower()
-    host.stands = Standing(None, "http://b:8501", "http://b:8501 leads (term 3); it was heard 0.1 s ago")
+    host.stands = LeaderStatus(None, "http://b:8501", "http://b:8501 leads (term 3); it was heard 0.1 s ago")
     assert page.run().title[0].value == "This console is a standby"
 
 
 def test_an_open_page_says_that_the_lead_is_in_doubt(host: Waiting) -> None:
     def script() -> None:
-        from app.ui.standby import on_open_page
+        from openrecycle.app.ui.standby import on_open_page
 
         on_open_page()
 
-    host.stands = Standing(2, "", "the database has not confirmed it for 5.2 s", True, 1.0)
+    host.stands = LeaderStatus(2, "", "the database has not confirmed it for 5.2 s", True, 1.0)
     (said,) = AppTest.from_function(script).run().warning
     assert said.value.startswith("This console's lead is in doubt: the database has not confirmed it for 5.2 s; it")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from app.observing.worker_history import Metric, Series
-from app.ui.charts.worker_time import broken, memory, op_times
-from app.ui.theme import LIGHT
+from openrecycle.app.observing.worker_history import Metric, Series
+from openrecycle.app.ui.charts.worker_time import broken, memory, op_times
+from openrecycle.app.ui.theme import LIGHT
 
 
 def series(**metrics: Metric) -> Series:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import app.ui
-from app.frontend import PAGES
-from app.ui.warm import warm_up
-from app.warming import Warming
+import openrecycle.app.ui
+from openrecycle.app.frontend import PAGES
+from openrecycle.app.ui.warm import warm_up
+from openrecycle.app.warming import Warming
 
 PATIENCE = 60.0
 
@@ -48,7 +48,12 @@ def test_what_goes_wrong_is_logged_and_no_more(capsys: pytest.CaptureFixture[str
 
 def test_all_that_the_pages_import_is_there_afterwards() -> None:
     pages = frozenset({"main", "live", *PAGES})
-    folder = Path(app.ui.__file__).parent
-    parts = {".".join(("app.ui", *path.relative_to(folder).with_suffix("").parts)) for path in folder.rglob("*.py")}
+    folder = Path(openrecycle.app.ui.__file__).parent
+    parts = {
+        ".".join(("openrecycle.app.ui", *path.relative_to(folder).with_suffix("").parts))
+        for path in folder.rglob("*.py")
+    }
     warm_up(pages)
-    assert {name.removesuffix(".__init__") for name in parts} - {f"app.ui.{page}" for page in pages} <= set(sys.modules)
+    assert {name.removesuffix(".__init__") for name in parts} - {f"openrecycle.app.ui.{page}" for page in pages} <= set(
+        sys.modules
+    )

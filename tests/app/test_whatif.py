@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ui_factory import plan
 
-from app.errors import ConsoleError
-from app.plans.profiles import Kept, unknown_profile
-from app.plans.whatif import WhatIf, parse, read_upload, to_keep, uploaded
-from app.plans.whatif_profile import PRESETS, follow, own_profile, read_profile, saved_word
-from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.job import Job, StageProfile, Technique, Worker
-from planner.plan import job_doc
-from planner.profiles import load_profile, shipped
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.profiles import Kept, unknown_profile
+from openrecycle.app.plans.whatif import WhatIf, parse, read_upload, to_keep, uploaded
+from openrecycle.app.plans.whatif_profile import PRESETS, follow, own_profile, read_profile, saved_word
+from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.job import Job, StageProfile, Technique, Worker
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.profiles import load_profile, shipped
 
 MEASURED = Job(
     3,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agent.protocol import (
+from openrecycle.agent.protocol import (
     Acknowledgement,
     FailureReport,
     Heartbeat,
@@ -16,10 +16,10 @@ from agent.protocol import (
     Recovery,
     Registration,
 )
-from app.console import Console
-from app.coordination.ladder import Ladder
-from db.session import Database
-from db.store import Store
+from openrecycle.app.console import Console
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 DEADLINE = 60.0
 MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
@@ -61,7 +61,7 @@ class JobHere:
         self.living = list(self.names)
 
     def register(self) -> JobHere:
-        """All workers register; epoch 1 opens with the fault-free plan and all resume in it."""
+        """All workers register; generation 1 opens with the fault-free plan and all resume in it."""
         for i, name in enumerate(self.names):
             self.console.register(
                 self.job_id, Registration(worker=name, incarnation=name + "-a", host="node1", pid=100 + i)
@@ -69,22 +69,22 @@ class JobHere:
         self.resume(1)
         return self
 
-    def resume(self, epoch: int) -> None:
-        until(lambda: self.console.view(self.job_id).epoch == epoch, f"epoch {epoch} opens")
+    def resume(self, generation: int) -> None:
+        until(lambda: self.console.view(self.job_id).generation == generation, f"generation {generation} opens")
         for state in ("adopted", "formed", "resumed"):
             for name in self.living:
-                ack = Acknowledgement(worker=name, incarnation=name + "-a", epoch=epoch, state=state)  # type: ignore[arg-type]
+                ack = Acknowledgement(worker=name, incarnation=name + "-a", generation=generation, state=state)  # type: ignore[arg-type]
                 self.console.acknowledge(self.job_id, ack)
 
-    def commit(self, first: int, last: int, epoch: int) -> JobHere:
+    def commit(self, first: int, last: int, generation: int) -> JobHere:
         """Iterations first..last are committed, each in a second."""
         rows = [
             Iteration(
                 iteration=i,
                 loss=5.0 - 0.05 * i,
                 loss_hex=(5.0 - 0.05 * i).hex(),
-                seconds=1.0 + 0.1 * (epoch - 1),
-                epoch=epoch,
+                seconds=1.0 + 0.1 * (generation - 1),
+                generation=generation,
                 living=len(self.living),
             )
             for i in range(first, last + 1)
@@ -92,7 +92,7 @@ class JobHere:
         self.console.committed(self.job_id, rows)
         return self
 
-    def beat(self, iteration: int, epoch: int) -> JobHere:
+    def beat(self, iteration: int, generation: int, phase: str = "training") -> JobHere:
         for name in self.living:
             self.console.heartbeat(
                 self.job_id,
@@ -100,9 +100,9 @@ class JobHere:
                     worker=name,
                     incarnation=name + "-a",
                     seq=iteration + 1,
-                    epoch=epoch,
+                    generation=generation,
                     iteration=iteration,
-                    phase="training",
+                    phase=phase,  # type: ignore[arg-type]
                     op_milliseconds={"F": 40.5},
                     resident_bytes=300 * 2**20,
                 ),
@@ -118,11 +118,13 @@ class JobHere:
         self.console.failure(self.job_id, report)
         return self
 
-    def heal(self, name: str, epoch: int) -> JobHere:
-        self.resume(epoch)
+    def heal(self, name: str, generation: int) -> JobHere:
+        self.resume(generation)
         self.console.recovered(
             self.job_id,
-            Recovery(worker=name, epoch=epoch, detected_ms=12, unblocked_ms=61, reformed_ms=107, resumed_ms=283),
+            Recovery(
+                worker=name, generation=generation, detected_ms=12, unblocked_ms=61, reformed_ms=107, resumed_ms=283
+            ),
         )
         return self
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from agent.protocol import JobSpec, JobState
-from app.coordination.standing import OUT, Condition, Process, RoleState
-from app.observing.baseline import Baseline
-from app.observing.goodput import Figures
-from app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
-from planner.failures import parse_failed
-from planner.job import Job, MemoryLimit, Problem, Technique
-from planner.plan import Plan
-from planner.solvers.portfolio import make_plan
+from openrecycle.agent.protocol import JobSpec, JobState
+from openrecycle.app.coordination.worker_states import OUT, Condition, Process, RoleState
+from openrecycle.app.observing.baseline import Baseline
+from openrecycle.app.observing.goodput import Figures
+from openrecycle.app.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
+from openrecycle.planner.failures import parse_failed
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 STEPS = (("seen", 12.0), ("free", 49.0), ("formed", 46.0), ("done again", 176.0), ("waited for a person", 0.0))
 T0 = 1_790_000_000.0
@@ -75,7 +75,7 @@ def worker_views(
                     state=state,
                     takes_rerouted=guests.get(name, 0),
                     heartbeat_age=(7.4 if state is RoleState.SUSPECT else 0.3 + 0.05 * s) if started else None,
-                    epoch=2 if in_force is not None and in_force.failed else 1,
+                    generation=2 if in_force is not None and in_force.failed else 1,
                     iteration=iteration,
                     phase="training" if started else "",
                     op_milliseconds={"F": 40.2, "I": 40.1, "W": 40.3} if started else {},
@@ -101,7 +101,7 @@ def iteration_views(count: int, *, failed_at: int | None = None, fault_free: flo
                 loss=5.5 * 0.985**i + 0.03 * ((i * 13) % 7) / 7 + 1.1,
                 seconds=seconds,
                 samples_per_second=36 / seconds,
-                epoch=2 if lost else 1,
+                generation=2 if lost else 1,
                 living=11 if lost else 12,
                 committed_at=T0 + i,
             )
@@ -118,12 +118,12 @@ def running(**changes: object) -> JobView:
         state=JobState.RUNNING,
         sentence="training on all 12 workers with the fault-free plan",
         created_at=T0,
-        epoch=1,
+        generation=1,
         workers=worker_views(job, in_force, {}, 30),
         plan=in_force,
         iterations=iteration_views(30),
         events=(
-            EventView(3, T0 + 1, "info", "epoch", None, "epoch 1 opened: all 12 workers have registered"),
+            EventView(3, T0 + 1, "info", "generation", None, "generation 1 opened: all 12 workers have registered"),
             EventView(2, T0 + 0.4, "info", "plan", None, "made the fault-free plan: period 960 ms"),
             EventView(1, T0, "info", "job", None, "job created: 3 pipelines x 4 stages, 6 micro-batches each"),
         ),
@@ -142,7 +142,7 @@ def starting() -> JobView:
         state=JobState.STARTING,
         condition=Condition.STARTING,
         sentence="waiting for 11 of 12 workers to register",
-        epoch=0,
+        generation=0,
         workers=worker_views(job, None, states, 0),
         plan=None,
         iterations=(),
@@ -163,14 +163,14 @@ def failed() -> JobView:
         condition=Condition.DEGRADED,
         missing=(lost("W1_2"),),
         sentence="training on 11 workers; W1_2's micro-batches run on W0_2 and W2_2",
-        epoch=2,
+        generation=2,
         workers=worker_views(base.spec, in_force, {"W1_2": RoleState.FAILED}, 30),
         plan=in_force,
         iterations=iteration_views(30, failed_at=18),
         recoveries=(RecoveryView("W1_2", 2, 12.0, 61.0, 107.0, 283.0, T0 + 17.5, steps=STEPS),),
         events=(
             EventView(6, T0 + 17.9, "info", "recovery", "W1_2", "training resumed after 283 ms: iteration 18 redone"),
-            EventView(5, T0 + 17.6, "info", "epoch", None, "epoch 2 opened without W1_2: plan looked up"),
+            EventView(5, T0 + 17.6, "info", "generation", None, "generation 2 opened without W1_2: plan looked up"),
             EventView(4, T0 + 17.5, "error", "failure", "W1_2", "W1_2 died: its process ended with signal 9"),
             *base.events,
         ),
@@ -227,7 +227,7 @@ def large(pipelines: int = 64, stages: int = 32) -> JobView:
         spec=job,
         workers=worker_views(job, None, states, 30),
         plan=None,
-        epoch=3,
+        generation=3,
     )
 
 
@@ -239,7 +239,7 @@ def summary(view: JobView) -> JobSummary:
         view.state,
         view.sentence,
         view.created_at,
-        view.epoch,
+        view.generation,
         living,
         len(view.workers),
         view.condition,

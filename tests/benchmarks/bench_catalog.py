@@ -15,12 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from planner.catalog_build import build_catalog
-from planner.catalog_engines import make_engine
-from planner.catalog_store import StoredCatalog
-from planner.job import Job, MemoryLimit, Technique, Worker
-from planner.normalization import normalize
-from planner.plan_codec import Effort, Question
+from openrecycle.planner.catalog_build import build_catalog
+from openrecycle.planner.catalog_engines import make_engine
+from openrecycle.planner.catalog_store import StoredCatalog
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.migration import normalize
+from openrecycle.planner.packed import Effort, Question
 from tests.benchmarks.machine import describe
 
 PROCESSES = 2

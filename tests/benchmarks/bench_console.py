@@ -1,4 +1,4 @@
-"""From the report of a death to the new epoch at 12 waiting agents, through a real console over HTTP.
+"""From the report of a death to the new generation at 12 waiting agents, through a real console over HTTP.
 
 Prints the time until the last of the 12 long-polls has its answer: median of 9 deaths, each in a job
 of its own, with the plan made ahead.
@@ -27,7 +27,7 @@ def main() -> None:
             times = [_last_answer(server) for _ in range(DEATHS)]
         finally:
             server.close()
-    print("exit reported -> epoch 2 at the last of 12 agents, ms: " + ", ".join(f"{1000 * t:.0f}" for t in times))
+    print("exit reported -> generation 2 at the last of 12 agents, ms: " + ", ".join(f"{1000 * t:.0f}" for t in times))
     print(f"median {1000 * statistics.median(times):.0f} ms")
     print(describe())
 
@@ -48,7 +48,7 @@ def _last_answer(server: ConsoleServer) -> float:
             waiting.wait()
             answer = session.get(server.base + agents.path("/deployment"), params={"after": 1, "wait": 20}, timeout=30)
             answered.append(time.monotonic())
-            assert answer.json()["epoch"] == 2
+            assert answer.json()["generation"] == 2
 
     threads = [threading.Thread(target=wait) for _ in agents.names]
     for thread in threads:

@@ -127,7 +127,7 @@ def report(load: Load, told: Told) -> None:
     if told.detected:
         waiting = f"the last of {load.polls:,} long-polls" if load.polls else "the launcher"
         print(
-            f"deaths: {len(told.detected)}; end reported -> new epoch at {waiting}: "
+            f"deaths: {len(told.detected)}; end reported -> new generation at {waiting}: "
             f"median {1000 * statistics.median(told.detected):.0f} ms, longest {1000 * max(told.detected):.0f} ms; "
             f"all train again after {statistics.median(told.resumed):.1f} s (of it 1.5 s simulated)"
         )
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--failures", type=int, default=3)
-    parser.add_argument("--polls", type=int, help="workers that long-poll for epochs themselves; default: all")
+    parser.add_argument("--polls", type=int, help="workers that long-poll for generations themselves; default: all")
     parser.add_argument("--postgres", action="store_true")
     parser.add_argument("--unseen", action="store_true", help="nobody looks at the Live page")
     options = parser.parse_args()

@@ -16,18 +16,18 @@ import random
 import time
 from collections.abc import Callable
 
-from planner.bounds import period_bound
-from planner.check import check
-from planner.commands_bench import TIMES
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.schedule import Schedule
-from planner.solvers.cp_sat import CpSatSolver
-from planner.solvers.cp_sat_model import ScheduleModel
-from planner.solvers.cp_sat_run import run
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.pooled import PooledModel
-from planner.solvers.rearranger import Rearranger
-from planner.solvers.reduction import Reduction
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.check import check
+from openrecycle.planner.commands_bench import TIMES
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.cp_sat import CpSatSolver
+from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
+from openrecycle.planner.solvers.cp_sat_run import run
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.pooled import PooledModel
+from openrecycle.planner.solvers.rearranger import Rearranger
+from openrecycle.planner.solvers.reduction import Reduction
 from tests.benchmarks.machine import describe
 
 FAILED = (Worker(1, 2),)

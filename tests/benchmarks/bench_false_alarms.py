@@ -27,7 +27,7 @@ from typing import Any
 
 import requests
 
-from app.coordination.ladder import Ladder
+from openrecycle.app.coordination.ladder import Ladder
 from tests.benchmarks.machine import describe
 from tests.benchmarks.phi_accrual import accrual, judge, timeout
 
@@ -109,14 +109,16 @@ def _wait(good: Any, children: list[subprocess.Popen[bytes]], otherwise: str) ->
         time.sleep(0.25)
 
 
-def _burn() -> None:
+def _burn(nice: int) -> None:
+    os.nice(nice)
     while True:
         pass
 
 
 @contextlib.contextmanager
-def burning(count: int) -> Iterator[None]:
-    burners = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(count)]
+def burning(count: int, nice: int = 0) -> Iterator[None]:
+    """Beside so many processes that only burn processor time. nice: as os.nice adds it to theirs."""
+    burners = [multiprocessing.Process(target=_burn, args=(nice,), daemon=True) for _ in range(count)]
     for burner in burners:
         burner.start()
     try:

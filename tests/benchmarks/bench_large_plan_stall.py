@@ -19,8 +19,8 @@ from typing import Any
 
 import requests
 
-from planner.job import Job
-from planner.plan import job_doc
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
 from tests.app.console_server import ConsoleServer
 from tests.benchmarks.machine import describe
 
@@ -100,18 +100,18 @@ def _measure(server: ConsoleServer) -> None:
         body: dict[str, str | int] = {"worker": name, "incarnation": "a", "host": "h", "pid": 1}
         requests.post(f"{server.base}{job}/workers", json=body, timeout=60).raise_for_status()
 
-    def in_epoch(number: int) -> bool:
-        return bool(server.get(job).json()["epoch"] == number)
+    def in_generation(number: int) -> bool:
+        return bool(server.get(job).json()["generation"] == number)
 
     # Together: what comes at the same time is stored in one transaction.
     with ThreadPoolExecutor(64) as pool:
         list(pool.map(register, names))
-    until(partial(in_epoch, 1))
+    until(partial(in_generation, 1))
     for turn, dead in enumerate(("W5_3", "W9_7"), start=2):
-        with watched(server, f"replan without {dead}, to its epoch"):
+        with watched(server, f"replan without {dead}, to its generation"):
             body = {"worker": dead, "incarnation": "a", "cause": "exit", "reporter": "launcher"}
             server.post(f"{job}/failures", body).raise_for_status()
-            until(partial(in_epoch, turn))
+            until(partial(in_generation, turn))
     fingerprint = server.get(job).json()["plan_fingerprint"]
     with watched(server, "the plan's document"):
         size = len(server.get(f"{job}/plans/{fingerprint}").content)

@@ -1,7 +1,7 @@
 """Does a plan's period come true? 12 workers whose ops take 40 ms each, with 0, 1 and 2 failures.
 
 Ops are paced (the real computation is inside), so that this machine's cores don't hide the schedule.
-Each run loses one worker after the other; the period of an epoch is the time between the commits of
+Each run loses one worker after the other; the period of a generation is the time between the commits of
 its iterations, without the ones that warm up and the one that is redone. The planned period is that
 of the plan the workers run. Two runs: with a step (reduction and optimizer) of 20 ms that the plan
 knows of, as a measured profile has it; and with the steps as long as they take, which the plan takes
@@ -15,15 +15,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from planner.catalog import Catalog
-from planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.runs import launch
 from tests.benchmarks.machine import describe
 
 PIPELINES, STAGES, MICRO_BATCHES = 3, 4, 6
 OPS = {"F": 40.0, "I": 40.0, "W": 40.0}
 DEATHS = (Worker(1, 2), Worker(2, 1))
-# Of each epoch: iterations that are not counted (warming up, or redone), and the ones that are.
+# Of each generation: iterations that are not counted (warming up, or redone), and the ones that are.
 SKIPPED, COUNTED = 2, 6
 GOAL = 1.03
 TINY = ("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}')

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwright
 
-from app.catalogs.fill import parse_request
-from app.console import Console
-from db.plan_columns import PlanColumns
-from planner.job import Job, Problem, Worker
-from planner.plan import job_doc
-from planner.solvers.portfolio import make_plan
+from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.console import Console
+from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.planner.job import Job, Problem, Worker
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.app.console_server import ConsoleServer
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.benchmarks.machine import describe, processor_seconds

@@ -13,12 +13,12 @@ import resource
 import statistics
 import time
 
-from planner.check import check
-from planner.commands_bench import FAILED, GRIDS, TIMES, load
-from planner.commands_bench import bench_problem as problem
-from planner.solvers.compiled import worth_compiling
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.check import check
+from openrecycle.planner.commands_bench import FAILED, GRIDS, TIMES, load
+from openrecycle.planner.commands_bench import bench_problem as problem
+from openrecycle.planner.solvers.compiled import worth_compiling
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 
 
 def speed() -> None:

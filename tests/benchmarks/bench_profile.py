@@ -34,20 +34,20 @@ from typing import Any
 
 import torch
 
-from agent.profiling.profiler import Effort
-from agent.profiling.stages import Bench, StageRun
-from agent.recipe import Recipe
-from agent.start import StartOptions, make_launcher
-from agent.workload import NamedWorkload
-from planner.catalog import Catalog
-from planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
-from planner.plan import job_doc
-from planner.profiles import load_profile
+from openrecycle.agent.profiling.profiler import Effort
+from openrecycle.agent.profiling.stages import Bench, StageRun
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.start import StartOptions, make_launcher
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.profiles import load_profile
 from tests.agent.runs import launch
 from tests.benchmarks.instructions import counter, process_counter
 from tests.benchmarks.machine import describe
 
-PATH = "agent.examples.gpt:Gpt"
+PATH = "openrecycle.agent.examples.gpt:Gpt"
 # What no plan leaves empty: ops of 10 ms, whose overheads are those of real stages and not all there is.
 SIZES = {"width": 256, "heads": 4, "blocks": 2, "sequence": 128, "batch": 2, "dropout": 0}
 MICRO_BATCHES = 6
@@ -216,7 +216,7 @@ def _stretched(job: Job) -> Job:
 
 
 def _profiled(grid: tuple[int, int, int], sizes: dict[str, int]) -> Job:
-    """By the `cpu` clock, as `python -m agent profile` does it."""
+    """By the `cpu` clock, as `openrecycle profile` does it."""
     pipelines, stages, micro_batches = map(str, grid)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"

@@ -54,7 +54,7 @@ def _returns(record: Path) -> None:
     pauses = []
     for _ in range(RETURNS):
         run = _run(record, "--iterations", "80", "--kill", "W1_2@4:F1", "--rejoin", "W1_2@4")
-        joined = [1000 * line["seconds"] for line in run.iterations if line["epoch"] == 3]
+        joined = [1000 * line["seconds"] for line in run.iterations if line["generation"] == 3]
         if len(joined) < 4:
             print("the newcomer was not there before the job ended: nothing to measure")
             continue

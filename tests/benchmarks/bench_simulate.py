@@ -10,21 +10,21 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import planner.simulation
-from planner.job import Job, MemoryLimit, Technique
-from planner.models import SHAPES, analytic_job
-from planner.plan import JobDoc
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.engine import simulate
-from planner.simulation.planned import PlannedJob
-from planner.simulation.policies.measured import READY_AFTER
-from planner.simulation.policies.planned_policies import planned_policy
-from planner.simulation.policies.published import published
-from planner.simulation.traces import read_trace
-from planner.simulation.traces.generated import Domain, generated, periodic
+import openrecycle.planner.simulation
+from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.models import SHAPES, analytic_job
+from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.engine import simulate
+from openrecycle.planner.simulation.planned import PlannedJob
+from openrecycle.planner.simulation.policies.measured import READY_AFTER
+from openrecycle.planner.simulation.policies.planned_policies import planned_policy
+from openrecycle.planner.simulation.policies.published import published
+from openrecycle.planner.simulation.traces import read_trace
+from openrecycle.planner.simulation.traces.generated import Domain, generated, periodic
 from tests.benchmarks.machine import describe
 
-DATA = Path(planner.simulation.__file__).parent / "data"
+DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 SINGLE = ("recycle", "oobleck", "repartition", "drop-replica", "checkpoint-restart", "varuna", "bamboo")
 
 TABLE_2 = {

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.engine import simulate
-from planner.simulation.outcome import Outcome
-from planner.simulation.planned import PlannedJob
-from planner.simulation.policies.recycle import ReCycle
-from planner.simulation.policy_base import SECOND
-from planner.simulation.trace import Event, Trace
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.engine import simulate
+from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.planned import PlannedJob
+from openrecycle.planner.simulation.policies.recycle import ReCycle
+from openrecycle.planner.simulation.policy_base import SECOND
+from openrecycle.planner.simulation.trace import Event, Trace
 from tests.benchmarks.machine import describe
 from tests.benchmarks.scripted_job import TINY, Pause, ScriptedRun, Step, TooBusyError, run_script
 
@@ -198,15 +198,15 @@ def _steady(planned: PlannedJob, run: ScriptedRun, begin: float, end: float, fai
     if not calm:
         return ""
     mean = 1000 * statistics.mean(c.seconds for c in calm)
-    plan = run.epochs[calm[-1].epoch].planned
+    plan = run.generations[calm[-1].generation].planned
     return f"; period {mean:.0f} ms, {plan:.0f} planned, {_simulated(planned, failed):.0f} simulated"
 
 
 def _explain(planned: PlannedJob, calibration: Calibration, run: ScriptedRun, error: float, seconds: float) -> None:
     """What the real run lost, as shares of its time, that the prediction had not counted on."""
     steady = run.steady()
-    plans = sum(run.epochs[c.epoch].planned - _simulated(planned, run.failed(c)) for c in steady) / 1000
-    ops = sum(c.seconds - run.epochs[c.epoch].planned / 1000 for c in steady)
+    plans = sum(run.generations[c.generation].planned - _simulated(planned, run.failed(c)) for c in steady) / 1000
+    ops = sum(c.seconds - run.generations[c.generation].planned / 1000 for c in steady)
     pauses = run.pauses()
     stopped = sum(p.lost - calibration.of(p) for p in pauses)
     known = plans + ops + stopped

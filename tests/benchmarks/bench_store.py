@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 from sqlalchemy import text
 
-from agent.protocol import Heartbeat, JobSpec
-from app.history.archive import export
-from app.history.importing import import_history
-from app.observing.keep import Keep
-from app.observing.recording import Recording
-from db.heartbeats import GROUP, Heartbeats, Level, groups
-from db.samples import METRICS, Samples, from_beats, joined, pack, rolled_up
-from db.session import Database
-from db.store import Store
+from openrecycle.agent.protocol import Heartbeat, JobSpec
+from openrecycle.app.history.archive import export
+from openrecycle.app.history.importing import import_history
+from openrecycle.app.observing.keep import Keep
+from openrecycle.app.observing.recording import Recording
+from openrecycle.db.heartbeats import GROUP, Heartbeats, Level, groups
+from openrecycle.db.samples import METRICS, Samples, from_beats, joined, pack, rolled_up
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 from tests.benchmarks.machine import describe
 from tests.conftest import new_database, postgres_cluster
 
@@ -51,7 +51,7 @@ def recording_seconds() -> float:
     """Processor seconds per heartbeat."""
     names = [f"W{i // STAGES}_{i % STAGES}" for i in range(WORKERS)]
     ops = {"F": 40.1, "I": 42.2, "W": 39.3, "O": 5.4}
-    fields = {"epoch": 1, "iteration": 7, "phase": "training", "op_milliseconds": ops, "resident_bytes": 2**31}
+    fields = {"generation": 1, "iteration": 7, "phase": "training", "op_milliseconds": ops, "resident_bytes": 2**31}
     beats = [Heartbeat(worker=n, incarnation="a", seq=1, **fields) for n in names]  # type: ignore[arg-type]
     recording = Recording(names, STAGES)
 
@@ -124,7 +124,13 @@ def rows_of_job(name: str, store: Store, database: Database, folder: Path) -> No
     for first in range(0, ITERATIONS, 1000):
         numbers = range(first, first + 1000)
         rows: list[dict[str, Any]] = [
-            {"iteration": i, "loss": 1 / (i + 1), "loss_hex": (1 / (i + 1)).hex(), "seconds": 1 + 1e-7 * i, "epoch": 1}
+            {
+                "iteration": i,
+                "loss": 1 / (i + 1),
+                "loss_hex": (1 / (i + 1)).hex(),
+                "seconds": 1 + 1e-7 * i,
+                "generation": 1,
+            }
             for i in numbers
         ]
         store.add_iterations("job", [{**r, "living": WORKERS, "committed_at": BEGIN + r["iteration"]} for r in rows])

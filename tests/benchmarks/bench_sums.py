@@ -22,10 +22,10 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from agent.examples.gpt import Gpt
-from agent.gradients import FastSum, GradientSum, gradient_sum
-from agent.recipe import Mode
-from agent.stage import Stage
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.gradients import FastSum, GradientSum, gradient_sum
+from openrecycle.agent.recipe import Mode
+from openrecycle.agent.stage import Stage
 from tests.benchmarks.machine import describe
 
 ELEMENTS, ROUNDS = 5_000_000, 15

@@ -62,7 +62,7 @@ def _until_ready(server: ConsoleServer) -> float:
 
 
 def _report(server: ConsoleServer, agents: Agents, iteration: int) -> None:
-    row = {"iteration": iteration, "loss": 1.0, "loss_hex": (1.0).hex(), "seconds": 1.0, "epoch": 1, "living": 12}
+    row = {"iteration": iteration, "loss": 1.0, "loss_hex": (1.0).hex(), "seconds": 1.0, "generation": 1, "living": 12}
     server.post(agents.path("/iterations"), {"iterations": [row]}).raise_for_status()
 
 

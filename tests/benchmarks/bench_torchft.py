@@ -19,9 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from planner.baseline import reference_period
-from planner.catalog import Catalog
-from planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.runs import launch
 from tests.benchmarks.machine import describe
 

@@ -13,8 +13,8 @@ import time
 
 import requests
 
-from planner.job import Job, Problem
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.job import Job, Problem
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.app.console_server import ConsoleServer
 from tests.benchmarks.bench_large_plan_stall import QUIET_SECONDS, watched
 from tests.benchmarks.machine import describe
@@ -36,7 +36,7 @@ def documents() -> list[tuple[str, str, int, bytes]]:
         "transfers": [0] * (stages - 1),
     }
     spec = {"name": "x", "pipelines": 2, "stages": stages, "micro_batches": 2, "iterations": 9}
-    beat = {"worker": "W0_0", "incarnation": "a", "seq": 1, "epoch": 0, "iteration": 0, "phase": "starting"}
+    beat = {"worker": "W0_0", "incarnation": "a", "seq": 1, "generation": 0, "iteration": 0, "phase": "starting"}
     lists = "[" * 200 + "]" * 200
     return [
         ("a plan", "/plans", 201, f'{{"name":"large","plan":{plan}}}'.encode()),

@@ -37,7 +37,7 @@ def main() -> None:
 def _milliseconds(name: str, *arguments: str, loud: list[int] | None = None) -> float:
     """Mean time of an iteration after the warm-up, in ms."""
     with tempfile.TemporaryDirectory() as folder:
-        task = ("--workload", "tests.agent.unruly:Unruly", "--workload-options", json.dumps({"loud": loud or []}))
+        task = ("--workload", "tests.agent.nan_model:NanModel", "--workload-options", json.dumps({"loud": loud or []}))
         run: Run = launch(Path(folder) / "run.jsonl", *GRID, *LOSS, *task, "--iterations", str(ITERATIONS), *arguments)
     assert run.status == 0, run.errors
     redone = sum(line["verdict"]["redone"] for line in run.lines if "verdict" in line)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from agent.examples.gpt import Gpt
+from openrecycle.agent.examples.gpt import Gpt
 
 
 class ClockedGpt(Gpt):

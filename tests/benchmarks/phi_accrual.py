@@ -47,7 +47,7 @@ def accrual(threshold: float, window: int = 200, first: float = 5.0) -> Patience
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ValidationResult:
     """False alarms among `gaps` silences that all ended; seconds of silence until an alarm, had the worker
     stopped right after a heartbeat: mean and largest."""
 
@@ -57,7 +57,7 @@ class Verdict:
     largest: float
 
 
-def judge(patience: Patience, workers: Iterable[Sequence[float]]) -> Verdict:
+def judge(patience: Patience, workers: Iterable[Sequence[float]]) -> ValidationResult:
     """Plays a detector through arrivals, one sequence of seconds per process."""
     waits: list[float] = []
     wrong = 0
@@ -67,4 +67,4 @@ def judge(patience: Patience, workers: Iterable[Sequence[float]]) -> Verdict:
             waits.append(patience(gaps))
             wrong += after - before > waits[-1]
             gaps.append(after - before)
-    return Verdict(len(waits), wrong, fmean(waits) if waits else 0.0, max(waits, default=0.0))
+    return ValidationResult(len(waits), wrong, fmean(waits) if waits else 0.0, max(waits, default=0.0))

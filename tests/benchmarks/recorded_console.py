@@ -1,4 +1,4 @@
-"""`python -m app serve` that also notes when each heartbeat came: worker, incarnation, seconds of its monotonic
+"""`openrecycle serve` that also notes when each heartbeat came: worker, incarnation, seconds of its monotonic
 clock, one line each, into the file that OPENRECYCLE_HEARTBEATS names."""
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ import os
 import time
 from pathlib import Path
 
-from agent.protocol import Heartbeat
-from app.cli import cli
-from app.live import LiveJob
+from openrecycle.agent.protocol import Heartbeat
+from openrecycle.app.cli import cli
+from openrecycle.app.live import LiveJob
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from agent.examples.gpt import Gpt
-from agent.pacing import PacedDevice
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.pacing import PacedDevice
 
 dist: Any = torch.distributed
 

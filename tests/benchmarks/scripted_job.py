@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from agent.coordination import Deploy, Event, LocalCoordination
-from agent.launch import Launcher, LaunchOptions, Stopped
-from agent.protocol import Command, Iteration
-from agent.workload import NamedWorkload
-from planner.catalog import Catalog
-from planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.agent.coordination import Deploy, Event, LocalCoordination
+from openrecycle.agent.launch import Launcher, LaunchOptions, Stopped
+from openrecycle.agent.protocol import Command, Iteration
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 
 TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
 WARM_UP = 3
@@ -49,11 +49,11 @@ class Commit:
 
     at: float
     seconds: float
-    epoch: int
+    generation: int
 
 
 @dataclass(frozen=True)
-class Epoch:
+class Generation:
     """failed: workers that are out. planned: milliseconds of the period of the plan in force."""
 
     failed: int
@@ -85,16 +85,16 @@ class ScriptedRun:
     script: tuple[Step, ...]
     commits: list[Commit] = field(default_factory=list)
     issued: list[float] = field(default_factory=list)
-    epochs: dict[int, Epoch] = field(default_factory=dict)
+    generations: dict[int, Generation] = field(default_factory=dict)
     detected: list[float] = field(default_factory=list)
 
     def steady(self) -> list[Commit]:
-        """Commits that follow one of their own epoch: nothing but training lies between."""
-        return [c for before, c in pairwise(self.commits) if before.epoch == c.epoch]
+        """Commits that follow one of their own generation: nothing but training lies between."""
+        return [c for before, c in pairwise(self.commits) if before.generation == c.generation]
 
     def failed(self, commit: Commit) -> int:
         """Workers that were out of the job."""
-        return self.epochs[commit.epoch].failed
+        return self.generations[commit.generation].failed
 
     def pauses(self) -> list[Pause]:
         """Of every step. Raises TooBusyError."""
@@ -104,7 +104,7 @@ class ScriptedRun:
             try:
                 settled = next(i for i, c in enumerate(self.commits) if c.at > issued and self.failed(c) == failed)
                 commit = self.commits[settled]
-                period = statistics.median(c.seconds for c in self.steady() if c.epoch == commit.epoch)
+                period = statistics.median(c.seconds for c in self.steady() if c.generation == commit.generation)
             except (StopIteration, statistics.StatisticsError):
                 raise TooBusyError(
                     f"what happened at {step.at:g} s was not over when the next step of the script, or its end, "
@@ -136,7 +136,7 @@ def run_script(
             job=job,
             iterations=_ENDLESS,
             seed=0,
-            workload=NamedWorkload("agent.examples.gpt:Gpt", TINY),
+            workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY),
             pace=pace,
         ),
         coordination,
@@ -164,11 +164,11 @@ class _Scripted(LocalCoordination):
         for line in iterations:
             if self._zero is None and line.iteration == WARM_UP - 1:
                 self._zero = time.monotonic()
-                self._run.commits.append(Commit(0.0, line.seconds, line.epoch))
+                self._run.commits.append(Commit(0.0, line.seconds, line.generation))
             elif self._zero is not None:
                 at = self._run.commits[-1].at + line.seconds
                 if at <= self._seconds:
-                    self._run.commits.append(Commit(at, line.seconds, line.epoch))
+                    self._run.commits.append(Commit(at, line.seconds, line.generation))
 
     def hear(self, line: dict[str, Any]) -> None:
         if "failure" in line:
@@ -179,7 +179,7 @@ class _Scripted(LocalCoordination):
         for event in events:
             if isinstance(event, Deploy):
                 deployment, period = event.deployment, event.plan.schedule().period / self._ticks
-                self._run.epochs[deployment.epoch] = Epoch(len(deployment.failed), period)
+                self._run.generations[deployment.generation] = Generation(len(deployment.failed), period)
                 self._living = set(deployment.living)
                 self._empty = set(deployment.failed)
                 self._moved |= {str(source): str(to) for source, to in event.moves}

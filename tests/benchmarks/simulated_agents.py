@@ -1,8 +1,8 @@
 """A job's agents without their training: they speak to a console as real ones do, thousands in one process.
 
-Each worker has a connection of its own: it registers, sends a heartbeat per interval, and takes an epoch
+Each worker has a connection of its own: it registers, sends a heartbeat per interval, and takes a generation
 up in three acknowledgements, as agent.heartbeat does. On a second connection
-it long-polls for epochs, as agent.reporter does; of a launcher's job only the launcher would. The
+it long-polls for generations, as agent.reporter does; of a launcher's job only the launcher would. The
 launcher reports ends of processes and, once a second, iterations.
 
 A heartbeat's latency counts from the time it was due, so that a generator that falls behind does not
@@ -26,23 +26,23 @@ from typing import Any
 
 import uvloop
 
-from app.process import prepare
+from openrecycle.app.process import prepare
 from tests.benchmarks.wire import PATIENCE_SECONDS, Wire
 
 OVERTIME_SECONDS = 900.0
 LONG_POLL_SECONDS = 20.0
 FORM_SECONDS, RESUME_SECONDS = 0.5, 1.0
 _AT_ONCE = 128
-_EPOCH = re.compile(rb'"epoch":(\d+)')
+_GENERATION = re.compile(rb'"generation":(\d+)')
 # Loopback has 28,000 ports per address of the client's.
 _CONNECTIONS_PER_ADDRESS = 20_000
 
 
 @dataclass(frozen=True)
 class Load:
-    """What to simulate. seconds: of heartbeats, from when all have resumed the first epoch. failures: ends of
+    """What to simulate. seconds: of heartbeats, from when all have resumed the first generation. failures: ends of
     processes in that time, evenly spread; each is followed by the worker's return. polls: workers that
-    long-poll for epochs."""
+    long-poll for generations."""
 
     port: int
     pipelines: int
@@ -58,8 +58,8 @@ class Load:
 class Told:
     """What came of it. Seconds. latency: of heartbeats, from when they were due. late: of sending them. answered:
     from then on.
-    in_recovery: those latencies in which an epoch was being taken up. errors: by what went wrong.
-    detected: from a reported end to the new epoch at the last worker that waits for one."""
+    in_recovery: those latencies in which a generation was being taken up. errors: by what went wrong.
+    detected: from a reported end to the new generation at the last worker that waits for one."""
 
     latency: array[float] = field(default_factory=lambda: array("d"))
     in_recovery: array[float] = field(default_factory=lambda: array("d"))
@@ -79,7 +79,7 @@ class Worker:
     def __init__(self, crowd: Crowd, name: str, number: int) -> None:
         self.crowd, self.name, self.number = crowd, name, number
         self.incarnation = f"{name}-1"
-        self.epoch = 0
+        self.generation = 0
         self.alive = True
         self.polls = number < crowd.load.polls
         self._seq = 0
@@ -111,7 +111,7 @@ class Worker:
         self._seq += 1
         body = (
             f'{{"worker":"{self.name}","incarnation":"{self.incarnation}","seq":{self._seq},'
-            f'"epoch":{self.epoch},"iteration":{crowd.iteration},"phase":"training","op_milliseconds":'
+            f'"generation":{self.generation},"iteration":{crowd.iteration},"phase":"training","op_milliseconds":'
             f'{{"F":{random.uniform(39, 41)},"I":{random.uniform(39, 41)},"W":{random.uniform(39, 41)}}},'
             f'"resident_bytes":{300_000_000 + self._seq * 4096}}}'
         ).encode()
@@ -134,24 +134,24 @@ class Worker:
     async def poll_on(self) -> None:
         while self.alive and not self.crowd.over.is_set():
             status, body = await self.crowd.get(
-                self._polling, f"/deployment?after={self.epoch}&wait={LONG_POLL_SECONDS:g}", (200, 204)
+                self._polling, f"/deployment?after={self.generation}&wait={LONG_POLL_SECONDS:g}", (200, 204)
             )
-            found = _EPOCH.search(_start(body)) if status == 200 else None
+            found = _GENERATION.search(_start(body)) if status == 200 else None
             if status not in (200, 204):
                 await asyncio.sleep(1.0)
             elif found and self.alive:
                 await self.take_up(int(found[1]))
 
-    async def take_up(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.crowd.reached(epoch)
+    async def take_up(self, generation: int) -> None:
+        self.generation = generation
+        self.crowd.reached(generation)
         for state, seconds in (("adopted", 0.0), ("formed", FORM_SECONDS), ("resumed", RESUME_SECONDS)):
             await asyncio.sleep(seconds * random.uniform(0.8, 1.2))
-            if self.epoch != epoch or not self.alive:
+            if self.generation != generation or not self.alive:
                 return
-            body = {"worker": self.name, "incarnation": self.incarnation, "epoch": epoch, "state": state}
+            body = {"worker": self.name, "incarnation": self.incarnation, "generation": generation, "state": state}
             await self.crowd.post(self._wire, "/acknowledgements", body)
-        self.crowd.has_resumed(epoch)
+        self.crowd.has_resumed(generation)
 
     def die(self) -> None:
         self.alive = False
@@ -175,7 +175,7 @@ class Crowd:
         self.measured_since = float("inf")
         self.iteration = 0
         self.job = ""
-        self._epoch, self._to_reach, self._to_resume = 0, 0, 0
+        self._generation, self._to_reach, self._to_resume = 0, 0, 0
         self._settled = asyncio.Event()
         self._there = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -264,7 +264,13 @@ class Crowd:
             if self.recovering:
                 continue
             loss = 2.5
-            row = {"iteration": first, "loss": loss, "loss_hex": loss.hex(), "seconds": 1.0, "epoch": self._epoch}
+            row = {
+                "iteration": first,
+                "loss": loss,
+                "loss_hex": loss.hex(),
+                "seconds": 1.0,
+                "generation": self._generation,
+            }
             body = {"iterations": [{**row, "living": sum(w.alive for w in self.workers.values())}]}
             if await self.post(wire, "/iterations", body, expected=204):
                 first += 1
@@ -285,7 +291,7 @@ class Crowd:
         """A worker dies, and comes back when the others train again."""
         worker = self.workers[name]
         worker.die()
-        self._expect(self._epoch + 1)
+        self._expect(self._generation + 1)
         began = self.loop.time()
         body = {
             "worker": name,
@@ -301,7 +307,7 @@ class Crowd:
         await self._settled.wait()
         self.told.resumed.append(self.loop.time() - began)
         twin = self.workers[name] = worker.reborn()
-        self._expect(self._epoch + 1)
+        self._expect(self._generation + 1)
         self._start(twin)
         await self._there.wait()
         await self._take_up_without_poll()
@@ -311,24 +317,24 @@ class Crowd:
         told = [w for w in self.workers.values() if not w.polls and w.alive]
         if not told:
             return
-        wire, after, epoch = self.wire(0), self._epoch - 1, 0
-        while not epoch:
+        wire, after, generation = self.wire(0), self._generation - 1, 0
+        while not generation:
             status, body = await self.get(wire, f"/deployment?after={after}&wait=20", (200, 204))
-            found = _EPOCH.search(_start(body)) if status == 200 else None
-            epoch = int(found[1]) if found else 0
+            found = _GENERATION.search(_start(body)) if status == 200 else None
+            generation = int(found[1]) if found else 0
         wire.close()
         for worker in told:
-            self.spawn(worker.take_up(epoch))
+            self.spawn(worker.take_up(generation))
 
-    # -- epochs -------------------------------------------------------------------------------
+    # -- generations -------------------------------------------------------------------------------
 
     @property
     def recovering(self) -> bool:
         return not self._settled.is_set()
 
-    def _expect(self, epoch: int) -> None:
-        """That all who live now will take up `epoch`."""
-        self._epoch = epoch
+    def _expect(self, generation: int) -> None:
+        """That all who live now will take up `generation`."""
+        self._generation = generation
         living = [worker for worker in self.workers.values() if worker.alive]
         self._to_reach, self._to_resume = sum(worker.polls for worker in living), len(living)
         self._settled.clear()
@@ -336,14 +342,14 @@ class Crowd:
         if not self._to_reach:
             self._there.set()
 
-    def reached(self, epoch: int) -> None:
-        if epoch == self._epoch:
+    def reached(self, generation: int) -> None:
+        if generation == self._generation:
             self._to_reach -= 1
             if self._to_reach == 0:
                 self._there.set()
 
-    def has_resumed(self, epoch: int) -> None:
-        if epoch == self._epoch:
+    def has_resumed(self, generation: int) -> None:
+        if generation == self._generation:
             self._to_resume -= 1
             if self._to_resume == 0:
                 self._settled.set()

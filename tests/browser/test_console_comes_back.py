@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
 
 
 def commit(agents: Agents, iteration: int) -> None:
-    row: dict[str, Any] = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "epoch": 1, "living": 12}
+    row: dict[str, Any] = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "generation": 1, "living": 12}
     answer = agents.server.post(agents.path("/iterations"), {"iterations": [{"iteration": iteration, **row}]})
     assert answer.ok, answer.text
 

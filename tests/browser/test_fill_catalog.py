@@ -66,7 +66,7 @@ def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
     page.wait_for_url(re.compile("/schedule"))
     assert re.search("plan=catalog(:|%3A)[0-9a-f]{32}(:|%3A)000001-", page.url), page.url
     expect(page.locator(".js-plotly-plot .main-svg").first).to_be_visible()
-    expect(page.get_by_text("failed – its micro-batches run on").first).to_be_visible()
+    expect(page.get_by_text("out – its micro-batches run on").first).to_be_visible()
 
 
 def test_a_link_shows_what_its_sender_saw(browser: Browser, server: ConsoleServer, page: Page) -> None:

@@ -37,7 +37,7 @@ pytestmark = [
 
 
 class Demo:
-    """`python -m app demo` on a free port. `root`: its address; `job_id`: its job, which trains."""
+    """`openrecycle demo` on a free port. `root`: its address; `job_id`: its job, which trains."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
@@ -142,7 +142,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     before = iterations_done(page)
     wait_for_iterations(page, before + 1)
     shifts.assert_few("as it came and was refreshed")
-    plan_before = demo.get("")["epoch"], card(page, "Plan in force")
+    plan_before = demo.get("")["generation"], card(page, "Plan in force")
 
     # Kill by the button: nothing happens before it is confirmed.
     page.get_by_role("button", name=VICTIM).click()
@@ -167,7 +167,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     for peer in PEERS:
         expect(cell(page, "re-routed", peer)).to_be_visible()
         expect(page.get_by_role("button", name=peer)).to_contain_text("+3 re-routed")
-    expect(page.locator(".or-card", has_text=re.compile(r"epoch [2-9]"))).to_be_visible()
+    expect(page.locator(".or-card", has_text=re.compile(r"generation [2-9]"))).to_be_visible()
     assert card(page, "Plan in force") != plan_before[1]
     expect(page.locator(".or-recovery")).to_contain_text(VICTIM)
     expect(page.locator(".or-events")).to_contain_text(f"{VICTIM} failed")
@@ -176,7 +176,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     shifts.assert_few("as a worker was lost")
 
     # The console's record agrees with the page.
-    assert demo.get("")["epoch"] > plan_before[0]
+    assert demo.get("")["generation"] > plan_before[0]
     states = {w["name"]: w["state"] for w in demo.get("/workers")["workers"]}
     assert states.pop(VICTIM) == "failed" and {states.pop(peer) for peer in PEERS} == {"re-routed"}
     assert set(states.values()) == {"running"}
@@ -202,7 +202,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
 
 
 def test_manual_approval(demo: Demo, page: Page) -> None:
-    """In manual mode a loss waits for an operator, who compares the ways on and takes one."""
+    """In manual mode a loss waits for an operator, who compares the options and takes one."""
     page.goto(demo.root)
     expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
     page.get_by_role("button", name="Automatic").click()
@@ -214,7 +214,7 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     page.get_by_role("button", name="Apply", exact=True).click()
     expect(page.get_by_role("button", name="Manual")).to_be_visible()
     page.keyboard.press("Escape")
-    epoch = demo.get("")["epoch"]
+    generation = demo.get("")["generation"]
 
     page.get_by_role("button", name=VICTIM).click()
     page.get_by_role("dialog").get_by_role("button", name="Kill", exact=True).click()
@@ -226,11 +226,11 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     boxes = [way.bounding_box() for way in ways.all()]
     assert len({round(box["y"]) for box in boxes if box}) == 1, "they stand side by side"
     assert len({round(box["x"]) for box in boxes if box}) == len(boxes)
-    assert demo.get("")["epoch"] == epoch, "nothing is decided before somebody has chosen"
+    assert demo.get("")["generation"] == generation, "nothing is decided before somebody has chosen"
 
     page.locator(".st-key-choose-re-route button").click()
     rolled = page.locator(".or-roll-out")
-    expect(rolled).to_contain_text(f"Epoch {epoch + 1}: all 11 workers train by it")
+    expect(rolled).to_contain_text(f"Generation {generation + 1}: all 11 workers train by it")
     rolled.locator("summary").click()
     expect(rolled.locator("tbody tr")).to_have_count(11)
     for peer in PEERS:

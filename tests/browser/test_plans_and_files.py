@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +16,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from app.plans.comparing import WORKED_EXAMPLE
-from planner.catalog import Catalog
-from planner.plan import Plan
+from openrecycle.app.documents import PLAN_MIB
+from openrecycle.app.plans.comparing import WORKED_EXAMPLE
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.plan import Plan
 from tests.app.console_server import ConsoleServer
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.browser.layout_shifts import Shifts
@@ -96,7 +100,7 @@ def test_files_are_downloaded_and_open(site: Site, page: Page) -> None:
     name, content = downloaded(page, "Chrome trace")
     events = json.loads(content)["traceEvents"]
     assert sum(e["ph"] == "X" for e in events) == sum(map(len, site.plan.workers.values()))
-    assert name.startswith(f"small-job-in-force-{site.small[:8]}-3x4x6-without-W1_2-staggered-")
+    assert name.startswith(f"small-job-last-in-force-{site.small[:8]}-3x4x6-without-W1_2-staggered-")
     assert name.endswith(".trace.json")
     name, content = downloaded(page, "JSON plan document")
     assert Plan.from_json(content) == site.plan
@@ -106,7 +110,60 @@ def test_files_are_downloaded_and_open(site: Site, page: Page) -> None:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         assert Plan.from_json(archive.read("plan.json")) == site.plan
         assert len(Catalog.from_json(archive.read("catalog.json"))) > 0
-        assert "python -m agent launch" in archive.read("README.md").decode()
+        assert "openrecycle train" in archive.read("README.md").decode()
+
+
+def made_by_the_command_line(path: Path, *, pipelines: int, stages: int, micro_batches: int) -> Path:
+    grid = ["--pipelines", str(pipelines), "--stages", str(stages), "--micro-batches", str(micro_batches)]
+    command = [sys.executable, "-m", "planner", "plan", *grid, "--fail", "W1_2", "--solver", "list", "--out", str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "least"),
+    [
+        ("schedule", {"pipelines": 64, "stages": 32, "micro_batches": 64}, 28_000_000),
+        ("compare", {"pipelines": 32, "stages": 32, "micro_batches": 40}, 9_000_000),
+        ("planner", {"pipelines": 32, "stages": 32, "micro_batches": 40}, 9_000_000),
+    ],
+)
+def test_a_large_plan_of_the_command_line_opens(
+    site: Site, page: Page, tmp_path: Path, name: str, grid: dict[str, int], least: int
+) -> None:
+    file = made_by_the_command_line(tmp_path / "large-plan.json", **grid)
+    assert file.stat().st_size > least
+    page.goto(f"{site.root}/{name}?job={site.small}")
+    page.locator(f".st-key-{'planner-upload-box' if name == 'planner' else 'plan-upload'} button").first.click()
+    page.locator("[data-testid='stFileUploader'] input[type=file]").first.set_input_files(file)
+    page.wait_for_url("**saved**")
+    workers = grid["pipelines"] * grid["stages"]
+    if name == "schedule":
+        expect(page.get_by_alt_text(f"Overview of {workers:,} workers")).to_be_visible()
+        expect(page.get_by_text("Grey rows: 1 place without a worker.")).to_be_visible()
+    elif name == "compare":
+        expect(page.get_by_text("large-plan").first).to_be_visible()
+    else:
+        expect(page.get_by_alt_text(f"Overview of {workers:,} workers")).to_be_visible()
+    expect(page.locator("[data-testid='stAlert']")).to_have_count(0)
+
+
+def test_a_file_above_the_limit_is_refused_in_words_and_not_cut_off(site: Site) -> None:
+    """By somebody who sends on while the answer comes, as most clients do."""
+    host, port = site.root.removeprefix("http://").split(":")
+    size = (PLAN_MIB + 1) << 20
+    with socket.create_connection((host, int(port)), 60) as connection:
+        head = f"POST /api/v1/plans HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {size}\r\nConnection: close\r\n\r\n".encode())
+        for _ in range(size >> 20):
+            connection.sendall(b" " * (1 << 20))
+        said = b""
+        while part := connection.recv(65536):
+            said += part
+    status, _, body = said.partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 413 "), said[:300]
+    problem = json.loads(body)
+    assert problem["code"] == "too_large" and f"{PLAN_MIB << 20:,} bytes" in problem["detail"]
 
 
 def test_a_click_shows_a_path_and_a_link_shows_it_again(site: Site, page: Page, browser: Browser) -> None:

@@ -36,21 +36,23 @@ def check(job: ChaoticJob) -> None:
     assert [row["iteration"] for row in iterations] == list(range(job.iterations)), seed
     assert [row["loss_hex"] for row in iterations] == plain.losses, seed
 
-    epochs = job.book("/epochs")["epochs"]
-    assert [row["epoch"] for row in epochs] == list(range(1, len(epochs) + 1)), seed
-    for row in epochs:
+    generations = job.book("/generations")["generations"]
+    assert [row["generation"] for row in generations] == list(range(1, len(generations) + 1)), seed
+    for row in generations:
         assert sorted((*row["living"], *row["failed"])) == sorted(NAMES), (seed, row)
-    # Each iteration ran in one epoch, which had as many members as it says, and epochs follow one another.
-    ran = [row["epoch"] for row in iterations]
-    assert ran == sorted(ran) and set(ran) <= {row["epoch"] for row in epochs}, seed
-    assert all(row["living"] == len(epochs[row["epoch"] - 1]["living"]) for row in iterations), seed
+    # Each iteration ran in one generation, which had as many members as it says, and generations follow one another.
+    ran = [row["generation"] for row in iterations]
+    assert ran == sorted(ran) and set(ran) <= {row["generation"] for row in generations}, seed
+    assert all(row["living"] == len(generations[row["generation"] - 1]["living"]) for row in iterations), seed
 
     events = pages(job, "events", "seq", 0)
     assert [row["seq"] for row in events] == list(range(1, len(events) + 1)), seed
     opened = [
-        int(found[1]) for row in events if row["kind"] == "epoch" and (found := re.match(r"epoch (\d+)", row["text"]))
+        int(found[1])
+        for row in events
+        if row["kind"] == "generation" and (found := re.match(r"generation (\d+)", row["text"]))
     ]
-    assert opened == [row["epoch"] for row in epochs], seed
+    assert opened == [row["generation"] for row in generations], seed
     lost = Counter(row["worker"] for row in events if row["text"].startswith(f"{row['worker']} failed: "))
     assert lost == job.deaths, seed
     asked = Counter(row["worker"] for row in events if row["text"].endswith(f" asked {row['worker']} to leave"))

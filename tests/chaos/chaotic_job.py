@@ -2,8 +2,8 @@
 after the other, while something else goes wrong all the time.
 
 The launcher runs in this process, in a thread; workers and console are processes of their own. What happens follows
-from the seed; the iterations that may run meanwhile are counted out (gated.py): as many as a change of epochs needs,
-however long the console takes to hear of it. No run depends on its speed.
+from the seed; the iterations that may run meanwhile are counted out (gated.py): as many as a change of generations
+needs, however long the console takes to hear of it. No run depends on its speed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 import requests
 
-from agent.launch import Launcher
-from agent.start import StartOptions, make_launcher
-from agent.workload import NamedWorkload
-from planner.job import Job
+from openrecycle.agent.launch import Launcher
+from openrecycle.agent.start import StartOptions, make_launcher
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.job import Job
 from tests.agent.consoles import until
 from tests.agent.local_jobs import TINY
 from tests.app.console_server import ConsoleServer
@@ -142,7 +142,7 @@ class ChaoticJob:
             failed = set(self.read("/deployment?after=0")["failed"])
             unasked, still_in = sorted(failed - self.out), sorted(self.out - failed)
             events = [f"{row['seq']} {row['text']}" for row in self.read("/events?limit=5000")["events"][-LAST_EVENTS:]]
-            said = [self.read()["sentence"], f"epoch {self.epoch} here, {self.committed} iterations"]
+            said = [self.read()["sentence"], f"generation {self.generation} here, {self.committed} iterations"]
         except (requests.RequestException, LookupError) as unreachable:
             return f"the console does not say more ({type(unreachable).__name__})"
         if unasked:
@@ -156,10 +156,10 @@ class ChaoticJob:
         return sum("iteration" in line for line in self.lines)
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """The newest one that the launcher has taken up."""
         deployed = self.launcher._deployed
-        return deployed.deployment.epoch if deployed else 0
+        return deployed.deployment.generation if deployed else 0
 
     @property
     def summary(self) -> str:
@@ -169,7 +169,7 @@ class ChaoticJob:
         faults = ", ".join(f"{count} {name}" for name, count in sorted(self.network.counts.items()))
         pauses = sorted(self.pauses)
         return (
-            f"{len(self.done)} changes ({text}), epoch {self.epoch}, {self.committed} iterations, requests: "
+            f"{len(self.done)} changes ({text}), generation {self.generation}, {self.committed} iterations, requests: "
             f"{faults or 'all well'}; pause {pauses[len(pauses) // 2]:.1f} s (median), {pauses[-1]:.1f} s (longest)"
         )
 
@@ -177,7 +177,7 @@ class ChaoticJob:
 
     def change(self, disturbance: Disturbance | None = None) -> None:
         """One random change of who is in the job, and the job trains again. disturbance: falls into it."""
-        before, begin = self.epoch, time.monotonic()
+        before, begin = self.generation, time.monotonic()
         self.gate.open(self.committed + self.random.randint(1, 3))
         time.sleep(self.random.uniform(0.0, 0.05))  # anywhere in an iteration, or between two
         deed, worker = self._choose()
@@ -196,12 +196,12 @@ class ChaoticJob:
         self.network.cut_off = frozenset()
 
     def settle(self, before: int) -> None:
-        """Until all who should be are in the newest epoch, above `before`, and train."""
+        """Until all who should be are in the newest generation, above `before`, and train."""
 
         def settled() -> bool:
-            if self.epoch > before:
+            if self.generation > before:
                 self._let_train()
-            if self.epoch <= before or self.read()["state"] != "running":
+            if self.generation <= before or self.read()["state"] != "running":
                 return False
             return set(self.read("/deployment?after=0")["failed"]) == self.out
 
@@ -209,18 +209,19 @@ class ChaoticJob:
         assert self.committed < self.iterations - PER_CHANGE, f"seed {self.seed}: the changes took too many iterations"
 
     def _let_train(self) -> None:
-        """Until the newest epoch is formed, whatever its members have to finish first; then one iteration in it."""
+        """Until the newest generation is formed, whatever its members have to finish first; then one iteration in
+        it."""
         record = self.launcher._record
-        epoch = record._epoch
-        if self._formed == epoch:
+        generation = record._generation
+        if self._formed == generation:
             return
         formed = record.formed_by_all
         foremost = record.newest
-        # A worker that is held up at the gate can't leave for another epoch: real data comes in the end.
+        # A worker that is held up at the gate can't leave for another generation: real data comes in the end.
         if formed or foremost >= self.gate.open_for:
             self.gate.open(foremost + 1)
         if formed:
-            self._formed = epoch
+            self._formed = generation
 
     def _choose(self) -> tuple[str, str]:
         """Never the last worker of a stage."""

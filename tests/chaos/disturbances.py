@@ -112,7 +112,7 @@ class ClockJumps:
     def environment(self) -> dict[str, str]:
         return {
             "OPENRECYCLE_TEST_CLOCK": str(self.file),
-            "PYTHONPATH": str(Path(__file__).parent / "wrong_clock"),
+            "PYTHONPATH": f"{Path(__file__).parent / 'wrong_clock'}:{os.environ.get('PYTHONPATH', '')}",
         }
 
     def begin(self) -> None:

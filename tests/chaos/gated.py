@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from agent.examples.gpt import Gpt
+from openrecycle.agent.examples.gpt import Gpt
 
 LOOK_SECONDS = 0.005
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agent.devices import Platform, Transport
-from agent.recipe import Recipe
+from openrecycle.agent.devices import Platform, Transport
+from openrecycle.agent.recipe import Recipe
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = pytest.mark.processes

@@ -1,4 +1,8 @@
-"""Deaths at many moments of a hand-over of state that is slow to come: the same bits in all."""
+"""Deaths at many moments of a hand-over of state that is slow to come: the same bits in all.
+
+16 of the 128 combinations of transport, recipe, victim and moment, such that any two values of two of them meet;
+three or four values together do not all.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,34 @@ from typing import Any
 
 import pytest
 
-from agent.devices import Platform
-from agent.recipe import HandOver, Recipe
-from agent.timeouts import Timeouts
-from agent.workload import NamedWorkload
+from openrecycle.agent.devices import Platform
+from openrecycle.agent.recipe import HandOver, Recipe
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs"), pytest.mark.timeout(600)]
 
 GRID: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
-MODEL = NamedWorkload("agent.examples.gpt:Gpt", {"width": 96, "heads": 2, "sequence": 16, "batch": 2})
+MODEL = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 96, "heads": 2, "sequence": 16, "batch": 2})
 RECIPES = {
     "plain": Recipe(),
     "clipped": Recipe(clip_norm=0.5),
     "synchronous": Recipe(staggered=False),
     "keep-finished": Recipe(keep_finished=True),
 }
+VICTIMS = ("W1_1", "W0_1", "W2_1", "W0_0")
+MOMENTS = (1, 2, 6, 14)
+TWICE = (0, 2, 3, 1)
+"""Times two in the field of four elements: a ^ b and a ^ TWICE[b] are two Latin squares that are orthogonal."""
+ROWS = [
+    (("tagged", "ordered")[(a ^ TWICE[b]) >> 1], recipe, victim, MOMENTS[a ^ b])
+    for a, recipe in enumerate(RECIPES)
+    for b, victim in enumerate(VICTIMS)
+]
 
 
-@pytest.mark.parametrize("moment", [1, 2, 6, 14])
-@pytest.mark.parametrize("victim", ["W1_1", "W0_1", "W2_1", "W0_0"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("transport", ["tagged", "ordered"])
+@pytest.mark.parametrize(("transport", "recipe", "victim", "moment"), ROWS)
 def test_a_death(transport: str, recipe: str, victim: str, moment: int) -> None:
     """moment: iterations that the others have trained since the newcomer entered the groups."""
     struck: list[str] = []
@@ -36,12 +46,12 @@ def test_a_death(transport: str, recipe: str, victim: str, moment: int) -> None:
     def act(job: LocalJob, line: dict[str, Any]) -> None:
         if "failure" in line and line["failure"]["worker"] == "W1_1" and not job.said("ready")[6:]:
             job.start("W1_1")
-        if len([i for i in job.iterations if i["epoch"] == 3]) >= moment and not struck:
+        if len([i for i in job.iterations if i["generation"] == 3]) >= moment and not struck:
             struck.append(victim)
             job.signal(victim, signal.SIGKILL)
-        newest = job.iterations[-1]["epoch"] if job.iterations else 0
-        complete = victim == "W1_1" or "W1_1" in job.said("formed", epoch=newest)
-        if newest > 3 and complete and len([i for i in job.iterations if i["epoch"] == newest]) >= 4:
+        newest = job.iterations[-1]["generation"] if job.iterations else 0
+        complete = victim == "W1_1" or "W1_1" in job.said("formed", generation=newest)
+        if newest > 3 and complete and len([i for i in job.iterations if i["generation"] == newest]) >= 4:
             job.stop()
 
     job = LocalJob(

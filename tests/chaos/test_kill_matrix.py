@@ -28,8 +28,8 @@ def test_one_death(kill: str, reference: Run, tmp_path: Path) -> None:
     assert run.status == 0, run.errors
     assert run.losses == reference.losses and run.final == reference.final
     assert [failure["worker"] for failure in run.failures] == [kill[:4]]
-    # One epoch before the death and one after it, with every survivor: none was replaced.
-    assert {line["epoch"] for line in run.iterations} <= {1, 2}
+    # One generation before the death and one after it, with every survivor: none was replaced.
+    assert {line["generation"] for line in run.iterations} <= {1, 2}
     assert run.iterations[ITERATIONS - 1]["living"] == 5
 
 

@@ -1,5 +1,8 @@
 """Links that carry nothing, deaths while groups connect as NCCL's do, and data that raises, each with deaths beside it:
-every bit is that of the undisturbed run. `make chaos`."""
+every bit is that of the undisturbed run. `make chaos`.
+
+There is one link for each direction and transport, and two draws of bad samples for each transport and way to redo.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from agent.devices import Platform, Transport
-from agent.recipe import Recipe
-from agent.timeouts import Timeouts
-from agent.workload import NamedWorkload
-from planner.job import Job
+from openrecycle.agent.devices import Platform, Transport
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.job import Job
 from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses
 
 pytestmark = pytest.mark.processes
@@ -30,7 +33,7 @@ def losses() -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["tagged", "ordered"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1])  # from the second stage back, and from the first one on
 def test_a_link_carries_nothing_one_way(seed: int, transport: Transport, losses: list[str]) -> None:
     """Of two neighbours; one end goes, comes back, and goes for good. Elsewhere a worker dies."""
     draw = random.Random(seed)
@@ -80,7 +83,7 @@ def test_a_death_while_the_survivors_of_another_connect(dies: str, losses: list[
 
 @pytest.mark.parametrize("transport", ["tagged", "ordered"])
 @pytest.mark.parametrize("keep", [False, True], ids=["redo all", "keep finished"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_samples_that_raise_whenever_they_are_read(seed: int, keep: bool, transport: Transport) -> None:
     draw = random.Random(seed)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.runs import Run, unruly
+from tests.agent.runs import Run, nan_model
 
 pytestmark = pytest.mark.processes
 
@@ -24,14 +24,14 @@ KILLS = [f"W{p}_{s}@{iteration}:{op}" for iteration in (2, 3, 4) for p in range(
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     record = tmp_path_factory.mktemp("reference") / "run.jsonl"
-    run = unruly(record, *CLIPPED, "--synchronous", iterations=ITERATIONS, options=OPTIONS)
+    run = nan_model(record, *CLIPPED, "--synchronous", iterations=ITERATIONS, options=OPTIONS)
     assert run.status == 0, run.errors
     return run
 
 
 @pytest.mark.parametrize("kill", KILLS)
 def test_one_death(kill: str, reference: Run, tmp_path: Path) -> None:
-    run = unruly(tmp_path / "run.jsonl", *CLIPPED, "--kill", kill, iterations=ITERATIONS, options=OPTIONS)
+    run = nan_model(tmp_path / "run.jsonl", *CLIPPED, "--kill", kill, iterations=ITERATIONS, options=OPTIONS)
     assert run.status == 0, run.errors
     assert run.losses == reference.losses and run.final == reference.final
     assert [failure["worker"] for failure in run.failures] == [kill[:4]]

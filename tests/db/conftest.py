@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from db.session import Database
-from db.store import Store
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 from tests.conftest import new_database
 
 

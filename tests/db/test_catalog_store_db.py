@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from db.store import Store
-from planner.catalog_build import build_catalog
-from planner.catalog_engines import InlineEngine
-from planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
-from planner.job import Job, MemoryLimit, Technique, Worker
-from planner.plan_codec import Effort, Question
+from openrecycle.db.store import Store
+from openrecycle.planner.catalog_build import build_catalog
+from openrecycle.planner.catalog_engines import InlineEngine
+from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.packed import Effort, Question
 
 QUESTION = Question(Job.uniform(3, 2, 3), Technique.STAGGERED, MemoryLimit("uniform"))
 

@@ -7,11 +7,11 @@ import pytest
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
-from db.heartbeats import GROUP, Heartbeats, Level, groups
-from db.models import HeartbeatRow, JobRow
-from db.samples import METRICS, Samples, from_beats
-from db.session import Database
-from db.store import Store
+from openrecycle.db.heartbeats import GROUP, Heartbeats, Level, groups
+from openrecycle.db.models import HeartbeatRow, JobRow
+from openrecycle.db.samples import METRICS, Samples, from_beats
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 HOUR = 1_700_000_000 // 86_400 * 86_400  # a whole day, too
 

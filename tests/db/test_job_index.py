@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from db.job_index import JobIndex
-from db.session import Database
-from db.store import Change, Store
+from openrecycle.db.job_index import JobIndex
+from openrecycle.db.session import Database
+from openrecycle.db.store import Change, Store
 
 
-def epoch(number: int, living: list[str]) -> Change:
-    row = {"epoch": number, "plan_fingerprint": "f", "living": living, "failed": [], "joining": [], "reason": "r"}
-    return Change(plan=("f", "{}", [], False), epoch={**row, "moves": [], "restore": False, "opened_at": 1.0})
+def generation(number: int, living: list[str]) -> Change:
+    row = {"generation": number, "plan_fingerprint": "f", "living": living, "failed": [], "joining": [], "reason": "r"}
+    return Change(plan=("f", "{}", [], False), generation={**row, "moves": [], "restore": False, "opened_at": 1.0})
 
 
 def test_states_and_a_line_of_each_that_is_over(store: Store, database: Database) -> None:
@@ -17,16 +17,16 @@ def test_states_and_a_line_of_each_that_is_over(store: Store, database: Database
     for at, (job_id, state) in enumerate(states.items()):
         store.create_job(job_id, name=f"job {job_id}", spec="{}", state=state, created_at=float(at), workers=[])
     for number, living in ((9, ["W0_0"]), (10, ["W0_0", "W0_1", "W1_0"])):
-        store.apply("a", epoch(number, living))
-    store.apply("d", epoch(1, []))
+        store.apply("a", generation(number, living))
+    store.apply("d", generation(1, []))
     index = JobIndex(database)
     assert list(index.states().items()) == [("c", "running"), ("a", "finished"), ("d", "stopped"), ("b", "finished")]
-    lines = [(row["id"], row["name"], row["state"], row["epoch"], row["living"]) for row in index.over()]
+    lines = [(row["id"], row["name"], row["state"], row["generation"], row["living"]) for row in index.over()]
     assert lines == [
         ("a", "job a", "finished", 10, 3),
         ("d", "job d", "stopped", 1, 0),
         ("b", "job b", "finished", 0, 0),
     ]
     assert [row["id"] for row in index.over(["b", "c", "a"])] == ["a", "b"]
-    assert store.newest_epoch("a")["epoch"] == 10 and store.newest_epoch("b") is None  # type: ignore[index]
+    assert store.newest_generation("a")["generation"] == 10 and store.newest_generation("b") is None  # type: ignore[index]
     assert store.job("gone") is None and store.job("a") == store.jobs()[1]

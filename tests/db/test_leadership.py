@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from db.leadership import LeaderSession, Lease
-from db.session import NOT_LEADING, Database, DatabaseError, Fenced
+from openrecycle.db.leadership import LeaderSession, Lease
+from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, Fenced
 from tests.conftest import new_database
 
 INSERT = "insert into audit (at, actor, action, target, detail) values (1, 'me', :action, '', '')"

@@ -9,8 +9,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect
 
-from db.models import Base
-from db.session import Database, DatabaseError, alembic_config
+from openrecycle.db.models import Base
+from openrecycle.db.session import Database, DatabaseError, alembic_config
 
 
 def test_the_migrations_make_the_tables_of_the_models(database: Database) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from db.observations import Observations
-from db.session import Database
-from db.store import Change, Store
+from openrecycle.db.observations import Observations
+from openrecycle.db.session import Database
+from openrecycle.db.store import Change, Store
 
 JOB = {"name": "job", "spec": "{}", "state": "running", "created_at": 1.0, "workers": []}
 
@@ -77,14 +77,14 @@ def test_events_are_seen_once_and_by_whoever_saw_them_first(seen: Observations, 
     assert [row["seq"] for row in seen.events_of("a", "W0_1")] == [2]
 
 
-def test_sums_of_iterations_by_epoch(seen: Observations, store: Store) -> None:
-    def row(iteration: int, seconds: float, epoch: int, living: int) -> dict[str, object]:
+def test_sums_of_iterations_by_generation(seen: Observations, store: Store) -> None:
+    def row(iteration: int, seconds: float, generation: int, living: int) -> dict[str, object]:
         return {
             "iteration": iteration,
             "loss": 1.0,
             "loss_hex": (1.0).hex(),
             "seconds": seconds,
-            "epoch": epoch,
+            "generation": generation,
             "living": living,
             "committed_at": 1.0,
         }
@@ -92,11 +92,13 @@ def test_sums_of_iterations_by_epoch(seen: Observations, store: Store) -> None:
     store.add_iterations("a", [row(0, 9.0, 1, 4), row(1, 1.0, 1, 4), row(2, 1.5, 1, 4), row(3, 5.0, 2, 3)])
     store.add_iterations("a", [row(4, 2.0, 2, 3), row(5, 7.0, 3, 4), row(6, 1.25, 3, 4)])
     sums = seen.iteration_sums("a", 5)
-    assert [tuple(s[k] for k in ("epoch", "living", "count", "seconds", "first", "first_seconds")) for s in sums] == [
+    assert [
+        tuple(s[k] for k in ("generation", "living", "count", "seconds", "first", "first_seconds")) for s in sums
+    ] == [
         (1, 4, 3, 11.5, 0, 9.0),
         (2, 3, 2, 7.0, 3, 5.0),
         (3, 4, 1, 7.0, 5, 7.0),
     ]
     assert seen.committed_after("a", 2.0) is None
-    assert seen.committed_after("a", 1.0) == {"iteration": 0, "epoch": 1, "seconds": 9.0, "committed_at": 1.0}
+    assert seen.committed_after("a", 1.0) == {"iteration": 0, "generation": 1, "seconds": 9.0, "committed_at": 1.0}
     assert seen.iteration_sums("b", 5) == []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from db.profiles import Profiles
-from db.session import Database
+from openrecycle.db.profiles import Profiles
+from openrecycle.db.session import Database
 
 SUMMARY = {"kind": "job", "about": "job of 3 x 4 x 6", "stages": 4}
 

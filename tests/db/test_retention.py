@@ -6,17 +6,17 @@ import time
 
 import pytest
 from sqlalchemy import func, insert, select
-from test_store import epoch, event, make_job
+from test_store import event, generation, make_job
 
-from db import retention
-from db.models import AcknowledgementRow, EventSeenRow, PlanRow
-from db.observations import Observations
-from db.retention import Retention
-from db.saved_plans import SavedPlans
-from db.session import Database
-from db.store import Change, Store
+from openrecycle.db import retention
+from openrecycle.db.models import AcknowledgementRow, EventSeenRow, PlanRow
+from openrecycle.db.observations import Observations
+from openrecycle.db.retention import Retention
+from openrecycle.db.saved_plans import SavedPlans
+from openrecycle.db.session import Database
+from openrecycle.db.store import Change, Store
 
-MANY = {"events": 10**6, "states": 10**6, "epochs": 10**6, "plans": 10**6}
+MANY = {"events": 10**6, "states": 10**6, "generations": 10**6, "plans": 10**6}
 
 
 @pytest.fixture
@@ -56,16 +56,16 @@ def test_each_worker_keeps_its_last_state(trim: Retention, store: Store, databas
     assert [row["state"] for row in seen.states("job", "W1_1")] == ["running", "suspect"]
 
 
-def test_acknowledgements_of_old_epochs_go(trim: Retention, store: Store, database: Database) -> None:
+def test_acknowledgements_of_old_generations_go(trim: Retention, store: Store, database: Database) -> None:
     make_job(store)
     for number in range(1, 6):
-        store.apply("job", Change(plan=("f", "{}", [], False), epoch=epoch(number)))
+        store.apply("job", Change(plan=("f", "{}", [], False), generation=generation(number)))
         with database.write() as session:
             ack = {"job_id": "job", "worker": "W0_0", "incarnation": "a", "state": "adopted", "iteration": 0, "at": 1.0}
-            session.execute(insert(AcknowledgementRow).values(epoch=number, **ack))
-    all_of(trim, "job", epochs=2)
-    assert [row["epoch"] for row in store.acknowledgements("job")] == [4, 5]
-    assert len(store.epochs("job")) == 5
+            session.execute(insert(AcknowledgementRow).values(generation=number, **ack))
+    all_of(trim, "job", generations=2)
+    assert [row["generation"] for row in store.acknowledgements("job")] == [4, 5]
+    assert len(store.generations("job")) == 5
 
 
 def test_plans_made_ahead_that_never_ran(trim: Retention, store: Store, database: Database) -> None:
@@ -73,7 +73,7 @@ def test_plans_made_ahead_that_never_ran(trim: Retention, store: Store, database
     for i in range(6):
         store.put_plan("job", f"f{i}", json.dumps({"plan": i}), [], True)
         time.sleep(0.002)  # created one after another
-    store.apply("job", Change(plan=("f0", "{}", [], False), epoch=epoch(1, "f0")))
+    store.apply("job", Change(plan=("f0", "{}", [], False), generation=generation(1, "f0")))
     SavedPlans(database).save("f1", json.dumps({"plan": 1}), "kept", {})
     all_of(trim, "job", plans=2)
     assert {row["fingerprint"] for row in store.job_plans("job")} == {"f0", "f4", "f5"}

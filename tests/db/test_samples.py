@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from db.samples import MAX_SAMPLES, METRICS, BlockError, Samples, from_beats, joined, pack, rolled_up, unpack
+from openrecycle.db.samples import (
+    MAX_SAMPLES,
+    METRICS,
+    BlockError,
+    Samples,
+    from_beats,
+    joined,
+    pack,
+    rolled_up,
+    unpack,
+)
 
 T = 1_700_000_040  # a whole minute
 

@@ -7,10 +7,10 @@ import threading
 import pytest
 from sqlalchemy import select
 
-from db.models import PlanRow
-from db.saved_plans import SavedPlans
-from db.session import Database
-from db.store import Store
+from openrecycle.db.models import PlanRow
+from openrecycle.db.saved_plans import SavedPlans
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 SPEC = {"name": "job", "spec": "{}", "state": "running", "created_at": 1.0, "workers": []}
 

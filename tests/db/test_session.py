@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from db.session import Database, DatabaseError, file_system
+from openrecycle.db.session import Database, DatabaseError, file_system
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,6 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert file_system(share / "console.db", mounts) == "nfs4"
     assert file_system(tmp_path / "console.db", mounts) == "ext4"
     assert file_system(tmp_path, tmp_path / "none") == ""
-    monkeypatch.setattr("db.session.file_system", lambda path: "nfs4")
+    monkeypatch.setattr("openrecycle.db.session.file_system", lambda path: "nfs4")
     with pytest.raises(DatabaseError, match="on a network file system"):
         Database(f"sqlite:///{share / 'console.db'}")

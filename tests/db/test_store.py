@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from db.plan_columns import PlanColumns
-from db.store import Change, Store
-from planner.packed import Packed
+from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.store import Change, Store
+from openrecycle.planner.packed import Packed
 
 WORKERS = [{"name": f"W{p}_{s}", "state": "starting"} for p in range(2) for s in range(2)]
 
@@ -25,9 +25,9 @@ def event(seq: int, text: str = "t") -> dict[str, Any]:
     return {"seq": seq, "at": 1.0, "severity": "info", "kind": "job", "worker": None, "text": text}
 
 
-def epoch(number: int, fingerprint: str = "f") -> dict[str, Any]:
+def generation(number: int, fingerprint: str = "f") -> dict[str, Any]:
     return {
-        "epoch": number,
+        "generation": number,
         "plan_fingerprint": fingerprint,
         "living": ("W0_0", "W1_0"),
         "failed": ("W0_1",),
@@ -43,7 +43,7 @@ def iteration(number: int, loss: float = 0.5) -> dict[str, Any]:
         "loss": loss,
         "loss_hex": loss.hex(),
         "seconds": 0.25,
-        "epoch": 1,
+        "generation": 1,
         "living": 4,
         "committed_at": 3.0,
     }
@@ -70,10 +70,10 @@ def test_a_change_is_stored_as_a_whole(store: Store) -> None:
         job={"state": "running"},
         workers=[{"name": "W0_0", "state": "running", "incarnation": "a"}, {"name": "W0_1", "state": "failed"}],
         plan=("f", '{"plan": 1}', ["W0_1"], False),
-        epoch=epoch(1),
+        generation=generation(1),
         events=[event(1), event(2)],
         acknowledgements=[
-            {"worker": "W0_0", "incarnation": "a", "epoch": 1, "state": "adopted", "iteration": 0, "at": 1.0}
+            {"worker": "W0_0", "incarnation": "a", "generation": 1, "state": "adopted", "iteration": 0, "at": 1.0}
         ],
     )
     store.apply("job", change)
@@ -81,29 +81,36 @@ def test_a_change_is_stored_as_a_whole(store: Store) -> None:
     workers = {row["name"]: row for row in store.workers("job")}
     assert (workers["W0_0"]["state"], workers["W0_0"]["incarnation"]) == ("running", "a")
     assert (workers["W0_1"]["state"], workers["W1_0"]["state"]) == ("failed", "starting")
-    assert store.epochs("job")[0]["living"] == ["W0_0", "W1_0"]
+    assert store.generations("job")[0]["living"] == ["W0_0", "W1_0"]
     assert store.plan("f") == '{"plan": 1}'
     assert [row["seq"] for row in store.events("job")] == [1, 2]
     assert store.acknowledgements("job", 1)[0]["state"] == "adopted"
 
 
-def test_epochs_come_page_by_page_with_their_acknowledgements(store: Store) -> None:
+def test_generations_come_page_by_page_with_their_acknowledgements(store: Store) -> None:
     make_job(store)
     for number in (1, 2, 3, 4):
-        ack = {"worker": "W0_0", "incarnation": "a", "epoch": number, "state": "adopted", "iteration": 0, "at": 1.0}
+        ack = {
+            "worker": "W0_0",
+            "incarnation": "a",
+            "generation": number,
+            "state": "adopted",
+            "iteration": 0,
+            "at": 1.0,
+        }
         later = [{**ack, "worker": "W1_0", "at": 1.5}, {**ack, "state": "formed", "at": 2.0}] if number == 4 else []
         plan = ("f", "{}", [], False) if number == 1 else None
-        store.apply("job", Change(plan=plan, epoch=epoch(number), acknowledgements=[ack, *later]))
-    assert [(row["epoch"], row["state"], row["at"]) for row in store.last_acknowledgements("job")] == [
+        store.apply("job", Change(plan=plan, generation=generation(number), acknowledgements=[ack, *later]))
+    assert [(row["generation"], row["state"], row["at"]) for row in store.last_acknowledgements("job")] == [
         (1, "adopted", 1.0),
         (2, "adopted", 1.0),
         (3, "adopted", 1.0),
         (4, "adopted", 1.5),
         (4, "formed", 2.0),
     ]
-    assert [row["epoch"] for row in store.epochs("job", after=1, limit=2)] == [2, 3]
-    assert [row["epoch"] for row in store.acknowledgements("job", after=1, last=3)] == [2, 3]
-    assert [row["epoch"] for row in store.epochs("job")] == [1, 2, 3, 4]
+    assert [row["generation"] for row in store.generations("job", after=1, limit=2)] == [2, 3]
+    assert [row["generation"] for row in store.acknowledgements("job", after=1, last=3)] == [2, 3]
+    assert [row["generation"] for row in store.generations("job")] == [1, 2, 3, 4]
 
 
 def test_what_another_process_has_packed_is_stored_as_it_is(store: Store) -> None:
@@ -126,10 +133,10 @@ def test_a_change_that_fails_leaves_nothing(store: Store) -> None:
     assert [row["text"] for row in store.events("job")] == ["t"]
 
 
-def test_an_epoch_needs_its_plan(store: Store) -> None:
+def test_a_generation_needs_its_plan(store: Store) -> None:
     make_job(store)
     with pytest.raises(IntegrityError):
-        store.apply("job", Change(epoch=epoch(1, "nowhere")))
+        store.apply("job", Change(generation=generation(1, "nowhere")))
 
 
 def test_a_plan_is_stored_once_for_all_jobs(store: Store) -> None:
@@ -155,7 +162,7 @@ def test_plans_come_with_the_fewest_failures_first(store: Store) -> None:
 def test_heartbeats_of_many_jobs_are_written_together(store: Store) -> None:
     make_job(store, "one")
     make_job(store, "two")
-    beat = {"seq": 7, "epoch": 1, "iteration": 9, "phase": "training", "heard_at": 5.0}
+    beat = {"seq": 7, "generation": 1, "iteration": 9, "phase": "training", "heard_at": 5.0}
     store.heartbeats({"one": [{"name": "W0_0", **beat}], "two": [{"name": "W1_1", **beat}, {"name": "W0_0", **beat}]})
     assert {row["name"] for row in store.workers("two") if row["seq"] == 7} == {"W1_1", "W0_0"}
     assert [row["iteration"] for row in store.workers("one") if row["name"] == "W0_0"] == [9]
@@ -193,8 +200,8 @@ def test_events_are_read_on_from_where_one_was(store: Store) -> None:
 def test_a_recovery_is_reported_once(store: Store) -> None:
     make_job(store)
     row = {"detected_ms": 1.0, "unblocked_ms": 2.0, "reformed_ms": 3.0, "resumed_ms": 4.0, "at": 5.0}
-    assert store.add_recovery("job", {"worker": "W0_1", "epoch": 2, **row}) is True
-    assert store.add_recovery("job", {"worker": "W0_1", "epoch": 2, **row, "at": 6.0}) is False
+    assert store.add_recovery("job", {"worker": "W0_1", "generation": 2, **row}) is True
+    assert store.add_recovery("job", {"worker": "W0_1", "generation": 2, **row, "at": 6.0}) is False
     assert [(r["worker"], r["resumed_ms"], r["at"], r["death_known"]) for r in store.recoveries("job")] == [
         ("W0_1", 4.0, 5.0, True)
     ]

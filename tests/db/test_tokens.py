@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from db.audit import AuditStore
-from db.session import Database
-from db.store import Record, Store
-from db.tokens import TokenStore
+from openrecycle.db.audit import AuditStore
+from openrecycle.db.session import Database
+from openrecycle.db.store import Record, Store
+from openrecycle.db.tokens import TokenStore
 
 
 def row(token_id: str, **more: object) -> Record:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.plan import MetricsDoc, Plan, SolverDoc
-from planner.schedule import Schedule
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plan import MetricsDoc, Plan, SolverDoc
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.portfolio import make_plan
 
 
 @cache
@@ -15,12 +15,14 @@ def worked_example(technique: Technique = Technique.STAGGERED, *failed: str, pip
     """3 x 4 x 6 of one slot per op, without a memory limit."""
     dead = frozenset(map(Worker.parse, failed))
     problem = Problem(Job.uniform(pipelines, 4, 6), dead, technique, MemoryLimit("none"))
-    return make_plan(problem, solver="list")
+    return make_plan(problem, solver="list", look_ahead=False)
 
 
 def listed(problem: Problem) -> Plan:
     """The list scheduler's plan, without a memory limit so that there always is one."""
-    return make_plan(Problem(problem.job, problem.failed, problem.technique, MemoryLimit("none")), solver="list")
+    return make_plan(
+        Problem(problem.job, problem.failed, problem.technique, MemoryLimit("none")), solver="list", look_ahead=False
+    )
 
 
 def as_plan(schedule: Schedule) -> Plan:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planner.baseline import reference_period
-from planner.errors import InputError
-from planner.models import SHAPES, Hardware, analytic_job, calibrated, model_shape
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.models import SHAPES, Hardware, analytic_job, calibrated, model_shape
 
 # Billions of parameters that the names promise.
 SIZES = {

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.baseline import gpipe, one_forward_one_backward, reference_period, zb_h1, zb_h2
-from planner.check import check
-from planner.errors import InfeasibleError
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.baseline import gpipe, one_forward_one_backward, reference_period, zb_h1, zb_h2
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import InfeasibleError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from tests.planner.problems import jobs
 
 

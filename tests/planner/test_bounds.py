@@ -5,10 +5,10 @@ from itertools import permutations, product
 import pytest
 from hypothesis import given, settings
 
-from planner.baseline import gpipe, one_forward_one_backward
-from planner.bounds import best_bound, period_bound
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.baseline import gpipe, one_forward_one_backward
+from openrecycle.planner.bounds import best_bound, period_bound
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.planner.problems import problems
 
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.catalog import Catalog, rename_pipelines
-from planner.check import check
-from planner.errors import InfeasibleError, InputError
-from planner.failures import canonical_pattern
-from planner.job import Job, MemoryLimit, Technique, Worker
-from planner.plan import PlanError
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.catalog import Catalog, rename_pipelines
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.failures import canonical_pattern
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plan import PlanError
+from openrecycle.planner.solvers.portfolio import make_plan
 
 JOB = Job.uniform(3, 2, 3)
 
@@ -25,7 +25,7 @@ def empty() -> Catalog:
 def full() -> Catalog:
     catalog = empty()
     for failed in chain.from_iterable(catalog.patterns(2)):
-        catalog.add(make_plan(catalog.problem(failed), solver="list"))
+        catalog.add(make_plan(catalog.problem(failed), solver="list", look_ahead=False))
     return catalog
 
 
@@ -65,7 +65,7 @@ def test_renaming_there_and_back(full: Catalog, names: list[int]) -> None:
 
 def test_a_plan_for_any_member_of_a_pattern_can_be_added() -> None:
     catalog = empty()
-    catalog.add(make_plan(catalog.problem({Worker(2, 1)}), solver="list"))
+    catalog.add(make_plan(catalog.problem({Worker(2, 1)}), solver="list", look_ahead=False))
     plan, why = catalog.plan_for({Worker(1, 1)})
     assert plan.failed == ("W1_1",)
     assert check(plan) == []
@@ -74,7 +74,7 @@ def test_a_plan_for_any_member_of_a_pattern_can_be_added() -> None:
 
 def test_the_shorter_plan_is_kept() -> None:
     catalog = empty()
-    good = make_plan(catalog.problem(()), solver="list")
+    good = make_plan(catalog.problem(()), solver="list", look_ahead=False)
     worse = good.model_copy(update={"metrics": good.metrics.model_copy(update={"period": good.metrics.period + 1})})
     for plan in (worse, good, worse):
         catalog.add(plan)
@@ -102,10 +102,14 @@ def test_bad_input(full: Catalog) -> None:
     with pytest.raises(PlanError, match="is not a catalog"):
         Catalog.from_json("{")
     with pytest.raises(InputError, match=r"plan\.memory"):
-        full.add(make_plan(Catalog(JOB, Technique.STAGGERED, MemoryLimit("none")).problem(()), solver="list"))
+        full.add(
+            make_plan(
+                Catalog(JOB, Technique.STAGGERED, MemoryLimit("none")).problem(()), solver="list", look_ahead=False
+            )
+        )
     with pytest.raises(InputError, match=r"plan\.job"):
         other = Catalog(Job.uniform(3, 2, 4), Technique.STAGGERED, MemoryLimit("uniform"))
-        full.add(make_plan(other.problem(()), solver="list"))
+        full.add(make_plan(other.problem(()), solver="list", look_ahead=False))
     with pytest.raises(InfeasibleError, match="stage 1 has no living peer"):
         full.plan_for(Worker(p, 1) for p in range(3))
     with pytest.raises(InputError, match="W5_0"):
@@ -119,7 +123,7 @@ def test_patterns_are_canonical(full: Catalog) -> None:
 
 def test_of_plans_equally_short_the_better_proven_is_kept() -> None:
     catalog = empty()
-    good = make_plan(catalog.problem(()), solver="list")
+    good = make_plan(catalog.problem(()), solver="list", look_ahead=False)
     unproven = good.model_copy(update={"metrics": good.metrics.model_copy(update={"lower_bound": 1})})
     for plan in (unproven, good, unproven):
         catalog.add(plan)

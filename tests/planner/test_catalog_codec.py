@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.plan import Plan, PlanError
-from planner.plan_codec import Effort, Question, decode_columns, decode_header, decode_plan, encode_columns, encode_plan
-from planner.plan_columns import Columns
-from planner.schedule import Schedule
-from planner.solvers.portfolio import best_solution, make_plan, metrics_of, plan_of, solver_of
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.packed import (
+    Effort,
+    Question,
+    decode_columns,
+    decode_header,
+    decode_plan,
+    encode_columns,
+    encode_plan,
+)
+from openrecycle.planner.plan import Plan, PlanError
+from openrecycle.planner.plan_arrays import Columns
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.portfolio import best_solution, make_plan, metrics_of, plan_of, solver_of
 from tests.planner.problems import problems
 
 EFFORT = Effort(solver="list")
@@ -29,13 +37,13 @@ def question(problem: Problem) -> Question:
 
 def planned(*names: str, technique: Technique = Technique.STAGGERED, memory: str = "uniform") -> Plan:
     failed = frozenset(map(Worker.parse, names))
-    return make_plan(Problem(JOB, failed, technique, MemoryLimit(memory)), solver="list")
+    return make_plan(Problem(JOB, failed, technique, MemoryLimit(memory)), solver="list", look_ahead=False)
 
 
 @settings(max_examples=80)
 @given(problems())
 def test_every_plan_comes_back_exactly(problem: Problem) -> None:
-    plan = make_plan(problem, solver="list")
+    plan = make_plan(problem, solver="list", look_ahead=False)
     blob = encode_plan(plan, EFFORT)
     header = decode_header(blob)
     assert header.form == "columns"
@@ -49,7 +57,7 @@ def test_every_plan_comes_back_exactly(problem: Problem) -> None:
 @settings(max_examples=80)
 @given(problems())
 def test_arrays_are_read_like_ops(problem: Problem) -> None:
-    solution = best_solution(problem, solver="list")
+    solution = best_solution(problem, solver="list", look_ahead=False)
     columns = Columns.of(solution.schedule)
     plan = plan_of(solution, seconds=1.5)
     blob = encode_columns(columns, metrics_of(solution), solver_of(solution, seconds=1.5), EFFORT)
@@ -63,7 +71,7 @@ def test_arrays_are_read_like_ops(problem: Problem) -> None:
 @settings(max_examples=80)
 @given(problems())
 def test_metrics_of_columns_are_those_of_the_schedule(problem: Problem) -> None:
-    schedule = Schedule(problem, dict(best_solution(problem, solver="list").schedule.ops))
+    schedule = Schedule(problem, dict(best_solution(problem, solver="list", look_ahead=False).schedule.ops))
     columns = Columns.of(schedule)
     summary = columns.summary()
     assert columns.period() == schedule.period
@@ -106,7 +114,7 @@ def test_alike_pipelines_share_a_row() -> None:
 @settings(max_examples=60)
 @given(problems(speeds=False), st.randoms(use_true_random=False))
 def test_a_renamed_plan_is_valid_and_keeps_its_numbers(problem: Problem, noise: random.Random) -> None:
-    plan = make_plan(problem, solver="list")
+    plan = make_plan(problem, solver="list", look_ahead=False)
     columns = Columns.of(plan.schedule())
     pipelines = problem.job.pipelines
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from planner.catalog_build import build_catalog
-from planner.catalog_engines import InlineEngine, make_engine
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Technique
-from planner.plan_codec import Effort, Question
+from openrecycle.planner.catalog_build import build_catalog
+from openrecycle.planner.catalog_engines import InlineEngine, make_engine
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.packed import Effort, Question
 
 QUESTION = Question(Job.uniform(3, 3, 4), Technique.STAGGERED, MemoryLimit("uniform"))
 LIST = Effort(solver="list")
@@ -77,6 +77,6 @@ def test_without_ray_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ImportError("No module named 'ray'")
         return real(name, package)
 
-    monkeypatch.setattr("planner.catalog_engines.import_module", missing)
+    monkeypatch.setattr("openrecycle.planner.catalog_engines.import_module", missing)
     with pytest.raises(InputError, match="--engine: got 'ray', expected local, as Ray is not installed here"):
         make_engine("ray", jobs=None, address=None)

@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner, Result
 
-import planner
-from planner.cli import app, main, schema_text
-from planner.cli_shared import interruptible
-from planner.errors import PlannerError
-from planner.plan import Plan
+import openrecycle.planner as planner
+from openrecycle.planner.cli import app, main, schema_text
+from openrecycle.planner.cli_shared import interruptible
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.plan import Plan
 
 GRID = ["--pipelines", "3", "--stages", "4", "--micro-batches", "6"]
 

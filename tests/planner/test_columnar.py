@@ -8,31 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.columnar import ColumnarPlan, ColumnarSchedule, pack, unpack
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.plan import Plan, PlanError
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.packed import decode_header, pack, unpack
+from openrecycle.planner.plan import Plan, PlanError
+from openrecycle.planner.plan_arrays import ColumnarPlan, ColumnarSchedule
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.planner.problems import problems
 
 JOB = Job.uniform(3, 4, 6)
 
 
-def packed(plan: Plan) -> bytes:
-    data = pack(plan)
-    assert data is not None
-    return data
-
-
 def example() -> Plan:
-    return make_plan(Problem(JOB, frozenset({Worker(1, 2)})), solver="list")
+    return make_plan(Problem(JOB, frozenset({Worker(1, 2)})), solver="list", look_ahead=False)
 
 
 @settings(max_examples=60)
 @given(problems())
 def test_a_schedule_in_columns_is_that_of_the_document(problem: Problem) -> None:
-    plan = make_plan(problem, solver="list")
-    columnar = unpack(packed(plan))
+    plan = make_plan(problem, solver="list", look_ahead=False)
+    columnar = unpack(pack(plan))
+    assert isinstance(columnar, ColumnarPlan)
     by_ops, by_columns = plan.schedule(), columnar.schedule()
     assert isinstance(by_columns, ColumnarSchedule)
     for name in (
@@ -64,7 +60,7 @@ def test_a_schedule_in_columns_is_that_of_the_document(problem: Problem) -> None
 
 
 def test_documents_are_made_only_when_they_are_asked_for() -> None:
-    columnar = unpack(packed(example()))
+    columnar = unpack(pack(example()))
     assert columnar.schedule().period == example().schedule().period
     assert "workers" not in columnar.__dict__
     assert columnar.workers == example().workers
@@ -72,7 +68,7 @@ def test_documents_are_made_only_when_they_are_asked_for() -> None:
 
 
 def test_a_copy_that_differs_is_read_off_its_own_fields() -> None:
-    columnar = unpack(packed(example()))
+    columnar = unpack(pack(example()))
     fewer = {name: ops for name, ops in columnar.workers.items() if name != "W0_0"}
     copy = columnar.model_copy(update={"workers": fewer})
     assert not isinstance(copy, ColumnarPlan)
@@ -80,15 +76,20 @@ def test_a_copy_that_differs_is_read_off_its_own_fields() -> None:
     assert copy != columnar
 
 
-def test_what_columns_cannot_hold_is_not_packed() -> None:
+def test_what_arrays_cannot_hold_is_packed_as_its_document() -> None:
     plan = example()
-    changed = {**plan.workers, "W0_0": plan.workers["W0_0"][1:]}
-    assert pack(plan.model_copy(update={"workers": changed})) is None
+    changed = plan.model_copy(update={"workers": {**plan.workers, "W0_0": plan.workers["W0_0"][1:]}})
+    data = pack(changed)
+    assert decode_header(data).form == "json"
+    assert not isinstance(unpack(data), ColumnarPlan)
+    assert unpack(data) == changed
 
 
 @pytest.mark.parametrize("spoil", [lambda d: b"", lambda d: d[:3], lambda d: d[:-1], lambda d: d[:9] + b"x" + d[10:]])
 def test_what_is_damaged_is_refused(spoil: object) -> None:
-    data = packed(make_plan(Problem(JOB, frozenset(), Technique.STAGGERED, MemoryLimit("none")), solver="list"))
+    data = pack(
+        make_plan(Problem(JOB, frozenset(), Technique.STAGGERED, MemoryLimit("none")), solver="list", look_ahead=False)
+    )
     with pytest.raises(PlanError, match="a plan of W"):
         unpack(spoil(data), source="a plan of W")  # type: ignore[operator]
 
@@ -105,8 +106,8 @@ def test_bytes_are_counted_alike_by_ops_by_columns_and_by_the_check(
         for p in problem.job.profiles
     )
     problem = replace(problem, job=replace(problem.job, profiles=profiles))
-    plan = make_plan(problem, solver="list")
-    by_ops, by_columns = plan.schedule(), unpack(packed(plan)).schedule()
+    plan = make_plan(problem, solver="list", look_ahead=False)
+    by_ops, by_columns = plan.schedule(), unpack(pack(plan)).schedule()
     assert by_ops.counts_bytes == bool(activation or for_weights or fixed)
     assert by_columns.peak_bytes == by_ops.peak_bytes
     most = max(by_ops.peak_bytes.values())

@@ -8,20 +8,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import problems
 
-from planner.bounds import period_bound
-from planner.check import check
-from planner.job import Problem, Worker
-from planner.routing import Routes, assign
-from planner.schedule import Schedule
-from planner.solvers.cp_sat import CpSatSolver
-from planner.solvers.cp_sat_model import ScheduleModel
-from planner.solvers.cp_sat_routing import RoutingModel
-from planner.solvers.cp_sat_run import run
-from planner.solvers.cp_sat_slice import SliceModel
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.lns import Frame, Slices
-from planner.solvers.pooled import PooledModel
-from planner.solvers.reduction import Reduction, routes_of
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Problem, Worker
+from openrecycle.planner.routing import Routes, assign
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.cp_sat import CpSatSolver
+from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
+from openrecycle.planner.solvers.cp_sat_routing import RoutingModel
+from openrecycle.planner.solvers.cp_sat_run import run
+from openrecycle.planner.solvers.cp_sat_slice import SliceModel
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.lns import Frame, Slices
+from openrecycle.planner.solvers.pooled import PooledModel
+from openrecycle.planner.solvers.reduction import Reduction, routes_of
 
 tiny = problems(pipelines=2, stages=2, micro_batches=2, speeds=False)
 # Where workers differ in speed little is alike, and proofs take long.

@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from planner.bounds import period_bound
-from planner.check import check
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.schedule import Schedule
-from planner.solvers import cp_sat
-from planner.solvers.base import Progress
-from planner.solvers.cp_sat import CpSatSolver
-from planner.solvers.cp_sat_model import ScheduleModel
-from planner.solvers.cp_sat_run import run
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.reduction import Reduction, Times
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers import cp_sat
+from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.cp_sat import CpSatSolver
+from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
+from openrecycle.planner.solvers.cp_sat_run import run
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.reduction import Reduction, Times
 
 JOB = Job.uniform(3, 4, 6)
 FAILED = frozenset({Worker(1, 2)})

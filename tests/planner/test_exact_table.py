@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from planner.check import check
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from planner.solvers.cp_sat_model import ScheduleModel
-from planner.solvers.cp_sat_run import run
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.milp import MilpSolver
-from planner.solvers.reduction import Reduction, routes_of
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
+from openrecycle.planner.solvers.cp_sat_run import run
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.milp import MilpSolver
+from openrecycle.planner.solvers.reduction import Reduction, routes_of
 
 EVEN = StageProfile()
 HEAVY = StageProfile(2, 3, 1, 1)

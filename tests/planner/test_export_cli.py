@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from planner.cli import app, main
-from planner.export import EXPORTERS
-from planner.job import Technique
-from planner.plan import Plan
+from openrecycle.planner.cli import app, main
+from openrecycle.planner.export import EXPORTERS
+from openrecycle.planner.job import Technique
+from openrecycle.planner.plan import Plan
 from tests.planner.plans import worked_example
 
 
@@ -170,7 +170,7 @@ def test_compare_shows_a_table(plan_file: Path, healthy_file: Path) -> None:
     a, b = Plan.load(healthy_file).metrics, Plan.load(plan_file).metrics
     assert lines["period"][:2] == [f"{a.period:g}", f"{b.period:g}"]
     assert lines["period"][2] == f"({b.period / a.period - 1:+.1%})"
-    assert lines["failed workers"] == ["none", "W1_2"]
+    assert lines["workers out"] == ["none", "W1_2"]
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from planner.baseline import gpipe, one_forward_one_backward
-from planner.errors import InputError
-from planner.export import EXPORTERS
-from planner.export.torch_csv import to_torch_csv
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from planner.plan import Plan
-from planner.schedule import Op, Schedule
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.baseline import gpipe, one_forward_one_backward
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.export import EXPORTERS
+from openrecycle.planner.export.torch_csv import to_torch_csv
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.planner.plans import as_plan, listed, worked_example
 from tests.planner.problems import problems
 
@@ -62,7 +62,7 @@ def test_a_cell_lies_at_its_start() -> None:
 
 def test_uneven_durations_become_the_order_of_ops_without_bubbles() -> None:
     profiles = (StageProfile(1.0, 1.1, 0.9), StageProfile(1.2, 1.0, 0.7))
-    plan = make_plan(Problem(Job(2, 2, 4, profiles=profiles)), solver="list")
+    plan = make_plan(Problem(Job(2, 2, 4, profiles=profiles)), solver="list", look_ahead=False)
     rows = lines(to_torch_csv(plan, 1))
     for stage, row in enumerate(rows):
         ops = [op for op in plan.workers[f"W1_{stage}"] if op.kind != "O"]
@@ -147,7 +147,7 @@ UNEVEN = Job(
 )
 def test_torch_runs_it_to_the_plain_model_s_gradients(tmp_path: Path, job: Job, technique: Technique) -> None:
     torch = pytest.importorskip("torch")
-    plan = make_plan(Problem(job, technique=technique, memory=MemoryLimit("none")), solver="list")
+    plan = make_plan(Problem(job, technique=technique, memory=MemoryLimit("none")), solver="list", look_ahead=False)
     schedule = tmp_path / "schedule.csv"
     schedule.write_bytes(EXPORTERS["torch-csv"].render(plan, pipeline=0))
     kinds = {cell[1] for row in lines(schedule.read_text()) for cell in row if cell}

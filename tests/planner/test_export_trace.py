@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from planner.export.chrome_trace import to_chrome_trace
-from planner.job import Job, Problem, StageProfile, Technique, Worker
-from planner.plan import Plan
-from planner.schedule import Op
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.export.chrome_trace import to_chrome_trace
+from openrecycle.planner.job import Job, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Op
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
 
@@ -50,7 +50,7 @@ def test_a_process_per_pipeline_and_a_sorted_named_thread_per_worker() -> None:
     assert list(processes.values()) == ["pipeline 0", "pipeline 1", "pipeline 2"]
     names = thread_names(document)
     assert len(names) == 12
-    assert names.pop(next(key for key, name in names.items() if "failed" in name)) == "W1_2 (failed)"
+    assert names.pop(next(key for key, name in names.items() if "(out)" in name)) == "W1_2 (out)"
     for (pid, _), name in names.items():
         assert processes[pid] == f"pipeline {Worker.parse(name).pipeline}"
     order = {(e["pid"], e["tid"]): e["args"]["sort_index"] for e in meta if e["name"] == "thread_sort_index"}
@@ -73,7 +73,7 @@ def test_times_are_microseconds_and_a_slot_is_a_millisecond() -> None:
 @pytest.mark.parametrize(("unit", "microseconds"), [("us", 1.25), ("ms", 1250), ("s", 1_250_000), ("tick", 1250)])
 def test_units_of_time(unit: str, microseconds: float) -> None:
     job = Job(1, 1, 1, profiles=(StageProfile(1.25, 1, 1, 0),), time_unit=unit)
-    document = trace(make_plan(Problem(job), solver="list"))
+    document = trace(make_plan(Problem(job), solver="list", look_ahead=False))
     assert next(e for e in phases(document)["X"] if e["name"] == "F0")["dur"] == microseconds
     assert document["otherData"]["microseconds_per_time_unit"] == microseconds / 1.25
 
@@ -93,9 +93,9 @@ def test_args_say_where_a_rerouted_micro_batch_comes_from() -> None:
 def test_the_failed_worker_is_marked() -> None:
     document = trace(worked_example(Technique.STAGGERED, "W1_2"))
     (mark,) = phases(document)["i"]
-    assert mark["name"] == "W1_2 failed"
+    assert mark["name"] == "W1_2 out"
     assert mark["s"] == "t"
-    assert thread_names(document)[mark["pid"], mark["tid"]] == "W1_2 (failed)"
+    assert thread_names(document)[mark["pid"], mark["tid"]] == "W1_2 (out)"
     assert not phases(trace(worked_example()))["i"]
 
 
@@ -113,7 +113,7 @@ def test_the_trace_shows_the_schedule(problem: Problem) -> None:
     document = trace(plan)
     schedule, scale = plan.schedule(), 1000 / problem.job.ticks_per_unit
     found = phases(document)
-    names = {key: name.removesuffix(" (failed)") for key, name in thread_names(document).items()}
+    names = {key: name.removesuffix(" (out)") for key, name in thread_names(document).items()}
     rows: dict[str, list[Event]] = defaultdict(list)
     for event in found["X"]:
         rows[names[event["pid"], event["tid"]]].append(event)

@@ -13,21 +13,21 @@ import pytest
 from hypothesis import given, settings
 from typer.testing import CliRunner
 
-from planner.baseline import reference_period
-from planner.bounds import period_bound
-from planner.catalog import Catalog
-from planner.catalog_build import targets
-from planner.check import check
-from planner.cli import app
-from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.failures import patterns
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from planner.plan import JobDoc, Plan, job_doc
-from planner.plan_codec import Question
-from planner.routing import route
-from planner.schedule import Schedule
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.catalog_build import targets
+from openrecycle.planner.check import check
+from openrecycle.planner.cli import app
+from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.failures import patterns
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.packed import Question
+from openrecycle.planner.plan import JobDoc, Plan, job_doc
+from openrecycle.planner.routing import route
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.planner.problems import problems
 
 HALF = ((Worker(0, 1), 0.5),)
@@ -145,7 +145,7 @@ def test_a_first_stage_without_input_gradient() -> None:
 @settings(max_examples=60)
 @given(problems(pipelines=3, stages=3, micro_batches=4))
 def test_documents_come_back_exactly(problem: Problem) -> None:
-    plan = make_plan(problem, solver="list")
+    plan = make_plan(problem, solver="list", look_ahead=False)
     again = Plan.from_json(plan.to_json())
     assert again == plan and again.problem() == problem
     assert check(again) == []
@@ -156,7 +156,10 @@ def test_documents_of_plain_jobs_say_nothing_new() -> None:
     assert set(document) == {"pipelines", "stages", "micro_batches", "profiles", "transfers", "time_unit"}
     assert set(document["profiles"][0]) == {"forward", "input_backward", "weight_backward", "optimizer"}
     # Known from before these fields were there: old plans keep their fingerprints.
-    assert make_plan(Problem(Job.uniform(3, 4, 6)), solver="list").fingerprint == "8313b34531a46d4fd9b1e4840cd8e67b"
+    assert (
+        make_plan(Problem(Job.uniform(3, 4, 6)), solver="list", look_ahead=False).fingerprint
+        == "8313b34531a46d4fd9b1e4840cd8e67b"
+    )
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -262,7 +265,7 @@ def test_with_speeds_every_failure_set_is_its_own_pattern() -> None:
     assert {frozenset({w}) for w in job.workers()} == set(patterns(job, 1))
     catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
     for dead in patterns(job, 1):
-        catalog.add(make_plan(catalog.problem(dead), solver="list"))
+        catalog.add(make_plan(catalog.problem(dead), solver="list", look_ahead=False))
     for worker in job.workers():
         plan = catalog.find({worker})
         assert plan is not None and plan.failed == (str(worker),)
@@ -279,4 +282,7 @@ def test_with_speeds_there_is_no_plan_per_count() -> None:
 def test_a_healthy_plan_is_its_own_reference_with_a_slow_worker_too() -> None:
     """The slow worker is in the pipeline that a reference for like pipelines would leave out."""
     job = replace(Job(3, 4, 6), speeds=((Worker(2, 1), 0.5),))
-    assert make_plan(Problem(job, memory=MemoryLimit("uniform")), solver="list").metrics.slowdown_vs_best == 0
+    assert (
+        make_plan(Problem(job, memory=MemoryLimit("uniform")), solver="list", look_ahead=False).metrics.slowdown_vs_best
+        == 0
+    )

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.baseline import one_forward_one_backward
-from planner.errors import InfeasibleError, InputError
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker, parse_durations
-from planner.schedule import Op, Schedule
-from planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.baseline import one_forward_one_backward
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker, parse_durations
+from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.planner.problems import problems
 
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.baseline import reference_period
-from planner.bounds import period_bound
-from planner.check import check
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.schedule import Schedule
-from planner.solvers.base import Progress
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.rules import EVERY, ORDERS, Rule
-from planner.solvers.table import Table
+from openrecycle.planner.baseline import reference_period
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.rules import EVERY, ORDERS, Rule
+from openrecycle.planner.solvers.table import Table
 from tests.planner.problems import problems
 
 

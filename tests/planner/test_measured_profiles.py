@@ -11,12 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from planner.cli import app
-from planner.errors import InputError
-from planner.job import Problem
-from planner.plan import PlanError
-from planner.profiles import Hardware, Measurements, Part, Reductions, Timing, load_profile, shipped, spread_layers
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.cli import app
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Problem
+from openrecycle.planner.plan import PlanError
+from openrecycle.planner.profiles import (
+    Hardware,
+    Measurements,
+    Part,
+    Reductions,
+    Timing,
+    load_profile,
+    shipped,
+    spread_layers,
+)
+from openrecycle.planner.solvers.portfolio import make_plan
 
 HARDWARE = Hardware(
     processor="test", cores=2, system="test", torch="2", threads=1, dtype="float32", clock="cpu", load=0.0,

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from planner.check import check
-from planner.errors import InputError
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.solvers.base import Progress
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.milp import MAX_VARIABLES, MilpSolver
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver
 
 
 def hard() -> Problem:

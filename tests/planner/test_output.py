@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import InputError
-from planner.job import Job, Problem
-from planner.output import check_out, write_out
-from planner.plan import Plan
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, Problem
+from openrecycle.planner.output import check_out, write_out
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 SIZES = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3", "--solver", "list")
 
@@ -28,7 +28,7 @@ def planner(*arguments: object, stdout: object = subprocess.PIPE) -> subprocess.
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / ("a-plan-with-a-name-that-is-long-enough-for-a-table" + ".json")
-    path.write_text(make_plan(Problem(Job.uniform(2, 2, 3)), solver="list").to_json())
+    path.write_text(make_plan(Problem(Job.uniform(2, 2, 3)), solver="list", look_ahead=False).to_json())
     return path
 
 

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.failures import parse_failed
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique
-from planner.paths import critical_path, micro_batch_path, waited
-from planner.schedule import Schedule
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.failures import parse_failed
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique
+from openrecycle.planner.paths import critical_path, micro_batch_path, waited
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.portfolio import make_plan
 
 TECHNIQUES = ["adaptive", "decoupled", "staggered"]
 
 
 def schedule_of(job: Job, failed: tuple[str, ...] = (), technique: str = "staggered", memory: str = "none") -> Schedule:
     problem = Problem(job, parse_failed(failed, job), Technique.of(technique), MemoryLimit.parse(memory))
-    return make_plan(problem, solver="list").schedule()
+    return make_plan(problem, solver="list", look_ahead=False).schedule()
 
 
 @st.composite

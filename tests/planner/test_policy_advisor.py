@@ -1,4 +1,4 @@
-"""The advisor: predicts each way on, picks the one that trains most, and says why."""
+"""The advisor: predicts each option, picks the one that trains most, and says why."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.catalog import Catalog
-from planner.errors import InfeasibleError, InputError
-from planner.job import Job, MemoryLimit, Technique, Worker
-from planner.policy import JobState, Option, advise, best_option
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import PlannedJob
-from planner.solvers.portfolio import make_plan
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.policy import JobState, Option, advise, best_option
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob
+from openrecycle.planner.solvers.portfolio import make_plan
 
 JOB = Job.uniform(3, 4, 6)
 PLANNED = PlannedJob(JOB, samples=18, memory=MemoryLimit("none"))
@@ -52,7 +52,9 @@ def test_a_migration_says_who_moves_and_is_planned_as_it_would_be() -> None:
     moved = options["migrate and re-route"]
     assert moved.migrations and all(m.takes in two and m.source == Worker(2, 2) for m in moved.migrations)
     after = two - {m.takes for m in moved.migrations} | {m.worker for m in moved.migrations}
-    plan = make_plan(Catalog(JOB, Technique.STAGGERED, MemoryLimit("none")).problem(after), solver="list")
+    plan = make_plan(
+        Catalog(JOB, Technique.STAGGERED, MemoryLimit("none")).problem(after), solver="list", look_ahead=False
+    )
     assert moved.rate == pytest.approx(18 / plan.metrics.period)
     assert moved.rate > options["re-route"].rate
     assert moved.pause == pytest.approx(COSTS.detect + COSTS.recover + COSTS.migrate)
@@ -125,7 +127,7 @@ def test_a_catalogs_plan_is_taken() -> None:
     """Made ahead by a better solver, it counts instead of the list scheduler's."""
     catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("none"))
     bare = advise(JobState(ONE), PLANNED, COSTS, heals_in=60, catalog=catalog)
-    plan = make_plan(catalog.problem(ONE), solver="list")
+    plan = make_plan(catalog.problem(ONE), solver="list", look_ahead=False)
     catalog.add(plan)
     full = advise(JobState(frozenset({Worker(0, 2)})), PLANNED, COSTS, heals_in=60, catalog=catalog)
     for advice in (bare, full):

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.bounds import period_bound
-from planner.check import check
-from planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from planner.schedule import Schedule
-from planner.solvers.base import Progress
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.orders import Manner, Orders
-from planner.solvers.rearranger import Rearranger, rearrangeable
-from planner.solvers.rules import EVERY
-from planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
+from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.orders import Manner, Orders
+from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
+from openrecycle.planner.solvers.rules import EVERY
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
 from tests.planner.problems import problems
 
 SPLITTING = (Technique.DECOUPLED, Technique.STAGGERED)
@@ -158,5 +158,5 @@ def test_what_is_not_split_or_cannot_be_compiled_is_left_to_the_list_scheduler(m
     assert not rearrangeable(coupled)
     found = Rearranger().solve(coupled, time_limit=1)
     assert check(found.schedule) == []
-    monkeypatch.setattr("planner.solvers.rearranger.find_spec", lambda _: None)
+    monkeypatch.setattr("openrecycle.planner.solvers.rearranger.find_spec", lambda _: None)
     assert not rearrangeable(UNEQUAL)

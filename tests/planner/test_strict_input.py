@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agent.protocol import Iteration
-from planner.errors import InputError
-from planner.job import BYTES_PER_OP, MAX_OPS, Job, MemoryLimit, Problem, Worker, parse_durations
-from planner.plan import Plan, PlanError
-from planner.solvers.portfolio import make_plan
+from openrecycle.agent.protocol import Iteration
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import BYTES_PER_OP, MAX_OPS, Job, MemoryLimit, Problem, Worker, parse_durations
+from openrecycle.planner.plan import Plan, PlanError
+from openrecycle.planner.solvers.portfolio import make_plan
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    return make_plan(Problem(Job.uniform(2, 2, 3)), solver="list").to_json()
+    return make_plan(Problem(Job.uniform(2, 2, 3)), solver="list", look_ahead=False).to_json()
 
 
 @pytest.fixture(scope="module")
 def long_text() -> str:
     """Read worker by worker."""
-    text = make_plan(Problem(Job.uniform(8, 8, 128)), solver="list").to_json()
+    text = make_plan(Problem(Job.uniform(8, 8, 128)), solver="list", look_ahead=False).to_json()
     assert len(text) > 1_000_000
     return text
 
@@ -106,7 +106,7 @@ def test_other_scripts_digits_are_no_worker_and_no_limit() -> None:
 
 
 def _iteration(**change: object) -> Iteration:
-    fields = {"iteration": 3, "loss": 0.5, "loss_hex": (0.5).hex(), "seconds": 1.0, "epoch": 1, "living": 4}
+    fields = {"iteration": 3, "loss": 0.5, "loss_hex": (0.5).hex(), "seconds": 1.0, "generation": 1, "living": 4}
     return Iteration.model_validate_json(json.dumps(fields | change))
 
 
@@ -115,7 +115,7 @@ def test_a_loss_is_a_hexadecimal_float(value: float) -> None:
     assert _iteration(loss_hex=value.hex()).loss_hex == value.hex()
 
 
-@pytest.mark.parametrize("field", ["iteration", "seconds", "epoch", "living", "loss"])
+@pytest.mark.parametrize("field", ["iteration", "seconds", "generation", "living", "loss"])
 def test_true_is_no_number(field: str) -> None:
     with pytest.raises(ValidationError, match=field):
         _iteration(**{field: True})

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
-from planner.catalog_build import build_catalog
-from planner.catalog_engines import InlineEngine
-from planner.check import check
-from planner.errors import InfeasibleError
-from planner.failures import canonical_pattern, failures_per_stage, levelled, with_one_more
-from planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from planner.plan_codec import Effort, Question
-from planner.schedule import Op, Schedule
-from planner.solvers.list_scheduler import ListScheduler
-from planner.solvers.portfolio import of_more_failures
+from openrecycle.planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
+from openrecycle.planner.catalog_build import build_catalog
+from openrecycle.planner.catalog_engines import InlineEngine
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import InfeasibleError
+from openrecycle.planner.failures import canonical_pattern, failures_per_stage, levelled, with_one_more
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import SOLVERS, best_solution, of_more_failures
 from tests.planner.problems import problems
 
 
@@ -111,3 +111,45 @@ def test_no_plan_of_a_catalog_is_longer_than_one_for_a_failure_more(tmp_path: Pa
         if "serves for" in plan.solver.message:
             assert check(plan) == []
     assert any("serves for" in plan.solver.message for plan in plans.values())
+
+
+UNEVEN = {"F": 1, "I": 1.5, "W": 0.8, "transfer": 0.1, "O": 0.5}
+# One failure more once made a shorter plan: grid, durations, technique, memory, failures, one more.
+STEPS = [
+    ((3, 3, 6), {}, Technique.ADAPTIVE, "uniform", "W0_1 W1_0", "W1_2"),
+    ((3, 3, 6), UNEVEN, Technique.STAGGERED, "8", "W1_0 W2_2", "W2_1"),
+    ((3, 4, 6), UNEVEN, Technique.STAGGERED, "8", "W0_2 W2_3", "W2_1"),
+    ((3, 4, 6), UNEVEN, Technique.STAGGERED, "1f1b", "W1_3 W2_2", "W2_1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("solver", "grid", "durations", "technique", "memory", "failed", "more"),
+    [("list", *step) for step in STEPS] + [(solver, *STEPS[0]) for solver in SOLVERS if solver != "list"],
+)
+def test_with_no_solver_a_failure_more_makes_a_shorter_plan(
+    solver: str,
+    grid: tuple[int, int, int],
+    durations: dict[str, float],
+    technique: Technique,
+    memory: str,
+    failed: str,
+    more: str,
+) -> None:
+    dead = frozenset(map(Worker.parse, failed.split()))
+    problem = Problem(Job.uniform(*grid, durations=durations), dead, technique, MemoryLimit(memory))
+    limit = float("inf") if solver == "list" else 3.0
+    made = best_solution(problem, solver=solver, time_limit=limit).schedule
+    assert check(made) == []
+    other = best_solution(replace(problem, failed=dead | {Worker.parse(more)}), solver="list").schedule
+    assert made.period <= other.period
+
+
+@settings(max_examples=40)
+@given(problems(pipelines=3, stages=3, micro_batches=4, speeds=False, unlike=False))
+def test_no_list_plan_is_longer_than_one_for_a_failure_more(problem: Problem) -> None:
+    made = best_solution(problem, solver="list").schedule
+    assert check(made) == []
+    for more in with_one_more(problem.failed, problem.job) if problem.failed else ():
+        other = ListScheduler().solve(replace(problem, failed=more)).schedule.for_fewer(problem)
+        assert made.period <= other.period

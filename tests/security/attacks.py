@@ -23,6 +23,7 @@ TOKEN = "the token of the attacked console"
 SHARE = 60
 # What a head may have, and some time more.
 HEAD_BYTES, HEAD_SECONDS, LATE = 64 * 1024, 30.0, 15.0
+SEND_SECONDS = 30.0
 SPEC = {"name": "x", "pipelines": 1, "stages": 2, "micro_batches": 1, "iterations": 5}
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -132,6 +133,27 @@ def a_head_that_drips(server: ConsoleServer) -> str:
         assert silent.recv(1) == b"", "a silent connection stays"
     alive(server)
     return f"ends after {took:.0f} s, 408; so does a silent connection"
+
+
+@on(OPEN)
+def answers_that_are_not_read(server: ConsoleServer) -> str:
+    """Beside each other: one that reads nothing, and one that reads slowly, which is let."""
+    document = requests.get(f"{server.base}/openapi.json", timeout=30)
+    asked, size = 200, len(document.content)
+    request = b"GET /api/v1/openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connect(server) as idle, connect(server) as slow:
+        for connection in (idle, slow):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(request * asked)
+        taken, end = 0, time.monotonic() + SEND_SECONDS + LATE
+        while time.monotonic() < end:
+            taken += len(slow.recv(8192))
+            time.sleep(0.01)
+        got = len(answer(idle)[1])
+        assert got < asked * size, "all of it was kept for whoever did not read"
+        assert taken > 500_000 and slow.recv(8192), "one that reads slowly was cut off"
+    alive(server)
+    return f"are given up after {SEND_SECONDS:.0f} s: {got:,} of {asked * size:,} bytes"
 
 
 @on(OPEN, GUARDED)

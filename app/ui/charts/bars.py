@@ -1,4 +1,4 @@
-"""What schedule charts are put together from: bars of ops, tracks, failed rows, paths, memory."""
+"""What schedule charts are put together from: bars of ops, tracks, rows without a worker, paths, memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from app.ui import text
-from app.ui.charts.rows import Rows
-from app.ui.theme import OP_WORDS, Palette
-from planner.job import Job, Worker
-from planner.paths import Link
-from planner.schedule import Op, Schedule
+from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts.rows import Rows
+from openrecycle.app.ui.theme import OP_WORDS, Palette
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.paths import Link
+from openrecycle.planner.schedule import Op, Schedule
 
 KIND_ORDER = ("F", "I", "W", "B", "O")
 BAR_HEIGHT = 0.86
@@ -57,7 +58,8 @@ class Sheet:
         return inside if window is None else [op for op in inside if op.end > low and op.start < high]
 
 
-FAILED = "failed"
+# What is said of a worker that a plan goes without: it has failed, or nobody knows why.
+FAILED, OUT = RoleState.FAILED.value, "out"
 
 
 def op_bars(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False, suffix: str = "") -> list[go.Bar]:
@@ -249,12 +251,12 @@ def waits(sheet: Sheet, path: Iterable[Link]) -> go.Bar | None:
     )
 
 
-def mark_failed(figure: go.Figure, sheet: Sheet, out: Mapping[str, str] | None = None) -> None:
+def mark_out(figure: go.Figure, sheet: Sheet, out: Mapping[str, str] | None = None) -> None:
     """Tints the rows of workers that the plan goes without, and says who runs their micro-batches. out: why a job that
-    runs it goes without them, where that is known; else they count as failed."""
+    runs it goes without them, where that is known. A plan alone does not know: there, they are just out."""
     for worker in sheet.rows.workers:
         if worker in sheet.schedule.problem.failed:
-            _mark_failed(figure, sheet, worker, (out or {}).get(str(worker), FAILED))
+            _mark_out(figure, sheet, worker, (out or {}).get(str(worker), OUT))
 
 
 def op_sentence(op: Op, job: Job) -> str:
@@ -263,7 +265,8 @@ def op_sentence(op: Op, job: Job) -> str:
     if op.kind == "O":
         return f"<b>{op.worker}</b> · Optimizer step of stage {op.stage}<br>{times}"
     home = f"micro-batch {op.micro_batch} of pipeline {op.pipeline}"
-    moved = "<br>re-routed: its home worker has failed" if op.rerouted else ""
+    # Not why: its home worker may have failed or moved, or be there and slow.
+    moved = f"<br>re-routed from {Worker(op.pipeline, op.stage)}" if op.rerouted else ""
     return f"<b>{op.worker}</b> · {OP_WORDS[op.kind]}<br>{home}{moved}<br>{times}"
 
 
@@ -318,7 +321,7 @@ def _hatch(colours: Palette) -> dict[str, object]:
     }
 
 
-def _mark_failed(figure: go.Figure, sheet: Sheet, worker: Worker, why: str) -> None:
+def _mark_out(figure: go.Figure, sheet: Sheet, worker: Worker, why: str) -> None:
     y, colours = sheet.rows.at[worker], sheet.colours
     figure.add_shape(
         type="rect",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from app.catalogs.report import CatalogReport, CountLine
-from app.ui import text
-from app.ui.theme import Palette, fixed, style
+from openrecycle.app.catalogs.report import CatalogReport, CountLine
+from openrecycle.app.ui import text
+from openrecycle.app.ui.theme import Palette, fixed, style
 
 # Above so many counts, markers would run into one another.
 MARKED = 60

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import plotly.graph_objects as go
 
-from app.ui import text
-from app.ui.charts import bars
-from app.ui.charts.bars import Sheet
-from app.ui.charts.gantt import DENSE_OPS_PER_ROW, HOVER
-from app.ui.charts.overview import MAX_BARS, picture
-from app.ui.charts.rows import Rows
-from app.ui.theme import Palette, style
-from planner.job import Worker
-from planner.plan import Plan
-from planner.schedule import Schedule
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts import bars
+from openrecycle.app.ui.charts.bars import Sheet
+from openrecycle.app.ui.charts.gantt import DENSE_OPS_PER_ROW, HOVER
+from openrecycle.app.ui.charts.overview import MAX_BARS, picture
+from openrecycle.app.ui.charts.rows import Rows
+from openrecycle.app.ui.theme import Palette, style
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Schedule
 
 TOP, BOTTOM, BETWEEN = 34, 46, 38
 PICTURE_HEIGHT = 220
@@ -26,12 +26,13 @@ RELATIVE = "fault-free 1F1B iterations of its own job"
 
 @dataclass(frozen=True)
 class Strip:
-    """One of the schedules. workers: its rows."""
+    """One of the schedules. workers: its rows. out: why the job that runs it goes without a worker, where known."""
 
     name: str
     plan: Plan
     schedule: Schedule
     workers: tuple[Worker, ...]
+    out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ops(self) -> int:
@@ -69,7 +70,7 @@ def comparison(
         if as_pictures:
             _add_picture(figure, strip, sheet)
         else:
-            _add_bars(figure, sheet, end / sheet.factor * sheet.job.ticks_per_unit, shapes=shapes)
+            _add_bars(figure, sheet, strip, end / sheet.factor * sheet.job.ticks_per_unit, shapes=shapes)
         _add_title(figure, strip, sheet, top / whole)
         top -= height + BETWEEN
     _add_baseline(figure, sheets[0], end)
@@ -162,17 +163,17 @@ def _axis(figure: go.Figure, sheet: Sheet, domain: tuple[float, float], *, pictu
     )
 
 
-def _add_bars(figure: go.Figure, sheet: Sheet, end: float, *, shapes: bool) -> None:
+def _add_bars(figure: go.Figure, sheet: Sheet, strip: Strip, end: float, *, shapes: bool) -> None:
     figure.add_trace(bars.track(sheet, 0, end))
     figure.add_traces(bars.ghost(sheet, 0, end, shapes=shapes))
     figure.add_traces((bars.op_shapes if shapes else bars.op_bars)(sheet, sheet.ops()))
-    bars.mark_failed(figure, sheet)
+    bars.mark_out(figure, sheet, strip.out)
 
 
 def _add_picture(figure: go.Figure, strip: Strip, sheet: Sheet) -> None:
     length = strip.schedule.end
     figure.add_layout_image(
-        source=picture(strip.schedule, strip.workers, sheet.colours),
+        source=picture(strip.schedule, strip.workers, sheet.colours, strip.out),
         xref="x",
         yref=sheet.axis,
         x=0,

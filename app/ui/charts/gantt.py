@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import plotly.graph_objects as go
 
-from app.ui import text
-from app.ui.charts import bars, memory
-from app.ui.charts.bars import KIND_ORDER, Sheet, op_sentence
-from app.ui.charts.rows import Rows
-from app.ui.theme import Palette, style
-from planner.job import Worker
-from planner.paths import critical_path, micro_batch_path
-from planner.schedule import Op, Schedule
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts import bars, memory
+from openrecycle.app.ui.charts.bars import KIND_ORDER, Sheet, op_sentence
+from openrecycle.app.ui.charts.rows import Rows
+from openrecycle.app.ui.theme import Palette, style
+from openrecycle.planner.job import Worker
+from openrecycle.planner.paths import critical_path, micro_batch_path
+from openrecycle.planner.schedule import Op, Schedule
 
 __all__ = ["KIND_ORDER", "gantt", "op_sentence"]
 
@@ -50,7 +50,7 @@ def gantt(
     axis, in its unit; the rest can be moved to (default: all). path: (home pipeline, micro-batch),
     whose ops stand out and are threaded together. critical: thread the critical path. held: rows
     below with the activations that each worker holds, on the same time axis. next_iteration: its
-    first ops, faint. out: why a job goes without a worker (default: it failed).
+    first ops, faint. out: why a job goes without a worker (default: nobody knows).
     """
     rows = Rows.of(list(schedule.problem.job.workers()) if workers is None else workers)
     sheet = Sheet(schedule, rows, colours)
@@ -74,7 +74,7 @@ def gantt(
         if (waits := bars.waits(sheet, links)) is not None:
             figure.add_trace(waits)
         figure.add_traces(bars.thread(sheet, [link.op for link in links], "critical", dash="dash"))
-    bars.mark_failed(figure, sheet, out)
+    bars.mark_out(figure, sheet, out)
     if fault_free_end is not None and start <= fault_free_end <= end:
         _mark_fault_free_end(figure, sheet, fault_free_end)
     style(figure, colours, height=rows.pixels() + TOP + BOTTOM, revision=revision)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from app.ui import text
-from app.ui.theme import Palette
-from planner.job import Worker
-from planner.schedule import Op, Schedule
+from openrecycle.app.ui import text
+from openrecycle.app.ui.theme import Palette
+from openrecycle.planner.job import Worker
+from openrecycle.planner.schedule import Op, Schedule
 
 # Of the next iteration's bars.
 FAINT = {"light": 0.32, "dark": 0.5}

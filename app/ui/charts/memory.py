@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from app.ui import text
-from app.ui.charts.bars import BAR_HEIGHT, Sheet
-from planner.job import Worker
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts.bars import BAR_HEIGHT, Sheet
+from openrecycle.planner.job import Worker
 
 ROW_PIXELS = 20
 FILL_OPACITY = 0.7

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from app.plans.solving_child import Migrations
-from app.ui.theme import Palette, style
-from planner.job import Job, Worker
+from openrecycle.app.plans.solving_child import Migrations
+from openrecycle.app.ui.theme import Palette, style
+from openrecycle.planner.job import Job, Worker
 
 # Rows (pipelines) beyond these are left out unless something moves there.
 MAX_ROWS = 16

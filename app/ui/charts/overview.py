@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from app.ui.theme import Palette
-from planner.columnar import worker_arrays
-from planner.job import Worker
-from planner.schedule import Schedule
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts import bars
+from openrecycle.app.ui.theme import Palette
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan_arrays import worker_arrays
+from openrecycle.planner.schedule import Schedule
 
 # Up to here one bar per op stays quick; beyond, overview and detail.
 MAX_BARS = 8_000
@@ -26,7 +28,7 @@ FIRST_DETAIL = 400
 COLUMNS = 1_600
 MAX_ROWS = 600
 CODES = {"F": 1, "I": 2, "W": 3, "B": 4, "O": 5}
-FAILED = 6
+FAILED, OUT = 6, 7
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,11 @@ class Detail:
     cut: bool
 
 
-def raster(schedule: Schedule, workers: Sequence[Worker], columns: int = COLUMNS) -> NDArray[np.uint8]:
-    """(rows, columns) of op codes (0: idle). Rows are `workers`, thinned out to MAX_ROWS."""
+def raster(
+    schedule: Schedule, workers: Sequence[Worker], out: Mapping[str, str] | None = None, columns: int = COLUMNS
+) -> NDArray[np.uint8]:
+    """(rows, columns) of op codes (0: idle). Rows are `workers`, thinned out to MAX_ROWS. out: as of
+    bars.mark_out."""
     step = -(-len(workers) // MAX_ROWS)
     shown = workers[::step]
     end = schedule.end
@@ -51,7 +56,7 @@ def raster(schedule: Schedule, workers: Sequence[Worker], columns: int = COLUMNS
     image = np.zeros((len(shown), columns), dtype=np.uint8)
     for row, worker in enumerate(shown):
         if worker not in schedule.ops:
-            image[row] = FAILED
+            image[row] = FAILED if (out or {}).get(str(worker)) == bars.FAILED else OUT
             continue
         starts, ends, kinds = worker_arrays(schedule, worker)
         codes = np.array([CODES[kind] for kind in kinds], dtype=np.uint8)
@@ -61,9 +66,21 @@ def raster(schedule: Schedule, workers: Sequence[Worker], columns: int = COLUMNS
     return image
 
 
-def picture(schedule: Schedule, workers: Sequence[Worker], colours: Palette) -> str:
+def picture(
+    schedule: Schedule, workers: Sequence[Worker], colours: Palette, out: Mapping[str, str] | None = None
+) -> str:
     """`raster` as a PNG in a data URL."""
-    return _png(raster(schedule, workers), colours)
+    return _png(raster(schedule, workers, out), colours)
+
+
+def out_words(schedule: Schedule, workers: Sequence[Worker], out: Mapping[str, str]) -> str:
+    """What rows without ops are, in a sentence or two; "": there are none."""
+    names = [str(worker) for worker in workers if worker not in schedule.ops]
+    failed = sum(out.get(name) == bars.FAILED for name in names)
+    parts = [f"Red rows: {text.count(failed, 'failed worker')}."] if failed else []
+    if rest := len(names) - failed:
+        parts.append(f"Grey rows: {text.count(rest, 'place')} without a worker.")
+    return " ".join(parts)
 
 
 def overview(schedule: Schedule, workers: Sequence[Worker], drawn: str, alt: str) -> str:
@@ -126,7 +143,7 @@ def detail_of_box(
 
 
 def _png(image: NDArray[np.uint8], colours: Palette) -> str:
-    fills = [colours.track, *(colours.ops[k] for k in CODES), colours.failed]
+    fills = [colours.track, *(colours.ops[k] for k in CODES), colours.failed, colours.muted]
     made = Image.fromarray(image).convert("P")
     made.putpalette([int(c[i : i + 2], 16) for c in fills for i in (1, 3, 5)])
     out = io.BytesIO()

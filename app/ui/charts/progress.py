@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from app.ui.charts.vega import Columns, LiveChart, config
-from app.ui.theme import Palette
-from app.view import EventView, IterationView, RecoveryView
-from planner.words import milliseconds
+from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
+from openrecycle.app.ui.theme import Palette
+from openrecycle.app.view import EventView, IterationView, RecoveryView
+from openrecycle.planner.words import milliseconds
 
 PANEL_HEIGHT = 112
 # Of the part that is shown.
 ZOOM = "zoom"
 # Beyond as many iterations a line says more than dots on it.
 MOST_DOTS = 120
-# `epoch 3: W1_2 re-joins; plan 6d9b60c0: ...`, as the feed has it when an epoch opens.
-_OPENED = re.compile(r"epoch (\d+)[^:]*: (.*); plan ", re.DOTALL)
+# `generation 3: W1_2 re-joins; plan 6d9b60c0: ...`, as the feed has it when a generation opens.
+_OPENED = re.compile(r"generation (\d+)[^:]*: (.*); plan ", re.DOTALL)
 _LONGEST = 160
 # Beyond this share of the axis a mark's words stand on its left.
 LATE = 0.85
@@ -42,19 +42,19 @@ class Mark:
     detail: str
 
 
-def epoch_marks(
+def generation_marks(
     iterations: tuple[IterationView, ...], recoveries: tuple[RecoveryView, ...], events: tuple[EventView, ...]
 ) -> list[Mark]:
-    """One mark for each iteration whose epoch is newer than that of the one before."""
-    healed = {r.epoch: r for r in recoveries}
-    reasons = {int(m[1]): m[2] for e in reversed(events) if e.kind == "epoch" and (m := _OPENED.match(e.text))}
+    """One mark for each iteration whose generation is newer than that of the one before."""
+    healed = {r.generation: r for r in recoveries}
+    reasons = {int(m[1]): m[2] for e in reversed(events) if e.kind == "generation" and (m := _OPENED.match(e.text))}
     marks = []
     for before, after in pairwise(iterations):
-        if after.epoch == before.epoch:
+        if after.generation == before.generation:
             continue
-        epochs = range(before.epoch + 1, after.epoch + 1)
-        known = [healed[e] for e in epochs if e in healed]
-        reason = next((reasons[e] for e in reversed(epochs) if e in reasons), "")
+        generations = range(before.generation + 1, after.generation + 1)
+        known = [healed[e] for e in generations if e in healed]
+        reason = next((reasons[e] for e in reversed(generations) if e in reasons), "")
         lost = sorted({r.worker for r in known}) or _reported_lost(events, before, after)
         if reason.endswith(" to leave") and not lost:
             marks.append(Mark(after.iteration, "↓ drained", False, reason[:_LONGEST]))
@@ -94,8 +94,8 @@ def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | Non
     }
     label = {
         "transform": [last],
-        "mark": {"type": "text", "align": "right", "baseline": "bottom", "dx": -6, "dy": -4, "color": colours.good},
-        "encoding": {"y": y, "x": {"value": "width"}, "text": {"value": "fault-free"}},
+        "mark": {"type": "text", "align": "left", "baseline": "bottom", "dx": 6, "dy": -4, "color": colours.good},
+        "encoding": {"y": y, "x": {"value": 0}, "text": {"value": "fault-free"}},
     }
     # An unseen point keeps room for the label above the highest value.
     headroom = {
@@ -118,8 +118,8 @@ def losses(rows: Columns, colours: Palette, shown: tuple[float, float] | None = 
 def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], fault_free: float | None) -> Columns:
     """One row per iteration, in narrow types: it is sent at each refresh.
 
-    mark: words at iterations that open a new epoch, where there is room for them, else empty; height: where they stand,
-    in pixels from the panel's top; change: `lost`, `other` or empty. late: so near
+    mark: words at iterations that open a new generation, where there is room for them, else empty; height: where they
+    stand, in pixels from the panel's top; change: `lost`, `other` or empty. late: so near
     the right edge that they stand on the left. before, after: where the iteration begins and ends on the axis.
     reference: the fault-free rate; headroom: what the axis has to reach; both in the last row only, NaN elsewhere.
 
@@ -138,7 +138,7 @@ def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], faul
         "samples_per_second": rate,
         "milliseconds": np.array([1000 * i.seconds for i in iterations], dtype=np.float32),
         "loss": np.array([i.loss for i in iterations], dtype=np.float32),
-        "epoch": np.array([i.epoch for i in iterations], dtype=np.int32),
+        "generation": np.array([i.generation for i in iterations], dtype=np.int32),
         "living": np.array([i.living for i in iterations], dtype=np.int32),
         "mark": [text for text, _ in words],
         "height": np.array([PANEL_HEIGHT - 4 - LINE_HEIGHT * line for _, line in words], dtype=np.float32),
@@ -216,7 +216,7 @@ def _curve(field: str, colour: str, shown: tuple[float, float] | None, *, zero: 
         {"field": "milliseconds", "title": "took, ms", "format": ",.0f"},
         {"field": "loss", "format": ".4f"},
         {"field": "living", "title": "living workers"},
-        {"field": "epoch"},
+        {"field": "generation"},
         {"field": "happened"},
     ]
     return [

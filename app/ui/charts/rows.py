@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.job import Worker
-from planner.schedule import Schedule
+from openrecycle.planner.job import Worker
+from openrecycle.planner.schedule import Schedule
 
 PIPELINE_GAP = 0.55
 
@@ -48,7 +48,7 @@ def stage_workers(schedule: Schedule, stage: int) -> list[Worker]:
 
 
 def touched_workers(schedule: Schedule) -> list[Worker]:
-    """The failed workers, and those that run micro-batches of other pipelines."""
+    """The workers that are out, and those that run micro-batches of other pipelines."""
     return sorted(schedule.helpers | schedule.problem.failed)
 
 

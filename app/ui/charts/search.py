@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from app.plans.solving import Solve
-from app.ui import text
-from app.ui.charts.vega import LiveChart, config
-from app.ui.theme import Palette
+from openrecycle.app.plans.solving import Solve
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts.vega import LiveChart, config
+from openrecycle.app.ui.theme import Palette
 
 HEIGHT = 190
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import plotly.graph_objects as go
 
-from app.ui.theme import Palette, fixed, style
+from openrecycle.app.ui.theme import Palette, fixed, style
 
 Curve = Sequence[tuple[float, float]]
 

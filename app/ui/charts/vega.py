@@ -1,6 +1,6 @@
 """What charts that follow a running job have in common.
 
-They are Vega-Lite, since Streamlit hands new rows to a standing Vega view and keeps its zoom; a
+They are Vega-Lite, since Streamlit hands new rows to a Vega view and keeps its zoom; a
 Plotly chart is torn down and built anew for every change of its data (measured: a blank frame
 each), so Plotly is left to the schedules, which stand still.
 
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from app.ui.theme import FONT, Palette
+from openrecycle.app.ui.theme import FONT, Palette
 
 # Column name to its values, all of one length.
 Columns = dict[str, Any]

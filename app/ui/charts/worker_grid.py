@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from app.coordination.standing import HOLDING, OUT, RoleState
-from app.ui import text
-from app.ui.charts.vega import Columns, LiveChart, config
-from app.ui.theme import Palette
-from app.view import JobView, WorkerView
+from openrecycle.app.coordination.worker_states import HOLDING, OUT, RoleState
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
+from openrecycle.app.ui.theme import Palette
+from openrecycle.app.view import JobView, WorkerView
 
 _CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
 _RING = "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0M.55,0A.55,.55,0,1,0,-.55,0A.55,.55,0,1,0,.55,0Z"
@@ -24,6 +24,7 @@ LOOKS: dict[RoleState, tuple[str, str, str]] = {
     RoleState.RUNNING: ("Running", "square", "healthy"),
     RoleState.REROUTED: ("Takes re-routed work", "square", "rerouted"),
     RoleState.SLOW: ("Slow beside its peers", "triangle-up", "slow"),
+    RoleState.WAITING: ("Waits for your choice", _BARS, "suspect"),
     RoleState.PAUSED: ("Paused", _BARS, "muted"),
     RoleState.SUSPECT: ("Suspect (heartbeat overdue)", "diamond", "suspect"),
     RoleState.FAILED: ("Failed", _CROSS, "failed"),
@@ -48,7 +49,7 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
     fills = [getattr(colours, LOOKS[state][2]) if state in QUIET else colours.track for state in LOOKS]
     strokes = [getattr(colours, LOOKS[state][2]) for state in LOOKS]
     axis = {"grid": False, "domain": False, "ticks": False, "labelOverlap": True, "labelAngle": 0, "labelPadding": 4}
-    fields = ("worker", "look", "heartbeat", "iterations behind", "epoch", "re-routed micro-batches")
+    fields = ("worker", "look", "heartbeat", "iterations behind", "generation", "re-routed micro-batches")
     tooltip = [{"field": field, "title": "state" if field == "look" else field} for field in fields]
     return LiveChart(
         {
@@ -94,7 +95,7 @@ def worker_sentence(worker: WorkerView) -> str:
     process = f"process {worker.pid} on {worker.host}<br>" if worker.pid and worker.state not in OUT else ""
     return (
         f"<b>{worker.name}</b> · {words}{extra}<br>{process}"
-        f"iteration {worker.iteration} · epoch {worker.epoch}<br>"
+        f"iteration {worker.iteration} · generation {worker.generation}<br>"
         f"heartbeat {text.age(worker.heartbeat_age)}"
     )
 
@@ -110,7 +111,7 @@ def _rows(view: JobView) -> Columns:
         "look": [w.state.value for w in workers],
         "heartbeat": [_heard(w.heartbeat_age) for w in workers],
         "iterations behind": np.array([_behind(w, newest) for w in workers], dtype=np.float32),
-        "epoch": np.array([w.epoch for w in workers], dtype=np.int32),
+        "generation": np.array([w.generation for w in workers], dtype=np.int32),
         "re-routed micro-batches": np.array([w.takes_rerouted for w in workers], dtype=np.int16),
     }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.observing.worker_history import Series, Values
-from app.ui.charts.vega import Columns, LiveChart, config
-from app.ui.theme import OP_WORDS, Palette
+from openrecycle.app.observing.worker_history import Series, Values
+from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
+from openrecycle.app.ui.theme import OP_WORDS, Palette
 
 PANEL_HEIGHT = 150
 MIB = 1 << 20

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import streamlit as st
 
-from agent.protocol import JobState
-from app.console import Console
-from app.errors import ConsoleError
-from app.plans.applying import misfit, use_plan
-from app.ui.access import actor
-from app.ui.planning.state import PAGE, SAVED, say
-from planner.plan import Plan
+from openrecycle.agent.protocol import JobState
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.applying import misfit, use_plan
+from openrecycle.app.ui.access import actor
+from openrecycle.app.ui.planning.state import PAGE, SAVED, say
+from openrecycle.planner.plan import Plan
 
 JOB = "planner-apply-job"
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import streamlit as st
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.plans.solving_child import MAX_SECONDS
-from app.plans.whatif import WhatIf
-from app.plans.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
-from app.plans.worked_example import STEPS
-from app.ui import facts
-from app.ui.access import acting
-from app.ui.planning.pieces import field_error
-from app.ui.planning.state import PAGE, change, entered, now, said, say, shown
-from planner.errors import PlannerError
-from planner.job import MemoryLimit, Technique
-from planner.solvers.portfolio import SOLVERS
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.solving_child import MAX_SECONDS
+from openrecycle.app.plans.sources import without
+from openrecycle.app.plans.whatif import WhatIf
+from openrecycle.app.plans.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
+from openrecycle.app.plans.worked_example import STEPS
+from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.planning.pieces import field_error
+from openrecycle.app.ui.planning.state import PAGE, change, entered, now, said, say, shown
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import MemoryLimit, Technique
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 MAX_SIDE = 100_000
 LADDER = tuple(Technique)
@@ -232,4 +232,4 @@ def wrong(found: Checked, name: str) -> None:
 def question_words(question: WhatIf) -> str:
     """`3 × 4 × 6, without W1_2, staggered, memory none`."""
     grid = f"{question.pipelines} × {question.stages} × {question.micro_batches}"
-    return f"{grid}, {facts.plan_name(question.failed)}, {question.technique.value}, memory {question.memory}"
+    return f"{grid}, {without(question.failed)}, {question.technique.value}, memory {question.memory}"

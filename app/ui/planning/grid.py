@@ -10,17 +10,17 @@ from typing import Any
 
 import streamlit as st
 
-from app.plans.whatif import WhatIf, at_random
-from app.plans.whatif_check import GRID, Checked
-from app.ui import components, text
-from app.ui.charts.dead_grid import PICKED, dead_grid
-from app.ui.planning.pieces import field_error
-from app.ui.planning.state import change, entered, now, say, shown
-from app.ui.theme import Palette
-from app.views import rerouted_load
-from planner.errors import PlannerError
-from planner.job import Worker
-from planner.plan import Plan
+from openrecycle.app.plans.whatif import WhatIf, at_random
+from openrecycle.app.plans.whatif_check import GRID, Checked
+from openrecycle.app.ui import components, text
+from openrecycle.app.ui.charts.dead_grid import PICKED, dead_grid
+from openrecycle.app.ui.planning.pieces import field_error
+from openrecycle.app.ui.planning.state import change, entered, now, say, shown
+from openrecycle.app.ui.theme import Palette
+from openrecycle.app.views import rerouted_load
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map, still larger ones not at all.
 MAX_TILES = 64

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.plans.profiles import ProfileInfo
-from app.plans.whatif import WhatIf, to_keep
-from app.ui import text
-from app.ui.access import actor, why_not
-from app.ui.planning.pieces import field_error
-from app.ui.planning.state import change, now, said, say
-from planner.errors import PlannerError
-from planner.profiles import Profile
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.profiles import ProfileInfo
+from openrecycle.app.plans.whatif import WhatIf, to_keep
+from openrecycle.app.ui import text
+from openrecycle.app.ui.access import actor, why_not
+from openrecycle.app.ui.planning.pieces import field_error
+from openrecycle.app.ui.planning.state import change, now, said, say
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.profiles import Profile
 
 NAME = "planner-profile-name"
 ASKED = "planner-profile-delete-asked"

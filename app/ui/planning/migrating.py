@@ -7,20 +7,20 @@ from typing import Any
 
 import streamlit as st
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.plans.solving_child import Migrations
-from app.plans.whatif import WhatIf
-from app.ui import components, text
-from app.ui.access import acting
-from app.ui.charts.migrations import migrations_chart
-from app.ui.facts import Card
-from app.ui.planning.pieces import field_error
-from app.ui.planning.search import search
-from app.ui.planning.state import PAGE, change, entered, now, say, shown
-from app.ui.theme import CHART_CONFIG, Palette
-from planner.errors import PlannerError
-from planner.job import Job
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.solving_child import Migrations
+from openrecycle.app.plans.whatif import WhatIf
+from openrecycle.app.ui import components, text
+from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.charts.migrations import migrations_chart
+from openrecycle.app.ui.facts import Card
+from openrecycle.app.ui.planning.pieces import field_error
+from openrecycle.app.ui.planning.search import search
+from openrecycle.app.ui.planning.state import PAGE, change, entered, now, say, shown
+from openrecycle.app.ui.theme import CHART_CONFIG, Palette
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import Job
 
 COSTS = (
     ("state_gb", "Weights of a stage (GB)", "Weights and optimizer state that a copy moves. 0: as the profile says."),

@@ -6,9 +6,9 @@ from html import escape
 
 import streamlit as st
 
-from app.plans.solving import Solve
-from app.ui import bound, text
-from app.ui.facts import Card, gap_words
+from openrecycle.app.plans.solving import Solve
+from openrecycle.app.ui import bound, text
+from openrecycle.app.ui.facts import Card, gap_words
 
 
 def field_error(words: str) -> None:

@@ -10,25 +10,25 @@ from typing import Any
 
 import streamlit as st
 
-from app.console import Console
-from app.documents import PLAN_MIB
-from app.errors import ConsoleError
-from app.plans.measured_profile import measured_profile
-from app.plans.profile_table import HELP, edited, table
-from app.plans.profiles import ProfileInfo
-from app.plans.whatif import WhatIf, read_upload, uploaded
-from app.plans.whatif_check import PROFILE, Checked
-from app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
-from app.ui import bound, text
-from app.ui.plan_upload import read_file, show_reading
-from app.ui.planning import keeping
-from app.ui.planning.controls import wrong
-from app.ui.planning.pieces import field_error
-from app.ui.planning.state import PROFILE_NOTE, change, entered, now, said, say, shown
-from planner.errors import InputError, PlannerError
-from planner.job import Job
-from planner.plan import JobDoc, job_doc
-from planner.profiles import Profile, shipped
+from openrecycle.app.console import Console
+from openrecycle.app.documents import PLAN_MIB
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.measured_profile import measured_profile
+from openrecycle.app.plans.profile_table import HELP, edited, table
+from openrecycle.app.plans.profiles import ProfileInfo
+from openrecycle.app.plans.whatif import WhatIf, read_upload, uploaded
+from openrecycle.app.plans.whatif_check import PROFILE, Checked
+from openrecycle.app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
+from openrecycle.app.ui import bound, text
+from openrecycle.app.ui.plan_upload import read_file, show_reading
+from openrecycle.app.ui.planning import keeping
+from openrecycle.app.ui.planning.controls import wrong
+from openrecycle.app.ui.planning.pieces import field_error
+from openrecycle.app.ui.planning.state import PROFILE_NOTE, change, entered, now, said, say, shown
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import JobDoc, job_doc
+from openrecycle.planner.profiles import Profile, shipped
 
 NAMES = {
     EVEN: "Even: every op one slot",
@@ -73,7 +73,7 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
                 on_change=_upload,
                 args=(console,),
                 max_upload_size=PLAN_MIB,
-                help="`python -m agent profile --out FILE.json` writes profiles.",
+                help="`openrecycle profile --out FILE.json` writes profiles.",
             )
             if found.job is not None:
                 document = job_doc(found.job).model_dump_json(indent=2)
@@ -85,7 +85,7 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
                     on_click="ignore",
                     icon=":material/download:",
                     key="planner-download",
-                    help="For `python -m planner plan --profile profile.json`.",
+                    help="For `openrecycle plan --profile profile.json`.",
                 )
         if found.job is not None:
             keeping.keep(console, question, known)

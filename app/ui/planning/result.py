@@ -8,29 +8,29 @@ from pathlib import Path
 
 import streamlit as st
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.plans.solving import Solve
-from app.plans.whatif import WhatIf, parse_word
-from app.ui import bound, components, facts, standing, text
-from app.ui.access import acting
-from app.ui.charts import overview as large
-from app.ui.charts.bars import MAX_NODES
-from app.ui.charts.gantt import KIND_ORDER, gantt
-from app.ui.exports import export_button
-from app.ui.planning import applying, state
-from app.ui.planning.controls import question_words
-from app.ui.planning.search import drawn
-from app.ui.planning.state import BEFORE, SAVED, SHOW, WINDOW, change, now, said, say
-from app.ui.schedule_facts import many_words
-from app.ui.tables import beside_html, of_workers, workers_table
-from app.ui.theme import Palette
-from app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
-from planner.errors import PlannerError
-from planner.export.compare import against_best, comparable
-from planner.plan import Plan
-from planner.reference import reference_plan
-from planner.schedule import Schedule
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.solving import Solve
+from openrecycle.app.plans.whatif import WhatIf, parse_word
+from openrecycle.app.ui import bound, chart_revision, components, facts, text
+from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.charts import overview as large
+from openrecycle.app.ui.charts.bars import FAILED, MAX_NODES
+from openrecycle.app.ui.charts.gantt import KIND_ORDER, gantt
+from openrecycle.app.ui.exports import export_button
+from openrecycle.app.ui.planning import applying, state
+from openrecycle.app.ui.planning.controls import question_words
+from openrecycle.app.ui.planning.search import drawn
+from openrecycle.app.ui.planning.state import BEFORE, SAVED, SHOW, WINDOW, change, now, said, say
+from openrecycle.app.ui.schedule_facts import many_words
+from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
+from openrecycle.app.ui.theme import Palette
+from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.export.compare import against_best, comparable
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.reference import reference_plan
+from openrecycle.planner.schedule import Schedule
 
 RESULTS = "planner-results"
 SHOWN = "planner-show"
@@ -39,7 +39,7 @@ NAME = "planner-save-name"
 # Plans that the page keeps beside the present one; beyond so many ops none.
 MAX_BEFORE = 4
 MAX_BEFORE_OPS = 10_000
-SCHEDULE, COMPARE = (Path(__file__).parents[1] / name for name in ("schedule.py", "compare.py"))
+SCHEDULE, COMPARE = (Path(__file__).resolve().parents[1] / name for name in ("schedule.py", "compare.py"))
 THIS, REFERENCE = "this", "1f1b"
 
 
@@ -95,7 +95,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
             drawn(solve, plan.job.time_unit, colours, key="planner-found")
     with workers:
         rows = list(schedule.problem.job.workers())
-        table = workers_table(schedule, rows)
+        table = workers_table(schedule, rows, dict.fromkeys(plan.failed, FAILED))
         st.dataframe(
             table,
             hide_index=True,
@@ -132,8 +132,9 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         ghost=True,
     )
     fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
-    part, turn = standing.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
-    figure = gantt(schedule, colours, fault_free_end=fault_free, shown=part, revision=str(turn))
+    part, turn = chart_revision.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
+    assumed = dict.fromkeys(plan.failed, FAILED)
+    figure = gantt(schedule, colours, fault_free_end=fault_free, shown=part, out=assumed, revision=str(turn))
     with st.container(key="wide-chart-planner", gap=None):
         components.until_drawn(figure)
         st.plotly_chart(figure, theme=None, key=GANTT, config=FOLLOWED_CONFIG, alt=facts.schedule_words(plan, schedule))
@@ -153,7 +154,9 @@ def _picture(schedule: Schedule, colours: Palette) -> None:
     workers = list(schedule.problem.job.workers())
     components.quiet("One row per worker. Save the plan to look at it op by op on Schedule.")
     alt = f"Overview of {len(workers):,} workers over one iteration."
-    st.html(large.overview(schedule, workers, large.picture(schedule, workers, colours), alt))
+    assumed = {str(worker): FAILED for worker in schedule.problem.failed}
+    drawn = large.picture(schedule, workers, colours, assumed)
+    st.html(large.overview(schedule, workers, drawn, alt))
 
 
 def _comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:

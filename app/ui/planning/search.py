@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from app.console import Console
-from app.errors import ConsoleError
-from app.plans.solving import Solve
-from app.ui import components, text
-from app.ui.access import acting
-from app.ui.charts.search import search_chart, search_words
-from app.ui.planning.pieces import log, log_lines, search_cards
-from app.ui.planning.state import PAGE, say
-from app.ui.theme import Palette
+from openrecycle.app.console import Console
+from openrecycle.app.errors import ConsoleError
+from openrecycle.app.plans.solving import Solve
+from openrecycle.app.ui import components, text
+from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.charts.search import search_chart, search_words
+from openrecycle.app.ui.planning.pieces import log, log_lines, search_cards
+from openrecycle.app.ui.planning.state import PAGE, say
+from openrecycle.app.ui.theme import Palette
 
 REFRESH = 0.5
 

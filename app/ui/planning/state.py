@@ -6,12 +6,12 @@ from typing import Any
 
 import streamlit as st
 
-from app.plans.whatif import PARAMS, WhatIf, parse
-from app.plans.whatif_check import PROFILE
-from app.plans.whatif_profile import Keeper, follow
-from app.plans.worked_example import step_of
-from app.ui import bound
-from planner.errors import InputError
+from openrecycle.app.plans.whatif import PARAMS, WhatIf, parse
+from openrecycle.app.plans.whatif_check import PROFILE
+from openrecycle.app.plans.whatif_profile import Keeper, follow
+from openrecycle.app.plans.worked_example import step_of
+from openrecycle.app.ui import bound
+from openrecycle.planner.errors import InputError
 
 QUESTION = "planner-question"
 # Besides the question a link may name a saved plan that answers it, and the paper's example.

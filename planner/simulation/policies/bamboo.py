@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import PlannedJob
-from planner.simulation.policies.bamboo_table import BambooTable
-from planner.simulation.tables import Costs, NodeTable
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob
+from openrecycle.planner.simulation.policies.bamboo_table import BambooTable
+from openrecycle.planner.simulation.tables import Costs, NodeTable
 
 
 class Bamboo(BambooTable):

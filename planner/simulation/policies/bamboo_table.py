@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.simulation.policies.measured import STAGES, Measured
-from planner.simulation.policy_base import MILLISECOND, SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
-from planner.simulation.tables import Costs, NodeTable
+from openrecycle.planner.simulation.policies.measured import STAGES, Measured
+from openrecycle.planner.simulation.policy_base import MILLISECOND, SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.simulation.tables import Costs, NodeTable
 
 # What is left of an iteration, and all after it until the next re-balance, take so much longer.
 FAIL_OVER = 1.5

@@ -1,15 +1,15 @@
-"""Ours: at every failure and every return the way on that trains most until the next change."""
+"""Ours: at every failure and every return the option that trains most until the next change."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.errors import InputError
-from planner.policy import Option, best_option
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import PlannedJob, Rate
-from planner.simulation.policies.grid import GridPolicy, seconds
-from planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.policy import Option, best_option
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
+from openrecycle.planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
 
 REROUTE, REPARTITION = "re-route", "re-partition"
 WAIT = "wait"

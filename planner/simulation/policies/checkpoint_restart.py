@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.simulation.planned import Rate
-from planner.simulation.policies.grid import GridPolicy, seconds
-from planner.simulation.policy_base import SECOND, Cluster, Pace, Stop
+from openrecycle.planner.simulation.planned import Rate
+from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
+from openrecycle.planner.simulation.policy_base import SECOND, Cluster, Pace, Stop
 
 
 class CheckpointRestart(GridPolicy):

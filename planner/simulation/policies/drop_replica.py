@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import heapq
 
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import PlannedJob, Rate
-from planner.simulation.policies.grid import GridPolicy, seconds
-from planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
+from openrecycle.planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop
 
 
 class DropReplica(GridPolicy):

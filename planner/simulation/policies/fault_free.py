@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from planner.simulation.planned import Rate
-from planner.simulation.policies.grid import GridPolicy
-from planner.simulation.policy_base import Change, Cluster, Keep, Reaction, Stop
+from openrecycle.planner.simulation.planned import Rate
+from openrecycle.planner.simulation.policies.grid import GridPolicy
+from openrecycle.planner.simulation.policy_base import Change, Cluster, Keep, Reaction, Stop
 
 
 class FaultFree(GridPolicy):

@@ -6,9 +6,9 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import deque
 
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import PlannedJob, Rate
-from planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
 
 
 class GridPolicy(ABC):

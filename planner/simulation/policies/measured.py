@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop, cut_to_milliseconds
-from planner.simulation.tables import Costs, NodeTable
+from openrecycle.planner.simulation.policy_base import (
+    SECOND,
+    Change,
+    Cluster,
+    Keep,
+    Pace,
+    Reaction,
+    Stop,
+    cut_to_milliseconds,
+)
+from openrecycle.planner.simulation.tables import Costs, NodeTable
 
 # Nodes that make no pipeline any more, in the seeds' simulations: they take 12 stages throughout.
 STAGES = 12

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.simulation.policies.measured import Measured
-from planner.simulation.policy_base import Reaction, Stop
+from openrecycle.planner.simulation.policies.measured import Measured
+from openrecycle.planner.simulation.policy_base import Reaction, Stop
 
 
 class OobleckTable(Measured):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.errors import InputError
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import PlannedJob
-from planner.simulation.policies.bamboo import Bamboo
-from planner.simulation.policies.best import Best
-from planner.simulation.policies.checkpoint_restart import CheckpointRestart, Varuna
-from planner.simulation.policies.drop_replica import DropReplica
-from planner.simulation.policies.fault_free import FaultFree
-from planner.simulation.policies.recycle import ReCycle
-from planner.simulation.policies.repartition import Oobleck, Repartition
-from planner.simulation.policies.spares import Spares
-from planner.simulation.policy_base import Policy
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob
+from openrecycle.planner.simulation.policies.bamboo import Bamboo
+from openrecycle.planner.simulation.policies.best import Best
+from openrecycle.planner.simulation.policies.checkpoint_restart import CheckpointRestart, Varuna
+from openrecycle.planner.simulation.policies.drop_replica import DropReplica
+from openrecycle.planner.simulation.policies.fault_free import FaultFree
+from openrecycle.planner.simulation.policies.recycle import ReCycle
+from openrecycle.planner.simulation.policies.repartition import Oobleck, Repartition
+from openrecycle.planner.simulation.policies.spares import Spares
+from openrecycle.planner.simulation.policy_base import Policy
 
 PLANNED: dict[str, Callable[[PlannedJob, RecoveryCosts], Policy]] = {
     "fault-free": FaultFree,

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from planner.errors import InputError
-from planner.simulation.policies.bamboo_table import BambooTable
-from planner.simulation.policies.measured import Measured
-from planner.simulation.policies.oobleck_table import OobleckTable
-from planner.simulation.policies.recycle_table import ReCycleTable
-from planner.simulation.policies.varuna_table import VarunaTable
-from planner.simulation.tables import Costs, NodeTable, read_costs, read_throughput
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.policies.bamboo_table import BambooTable
+from openrecycle.planner.simulation.policies.measured import Measured
+from openrecycle.planner.simulation.policies.oobleck_table import OobleckTable
+from openrecycle.planner.simulation.policies.recycle_table import ReCycleTable
+from openrecycle.planner.simulation.policies.varuna_table import VarunaTable
+from openrecycle.planner.simulation.tables import Costs, NodeTable, read_costs, read_throughput
 
 # name: (the system whose rows it reads, how it is made)
 PUBLISHED: dict[str, tuple[str, Callable[[NodeTable, Costs], Measured]]] = {

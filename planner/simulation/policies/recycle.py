@@ -5,9 +5,9 @@ Which of its techniques are used is the planned job's `technique`.
 
 from __future__ import annotations
 
-from planner.simulation.planned import Rate
-from planner.simulation.policies.grid import GridPolicy
-from planner.simulation.policy_base import Stop
+from openrecycle.planner.simulation.planned import Rate
+from openrecycle.planner.simulation.policies.grid import GridPolicy
+from openrecycle.planner.simulation.policy_base import Stop
 
 
 class ReCycle(GridPolicy):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.simulation.policies.measured import Measured
-from planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop, cut_to_milliseconds
+from openrecycle.planner.simulation.policies.measured import Measured
+from openrecycle.planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop, cut_to_milliseconds
 
 
 class ReCycleTable(Measured):

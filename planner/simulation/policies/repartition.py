@@ -6,9 +6,9 @@ Oobleck with templates that run 1F1B (`Oobleck`).
 
 from __future__ import annotations
 
-from planner.simulation.planned import Rate
-from planner.simulation.policies.grid import GridPolicy, seconds
-from planner.simulation.policy_base import Stop
+from openrecycle.planner.simulation.planned import Rate
+from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
+from openrecycle.planner.simulation.policy_base import Stop
 
 
 class Repartition(GridPolicy):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from planner.errors import InputError
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.planned import PlannedJob, Rate
-from planner.simulation.policies.grid import GridPolicy
-from planner.simulation.policy_base import Stop
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.policies.grid import GridPolicy
+from openrecycle.planner.simulation.policy_base import Stop
 
 
 class Spares(GridPolicy):

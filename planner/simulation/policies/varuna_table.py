@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.errors import InputError
-from planner.simulation.policies.measured import Measured
-from planner.simulation.policy_base import SECOND, Cluster, Pace, Reaction, Stop
-from planner.simulation.tables import Costs, NodeTable
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.policies.measured import Measured
+from openrecycle.planner.simulation.policy_base import SECOND, Cluster, Pace, Reaction, Stop
+from openrecycle.planner.simulation.tables import Costs, NodeTable
 
 
 class VarunaTable(Measured):

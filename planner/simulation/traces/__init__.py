@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from planner.errors import InputError
-from planner.simulation.trace import Trace
-from planner.simulation.traces import counts, events, gpu_hours, replay
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.trace import Trace
+from openrecycle.planner.simulation.traces import counts, events, gpu_hours, replay
 
 MAX_BYTES = 64_000_000
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
-from planner.errors import InputError
-from planner.simulation.trace import HOUR_MS, Trace
-from planner.simulation.traces.fields import MAX_WORKERS, events_of_counts, milliseconds, whole
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.trace import HOUR_MS, Trace
+from openrecycle.planner.simulation.traces.fields import MAX_WORKERS, events_of_counts, milliseconds, whole
 
-_DATED = re.compile(r"(\d{4}-\d\d-\d\d)\s*,\s*(\d\d:\d\d:\d\d)\s*,\s*(\d+)")
+_DATED = re.compile(r"([0-9]{4}-[0-9][0-9]-[0-9][0-9])\s*,\s*([0-9][0-9]:[0-9][0-9]:[0-9][0-9])\s*,\s*([0-9]+)")
 
 
 def looks_like_dated(line: str) -> bool:

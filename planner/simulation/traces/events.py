@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from planner.errors import InputError
-from planner.simulation.trace import Event, Trace
-from planner.simulation.traces.fields import whole
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.trace import Event, Trace
+from openrecycle.planner.simulation.traces.fields import whole
 
 
 def looks_like(line: str) -> bool:

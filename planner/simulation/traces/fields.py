@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 
-from planner.errors import InputError
-from planner.simulation.trace import HOUR_MS, MAX_HOURS, Event
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event
 
 MAX_WORKERS = 200_000
 

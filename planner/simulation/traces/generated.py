@@ -7,9 +7,9 @@ import math
 import random
 from dataclasses import dataclass
 
-from planner.errors import InputError
-from planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trace
-from planner.simulation.traces.fields import MAX_WORKERS
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trace
+from openrecycle.planner.simulation.traces.fields import MAX_WORKERS
 
 MOST_FAILURES = 2_000_000
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from planner.errors import InputError
-from planner.simulation.trace import HOUR_MS, Trace
-from planner.simulation.traces.fields import MAX_WORKERS, events_of_counts, milliseconds, whole
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.trace import HOUR_MS, Trace
+from openrecycle.planner.simulation.traces.fields import MAX_WORKERS, events_of_counts, milliseconds, whole
 
-_PAIR = re.compile(r"(\d*\.?\d+):(\d+)")
+_PAIR = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18}):([0-9]{1,18})")
 
 
 def looks_like(line: str) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from planner.errors import InputError
-from planner.simulation.trace import Event, Trace
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.trace import Event, Trace
 
 # What a record calls it: the worker is gone, or is back.
 LOST = ("failed", "lost", "killed", "left", "remove")

@@ -5,11 +5,11 @@ Only who comes and goes is read; the strategies that Parcae chose for each minut
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
-from planner.errors import InputError
-from planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trace
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.plan import read_json
+from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trace
 
 QUIET = ("no-op", "migration")
 
@@ -44,8 +44,8 @@ def read(name: str, lines: list[tuple[int, str]]) -> Trace:
 def _row(line: str, where: str) -> tuple[int, str, list[str], int]:
     expected = '[milliseconds, "add" | "remove" | "no-op" | "migration", {"nodes": [names], "duration": milliseconds}]'
     try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError):
+        row: Any = read_json(line)
+    except ValueError:
         raise InputError(where, line[:80], expected) from None
     match row:
         case [int(time), str(action), {"nodes": list(nodes), "duration": int(duration)}]:

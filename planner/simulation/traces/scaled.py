@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.simulation.trace import Event, Trace
+from openrecycle.planner.simulation.trace import Event, Trace
 
 
 def scaled(trace: Trace, workers: int) -> Trace:

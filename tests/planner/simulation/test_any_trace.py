@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import planner.simulation
-from planner.job import Job
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.engine import simulate
-from planner.simulation.outcome import Outcome
-from planner.simulation.planned import PlannedJob
-from planner.simulation.policies.measured import READY_AFTER
-from planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from planner.simulation.policies.published import PUBLISHED, published
-from planner.simulation.trace import Event, Trace
+import openrecycle.planner.simulation
+from openrecycle.planner.job import Job
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.engine import simulate
+from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.planned import PlannedJob
+from openrecycle.planner.simulation.policies.measured import READY_AFTER
+from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
+from openrecycle.planner.simulation.policies.published import PUBLISHED, published
+from openrecycle.planner.simulation.trace import Event, Trace
 
-OOBLECK = Path(planner.simulation.__file__).parent / "data" / "oobleck"
+OOBLECK = Path(openrecycle.planner.simulation.__file__).parent / "data" / "oobleck"
 SMALL = PlannedJob(Job.uniform(3, 3, 4), samples=12, least_stages=2)
 
 

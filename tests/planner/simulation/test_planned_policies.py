@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-import planner.simulation
-from planner.catalog_build import build_catalog
-from planner.catalog_engines import InlineEngine
-from planner.errors import InfeasibleError, InputError
-from planner.job import Job, MemoryLimit, Technique, Worker
-from planner.plan import JobDoc
-from planner.plan_codec import Effort, Question
-from planner.simulation.costs import RecoveryCosts
-from planner.simulation.engine import simulate
-from planner.simulation.outcome import Outcome
-from planner.simulation.planned import PlannedJob
-from planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from planner.simulation.sensitivity import sweep
-from planner.simulation.trace import Event, Trace
-from planner.simulation.traces import read_trace
-from planner.simulation.traces.generated import Domain, generated
+import openrecycle.planner.simulation
+from openrecycle.planner.catalog_build import build_catalog
+from openrecycle.planner.catalog_engines import InlineEngine
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.engine import simulate
+from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.planned import PlannedJob
+from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
+from openrecycle.planner.simulation.sensitivity import sweep
+from openrecycle.planner.simulation.trace import Event, Trace
+from openrecycle.planner.simulation.traces import read_trace
+from openrecycle.planner.simulation.traces.generated import Domain, generated
 
-DATA = Path(planner.simulation.__file__).parent / "data"
+DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 
 # Samples/s at 24, 23, ..., 15 living GPUs, as published with ReCycle.
 BY_COUNT = {

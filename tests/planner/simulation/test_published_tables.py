@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-import planner.simulation
-from planner.errors import InputError
-from planner.simulation.engine import simulate
-from planner.simulation.outcome import Outcome
-from planner.simulation.policies.measured import READY_AFTER
-from planner.simulation.policies.published import published
-from planner.simulation.tables import read_costs, read_throughput
-from planner.simulation.trace import Trace
-from planner.simulation.traces import parse_trace, read_trace
-from planner.simulation.traces.generated import periodic
+import openrecycle.planner.simulation
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.engine import simulate
+from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.policies.measured import READY_AFTER
+from openrecycle.planner.simulation.policies.published import published
+from openrecycle.planner.simulation.tables import read_costs, read_throughput
+from openrecycle.planner.simulation.trace import Trace
+from openrecycle.planner.simulation.traces import parse_trace, read_trace
+from openrecycle.planner.simulation.traces.generated import periodic
 
-DATA = Path(planner.simulation.__file__).parent / "data"
+DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 OOBLECK = DATA / "oobleck"
 THROUGHPUT, COSTS = OOBLECK / "throughput-by-node-count.csv", OOBLECK / "cost-constants.csv"
 

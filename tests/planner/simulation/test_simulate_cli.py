@@ -1,4 +1,4 @@
-"""`python -m planner simulate`: one JSON object per policy, and refusals with exit status 2."""
+"""`openrecycle simulate`: one JSON object per policy, and refusals with exit status 2."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import planner.simulation
-from planner import cli
+import openrecycle.planner.simulation
+from openrecycle.planner import cli
 
-DATA = Path(planner.simulation.__file__).parent / "data"
+DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 OOBLECK = DATA / "oobleck"
 TABLES = ["--throughput", str(OOBLECK / "throughput-by-node-count.csv"), "--costs", str(OOBLECK / "cost-constants.csv")]
 SIZES = ["--pipelines", "3", "--stages", "4", "--micro-batches", "6"]

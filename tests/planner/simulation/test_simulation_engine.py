@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.simulation.engine import simulate
-from planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop
-from planner.simulation.trace import Event, Trace
+from openrecycle.planner.simulation.engine import simulate
+from openrecycle.planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.simulation.trace import Event, Trace
 
 WORKERS = 6
 

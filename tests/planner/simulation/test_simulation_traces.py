@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import planner.simulation
-from planner.errors import InputError
-from planner.simulation.trace import Event, Trace
-from planner.simulation.traces import parse_trace, read_trace
-from planner.simulation.traces.generated import Domain, generated, periodic
-from planner.simulation.traces.history import from_history
+import openrecycle.planner.simulation
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.simulation.trace import Event, Trace
+from openrecycle.planner.simulation.traces import parse_trace, read_trace
+from openrecycle.planner.simulation.traces.generated import Domain, generated, periodic
+from openrecycle.planner.simulation.traces.history import from_history
 
-DATA = Path(planner.simulation.__file__).parent / "data"
+DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 
 # file: (hours, fewest and most workers after the start, losses), as their sources describe them.
 PUBLIC = {

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.simulation.templates import distribute, instantiations, partition, template_depths
+from openrecycle.planner.simulation.templates import distribute, instantiations, partition, template_depths
 
 LAYERS = st.lists(st.integers(1, 20), min_size=1, max_size=9).map(lambda layers: tuple(map(float, layers)))
 

@@ -1,0 +1,59 @@
+"""OpenReCycle: pipeline-parallel training that survives failures without spare GPUs.
+
+`ResilientTrainer` trains, `Reporter` tells a console about a job that keeps its own loop. Names are loaded when they
+are used: torch takes seconds to import. In a clone `agent`, `app`, `db` and `planner` lie at the top; they are added to
+this package's path, so that all code has one name there and in site-packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openrecycle.agent.data import MicroBatchSampler
+    from openrecycle.agent.launch import JobFailed
+    from openrecycle.agent.recipe import HandOver
+    from openrecycle.agent.reporter import Reporter
+    from openrecycle.agent.stage_io import TensorSpec
+    from openrecycle.agent.timeouts import Timeouts
+    from openrecycle.agent.trainer import ResilientTrainer, TrainingResult
+    from openrecycle.planner.errors import InputError
+    from openrecycle.planner.job import Job
+
+_source = Path(__file__).resolve().parents[1]
+if _source.name == ".src":  # a clone; links would do, but not every copy of a tree keeps them
+    __path__.append(str(_source.parent))
+
+_HOMES = {
+    "HandOver": "openrecycle.agent.recipe",
+    "InputError": "openrecycle.planner.errors",
+    "Job": "openrecycle.planner.job",
+    "JobFailed": "openrecycle.agent.launch",
+    "MicroBatchSampler": "openrecycle.agent.data",
+    "Reporter": "openrecycle.agent.reporter",
+    "ResilientTrainer": "openrecycle.agent.trainer",
+    "TensorSpec": "openrecycle.agent.stage_io",
+    "Timeouts": "openrecycle.agent.timeouts",
+    "TrainingResult": "openrecycle.agent.trainer",
+}
+
+__all__ = [
+    "HandOver",
+    "InputError",
+    "Job",
+    "JobFailed",
+    "MicroBatchSampler",
+    "Reporter",
+    "ResilientTrainer",
+    "TensorSpec",
+    "Timeouts",
+    "TrainingResult",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,68 @@
+"""The command `openrecycle`, and what `python -m agent`, `app` and `planner` run in a clone."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import NoReturn
+
+_ROOMS = {"agent": "openrecycle", "app": "openrecycle[console]", "planner": "openrecycle[planner]"}
+"""What pip installs for each."""
+
+COMMANDS = {
+    "demo": ("app", "The console and a real training job on this machine."),
+    "serve": ("app", "The console: pages and REST API."),
+    "train": ("agent", "Train through failures, here or on several nodes."),
+    "profile": ("agent", "Measure a model: what the planner takes as times."),
+    "plan": ("planner", "Make a plan."),
+    "check": ("planner", "Say whether a plan is valid."),
+    "simulate": ("planner", "What a job lives through under a failure trace."),
+    "catalog": ("planner", "Plans for all failures that may come, ahead."),
+    "compare": ("planner", "Plans side by side."),
+    "export": ("planner", "A plan in another format."),
+    "normalize": ("planner", "Move the failures of a plan together."),
+    "schema": ("planner", "The JSON Schema of a plan."),
+    "bench": ("planner", "How good the plans of this machine are."),
+    "token": ("app", "Make, list and revoke the console's tokens."),
+    "history": ("app", "Export, import or delete a job's history."),
+}
+
+
+def main(room: str | None = None) -> NoReturn:
+    """room: run this folder's own command line; None: `openrecycle COMMAND`. Ends the process."""
+    if room is None:
+        room = _chosen()
+    try:
+        program = import_module(f"openrecycle.{room}.cli")
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in ("", "openrecycle"):
+            raise
+        _end(f"error: this needs {name}: pip install '{_ROOMS[room]}'", 2)
+    program.main()
+    raise SystemExit(0)
+
+
+def _chosen() -> str:
+    """Of which folder the command is. What is left in sys.argv is for its own command line."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name == "--version":
+        _end(f"openrecycle {version('openrecycle')}", 0)
+    if name in ("--help", "-h"):
+        width = max(map(len, COMMANDS))
+        lines = [f"  {command:{width}}  {text}" for command, (_, text) in COMMANDS.items()]
+        _end("\n".join(["Usage: openrecycle COMMAND [OPTIONS]", "", *lines]), 0)
+    if name not in COMMANDS:
+        _end(f"error: no such command: {name!r}; one of {', '.join(COMMANDS)}", 2)
+    sys.argv[0] = "openrecycle"
+    if name == "history":
+        sys.argv[:2] = ["openrecycle history"]
+        if sys.argv[1:2] and sys.argv[1] not in ("export", "import", "delete", "--help"):
+            _end(f"error: no such command: {sys.argv[1]!r}; one of export, import, delete", 2)
+    return COMMANDS[name][0]
+
+
+def _end(text: str, status: int) -> NoReturn:
+    print(text, file=sys.stderr if status else sys.stdout)
+    raise SystemExit(status)

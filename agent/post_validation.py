@@ -1,0 +1,97 @@
+"""What the global view says about an iteration's gradients, and whether to wait for it. Pure.
+
+Norm clipping and the check for NaN need every stage's gradients; a stage that steps as soon as its
+own are reduced does not have them. So it steps as if the verdict were clean (nothing clipped,
+nothing skipped), and is put right when the verdict says otherwise. Being wrong costs the iteration
+in flight. A job whose gradients are clipped often would be wrong often: after each surprise the
+stages wait for the verdict before they step, until `clean_needed` verdicts in a row were clean; and
+clean_needed doubles with every surprise, so that no pattern of clipping costs more than a few percent.
+All workers see the same verdicts, so all of them go over from one to the other at the same step
+without talking about it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+MAX_SKIPPED = 10
+"""Iterations in a row whose update may be skipped; one more ends the job."""
+CLEAN_NEEDED = 8
+MAX_CLEAN_NEEDED = 256
+_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One stage's share of the verdict. squared_norm: of its reduced gradient, 0 where nobody clips.
+
+    rejected: how many of its terms were NaN, infinite or out of range.
+    """
+
+    squared_norm: float = 0.0
+    rejected: int = 0
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """coefficient: what every gradient is multiplied by; None when the update is skipped."""
+
+    coefficient: float | None = 1.0
+
+    @property
+    def clean(self) -> bool:
+        return self.coefficient == 1.0
+
+
+CLEAN = ValidationResult()
+SKIP = ValidationResult(None)
+
+
+def judge(slots: Sequence[Slot], clip_norm: float | None) -> ValidationResult:
+    """slots: one per stage, in the stages' order, which fixes the order of the sum."""
+    if any(slot.rejected for slot in slots):
+        return SKIP
+    if clip_norm is None:
+        return CLEAN
+    norm = math.sqrt(sum(slot.squared_norm for slot in slots))
+    if not math.isfinite(norm):
+        return SKIP
+    return ValidationResult(min(1.0, clip_norm / (norm + _EPSILON)))
+
+
+@dataclass(frozen=True)
+class PostValidation:
+    """What the verdicts so far make of the next one.
+
+    optimistic: steps are taken before their verdict. calm: clean verdicts in a row since the last
+    change of mind. clean_needed: how many of those it takes. skipped: updates skipped in a row.
+    """
+
+    optimistic: bool = True
+    calm: int = 0
+    clean_needed: int = CLEAN_NEEDED
+    skipped: int = 0
+
+    def after(self, verdict: ValidationResult) -> PostValidation:
+        """What follows once one more verdict is known."""
+        skipped = self.skipped + 1 if verdict.coefficient is None else 0
+        if not verdict.clean:
+            clean_needed = min(2 * self.clean_needed, MAX_CLEAN_NEEDED) if self.optimistic else self.clean_needed
+            return PostValidation(False, 0, clean_needed, skipped)
+        calm = self.calm + 1
+        if calm < self.clean_needed:
+            return replace(self, calm=calm, skipped=skipped)
+        # Optimism that has held for that long halves what is needed; waiting ends.
+        clean_needed = max(CLEAN_NEEDED, self.clean_needed // 2) if self.optimistic else self.clean_needed
+        return PostValidation(True, 0, clean_needed, skipped)
+
+    def to_json(self) -> dict[str, int | bool]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, int | bool]) -> PostValidation:
+        """Raises KeyError, TypeError or ValueError."""
+        return cls(bool(document["optimistic"]), *(int(document[k]) for k in ("calm", "clean_needed", "skipped")))

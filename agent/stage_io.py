@@ -1,0 +1,193 @@
+"""What passes from one stage to the next: shapes and types, declared by the workload or inferred.
+
+Receives are posted ahead of the data, so each worker must know beforehand what will come. Inference
+runs a probe micro-batch through the stages without data or memory where torch can (meta tensors,
+then fake ones), and for real where it can't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openrecycle.agent.recipe import Autocast
+from openrecycle.agent.workload import Workload, first_readable
+from openrecycle.planner.errors import InputError
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a boundary; plain data. dtype: torch's name of it, such as `float32`.
+
+    gradient: its gradient travels back. Not that of integers, nor of what no parameter and no
+    floating-point input went into.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    gradient: bool = True
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Of a stage's output, with its graph still on it."""
+        return cls(tuple(tensor.shape), _name(tensor.dtype), tensor.requires_grad)
+
+    def empty(self, device: torch.device | None = None) -> Tensor:
+        """A buffer to receive into."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Has it this shape and type?"""
+        return tuple(tensor.shape) == self.shape and _name(tensor.dtype) == self.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+StageOutput = tuple[TensorSpec, ...]
+"""From a stage to the next, in the order of the next stage's positional arguments."""
+StageIO = tuple[StageOutput, ...]
+"""One per pair of neighbouring stages, stages - 1 in all."""
+
+
+Tensors = Tensor | tuple[Tensor, ...]
+"""A boundary's data: the tensor, or all of them where there are several."""
+Gradients = Tensor | None | tuple[Tensor | None, ...]
+"""Of a boundary, in its form; None for a tensor that has none."""
+
+
+class StageIOError(RuntimeError):
+    """A stage's output is not what its boundary says; the sentence names the stage."""
+
+
+def tensors_of(value: Any, what: str) -> tuple[Tensor, ...]:
+    """A tensor, or a tuple or list of tensors, as a tuple. Raises StageIOError naming `what`."""
+    tensors = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not tensors or not all(isinstance(t, Tensor) for t in tensors):
+        kinds = ", ".join(type(t).__name__ for t in tensors) or "nothing"
+        raise StageIOError(f"{what}: got {kinds}, expected a tensor or a tuple of tensors")
+    return tensors
+
+
+def check_output(stage: int, boundary: StageOutput, output: Any) -> tuple[Tensor, ...]:
+    """The output's tensors. Raises StageIOError when they are not what the next stage waits for."""
+    tensors = tensors_of(output, f"output of stage {stage}")
+    if len(tensors) != len(boundary) or not all(map(TensorSpec.fits, boundary, tensors)):
+        got = ", ".join(str(TensorSpec.of(t)) for t in tensors)
+        expected = ", ".join(map(str, boundary))
+        raise StageIOError(
+            f"output of stage {stage}: got {got}, expected {expected} "
+            "as of the first micro-batch (pad micro-batches to one shape)"
+        )
+    return tensors
+
+
+def stage_io_of(
+    workload: Workload, stages: int, seed: int, autocast: Autocast | None = None, device: torch.device = CPU
+) -> StageIO:
+    """Those that the workload declares (see Workload), else inferred.
+
+    device: where stages will compute. It matters to autocast, which goes by the device; elsewhere than on
+    the CPU stages are run for real.
+
+    Raises InputError naming the stage that can't be run, or what is declared wrongly.
+    """
+    declared = getattr(workload, "stage_io", None)
+    if declared is not None:
+        return _checked(declared, stages)
+    shape = getattr(workload, "stage_output_shape", None)
+    if shape is not None:
+        spec = TensorSpec(tuple(shape), _name(getattr(workload, "stage_output_dtype", torch.float32)))
+        return ((spec,),) * (stages - 1)
+    if stages == 1:
+        return ()
+    # The caller's own random numbers must not depend on the probe.
+    with torch.random.fork_rng(devices=[]):
+        return _infer(workload, stages, seed, autocast, device)
+
+
+def _checked(declared: Sequence[Sequence[TensorSpec]], stages: int) -> StageIO:
+    stage_io = tuple(tuple(boundary) for boundary in declared)
+    if len(stage_io) != stages - 1:
+        raise InputError("stage_io", len(stage_io), f"one per pair of neighbouring stages, {stages - 1} in all")
+    for s, boundary in enumerate(stage_io):
+        if not boundary or not all(isinstance(spec, TensorSpec) for spec in boundary):
+            raise InputError(f"stage_io[{s}]", boundary, "one TensorSpec or more")
+        for spec in boundary:
+            if not isinstance(getattr(torch, spec.dtype, None), torch.dtype):
+                raise InputError(f"stage_io[{s}]", spec.dtype, "the name of a torch type such as float32")
+    return stage_io
+
+
+def _infer(workload: Workload, stages: int, seed: int, autocast: Autocast | None, device: torch.device) -> StageIO:
+    probe = tensors_of(first_readable(partial(workload.inputs, seed)), "data")
+    if device.type != "cpu":
+        return _chain(workload, stages, seed, autocast, tuple(t.to(device) for t in probe))
+    # Autocast goes by the device, and does nothing to meta tensors.
+    symbolic = [_fake] if autocast else [_meta, _fake]
+    for way in symbolic:
+        try:
+            with way() as take:
+                return _chain(workload, stages, seed, autocast, tuple(map(take, probe)))
+        except Exception:  # not every operation has a symbolic form; the real run will tell
+            continue
+    return _chain(workload, stages, seed, autocast, probe)
+
+
+def _chain(workload: Workload, stages: int, seed: int, autocast: Autocast | None, x: tuple[Tensor, ...]) -> StageIO:
+    """Runs the stages one after the other and keeps one at a time. Raises InputError."""
+    out: list[StageOutput] = []
+    for stage in range(stages):
+        try:
+            module: nn.Module = workload.build_stage(stage, stages, seed)
+            if x[0].device.type not in ("cpu", "meta"):
+                module = module.to(x[0].device)
+            with torch.enable_grad(), precision(autocast, x[0].device):
+                y = tensors_of(module(*map(_leaf, x)), f"output of stage {stage}")
+        except Exception as error:
+            got = ", ".join(str(TensorSpec.of(t)) for t in x)
+            raise InputError(
+                f"stage {stage}", got, f"inputs that it can run on ({type(error).__name__}: {error})"
+            ) from error
+        if stage < stages - 1:
+            out.append(tuple(map(TensorSpec.of, y)))
+        x = tuple(t.detach() for t in y)
+    return tuple(out)
+
+
+def precision(autocast: Autocast | None, device: torch.device = CPU) -> Any:
+    """The context in which forwards run."""
+    return torch.autocast(device.type, torch.bfloat16) if autocast == "bf16" else nullcontext()
+
+
+@contextmanager
+def _meta() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Tensors without data; knows nothing of devices."""
+    with torch.device("meta"):
+        yield lambda t: torch.empty_like(t, device="meta")
+
+
+@contextmanager
+def _fake() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Tensors without data that remember their device; takes a second to load."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode.from_tensor
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """As agent.stage.Stage gives it to the module."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

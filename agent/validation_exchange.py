@@ -1,0 +1,258 @@
+"""How the stages come to a verdict on an iteration's gradients, and what one worker does with it.
+
+With its share of the verdict a stage says how many of its workers still take their state from a peer: so all
+workers know at the same iteration that nobody does any more, and go over to the plan that counts on everybody.
+
+Every worker needs one number pair (a Slot) of every stage. All living peers of a stage hold the
+same reduced gradients, so any of them can tell it: in each pipeline the stages tell each other,
+directly, and a pipeline without a worker of some stage is told by a peer of that stage. One hop, no
+collective, and (stages - 1) messages of 32 bytes a worker; they travel while the next iteration's
+warm-up runs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from openrecycle.agent.communicator import Groups
+from openrecycle.agent.optimizer import NonFiniteError, StageOptimizer
+from openrecycle.agent.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
+from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.transport.group import Pending, TransferError
+from openrecycle.planner.job import Worker
+
+_TAG = 2**29
+# As in agent.executor: a slot of the iteration before may still be under way.
+_ITERATIONS = 4
+
+
+def tellers(living: Iterable[Worker], pipeline: int) -> dict[int, Worker]:
+    """For each stage, which of its living workers tells the workers of `pipeline` about it."""
+    by_stage: dict[int, list[Worker]] = {}
+    for worker in sorted(living):
+        by_stage.setdefault(worker.stage, []).append(worker)
+    return {
+        stage: next((w for w in peers if w.pipeline == pipeline), peers[pipeline % len(peers)])
+        for stage, peers in by_stage.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """Of one worker in one generation: who tells it about each other stage, and whom it tells about its own."""
+
+    stage: int
+    tellers: Mapping[int, Worker]
+    listeners: tuple[Worker, ...]
+
+    @classmethod
+    def of(cls, me: Worker, living: Sequence[Worker]) -> _Paths:
+        told_by_me = {p for p in {w.pipeline for w in living} if tellers(living, p)[me.stage] == me}
+        mine = {stage: teller for stage, teller in tellers(living, me.pipeline).items() if stage != me.stage}
+        return cls(me.stage, mine, tuple(w for w in living if w.stage != me.stage and w.pipeline in told_by_me))
+
+
+class _Exchange:
+    """The slots of one iteration, under way."""
+
+    def __init__(self, groups: Groups, paths: _Paths, iteration: int, slot: Slot, incomplete: int) -> None:
+        self.iteration = iteration
+        self.incomplete = incomplete
+        """Workers that take their state from a peer: of this stage, and of all once `wait` has returned."""
+        self._slots: dict[int, Slot] = {paths.stage: slot}
+        self._mark = float(iteration)
+        tag = _TAG + iteration % _ITERATIONS
+        self._coming = {
+            stage: groups.receive(teller, torch.full((4,), -1.0, dtype=torch.float64), tag)
+            for stage, teller in paths.tellers.items()
+        }
+        mine = torch.tensor(
+            [slot.squared_norm, float(slot.rejected), float(incomplete), self._mark], dtype=torch.float64
+        )
+        self.sent = [groups.send(worker, mine, tag) for worker in paths.listeners]
+
+    def arrived(self) -> bool:
+        """Would `wait` return at once? Never blocks: a wait that expires would close the connection."""
+        return all(float(pending.tensor[3]) == self._mark for pending in self._coming.values())
+
+    def wait(self) -> list[Slot]:
+        """All stages' slots, in order. Raises TransferError."""
+        for stage, pending in self._coming.items():
+            norm, rejected, incomplete, _ = pending.wait().tolist()
+            self._slots[stage] = Slot(norm, int(rejected))
+            self.incomplete += int(incomplete)
+        return [self._slots[stage] for stage in sorted(self._slots)]
+
+
+class Steps:
+    """Takes the steps of one worker's stage, each as the verdicts so far advise, and puts right what
+    a later verdict overturns.
+
+    notable: called with (iteration, verdict, redone) for a verdict that left an update out or came
+    too late (redone: the step had been taken otherwise); all workers say the same. waiting: entered while
+    it waits for peers.
+    """
+
+    def __init__(
+        self,
+        me: Worker,
+        recipe: Recipe,
+        optimizer: StageOptimizer,
+        notable: Callable[[int, ValidationResult, bool], None],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._waiting = waiting
+        self._me, self._recipe, self._optimizer, self._notable = me, recipe, optimizer, notable
+        self._groups: Groups | None = None
+        self._paths = _Paths(me.stage, {}, ())
+        self._exchange: _Exchange | None = None
+        self._sent: deque[tuple[int, list[Pending]]] = deque()
+        self.complete_since: int | None = None
+        """The first iteration of the generation in which no worker of any stage took its state from a peer any more,
+        as far as this worker has heard; whoever begins the iteration after the next has heard of it."""
+
+    def take(self, incomplete: int = 0) -> float:
+        """The step of the iteration whose gradients have just been reduced; returns its loss.
+
+        incomplete: how many workers of the stage take their state from a peer.
+
+        Raises TransferError, but only where the step depends on what the others say: a worker that has the
+        reduced gradients takes a step that does not, whatever has broken (see agent.recovery). NonFiniteError,
+        with the stage as it was before, when the job must end.
+        """
+        assert self._groups is not None
+        optimizer, iteration = self._optimizer, self._optimizer.committed
+        slot = optimizer.measure()
+        ahead_of_verdict = self._recipe.staggered and optimizer.post_validation.optimistic
+        try:
+            exchange = _Exchange(self._groups, self._paths, iteration, slot, incomplete)
+        except TransferError:
+            if not ahead_of_verdict:
+                raise
+            return optimizer.step(None, slot)  # in doubt until the next generation's agreement
+        self._sent.append((iteration, exchange.sent))
+        if ahead_of_verdict:
+            self._exchange = exchange
+            return optimizer.step(None, slot)
+        verdict = judge(self._slots_of(exchange), self._recipe.clip_norm)
+        loss = optimizer.step(verdict, slot)
+        self._heed(verdict, redone=False)
+        return loss
+
+    def overturned(self) -> bool:
+        """Has the verdict on the last step arrived, and did it put that step right? Never blocks.
+
+        If so, the iteration in flight is of parameters that nobody has any more. Raises as `take`.
+        """
+        return self._exchange is not None and self._exchange.arrived() and self.settle()
+
+    def settle(self) -> bool:
+        """The same, and waits for the verdict. Raises as `take`, or TransferError."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            if not self._optimizer.settled:
+                raise TransferError("the verdict on the last step can't arrive any more")
+            return False
+        return self._settle_with(self._slots_of(exchange))
+
+    def counts_on_all(self, iteration: int) -> bool:
+        """Is `iteration`, which is about to begin, run by a plan that counts on every worker? The same answer on
+        all: what was said at the step of an iteration is known to all before their next step."""
+        return self.complete_since is not None and iteration >= self.complete_since + 2
+
+    def drain(self) -> None:
+        """Settles, and waits until peers have all that was sent. Between two iterations only."""
+        self.settle()
+        self._let_go(self._optimizer.committed)
+
+    def abandon(self) -> None:
+        """Drops every message; what is not settled stays so until the next generation's agreement."""
+        self._exchange = None
+        self._sent.clear()
+        self._groups = None
+
+    # -- a generation begins ----------------------------------------------------------------------
+
+    def numbers(self) -> tuple[int, ...]:
+        """What the others must know in an agreement: is the last step in doubt, and the slots (bits of
+        the squared norm, rejected) of the last step and the one before."""
+        slots = self._optimizer.slot, self._optimizer.slot_before
+        return int(not self._optimizer.settled), *(n for s in slots for n in (_bits(s.squared_norm), s.rejected))
+
+    def begin(
+        self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Worker, tuple[int, ...]]
+    ) -> bool:
+        """Takes up a generation's groups; every step of an iteration before `committed` is settled then.
+
+        Whoever has to has rolled back to `committed` by now. holders: of every worker that goes on with
+        its own state, how many iterations it had committed before that, and its `numbers`. A step that some
+        are in doubt of has been taken by all of them, and all have kept its slot. Returns whether the last
+        step was put right here. Raises as `take`.
+        """
+        self._groups, self._paths = groups, _Paths.of(self._me, living)
+        self._exchange = None
+        self._sent.clear()
+        self.complete_since = None
+        if self._optimizer.settled or self._me not in holders:
+            return False
+        slots = {}
+        for worker, (count, _, bits, rejected, bits_before, rejected_before) in sorted(holders.items()):
+            ahead = count > committed
+            slots[worker.stage] = Slot(_float(bits_before if ahead else bits), rejected_before if ahead else rejected)
+        return self._settle_with([slots[stage] for stage in sorted(slots)])
+
+    def _slots_of(self, exchange: _Exchange) -> list[Slot]:
+        with self._waiting():
+            slots = exchange.wait()
+        if self.complete_since is None and not exchange.incomplete:
+            self.complete_since = exchange.iteration
+        # What went out two steps ago has been received: its receivers have stepped since.
+        self._let_go(exchange.iteration - 1)
+        return slots
+
+    def _let_go(self, before: int) -> None:
+        """Waits until what was sent of iterations before this one has arrived, and forgets it."""
+        with self._waiting():
+            while self._sent and self._sent[0][0] < before:
+                for pending in self._sent.popleft()[1]:
+                    pending.wait()
+
+    # -- the verdict --------------------------------------------------------------------------
+
+    def _settle_with(self, slots: Sequence[Slot]) -> bool:
+        verdict = judge(slots, self._recipe.clip_norm)
+        changed = self._optimizer.settle(verdict)
+        self._heed(verdict, redone=changed)
+        return changed
+
+    def _heed(self, verdict: ValidationResult, *, redone: bool) -> None:
+        """What follows from an update that was left out, or changed."""
+        iteration = self._optimizer.committed - 1
+        if verdict.coefficient is None:
+            what = f"iteration {iteration}: a gradient was NaN, infinite or out of range"
+            if self._recipe.non_finite == "stop":
+                self._optimizer.roll_back()
+                raise NonFiniteError(f"{what}; lower the learning rate or check the data (--non-finite skip goes on)")
+            if (times := self._optimizer.post_validation.skipped) > MAX_SKIPPED:
+                self._optimizer.roll_back()
+                raise NonFiniteError(
+                    f"{what}, for the {times}th time in a row; lower the learning rate or check the data"
+                )
+        if redone or verdict.coefficient is None:
+            self._notable(iteration, verdict, redone)
+
+
+def _bits(value: float) -> int:
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return int(bits)
+
+
+def _float(bits: int) -> float:
+    (value,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(value)

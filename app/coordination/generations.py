@@ -1,0 +1,181 @@
+"""Which generation opens next, and when. Pure.
+
+It opens in two moves: a change of membership makes a Pending and asks for a plan (NeedPlan); PlanReady
+for the same failed workers opens it (OpenGeneration). A failure in between replaces the Pending, so that
+generations only rise and each has one plan. In manual mode an operator has time to choose in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from openrecycle.agent.protocol import WorkerState
+from openrecycle.app.coordination import restaffing
+from openrecycle.app.coordination.choices import Mode
+from openrecycle.app.coordination.events import Decision, NeedPlan, Note, OpenGeneration, PlanReady, PlanRefused, Step
+from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.app.coordination.membership import PRESENT, Generation, Member, Pending, State, names
+
+RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
+REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
+
+
+def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float) -> Step:
+    """Takes workers out. causes: worker -> why, as in `its process ended`."""
+    members = dict(state.members)
+    for name, cause in causes.items():
+        members[name] = replace(members[name], state=FAILED, acknowledged="", detail=cause)
+        notes.append(Note("error", "failure", f"{name} failed: {cause}", name))
+    reason = "; ".join(f"{name}: {cause}" for name, cause in list(causes.items())[:3])
+    if len(causes) > 3:
+        reason += f"; and {len(causes) - 3} more"
+    return reconsider(replace(state, members=members), reason, notes, now)
+
+
+def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Step:
+    """Asks for a new generation if the membership calls for one. anew: even with the same members."""
+    moves: tuple[tuple[str, str], ...] = ()
+    restore = state.restoring or bool(state.pending and state.pending.restore)
+    current = state.current
+    if current is None:
+        if state.tally.unready:
+            return Step(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
+    elif (lost := _lost_stages(state)) and state.checkpoints and _present(state):
+        state, moves = restaffing.staff(state)
+        restore = True
+        moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in moves]
+        notes += [Note("warning", "recovery", text, worker) for worker, text in moved]
+        reason = f"{reason}; stage {lost[0]} lost its weights: all go back to the newest checkpoint"
+    elif lost:
+        text = _halt_text(state, lost)
+        if text != state.halted:
+            notes.append(Note("error", "job", text))
+        return Step(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
+    else:
+        in_generation = (state.members[name] for name in current.living)
+        died = any(
+            (m.state is not FINISHED and m.generation != state.generation) or m.state is FAILED for m in in_generation
+        )
+        wait = any(m.generation != state.generation for m in _present(state))
+        wait = wait and not state.tally.unsettled and not state.frozen_by
+        if not (anew or died or wait or state.pending or state.halted):
+            return Step(state, tuple(notes), reason)
+
+    pending = pend(state, reason, moves, restore=restore)
+    if not restore and (lost_now := _lost_now(state, pending)):
+        return _let_choose(state, pending, lost_now, notes, now)
+    return ask(state, pending, notes)
+
+
+def pend(state: State, reason: str, moves: tuple[tuple[str, str], ...] = (), *, restore: bool = False) -> Pending:
+    """The generation of all who are present. moves: those that have just been decided."""
+    present = [m for m in state.members.values() if m.state in (PRESENT if state.current else {STARTING})]
+    living = tuple(m.name for m in present)
+    living_set = frozenset(living)
+    return Pending(
+        living=living,
+        failed=tuple(name for name in state.members if name not in living_set),
+        joining=tuple(m.name for m in present if m.state is REJOINING),
+        reason=reason,
+        moves=restaffing.still_valid(state, (*_unknown_moves(state), *moves)),
+        restore=restore,
+    )
+
+
+def ask(state: State, pending: Pending, notes: list[Decision]) -> Step:
+    """Asks for the plan of the generation to be."""
+    state = replace(state, pending=replace(pending, until=None), halted="")
+    return Step(state, (*notes, NeedPlan(pending.failed)), pending.reason)
+
+
+def _present(state: State) -> list[Member]:
+    return [m for m in state.members.values() if m.state in PRESENT]
+
+
+def _lost_now(state: State, pending: Pending) -> list[str]:
+    """Those whose loss an operator should be asked about: out since the generation in force, not by request."""
+    if state.mode is not Mode.MANUAL or state.current is None:
+        return []
+    known = frozenset(state.current.failed)
+    return [name for name in pending.failed if name not in known and not state.members[name].leaving]
+
+
+def _let_choose(state: State, pending: Pending, lost: list[str], notes: list[Decision], now: float) -> Step:
+    """Manual mode: nothing is planned until an operator has chosen, or `patience` is over."""
+    before = state.pending
+    if before is not None and before.until is not None and before.failed == pending.failed:
+        until = before.until
+    else:
+        until = now + state.patience
+        text = f"manual mode: the job waits {state.patience:g} s for an operator to choose how it goes on without "
+        notes.append(Note("warning", "operator", text + names(lost)))
+    pending = replace(pending, until=until)
+    return Step(replace(state, pending=pending, halted=""), tuple(notes), pending.reason)
+
+
+def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
+    """Those that a launcher may not have been told yet: it is only ever told of the newest generation."""
+    opened = state.current.moves if state.current and state.tally.unsettled else ()
+    return (*opened, *(state.pending.moves if state.pending else ()))
+
+
+def _lost_stages(state: State) -> list[int]:
+    """Stages without a present worker that has the stage's weights."""
+    stages = {m.stage for m in state.members.values()}
+    held = {m.stage for m in state.members.values() if m.state in (RUNNING, SUSPECT)}
+    return sorted(stages - held)
+
+
+def _halt_text(state: State, lost: list[int]) -> str:
+    gone = [m.name for m in state.members.values() if m.stage == lost[0]]
+    return (
+        f"halted: stage {lost[0]} has no living worker left ({names(gone)}), and its weights went with them. "
+        "A worker that re-joins takes weights from a peer, so it can't help. Start the job again, and with "
+        "--checkpoint FOLDER: a job that writes checkpoints goes on from the newest one by itself."
+    )
+
+
+def plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> Step:
+    pending = state.pending
+    if not _awaited(state, event.failed) or pending is None:
+        return Step(state, reason="nobody waits for that plan")
+    generation = Generation(
+        state.generation + 1,
+        pending.living,
+        pending.failed,
+        pending.joining,
+        event.fingerprint,
+        pending.reason,
+        pending.moves,
+        pending.restore,
+    )
+    members = dict(state.members)
+    for name in generation.living:
+        member = members[name]
+        became = RUNNING if member.state is STARTING else member.state
+        members[name] = replace(member, state=became, generation=generation.number, acknowledged="", draining=False)
+    offer = state.offer if state.offer and state.offer.failed == generation.failed else None
+    without = f" without {names(generation.failed)}" if generation.failed else ""
+    text = f"generation {generation.number}{without}: {pending.reason}; plan {event.fingerprint[:8]}: {event.origin}"
+    return Step(
+        replace(state, members=members, current=generation, pending=None, broken=None, offer=offer),
+        (OpenGeneration(generation), Note("info", "generation", text)),
+        pending.reason,
+    )
+
+
+def plan_refused(state: State, event: PlanRefused, now: float, ladder: Ladder) -> Step:
+    if not _awaited(state, event.failed):
+        return Step(state, reason="nobody waits for that plan")
+    text = f"halted: there is no plan for this job{_without(event.failed)}: {event.detail}"
+    return Step(replace(state, pending=None, broken=None, halted=text), (Note("error", "job", text),), text)
+
+
+def _awaited(state: State, failed: tuple[str, ...]) -> bool:
+    """Does a generation wait for the plan for these failures, and for nothing else?"""
+    pending = state.pending
+    return pending is not None and pending.until is None and pending.failed == failed and not state.over
+
+
+def _without(failed: tuple[str, ...]) -> str:
+    return f" without {names(failed)}" if failed else ""

@@ -1,0 +1,146 @@
+"""What passes between stages is found out without running them where torch can, and by running them where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.stage_io import StageIO, StageIOError, TensorSpec, check_output, stage_io_of
+from openrecycle.planner.errors import InputError
+
+
+class Masked(nn.Module):
+    """Passes tensors on beside what it computes: ids as they are, and a mask no gradient flows into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: (2, 8), ids: (2,) int64."""
+        return self.layer(x), ids, torch.ones(2, 1)
+
+
+class Joined(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        assert ids.dtype == torch.int64
+        return x * mask
+
+
+class Picky(nn.Module):
+    """Looks at its data, so that only a real run tells what it returns."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x[: int(ids.sum())]
+
+
+class Nested(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return x, (ids,)
+
+
+class Parts:
+    """A workload as far as inference needs one."""
+
+    samples_per_micro_batch = 2
+
+    def __init__(self, *builders: Callable[[], nn.Module]) -> None:
+        self.builders = builders
+        self.built: list[str] = []
+
+    def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
+        module = self.builders[stage]()
+        self.built += [str(p.device) for p in module.parameters()][:1]
+        return module
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+        return torch.rand(2, 8), torch.tensor([0, 1])
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        return torch.zeros(2)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return output.sum()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+def of(workload: Parts, stages: int, **options: str) -> StageIO:
+    return stage_io_of(workload, stages, 0, **options)  # type: ignore[arg-type]
+
+
+def test_several_tensors_with_and_without_gradients() -> None:
+    workload = Parts(Masked, Joined)
+    assert of(workload, 2) == (
+        (TensorSpec((2, 6), "float32"), TensorSpec((2,), "int64", False), TensorSpec((2, 1), "float32", False)),
+    )
+    assert workload.built == ["meta"], "no memory was taken for it"
+
+
+def test_autocast_shows_in_the_types() -> None:
+    assert of(Parts(Masked, Joined), 2, autocast="bf16")[0][0] == TensorSpec((2, 6), "bfloat16")
+
+
+def test_what_symbols_can_not_tell_is_run_for_real() -> None:
+    workload = Parts(Picky, lambda: nn.Linear(8, 8))
+    assert of(workload, 2) == ((TensorSpec((1, 8), "float32"),),)
+    assert workload.built[-1] == "cpu"
+
+
+def test_a_module_that_exists_already_will_do() -> None:
+    ready = [Masked(), Joined()]
+    before = ready[0].layer.weight.clone()  # type: ignore[union-attr,operator]
+    assert len(of(Parts(lambda: ready[0], lambda: ready[1]), 2)[0]) == 3
+    assert torch.equal(ready[0].layer.weight, before)  # type: ignore[union-attr,arg-type]
+
+
+def test_the_callers_random_numbers_are_left_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    of(Parts(Picky, lambda: nn.Linear(8, 8)), 2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("builders", "words"),
+    [
+        ((Masked, lambda: nn.Linear(8, 8)), ["stage 1", "float32[2, 6]", "int64[2]", "TypeError"]),
+        ((Masked, Joined, lambda: nn.Linear(9, 9)), ["stage 2", "float32[2, 6]", "9"]),
+        ((Nested, Joined), ["stage 0", "output of stage 0: got Tensor, tuple"]),
+    ],
+)
+def test_a_stage_that_can_not_be_run_is_named(builders: Sequence[Callable[[], nn.Module]], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        of(Parts(*builders), len(builders))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_declared_boundaries_are_taken_and_checked() -> None:
+    workload = Gpt(width=32, heads=2, sequence=16, batch=2)
+    declared = stage_io_of(workload, 3, 0)
+    assert declared == ((TensorSpec((2, 16, 32), "float32"),),) * 2
+    del workload.stage_output_shape
+    assert stage_io_of(workload, 3, 0) == declared, "what it declares is what is found out"
+    workload.stage_io = declared  # type: ignore[attr-defined]
+    assert stage_io_of(workload, 3, 0) == declared
+    with pytest.raises(InputError, match=r"stage_io: got 2, expected .* 3 in all"):
+        stage_io_of(workload, 4, 0)
+    workload.stage_io = ((TensorSpec((1,), "float33"),),)  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match=r"stage_io\[0\]: got 'float33'"):
+        stage_io_of(workload, 2, 0)
+
+
+def test_an_output_that_varies_is_refused() -> None:
+    boundary = (TensorSpec((2, 6), "float32"), TensorSpec((2,), "int64", False))
+    good = torch.zeros(2, 6), torch.tensor([1, 2])
+    assert check_output(1, boundary, good) == good
+    for bad in ((torch.zeros(3, 6), good[1]), good[:1], (good[0], torch.zeros(2)), "text", ()):
+        with pytest.raises(StageIOError, match="output of stage 1: got"):
+            check_output(1, boundary, bad)

@@ -1,0 +1,194 @@
+"""Large plans are not looked through by each collection, and are let go of all the same."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from openrecycle.app import garbage_collection
+from openrecycle.app.garbage_collection import Round
+
+
+class Thing:
+    """Something that a weak reference can point at."""
+
+
+@pytest.fixture(autouse=True)
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(garbage_collection, "WHOLE_SECONDS", 0.0)
+    gc.unfreeze()
+    gc.collect()
+    yield
+    gc.unfreeze()
+
+
+def test_only_large_plans_are_worth_it() -> None:
+    garbage_collection.settle(garbage_collection.LARGE_OPS)
+    assert gc.get_freeze_count() == 0
+    garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
+    assert gc.get_freeze_count() > 0
+
+
+def test_what_was_kept_out_is_still_freed() -> None:
+    plain, cycle = Thing(), Thing()
+    cycle.own = cycle  # type: ignore[attr-defined]
+    seen = weakref.ref(plain), weakref.ref(cycle)
+    garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
+    del plain, cycle
+    assert seen[0]() is None, "by its reference count"
+    gc.collect()
+    assert seen[1]() is not None, "a cycle is not looked at"
+    garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
+    assert seen[1]() is None, "until the next round"
+
+
+def test_rounds_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
+    monkeypatch.setattr(garbage_collection, "WHOLE_SECONDS", 1e9)
+    cycle = Thing()
+    cycle.own = cycle  # type: ignore[attr-defined]
+    seen = weakref.ref(cycle)
+    for _ in range(2):
+        garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
+        cycle = Thing()
+    assert seen() is not None
+
+
+def test_nothing_is_collected_while_a_large_plan_is_built() -> None:
+    with garbage_collection.building(garbage_collection.LARGE_OPS):
+        assert gc.isenabled()
+    with garbage_collection.building(garbage_collection.LARGE_OPS + 1):
+        with garbage_collection.building(garbage_collection.LARGE_OPS + 1):
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "until the last one is done"
+        built = [Thing() for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > len(built)
+    with pytest.raises(ValueError, match="damaged"), garbage_collection.building(garbage_collection.LARGE_OPS + 1):
+        raise ValueError("damaged")
+    assert gc.isenabled()
+
+
+@pytest.fixture
+def usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage_collection, "WHOLE_SECONDS", 900.0)
+
+
+@pytest.mark.usefixtures("usual")
+def test_when_a_round_is_due() -> None:
+    gib, begin, objects = 2**30, Round(0.0, 0.01, 2**30), garbage_collection.NEW_OBJECTS
+    soon, late = garbage_collection.NEW_SECONDS - 1, garbage_collection.NEW_SECONDS
+
+    def due(now: float, last: Round = begin, more: int = 10, resident: int = gib) -> bool | None:
+        return garbage_collection.due(now, last, begin, more, resident)
+
+    assert due(soon) is None
+    assert due(late) is False, "over what is new"
+    assert due(soon, more=objects) is False, "much is new"
+    assert due(soon, replace(begin, kept_out=5 * objects), objects) is None, "not so much for so many"
+    assert due(soon, resident=2 * gib) is False, "and large"
+    assert due(soon, resident=gib + garbage_collection.NEW_BYTES) is None, "there is so much already"
+    recent = Round(garbage_collection.WHOLE_SECONDS - 2, 0.1, 2 * gib)
+    assert due(garbage_collection.WHOLE_SECONDS - 1, last=recent) is None
+    assert due(garbage_collection.WHOLE_SECONDS, last=recent) is True, "over everything"
+    recent = Round(garbage_collection.GROWN_SECONDS - 2, 0.1, 2 * gib)
+    assert due(garbage_collection.GROWN_SECONDS - 1, last=recent, resident=2 * gib) is None
+    assert due(garbage_collection.GROWN_SECONDS, last=recent, resident=2 * gib) is True, (
+        "something is kept out that is in cycles"
+    )
+
+
+@pytest.mark.usefixtures("usual")
+def test_rounds_take_a_thousandth_of_the_time() -> None:
+    gib, took = 2**30, 2.0
+    long = Round(0.0, took, gib)
+    assert garbage_collection.due(1000 * took - 1, long, long, 10, gib) is None
+    assert garbage_collection.due(1000 * took, long, long, 10, gib) is True
+    short = Round(0.0, 0.1, gib)
+    assert garbage_collection.due(1000 * short.took - 1, short, long, 10, gib) is None
+    assert garbage_collection.due(1000 * short.took, short, long, 10, gib) is False
+    assert garbage_collection.due(garbage_collection.GROWN_SECONDS, long, long, 10, 2 * gib) is True, "but for growth"
+
+
+def test_what_a_round_waits_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = 0.3
+
+    def make_round(*, whole: bool) -> int:
+        time.sleep(waited)
+        return 2**30
+
+    monkeypatch.setattr(garbage_collection, "make_round", make_round)
+    assert garbage_collection.timed(whole=True).took < waited / 2
+
+
+def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest() -> None:
+    def cycle() -> weakref.ref[Thing]:
+        thing = Thing()
+        thing.own = thing  # type: ignore[attr-defined]
+        return weakref.ref(thing)
+
+    old = Thing()
+    seen_old = weakref.ref(old)
+    garbage_collection.make_round(whole=False)
+    old.own = old  # type: ignore[attr-defined]
+    del old
+    new = cycle()
+    garbage_collection.make_round(whole=False)
+    assert new() is None
+    assert seen_old() is not None, "kept out"
+    garbage_collection.make_round(whole=True)
+    assert seen_old() is None
+
+
+def test_no_round_while_a_large_plan_is_built() -> None:
+    """Told by a cycle, not by the count of what is kept out: of that, other threads let things go meanwhile."""
+    cycle = Thing()
+    cycle.own = cycle  # type: ignore[attr-defined]
+    seen = weakref.ref(cycle)
+    del cycle
+    with garbage_collection.building(garbage_collection.LARGE_OPS + 1):
+        another = Thing()
+        another.own = another  # type: ignore[attr-defined]
+        seen_another = weakref.ref(another)
+        del another
+        assert garbage_collection.make_round(whole=True) > 0
+        assert seen_another() is not None
+    assert seen() is None, "a round went before"
+    garbage_collection.make_round(whole=True)
+    assert seen_another() is None
+
+
+def test_the_console_makes_the_rounds_itself() -> None:
+    keeping = garbage_collection.GarbageCollection()
+    try:
+        keeping.start()
+        assert not gc.isenabled()
+        with garbage_collection.building(garbage_collection.LARGE_OPS + 1):
+            pass
+        assert not gc.isenabled()
+    finally:
+        keeping.close()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0, "the first one is made at once"
+
+
+def test_no_run_of_a_page_ends_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamlit would begin one after each refresh of each viewer's page."""
+    from streamlit import config
+
+    from openrecycle.app.server import _streamlit
+    from openrecycle.app.settings import Settings
+
+    monkeypatch.setattr(config, "_main_script_path", config._main_script_path)
+    assert config.get_option("runner.postScriptGC"), "Streamlit's own way"
+    try:
+        _streamlit(Settings())
+        assert not config.get_option("runner.postScriptGC")
+    finally:
+        config.get_config_options(force_reparse=True)
+    assert config.get_option("runner.postScriptGC")

@@ -1,0 +1,102 @@
+"""Whatever a person, a file or another host gives as JSON or YAML: a key that is in one object twice is refused, since
+two readers may take it for two documents. What is nested without an end, too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.catalog_store import CatalogInfo
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.export.yaml_document import parse_yaml, to_yaml
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.packed import Question
+from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.profiles import load, load_profile, shipped
+from openrecycle.planner.simulation.traces.replay import read
+from openrecycle.planner.solvers.portfolio import make_plan
+
+Reader = Callable[[str, Path], object]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(Problem(Job.uniform(2, 2, 3)), solver="list")
+
+
+def _file(text: str, folder: Path) -> Path:
+    path = folder / "document.json"
+    path.write_text(text)
+    return path
+
+
+def _catalog(plan: Plan) -> str:
+    catalog = Catalog(plan.job.job(), Technique.STAGGERED, MemoryLimit("uniform"))
+    catalog.add(plan)
+    return catalog.to_json()
+
+
+def _cases(plan: Plan) -> dict[str, tuple[str, Reader]]:
+    """By what it is: a document, and who reads it."""
+    shipped_profile = load_profile(shipped()[0]).model_dump_json()
+    info = CatalogInfo.of(Question(plan.job.job(), Technique.STAGGERED, MemoryLimit("uniform")))
+    row = '[60000, "add", {"nodes": ["a"], "duration": 60000}]'
+    return {
+        "plan": (plan.to_json(), lambda text, folder: Plan.from_json(text)),
+        "catalog": (_catalog(plan), lambda text, folder: Catalog.from_json(text)),
+        "catalog folder": (info.model_dump_json(), lambda text, folder: CatalogInfo.from_json(text)),
+        "profile": (shipped_profile, lambda text, folder: load(_file(text, folder))),
+        "measured profile": (shipped_profile, lambda text, folder: load_profile(_file(text, folder))),
+        "job": (job_doc(plan.job.job()).model_dump_json(), lambda text, folder: load(_file(text, folder))),
+        "trace": (row, lambda text, folder: read("trace", [(1, text)])),
+    }
+
+
+KINDS = ["plan", "catalog", "catalog folder", "profile", "measured profile", "job", "trace"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_twice_is_refused(kind: str, plan: Plan, tmp_path: Path) -> None:
+    text, read_it = _cases(plan)[kind]
+    read_it(text, tmp_path)
+    begin = text.index("{") + 1
+    key = text[begin:].split(":")[0]
+    twice = f"{text[:begin]}{key}:0,{text[begin:]}"
+    assert json.loads(twice) == json.loads(text), "the last of two counts for most readers"
+    with pytest.raises(PlannerError):
+        read_it(twice, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_nested_without_an_end_is_refused_in_a_sentence(kind: str, plan: Plan, tmp_path: Path) -> None:
+    _, read_it = _cases(plan)[kind]
+    for text in ("[" * 100_000, '{"a":' * 100_000, "[" * 5_000 + "]" * 5_000):
+        with pytest.raises(PlannerError):
+            read_it(text, tmp_path)
+
+
+def test_yaml_too(plan: Plan) -> None:
+    text = to_yaml(plan)
+    assert parse_yaml(text) == plan
+    for old, new in (("failed:", "failed: [W0_0]\nfailed:"), ("kind: F", "kind: W, kind: F")):
+        assert old in text
+        with pytest.raises(PlannerError, match="is there twice"):
+            parse_yaml(text.replace(old, new, 1))
+    with pytest.raises(PlannerError):
+        parse_yaml("[" * 100_000)
+
+
+def test_whole_numbers_are_as_json_schema_has_them(plan: Plan, tmp_path: Path) -> None:
+    """3.0 is one; text and truth are none."""
+    document = json.loads(load_profile(shipped()[0]).model_dump_json())
+    for value, taken in ((3.0, True), (3, True), (3.5, False), ("3", False), (True, False)):
+        text = json.dumps({**document, "samples_per_micro_batch": value})
+        if taken:
+            assert load_profile(_file(text, tmp_path)).samples_per_micro_batch == 3
+        else:
+            with pytest.raises(PlannerError):
+                load_profile(_file(text, tmp_path))
