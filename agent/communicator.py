@@ -96,10 +96,6 @@ class Groups:
         if self._lines.peers is not None:
             self._lines.peers.sum(tensor)
 
-    def gather(self, value: int) -> dict[Worker, int]:
-        """Everybody's `value`, on everybody."""
-        return {w: row[0] for w, row in self.gather_rows((value,)).items()}
-
     def gather_rows(self, values: Sequence[int]) -> dict[Worker, tuple[int, ...]]:
         """Everybody's `values`, on everybody. All must bring equally many."""
         rows = torch.zeros((len(self._rank), len(values)), dtype=torch.int64)

@@ -31,7 +31,6 @@ from openrecycle.planner.job import Job, MemoryLimit, Technique
 from openrecycle.planner.plan import INTEGER, JobDoc
 
 API = "/api/v1"
-PROTOCOL_VERSION = 1
 # With the answer to POST /jobs: a token that is good for this job alone, for its launcher's workers.
 AGENT_TOKEN = "OpenRecycle-Agent-Token"
 # Where programs find the token that they were given.

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from openrecycle.app.coordination.choices import Candidate
-from openrecycle.app.coordination.membership import names
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.packed import packed_plan_of, to_bytes
@@ -35,7 +34,7 @@ from openrecycle.planner.policy import (
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.solvers.portfolio import make_plan
-from openrecycle.planner.words import percent
+from openrecycle.planner.words import names, percent
 
 REPARTITION, RESTART, SPARES = "re-partition", "restart from the checkpoint", "take spares"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.

@@ -40,7 +40,8 @@ from openrecycle.app.coordination.events import (
 from openrecycle.app.coordination.fencing import fence, fenced_text, holder, no_such_worker, refuse
 from openrecycle.app.coordination.generations import reconsider
 from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import ACK_ORDER, PRESENT, State, names
+from openrecycle.app.coordination.membership import ACK_ORDER, PRESENT, State
+from openrecycle.planner.words import names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED

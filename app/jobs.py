@@ -35,7 +35,6 @@ from openrecycle.planner.solvers.portfolio import make_plan
 log = structlog.get_logger()
 
 URGENT, AHEAD = 0, 1
-_STOP = 2
 
 # A plan is tried again once when the child that made it died; then its request is at fault.
 _ATTEMPTS = 2

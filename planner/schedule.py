@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from openrecycle.planner.job import Problem, Technique, Worker
 
-COMPUTE_KINDS = ("F", "I", "W", "B")
-
 
 class Op(NamedTuple):
     """One piece of work on one worker.

@@ -43,9 +43,15 @@ def _both(value: int, per: int, large: str, small: str) -> str:
     return f"{value // per} {large}" + (f" {value % per} {small}" if value % per else "")
 
 
+def names(all_of_them: Sequence[str], limit: int = 6, last: str = ", ") -> str:
+    """`W0_1, W1_2 and 3 more`; with last=" and " `W0_1 and W1_2` where all are named. None: nothing."""
+    if len(all_of_them) > limit:
+        return f"{', '.join(all_of_them[:limit])} and {len(all_of_them) - limit:,} more"
+    return last.join(filter(None, (", ".join(all_of_them[:-1]), *all_of_them[-1:])))
+
+
 def micro_batch_names(numbers: Sequence[int], micro_batches: int, most: int = 6) -> str:
     """`micro-batch 1.3`, or `micro-batches 0.0, 1.3 and 2 more`. numbers: counted over the pipelines, which have
     `micro_batches` each."""
-    shown = [f"{n // micro_batches}.{n % micro_batches}" for n in numbers[:most]]
-    more = f" and {len(numbers) - most:,} more" if len(numbers) > most else ""
-    return f"micro-batch{'' if len(numbers) == 1 else 'es'} {', '.join(shown)}{more}"
+    shown = names([f"{n // micro_batches}.{n % micro_batches}" for n in numbers], most)
+    return f"micro-batch{'' if len(numbers) == 1 else 'es'} {shown}"

@@ -16,8 +16,9 @@ from openrecycle.app.coordination.events import Decision, Note, PlanReady, Step
 from openrecycle.app.coordination.fencing import no_such_worker, refuse
 from openrecycle.app.coordination.generations import ask, pend, plan_ready, reconsider
 from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import PRESENT, Member, State, names
+from openrecycle.app.coordination.membership import PRESENT, Member, State
 from openrecycle.planner.policy import REROUTE
+from openrecycle.planner.words import names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 

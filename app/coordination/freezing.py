@@ -17,7 +17,8 @@ from openrecycle.app.coordination.events import Decision, Note, Step
 from openrecycle.app.coordination.fencing import refuse
 from openrecycle.app.coordination.generations import reconsider
 from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import State, names
+from openrecycle.app.coordination.membership import State
+from openrecycle.planner.words import names
 
 
 def plan_frozen(state: State, event: PlanFrozen, now: float, ladder: Ladder) -> Step:

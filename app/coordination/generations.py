@@ -14,7 +14,8 @@ from openrecycle.app.coordination import restaffing
 from openrecycle.app.coordination.choices import Mode
 from openrecycle.app.coordination.events import Decision, NeedPlan, Note, OpenGeneration, PlanReady, PlanRefused, Step
 from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import PRESENT, Generation, Member, Pending, State, names
+from openrecycle.app.coordination.membership import PRESENT, Generation, Member, Pending, State
+from openrecycle.planner.words import names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED

@@ -242,13 +242,6 @@ def _unready(member: Member) -> bool:
     return member.state is not WorkerState.STARTING or not member.incarnation
 
 
-def names(workers: tuple[str, ...] | list[str], limit: int = 6, last: str = ", ") -> str:
-    """`W0_1, W1_2 and 3 more`. last: what stands before the last one where all are named."""
-    if len(workers) > limit:
-        return f"{', '.join(workers[:limit])} and {len(workers) - limit:,} more"
-    return last.join(filter(None, (", ".join(workers[:-1]), *workers[-1:])))
-
-
 def peer_of(reporter: str, worker: str) -> str:
     """Whom a transfer failed with; a reporter that can't tell names itself."""
     return "a peer" if worker == reporter else worker

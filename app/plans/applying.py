@@ -6,13 +6,13 @@ import time
 
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.choices import UsePlan
-from openrecycle.app.coordination.membership import names
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.live import LiveJob
 from openrecycle.app.reports import plain
 from openrecycle.planner.check import check
 from openrecycle.planner.job import MemoryLimit, Worker
 from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.words import names
 
 # Checking takes a second for so many ops; a larger plan is checked by whoever made it.
 MAX_CHECKED_OPS = 100_000

@@ -16,7 +16,6 @@ import structlog
 from openrecycle.app.coordination.choices import UsePlan
 from openrecycle.app.coordination.choosing import out
 from openrecycle.app.coordination.events import Note
-from openrecycle.app.coordination.membership import names
 from openrecycle.app.errors import ConsoleError, storing
 from openrecycle.app.live import LiveJob
 from openrecycle.app.plans.solving import Point, Solve, Solves
@@ -25,6 +24,7 @@ from openrecycle.app.plans.worth import worth
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.words import names
 
 log = structlog.get_logger()
 

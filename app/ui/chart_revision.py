@@ -48,4 +48,4 @@ def forget(chart: str) -> None:
 
 
 def _name(chart: str) -> str:
-    return f"{chart}-chart_revision"
+    return f"{chart}-revision"

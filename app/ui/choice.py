@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -17,20 +16,20 @@ from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import ready_words
 from openrecycle.app.view import JobView
+from openrecycle.planner.words import names
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 3
 
 
-def said_by_controls(console: Console, job_id: str) -> tuple[object, ...]:
-    """What the controls in the page's head say of the job. Others may change it, and workers take their time."""
-    choice = console.operators.choice(job_id)
+def said_by_controls(choice: dict[str, Any]) -> tuple[object, ...]:
+    """What the controls in the page's head say of the job. Others may change it, and workers take their time.
+    choice: see Operators.choice."""
     return tuple(choice[key] for key in ("mode", "patience", "paused", "stopped", "frozen_by"))
 
 
-def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
+def mode_switch(console: Console, job_id: str, choice: dict[str, Any], *, over: bool) -> None:
     """Says who decides; changing it takes effect only when it is applied. Pauses the job, and lets it go on."""
-    choice = console.operators.choice(job_id)
     mode, paused, stopped = Mode(choice["mode"]), bool(choice["paused"]), bool(choice["stopped"])
     said = "Paused" if stopped else "Pausing" if paused else WORDS[mode]
     with st.popover(said, icon=":material/tune:", key="mode", disabled=over):
@@ -82,10 +81,9 @@ def mode_switch(console: Console, job_id: str, *, over: bool) -> None:
             st.rerun()
 
 
-def ways_on(console: Console, view: JobView) -> None:
+def options(console: Console, view: JobView, choice: dict[str, Any]) -> None:
     """The options side by side: in full while the job waits for one, else folded up while workers are out, with which
     of them is best. While there is nothing to choose, a line in its place, so that a loss moves nothing on the page."""
-    choice = console.operators.choice(view.job_id)
     with st.container(key="ways", gap="xsmall"):
         if choice["candidates"] and choice["waiting"]:
             left = choice["seconds_left"]
@@ -94,16 +92,12 @@ def ways_on(console: Console, view: JobView) -> None:
             _cards(console, view.job_id, choice, "Apply")
         elif choice["candidates"] or view.advice:
             out = choice["failed"] or [w.name for w in view.workers if w.state in OUT]
-            with bound.expander(f"Options with {_some(out)} empty", icon=":material/alt_route:", key="ways-folded"):
+            with bound.expander(f"Options with {names(out, 4)} empty", icon=":material/alt_route:", key="ways-folded"):
                 if view.advice:
                     components.quiet(view.advice)
                 _cards(console, view.job_id, choice, "Switch to it")
         elif words := ready_words(view):
             components.quiet(words)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4:,} more" if len(names) > 4 else "")
 
 
 def _best(choice: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from openrecycle.planner.job import Job
 from openrecycle.planner.migration import SECONDS
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.words import names
 
 OVER = (JobState.FINISHED, JobState.STOPPED)
 # Seconds after which data is old: several heartbeats are missing.
@@ -132,13 +133,13 @@ def _workers(view: JobView) -> Card:
     suspect = [w.name for w in view.workers if w.state is RoleState.SUSPECT]
     joining = [w.name for w in view.workers if w.state is RoleState.JOINING]
     unregistered = sum(w.state is RoleState.EMPTY for w in view.workers) if not view.generation else 0
-    parts = [f"{words}: {_names(names)}" for words, names in (("failed", failed), ("drained", drained)) if names]
+    parts = [f"{words}: {names(out, 3, ' and ')}" for words, out in (("failed", failed), ("drained", drained)) if out]
     if view.moved:
-        parts.append(f"moved: {_names([f'{p.slot} to {p.role}' for p in view.moved], 2)}")
+        parts.append(f"moved: {names([f'{p.slot} to {p.role}' for p in view.moved], 2, ' and ')}")
     if suspect:
-        parts.append(f"suspect: {_names(suspect)}")
+        parts.append(f"suspect: {names(suspect, 3, ' and ')}")
     if joining:
-        parts.append(f"joining: {_names(joining)}")
+        parts.append(f"joining: {names(joining, 3, ' and ')}")
     if unregistered:
         parts.append(f"{unregistered:,} still to register")
     tone = "bad" if failed else "warn" if drained or suspect or (joining and view.generation) else ""
@@ -160,9 +161,9 @@ def _plan(view: JobView) -> Card:
     note = rolled or f"{against}, {gap}"
     joining = [w.name for w in view.workers if w.state is RoleState.JOINING]
     if view.plan_words == INTERIM:
-        note = f"until {_names(joining)} {'has' if len(joining) == 1 else 'have'} the state; {against}"
+        note = f"until {names(joining, 3, ' and ')} {'has' if len(joining) == 1 else 'have'} the state; {against}"
     elif view.plan_words == SOON:
-        note = f"once {_names(joining)} {'has' if len(joining) == 1 else 'have'} the state"
+        note = f"once {names(joining, 3, ' and ')} {'has' if len(joining) == 1 else 'have'} the state"
     title = {INTERIM: "Interim plan", SOON: "Plan in force soon", LAST: "Last plan in force"}
     head = title.get(view.plan_words, "Plan in force")
     if view.condition is Condition.WAITING:
@@ -270,7 +271,7 @@ def consequence_of_kill(view: JobView, worker: WorkerView, share: float | None =
 def _load(view: JobView, worker: WorkerView, peers: list[str], share: float | None) -> str:
     load = view.spec.micro_batches + worker.takes_rerouted
     left = f"; about {text.percent(share)} of fault-free throughput is left" if share is not None else ""
-    return f"Its {text.count(load, 'micro-batch', 'micro-batches')} go to {_names(peers, 6)}{left}."
+    return f"Its {text.count(load, 'micro-batch', 'micro-batches')} go to {names(peers, 6, ' and ')}{left}."
 
 
 def consequence_of_drain(view: JobView, worker: WorkerView, share: float | None = None) -> str:
@@ -288,7 +289,7 @@ def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool
         return f"No worker of stage {worker.stage} is living, so there is nobody to take the weights from.", False
     return (
         f"A new process takes weights, optimizer state and iteration from a living peer of stage {worker.stage} "
-        f"({_names(peers, 6)}) and joins at an iteration boundary. Its micro-batches then come home.",
+        f"({names(peers, 6, ' and ')}) and joins at an iteration boundary. Its micro-batches then come home.",
         True,
     )
 
@@ -317,14 +318,6 @@ def op_time_words(spec: JobSpec) -> str:
     return ", ".join(f"{kind} {low}" + (f" to {high}" if high != low else "") for kind, (low, high) in words.items())
 
 
-def _names(names: list[str], most: int = 3) -> str:
-    shown = names[:most]
-    rest = len(names) - len(shown)
-    if rest:
-        return f"{', '.join(shown)} and {rest:,} more"
-    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
-
-
 def tile_words(worker: WorkerView) -> str:
     """The second line of a cell: quiet when all is well."""
     match worker.state:
@@ -345,7 +338,7 @@ def schedule_words(plan: Plan, schedule: Schedule) -> str:
     unit = plan.job.time_unit
     return (
         f"Gantt chart of {plan.job.pipelines} pipelines by {plan.job.stages} stages, "
-        f"{plan.job.micro_batches} micro-batches each. Workers out: {_names(list(plan.failed), 12) or 'none'}. "
+        f"{plan.job.micro_batches} micro-batches each. Workers out: {names(plan.failed, 12, ' and ') or 'none'}. "
         f"Re-routed micro-batches: {moved}. Period {text.planned(plan.metrics.period, unit)}, "
         f"makespan {text.planned(plan.metrics.makespan, unit)}."
     )

@@ -56,15 +56,15 @@ def page() -> None:
         return
     head, controls = opened
     over = head.state in OVER
-    said = choice.said_by_controls(console, head.job_id)
+    offered = console.operators.choice(head.job_id)
     with controls:
-        choice.mode_switch(console, head.job_id, over=over)
+        choice.mode_switch(console, head.job_id, offered, over=over)
         plan_control.plan_menu(console, head.job_id, over=over)
         job_menu.job_menu(console, head)
         moving = bound.toggle("Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely.")
     every = (1.0 if head.workers <= MAX_TILES else 2.0) if moving else None
     show_opened(console, head.job_id)  # first, since somebody has just clicked
-    st.fragment(_live, run_every=every)(console, head.job_id, colours, over, said)
+    st.fragment(_live, run_every=every)(console, head.job_id, colours, over, choice.said_by_controls(offered))
 
 
 def _live(console: Console, job_id: str, colours: Palette, over: bool, said: tuple[object, ...]) -> None:
@@ -89,13 +89,13 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool, said: tup
                 f"{text.clock(now.at, st.context.timezone)}; training goes on, and the page tries again by itself."
             )
     view = now.view
-    if (view.state in OVER) != over or choice.said_by_controls(console, job_id) != said:
+    if (view.state in OVER) != over or choice.said_by_controls(now.choice) != said:
         st.rerun()  # the head's controls are those of a job that has come further by now
     event_feed.say_now()
     zone = st.context.timezone
     with st.container(gap="small"):
         components.sentence(view)
-        choice.ways_on(console, view)
+        choice.options(console, view, now.choice)
         plan_control.replan_line(console, view)
         components.cards(facts.live_cards(view))
     left, right = st.columns(2, gap="medium")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from openrecycle.app.console import Console
 from openrecycle.app.observing.measured import MeasuredIteration, measured_iteration
@@ -16,9 +17,10 @@ _patience = Patience()
 
 @dataclass(frozen=True)
 class Now:
-    """at: POSIX seconds."""
+    """choice: see Operators.choice. at: POSIX seconds."""
 
     view: JobView
+    choice: dict[str, Any]
     measured: MeasuredIteration | None
     roll_out: RollOut | None
     at: float
@@ -30,6 +32,7 @@ def read_now(console: Console, job_id: str, iterations: int, events: int) -> Now
     def read() -> Now:
         at = time.time()
         view = console.view(job_id, iterations, events)
-        return Now(view, measured_iteration(console, job_id), console.roll_outs.of(console.job(job_id)), at)
+        choice = console.operators.choice(job_id)
+        return Now(view, choice, measured_iteration(console, job_id), console.roll_outs.of(console.job(job_id)), at)
 
     return _patience.read((id(console), job_id, events), read)
