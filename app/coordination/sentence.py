@@ -23,7 +23,7 @@ def sentence(worker_states: WorkerStates, now: float, ladder: Ladder, *, share: 
         held = f"pausing: waiting for {names(worker_states.running_on)} to finish the iteration in hand."
     if state.halted or not state.settled:
         return _whole(f"{held} {_whole(_text(worker_states, now, ladder, None))}")
-    return _whole(f"{held} {_who_is_out(worker_states)}".strip())
+    return _whole(" ".join(part for part in (held, _who_is_out(worker_states)) if part))
 
 
 def over_sentence(state: JobState, reason: str) -> str:
@@ -97,19 +97,21 @@ def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
         alike = [m.name for m in waiting if m.acknowledged == slowest.acknowledged]
         return (
             f"Generation {state.generation} ({state.current.reason}): {living - len(waiting):,} of "
-            f"{living:,} workers train; "
+            f"{living:,} workers train by it; "
             f"waiting for {names(alike)} {steps[slowest.acknowledged]}."
         )
     everyone = "all" if living == len(state.members) else f"{living:,} of"
     text = f"Training in generation {state.generation} with {everyone} {len(state.members):,} workers"
     if living < len(state.members) and share is not None:
         text += f", at {percent(share)} of the fault-free throughput"
+    out = _who_is_out(worker_states)
+    work = "Living peers of the same stage do the work." if out else ""
     frozen = _frozen(state) if state.frozen_by else ""
-    return " ".join(part for part in (f"{text}.", _who_is_out(worker_states), frozen) if part)
+    return " ".join(part for part in (f"{text}.", out, work, frozen) if part)
 
 
 def _who_is_out(worker_states: WorkerStates) -> str:
-    """Which processes are gone, who took their places, and who does the work."""
+    """Which processes are gone, and who took their places."""
     state, missing = worker_states.state, worker_states.missing
     if state.current is None or not state.current.failed:
         return ""
@@ -122,7 +124,7 @@ def _who_is_out(worker_states: WorkerStates) -> str:
     if len(moved) > MOST_MOVES:
         moved = [*moved[:MOST_MOVES], f"and {len(moved) - MOST_MOVES:,} more have moved"]
     sentences = [text or f"{names(state.current.failed)} are empty", ", ".join(moved)]
-    return ". ".join(part for part in sentences if part) + ". Living peers of the same stage do the work."
+    return ". ".join(part for part in sentences if part) + "."
 
 
 def _frozen(state: State) -> str:

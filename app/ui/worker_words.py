@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 
 from openrecycle.agent.protocol import Doing
-from openrecycle.app.coordination.worker_states import RoleState
+from openrecycle.app.coordination.worker_states import OUT, RoleState
 from openrecycle.app.observing.worker_detail import Stay, WorkerDetail
 from openrecycle.app.observing.worker_history import Series
 from openrecycle.app.ui import text
@@ -24,12 +24,13 @@ NEWEST = 8
 
 def facts_html(detail: WorkerDetail) -> str:
     worker = detail.worker
+    gone = worker.state in OUT and worker.state is not RoleState.LEAVING
     rows = {
         "State": LOOKS[worker.state][0] + (f" – {worker.detail}" if worker.detail else ""),
         "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
-        "Iteration": f"{worker.iteration:,}, generation {worker.generation}"
+        "Last iteration" if gone else "Iteration": f"{worker.iteration:,}, generation {worker.generation}"
         + (f", {worker.phase}" if worker.phase else ""),
-        "At": doing(worker.doing) if worker.doing else "",
+        "Was at" if gone else "At": doing(worker.doing, limit=not gone) if worker.doing else "",
         "Re-routed work": text.count(worker.takes_rerouted, "micro-batch", "micro-batches") + " per iteration"
         if worker.takes_rerouted
         else "",
@@ -44,13 +45,13 @@ def facts_html(detail: WorkerDetail) -> str:
     return f'<dl class="or-facts">{items}</dl>'
 
 
-def doing(at: Doing) -> str:
-    """What its training thread is at: `forward of micro-batch 1.3 for 2.1 s, may take 10.0 s`."""
+def doing(at: Doing, *, limit: bool = True) -> str:
+    """What its training thread is at: `forward of micro-batch 1.3 for 2.1 s, may take 10.0 s`. limit: with the last."""
     names = {"waiting": "waiting for a peer", "data": "loading data", "validation": "settling the last step"}
     what = OP_WORDS.get(at.kind, names.get(at.kind, at.kind))
     of = "" if at.micro_batch is None or at.kind == "waiting" else f" of micro-batch {at.pipeline}.{at.micro_batch}"
-    limit = "" if at.limit is None else f", may take {at.limit:.1f} s"
-    return f"{what}{of} for {at.seconds:.1f} s{limit}"
+    most = "" if at.limit is None or not limit else f", may take {at.limit:.1f} s"
+    return f"{what}{of} for {at.seconds:.1f} s{most}"
 
 
 def _process(worker: WorkerView) -> str:

@@ -51,7 +51,7 @@ def test_the_job_runs_once_all_have_committed_an_iteration() -> None:
     run.resume("W0_0", "W0_1", "W1_0")
     assert run.state.job_state is JobState.STARTING
     assert run.sentence() == (
-        "Generation 1 (all workers have registered): 3 of 4 workers train; waiting for W1_1 to take up the plan."
+        "Generation 1 (all workers have registered): 3 of 4 workers train by it; waiting for W1_1 to take up the plan."
     )
     run.resume("W1_1")
     assert run.state.job_state is JobState.RUNNING

@@ -137,6 +137,13 @@ def test_each_state_has_a_look_and_no_two_share_shape_and_colour() -> None:
     assert len(set(looks)) == len(looks)
 
 
+@pytest.mark.parametrize("state", RoleState)
+def test_each_state_has_its_mark_in_legends_and_cells(state: RoleState) -> None:
+    style = (files("openrecycle.app.ui") / "assets" / "console.css").read_text()
+    assert f".or-look-{state.value} {{" in style
+    assert state is RoleState.RUNNING or f'[class*="st-key-cell-{state.value}"] button::before {{' in style
+
+
 def test_failures_are_marked_where_the_generation_changes() -> None:
     view = factory.failed()
     marks = generation_marks(view.iterations, view.recoveries, view.events)

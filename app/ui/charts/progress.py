@@ -269,19 +269,22 @@ def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
             "opacity": {"condition": {"test": "datum.change !== ''", "value": 1}, "value": 0},
         },
     }
+    at = {"x": x, "y": {"field": "height", "type": "quantitative", "scale": None}, "text": {"field": "mark"}}
+    text = {
+        "type": "text",
+        "baseline": "bottom",
+        "align": {"expr": "datum.late ? 'right' : 'left'"},
+        "dx": {"expr": "datum.late ? -4 : 4"},
+    }
+    # Behind the words their outline in the page's colour: lines end before they run into them.
+    behind = {
+        "transform": [changed],
+        "mark": {**text, "stroke": colours.background, "strokeWidth": 5, "strokeJoin": "round"},
+        "encoding": at,
+    }
     words = {
         "transform": [changed],
-        "mark": {
-            "type": "text",
-            "baseline": "bottom",
-            "align": {"expr": "datum.late ? 'right' : 'left'"},
-            "dx": {"expr": "datum.late ? -4 : 4"},
-        },
-        "encoding": {
-            "x": x,
-            "y": {"field": "height", "type": "quantitative", "scale": None},
-            "text": {"field": "mark"},
-            "color": by_change(colours.failed_text, colours.joining),
-        },
+        "mark": text,
+        "encoding": {**at, "color": by_change(colours.failed_text, colours.joining)},
     }
-    return [rule, words] if labels else [rule]
+    return [rule, behind, words] if labels else [rule]
