@@ -76,8 +76,10 @@ def _until_ready() -> None:
     st.rerun()
 
 
-def cards(items: list[Card]) -> None:
-    st.html('<div class="or-cards">' + "".join(map(_card, items)) + "</div>")
+def cards(items: list[Card], fresh: float | None = None) -> None:
+    """fresh: when this was read, POSIX seconds, on a page that refreshes itself: it says when no more comes."""
+    mark = "" if fresh is None else f'<i class="or-fresh" data-at="{fresh:.1f}"></i>'
+    st.html('<div class="or-cards">' + "".join(map(_card, items)) + mark + "</div>")
 
 
 def _card(card: Card) -> str:

@@ -64,10 +64,13 @@ def page() -> None:
         moving = bound.toggle("Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely.")
     every = (1.0 if head.workers <= MAX_TILES else 2.0) if moving else None
     show_opened(console, head.job_id)  # first, since somebody has just clicked
-    st.fragment(_live, run_every=every)(console, head.job_id, colours, over, choice.said_by_controls(offered))
+    said = choice.said_by_controls(offered)
+    st.fragment(_live, run_every=every)(console, head.job_id, colours, over=over, moving=moving, said=said)
 
 
-def _live(console: Console, job_id: str, colours: Palette, over: bool, said: tuple[object, ...]) -> None:
+def _live(
+    console: Console, job_id: str, colours: Palette, *, over: bool, moving: bool, said: tuple[object, ...]
+) -> None:
     page_wanted()
     in_doubt = standby.on_open_page()
     filtered = event_feed.filtering(*event_feed.asked_for())
@@ -97,7 +100,7 @@ def _live(console: Console, job_id: str, colours: Palette, over: bool, said: tup
         components.sentence(view)
         choice.options(console, view, now.choice)
         plan_control.replan_line(console, view)
-        components.cards(facts.live_cards(view))
+        components.cards(facts.live_cards(view), now.at if moving else None)
     left, right = st.columns(2, gap="medium")
     with left, st.container(gap="xsmall"):
         components.heading("Workers", "select one for details, kill or restart")

@@ -1,4 +1,4 @@
-"""The console dies under an open page, and comes back on the same port and database."""
+"""The console stands still or dies under an open page, and comes back on the same port and database."""
 
 from __future__ import annotations
 
@@ -45,6 +45,15 @@ def test_an_open_page_comes_back_with_a_killed_console(browser: Browser, server:
     expect(done).to_have_text("1 of 100")
     expect(page.get_by_role("button", name="W2_3")).to_be_visible()
     settle(page)
+
+    # It stands still without a word: the connection holds, and the page says that nothing comes.
+    page.add_style_tag(content=".or-fresh::after { animation-delay: 3s !important; }")
+    stale = "getComputedStyle(document.querySelector('.or-fresh'), '::after').visibility"
+    assert page.evaluate(stale) == "hidden"
+    server.process.send_signal(signal.SIGSTOP)
+    page.wait_for_function(f"{stale} === 'visible'")
+    server.process.send_signal(signal.SIGCONT)
+    page.wait_for_function(f"{stale} === 'hidden'")
     follows = browser.new_page(viewport={"width": 1440, "height": 900})
     follows.set_default_timeout(WAIT_MS)
     follows.goto(f"{server.root}/schedule")
