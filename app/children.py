@@ -1,31 +1,38 @@
-"""Child processes of the console begin without what Streamlit leaves behind in their parent.
+"""Child processes of the console: what takes long, or much memory, is done in one.
 
-multiprocessing has a spawned child import what `__main__` is in its parent, in case the work was
-defined there, and gives it the parent's import path. Ours is never defined there; but Streamlit puts
-the page that runs at that moment in the place of `__main__`, and its folder first in the path. The
-child would run the whole page, and find pages where it looks for packages (app/ui/planner.py).
-
-OneChild has a long piece of work done in a process that is there for that alone.
+A child answers one question after the other, each with a stream of messages. It is spawned without what Streamlit
+leaves behind in its parent, leads a process group of its own, so that what it starts ends with it, and ends with its
+parent, however that ends. A question is any tuple that can be pickled; messages are bytes. Nothing that comes out of a
+child is unpickled: it may have read what somebody sent.
 """
 
 from __future__ import annotations
 
-import gc
+import math
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import wraps
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from openrecycle.app.logs import configure_logging
 
+log = structlog.get_logger()
+
+_SLICE = 0.2
 _PAGES = str(Path(__file__).resolve().parent / "ui")
 _original = spawn.get_preparation_data
 
@@ -40,68 +47,73 @@ def _without_pages(name: str) -> dict[str, Any]:
 
 
 def begin_without_pages() -> None:
-    """For all processes that this one spawns from now on. Does nothing the second time."""
+    """For all processes that this one spawns from now on. Does nothing the second time.
+
+    multiprocessing has a spawned child import what `__main__` is in its parent, in case the work was
+    defined there, and gives it the parent's import path. Ours is never defined there; but Streamlit puts
+    the page that runs at that moment in the place of `__main__`, and its folder first in the path. The
+    child would run the whole page, and find pages where it looks for packages (app/ui/planner.py).
+    """
     spawn.get_preparation_data = _without_pages
 
 
-class OneChild:
-    """A process for each question, one at a time for each OneChild. Thread-safe.
+# -- the child ---------------------------------------------------------------------------------
 
-    answer: a function of a module, which the child imports. patience: seconds, beyond which it has gone astray.
-    most_bytes: of memory that an answer may take; None: as much as there is.
-    """
 
-    def __init__(
-        self, answer: Callable[[bytes], bytes], *, name: str, patience: float, most_bytes: int | None = None
-    ) -> None:
-        self._answer, self._name, self._patience, self._most_bytes = answer, name, patience, most_bytes
-        self._turn, self._lock = threading.Lock(), threading.Lock()
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._closed = False
+class Channel:
+    """The child's end of the pipe. Thread-safe: solvers report from threads of their own."""
 
-    def ask(self, question: bytes) -> bytes:
-        """Waits for its turn and for the answer. Raises EOFError or OSError when the process died over it, took too
-        long, or is not to be begun any more."""
-        with self._turn:
-            context = multiprocessing.get_context("spawn")
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, self._answer, self._most_bytes), name=self._name, daemon=True
-            )
-            with self._lock:
-                if self._closed:
-                    raise EOFError
-                self._process = process
-                process.start()
-            theirs.close()
-            try:
-                ours.send_bytes(question)
-                if not ours.poll(self._patience):
-                    raise TimeoutError
-                return ours.recv_bytes()
-            finally:
-                ours.close()
-                process.kill()
-                process.join(5)
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
 
-    def close(self) -> None:
-        """Ends what runs."""
+    def say(self, message: bytes) -> None:
+        """One message of the answer, not empty."""
         with self._lock:
-            self._closed = True
-            if self._process is not None:
-                self._process.kill()
+            try:
+                self._pipe.send_bytes(message)
+            except OSError:
+                os._exit(0)  # the console has gone
+
+    def wanted(self) -> bool:
+        """Does anybody still want (more of) the answer?"""
+        return not self._pipe.poll()
 
 
-def _serve(pipe: Connection, answer: Callable[[bytes], bytes], most_bytes: int | None) -> None:
-    """The child's life."""
+Work = Callable[..., None]
+"""Called in the child with its Channel and the question's parts. A function of a module, which the child imports."""
+
+
+def _serve(pipe: Connection, work: Work, setup: Callable[[], object] | None, memory: int | None) -> None:
+    """The child's life. An empty message is for the question before: its answer is not wanted any more."""
     configure_logging()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
-    os.nice(5)
-    gc.disable()  # a million lists would be looked through again and again, and all goes with the process
-    if most_bytes is not None:
-        _limit_memory(most_bytes)
+    os.setpgid(0, 0)
+    os.nice(5)  # training may run on the same machine
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    if memory is not None:
+        _limit_memory(memory)
+    if setup is not None:
+        setup()
+    channel = Channel(pipe)
     with suppress(EOFError, OSError):  # the console has gone
-        pipe.send_bytes(answer(pipe.recv_bytes()))
+        while True:
+            question = pipe.recv_bytes()
+            if not question:
+                continue
+            try:
+                work(channel, *pickle.loads(question))
+            except Exception:
+                log.exception("work in a child process failed")
+                return
+            channel.say(b"")
+
+
+def _end_with(parent: BaseProcess) -> None:
+    """Also when the console was killed in the middle of long work."""
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _limit_memory(more: int) -> None:
@@ -109,3 +121,228 @@ def _limit_memory(more: int) -> None:
     with suppress(OSError, ValueError):  # a system that does not tell, or has a lower limit
         has = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (has + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+# -- the console -------------------------------------------------------------------------------
+
+
+class ChildEnded(Exception):
+    """A process was gone before its answer was whole. late: it took too long, and was ended. exitcode: else, where it
+    is known (below 0: minus the signal's number)."""
+
+    def __init__(self, *, late: bool = False, exitcode: int | None = None) -> None:
+        super().__init__("it took too long" if late else f"exit status {exitcode}")
+        self.late, self.exitcode = late, exitcode
+
+    @property
+    def killed(self) -> bool:
+        """By the system, perhaps, which had too little memory."""
+        return self.exitcode == -signal.SIGKILL
+
+
+@dataclass(eq=False)
+class _Child:
+    """asked: the questions that it has, or is about to get. turn: held while one is answered."""
+
+    process: BaseProcess
+    pipe: Connection
+    uses: int = 0
+    asked: list[Asked] = field(default_factory=list)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def kill(self) -> None:
+        """With the processes that it may have started."""
+        if self.process.pid is not None and self.process.is_alive():
+            with suppress(OSError):
+                if os.getpgid(self.process.pid) == self.process.pid:
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+
+
+class Asked:
+    """A question, and who answers it. stopped: when it was stopped, monotonic seconds."""
+
+    def __init__(
+        self, children: Children, child: _Child, question: tuple[Any, ...], patience: float | None, grace: float
+    ) -> None:
+        self._children, self._child, self._question = children, child, question
+        self._patience, self._grace = patience, grace
+        self.stopped: float | None = None
+
+    @property
+    def process(self) -> BaseProcess:
+        return self._child.process
+
+    def messages(self) -> Generator[bytes]:
+        """The answer, for one reader. Raises ChildEnded. Whoever leaves before the end has the process ended."""
+        child, whole = self._child, False
+        with child.turn:
+            begin = time.monotonic()
+            try:
+                child.pipe.send_bytes(pickle.dumps(self._question))
+                self._question = ()
+                if self.stopped is not None:
+                    self._tell()
+                while True:
+                    limit = self._limit(begin)
+                    if not child.pipe.poll(min(_SLICE, max(0.0, limit - time.monotonic()))):
+                        if time.monotonic() < limit:
+                            continue
+                        if self.stopped is not None:
+                            raise ChildEnded(late=True)
+                        self.stop()
+                    elif message := child.pipe.recv_bytes():
+                        yield message
+                    else:
+                        whole = True
+                        return
+            except (EOFError, OSError):
+                child.process.join(5)
+                raise ChildEnded(exitcode=child.process.exitcode) from None
+            finally:
+                self._children._rest(self, whole=whole)
+
+    def waiting(self) -> bool:
+        """Is there a message now?"""
+        with suppress(OSError):
+            return self._child.pipe.poll()
+        return True  # that the process is gone
+
+    def stop(self) -> None:
+        """The answer is not wanted any more: it ends soon, with what there is by then."""
+        with self._children._lock:
+            if self.stopped is None and self in self._child.asked:
+                self.stopped = time.monotonic()
+                if not self._question:
+                    self._tell()
+
+    def end(self) -> None:
+        """Ends its process. What it has said can still be read."""
+        with self._children._lock:
+            if self in self._child.asked:
+                self._child.kill()
+
+    def _tell(self) -> None:
+        with suppress(OSError):
+            self._child.pipe.send_bytes(b"")
+
+    def _limit(self, begin: float) -> float:
+        """Until when it is waited for, monotonic seconds."""
+        if self.stopped is not None:
+            return self.stopped + self._grace
+        return math.inf if self._patience is None else begin + self._patience
+
+
+class Children:
+    """The processes for one kind of work: as many as there are questions at a time. Thread-safe.
+
+    work: see Work. setup: called once in each process, before its first question. keep: seconds for which a process
+    without a question is kept, one at most; 0: each ends after its answer. most: `ask` has so many questions answered
+    at a time; None: all. memory: bytes that a process may take beyond what it begins with. nested: it starts processes
+    itself.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        name: str,
+        setup: Callable[[], object] | None = None,
+        keep: float = 0.0,
+        most: int | None = None,
+        memory: int | None = None,
+        nested: bool = False,
+    ) -> None:
+        self._work, self._name, self._setup = work, name, setup
+        self._keep, self._memory, self._nested = keep, memory, nested
+        self._places = None if most is None else threading.BoundedSemaphore(most)
+        self._lock = threading.RLock()
+        self._children: list[_Child] = []
+        self._closed = False
+
+    def prepare(self) -> None:
+        """Has a process ready, so that the next question need not wait for its imports."""
+        with self._lock:
+            if self._closed or any(not c.asked and c.process.is_alive() for c in self._children):
+                return
+            self._expire(self._begin())
+
+    def begin(self, *question: Any, patience: float | None = None, grace: float = 0.0) -> Asked:
+        """Whoever reads its messages has it answered. patience: seconds after which it is stopped; grace: seconds more
+        after which its process is ended. Raises ChildEnded once this is closed."""
+        with self._lock:
+            if self._closed:
+                raise ChildEnded
+            alive = [child for child in self._children if child.process.is_alive()]
+            # One that was told to stop is ready in a moment, and begins with what it knows.
+            free = (c for c in alive if not c.asked or (self._keep and len(c.asked) == 1 and c.asked[0].stopped))
+            child = min(free, key=lambda c: len(c.asked), default=None) or self._begin()
+            asked = Asked(self, child, question, patience, grace)
+            child.asked.append(asked)
+            child.uses += 1
+            return asked
+
+    def ask(self, *question: Any, patience: float | None = None, wait: float | None = None) -> bytes:
+        """All messages of the answer in one. wait: seconds for a place, where `most` are taken; None: as long as it
+        takes. Raises ChildEnded; TimeoutError when there was no place."""
+        if self._places is not None and not self._places.acquire(timeout=wait):
+            raise TimeoutError
+        try:
+            return b"".join(self.begin(*question, patience=patience).messages())
+        finally:
+            if self._places is not None:
+                self._places.release()
+
+    def close(self) -> None:
+        """Ends what runs, and begins nothing any more."""
+        with self._lock:
+            self._closed = True
+            for child in self._children:
+                child.kill()
+
+    def _begin(self) -> _Child:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = theirs, self._work, self._setup, self._memory
+        # Daemons may have no children of their own.
+        process = context.Process(target=_serve, args=arguments, name=self._name, daemon=not self._nested)
+        process.start()
+        theirs.close()
+        child = _Child(process, ours)
+        self._children.append(child)
+        return child
+
+    def _rest(self, asked: Asked, *, whole: bool) -> None:
+        """Its answer is over. whole: the process can take another question."""
+        child = asked._child
+        with self._lock:
+            child.asked.remove(asked)
+            if child.asked and whole:
+                return
+            idle = any(other is not child and not other.asked for other in self._children)
+            if whole and self._keep and not idle and not self._closed:
+                self._expire(child)
+                return
+            self._drop(child)
+        child.process.join(5)
+
+    def _drop(self, child: _Child) -> None:
+        if child in self._children:
+            self._children.remove(child)
+        child.kill()
+        if not child.asked:
+            child.pipe.close()
+
+    def _expire(self, child: _Child) -> None:
+        """Of one that has nothing to do."""
+        if not 0 < self._keep < threading.TIMEOUT_MAX:
+            return
+
+        def no_longer(uses: int = child.uses) -> None:
+            with self._lock:
+                if not child.asked and child.uses == uses:
+                    self._drop(child)
+
+        timer = threading.Timer(self._keep, no_longer)
+        timer.daemon = True
+        timer.start()

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
-import os
+import math
 import queue
-import signal
 import threading
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
 import structlog
 
 from openrecycle.app.advice import verdict_document
 from openrecycle.app.catalogs.outlook import OutlookRequest, outlook_document
+from openrecycle.app.children import Channel, ChildEnded, Children
 from openrecycle.app.garbage_collection import OP_BYTES, building
-from openrecycle.app.logs import configure_logging
 from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
@@ -108,17 +105,15 @@ class PlanMaker:
         self._on_made = on_made
         self._queue: queue.PriorityQueue[tuple[int, int, Request[Any] | None, Done[Any]]] = queue.PriorityQueue()
         self._order = itertools.count()
-        self._lock = threading.Lock()
         self._cancelled: set[str] = set()
         self._stopping = False
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._children = Children(serve, name=name, keep=math.inf)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, *, child: bool = True) -> None:
         """child: starts the process now, so that the first request need not wait for it."""
         if child:
-            self._ensure_child()
+            self._children.prepare()
         self._thread.start()
 
     def submit(self, request: Request[Made], done: Done[Made], *, priority: int = AHEAD) -> None:
@@ -132,13 +127,9 @@ class PlanMaker:
         """Ends the child, whatever it does, and waits for both."""
         self._stopping = True
         self._queue.put((-1, next(self._order), None, lambda made, why: None))
-        with self._lock:
-            if self._process is not None:
-                self._process.terminate()
+        self._children.close()
         if self._thread.is_alive():
             self._thread.join(5)
-        if self._process is not None:
-            self._process.join(1)
 
     def _run(self) -> None:
         while True:
@@ -161,17 +152,13 @@ class PlanMaker:
     def _solve(self, request: Request[Made]) -> tuple[Made | None, str]:
         for _ in range(_ATTEMPTS):
             try:
-                pipe = self._ensure_child()
-                pipe.send_bytes(request.to_json())
-                if not pipe.poll(request.patience):
-                    self._drop_child()
+                made, why = read_answer(self._children.ask(request.to_json(), patience=request.patience))
+            except ChildEnded as ended:
+                if ended.late:
                     return None, f"it took more than {request.patience:g} s"
-                made, why = read_answer(pipe.recv_bytes())
-            except (EOFError, OSError):
                 if self._stopping:
                     return None, "the console is stopping"
                 log.warning("the planning process died; starting another", job=request.owner)
-                self._drop_child()
                 continue
             if made is None:
                 return None, why
@@ -179,45 +166,10 @@ class PlanMaker:
                 return request.read(made), ""
         return None, "the planning process died over it"
 
-    def _ensure_child(self) -> Connection:
-        with self._lock:
-            if self._pipe is not None and self._process is not None and self._process.is_alive():
-                return self._pipe
-            context = multiprocessing.get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=serve, args=(theirs,), name=self._name, daemon=True)
-            self._process.start()
-            theirs.close()
-            return self._pipe
 
-    def _drop_child(self) -> None:
-        with self._lock:
-            if self._process is not None:
-                self._process.terminate()
-                self._process.join(5)
-            self._process, self._pipe = None, None
-
-
-def serve(pipe: Connection) -> None:
-    """The child's life: a request, its answer, and so on until the console is gone."""
-    configure_logging()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
-    os.nice(5)  # planning ahead must not slow down training on the same machine
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    while True:
-        try:
-            request = pipe.recv_bytes()
-        except (EOFError, OSError):
-            return
-        pipe.send_bytes(answer(request))
-
-
-def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
-    """Also when the console was killed in the middle of a long solve."""
-    parent.join()
-    os._exit(0)
+def serve(channel: Channel, request: bytes) -> None:
+    """In the child."""
+    channel.say(answer(request))
 
 
 # Before what was made, and before why nothing was: a large document is not wrapped into another one.

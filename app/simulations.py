@@ -6,6 +6,7 @@ for the next simulation, and with it what was planned: a change of the failures 
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.kept_children import Asked, KeptChildren
+from openrecycle.app.children import Asked, Channel, ChildEnded, Children
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job
 from openrecycle.planner.models import SHAPES, analytic_job, model_shape
@@ -43,6 +44,8 @@ MAX_KEPT = 32
 MAX_PLANNED = 4
 # Up to as many ops in an iteration a plan is made in a moment, and a simulation that is not wanted ends by itself.
 QUICK_OPS = 20_000
+# Seconds that a process is kept for the next simulation, and that one may take to heed that it is not wanted.
+KEEP, HEED = 300.0, 10.0
 # The sweep's mean times between failures, as multiples of the one asked for.
 SWEEP = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -141,7 +144,7 @@ class Simulations:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._children = KeptChildren(Simulator, name="simulation")
+        self._children = Children(answer, name="simulation", setup=simulator, keep=KEEP)
         self._kept: dict[SimulationRequest, Simulation] = {}
 
     def prepare(self) -> None:
@@ -171,11 +174,24 @@ class Simulations:
         self._children.close()
 
     def _start(self, simulation: Simulation) -> None:
-        simulation.asked = self._children.ask(simulation.request.model_dump_json().encode(), simulation.take)
+        simulation.asked = self._children.begin(simulation.request.model_dump_json().encode(), grace=HEED)
+        threading.Thread(target=_follow, args=(simulation, simulation.asked), name="simulation", daemon=True).start()
 
     def _end(self, simulation: Simulation) -> None:
-        if simulation.asked is not None:
-            self._children.cancel(simulation.asked, soon=simulation.request.ops <= QUICK_OPS)
+        simulation.take(None)
+        if simulation.asked is not None and simulation.request.ops <= QUICK_OPS:
+            simulation.asked.stop()
+        elif simulation.asked is not None:
+            simulation.asked.end()
+
+
+def _follow(simulation: Simulation, asked: Asked) -> None:
+    try:
+        for message in asked.messages():
+            simulation.take(message)
+    except ChildEnded:
+        pass  # which the end says
+    simulation.take(None)
 
 
 class Simulator:
@@ -186,7 +202,7 @@ class Simulator:
         for _ in run(SimulationRequest(pipelines=2, stages=2, micro_batches=2, hours=24, mtbf=12)):
             """Once, for what Python reads in at the first one."""
 
-    def __call__(self, question: bytes, wanted: Callable[[], bool]) -> Iterator[bytes]:
+    def answer(self, question: bytes, wanted: Callable[[], bool]) -> Iterator[bytes]:
         """One message per policy, one for the sweep, and the end."""
         try:
             request = SimulationRequest.model_validate_json(question)
@@ -209,6 +225,20 @@ class Simulator:
         while len(self._planned) > MAX_PLANNED:
             del self._planned[next(iter(self._planned))]
         return planned
+
+
+@functools.cache
+def simulator() -> Simulator:
+    """The one of a child."""
+    return Simulator()
+
+
+def answer(channel: Channel, question: bytes) -> None:
+    """In the child."""
+    for message in simulator().answer(question, channel.wanted):
+        channel.say(message)
+        if not channel.wanted():
+            return
 
 
 class Unwanted(Exception):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import zipfile
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from openrecycle.app.catalogs.service import Catalogs
+from openrecycle.app.children import Channel, ChildEnded, Children
 from openrecycle.app.errors import ConsoleError
 from openrecycle.planner.catalog_store import INFO, SUFFIX, CatalogInfo
 from openrecycle.planner.errors import PlannerError
@@ -60,26 +59,18 @@ def json_zip(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
     """
     if why := json_refusal(info, len(blobs)):
         raise ConsoleError(413, "too_large", f"catalog: {why}; take it as stored")
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, info.model_dump_json(), dict(blobs)), daemon=True)
-    process.start()
-    theirs.close()
     try:
-        made = ours.recv_bytes() if ours.poll(SECONDS) else b""
-    except (EOFError, OSError):
-        made = b""
-    finally:
-        process.terminate()
-        process.join()
-        ours.close()
-    if not made:
-        raise ConsoleError(500, "internal", "the catalog could not be written as JSON; the console's log says more")
-    return made
+        return _CHILDREN.ask(info.model_dump_json(), dict(blobs), patience=SECONDS)
+    except ChildEnded:
+        detail = "the catalog could not be written as JSON; the console's log says more"
+        raise ConsoleError(500, "internal", detail) from None
 
 
-def _serve(pipe: Connection, info: str, blobs: Mapping[str, bytes]) -> None:
-    pipe.send_bytes(documents(CatalogInfo.from_json(info), blobs))
+def _write(channel: Channel, info: str, blobs: Mapping[str, bytes]) -> None:
+    channel.say(documents(CatalogInfo.from_json(info), blobs))
+
+
+_CHILDREN = Children(_write, name="catalog export", most=2)
 
 
 def documents(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:

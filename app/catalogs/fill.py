@@ -1,26 +1,22 @@
 """Filling a catalog: what is asked for, and the process that plans it.
 
-The process gets the question and what is stored of it already, and sends each plan as it is made;
+The process (app.children) gets the question and what is stored of it already, and sends each plan as it is made;
 who reads its messages stores them, so that nothing is lost when it is ended.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Mapping
 from functools import cached_property
-from multiprocessing.connection import Connection
 from typing import Annotated, Any, Literal
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.catalogs.outlook import most_failures
-from openrecycle.app.logs import configure_logging
+from openrecycle.app.children import Channel
 from openrecycle.planner.catalog_build import fill, targets
 from openrecycle.planner.catalog_engines import make_engine
 from openrecycle.planner.errors import InputError, PlannerError
@@ -110,60 +106,11 @@ def parse_request(**values: Any) -> CatalogRequest:
 # -- the process -----------------------------------------------------------------------------
 
 
-class FillProcess:
-    """The child, begun. `receive` gives what it says until it is gone (EOFError)."""
-
-    def __init__(self, request: CatalogRequest, stored: Mapping[str, bytes], processes: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        # Not a daemon: those may have no children, and `processes` of them do the planning.
-        self.process = context.Process(target=serve, args=(theirs, processes), name="catalog", daemon=False)
-        self.process.start()
-        theirs.close()
-        # A large catalog does not fit into the pipe, so its sender must not wait for the child.
-        self._sender = threading.Thread(target=self._send, args=(request, dict(stored)), daemon=True)
-        self._sender.start()
-
-    def receive(self) -> dict[str, Any] | tuple[str, bytes]:
-        """A message, or (name, stored plan)."""
-        data = self._pipe.recv_bytes()
-        if data[:1] == b"{":
-            message: dict[str, Any] = json.loads(data)
-            return message
-        name, _, blob = data.partition(b"\0")
-        return name.decode(), blob
-
-    def waiting(self) -> bool:
-        """Is there more to receive now?"""
-        return self._pipe.poll()
-
-    def end(self) -> None:
-        """Whatever it does. What it has sent can still be received."""
-        self.process.terminate()
-
-    def close(self) -> None:
-        self.process.join(5)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self._sender.join()
-        self._pipe.close()
-
-    def _send(self, request: CatalogRequest, stored: Mapping[str, bytes]) -> None:
-        try:
-            self._pipe.send_bytes(request.model_dump_json().encode())
-            for name, blob in stored.items():
-                self._pipe.send_bytes(name.encode() + b"\0" + blob)
-            self._pipe.send_bytes(b"{}")
-        except (BrokenPipeError, OSError):
-            return  # the child is gone, which its reader sees
-
-
 class _Sending:
     """A catalog's plans (planner.catalog_build.Keeper): the stored ones, and new ones, which are sent."""
 
-    def __init__(self, pipe: Connection, blobs: dict[str, bytes]) -> None:
-        self._pipe = pipe
+    def __init__(self, channel: Channel, blobs: dict[str, bytes]) -> None:
+        self._channel = channel
         self._blobs = blobs
 
     def names(self) -> list[str]:
@@ -174,55 +121,41 @@ class _Sending:
 
     def put(self, name: str, blob: bytes) -> None:
         self._blobs[name] = blob
-        self._pipe.send_bytes(name.encode() + b"\0" + blob)
+        self._channel.say(name.encode() + b"\0" + blob)
 
 
-def serve(pipe: Connection, processes: int) -> None:
-    """The child's life: the request and what is stored; then progress and plans; then the end."""
-    configure_logging()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
-    os.nice(5)  # planning ahead must not slow down training on the same machine
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+def serve(channel: Channel, request: CatalogRequest, stored: dict[str, bytes], processes: int) -> None:
+    """In the child: progress and plans; then the end. See `read_message`."""
     try:
-        request = CatalogRequest.model_validate_json(pipe.recv_bytes())
-        stored: dict[str, bytes] = {}
-        while (data := pipe.recv_bytes()) != b"{}":
-            name, _, blob = data.partition(b"\0")
-            stored[name.decode()] = blob
-        _say(pipe, **_fill(pipe, request, stored, processes))
-    except (BrokenPipeError, EOFError, OSError):
-        return
+        question = request.question
+        _say(channel, done=0, total=0)
+        filled = fill(
+            question,
+            targets(question, request.tolerance),
+            _Sending(channel, stored),
+            engine=make_engine("local", jobs=processes, address=None),
+            effort=request.effort,
+            on_progress=lambda done, total: _say(channel, done=done, total=total),
+        )
+        _say(channel, finished=filled.finished, planned=filled.planned)
     except PlannerError as error:
-        _say(pipe, error=str(error))
+        _say(channel, error=str(error))
     except Exception as error:
         log.exception("filling a catalog failed")
-        _say(pipe, error=f"the planner failed ({type(error).__name__}); the console's log says more")
+        _say(channel, error=f"the planner failed ({type(error).__name__}); the console's log says more")
 
 
-def _fill(pipe: Connection, request: CatalogRequest, stored: dict[str, bytes], processes: int) -> dict[str, Any]:
-    question = request.question
-    _say(pipe, done=0, total=0)
-    filled = fill(
-        question,
-        targets(question, request.tolerance),
-        _Sending(pipe, stored),
-        engine=make_engine("local", jobs=processes, address=None),
-        effort=request.effort,
-        on_progress=lambda done, total: _say(pipe, done=done, total=total),
-    )
-    return {"finished": filled.finished, "planned": filled.planned}
+def read_message(data: bytes) -> dict[str, Any] | tuple[str, bytes]:
+    """What `serve` says: progress and the end, or (name, stored plan)."""
+    if data[:1] == b"{":
+        message: dict[str, Any] = json.loads(data)
+        return message
+    name, _, blob = data.partition(b"\0")
+    return name.decode(), blob
 
 
-def _say(pipe: Connection, **message: Any) -> None:
-    pipe.send_bytes(json.dumps(message).encode())
-
-
-def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
-    """Also when the console was killed in the middle of a long solve."""
-    parent.join()
-    os._exit(0)
+def _say(channel: Channel, **message: Any) -> None:
+    channel.say(json.dumps(message).encode())
 
 
 def share_of_cores() -> int:

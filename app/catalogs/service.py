@@ -16,9 +16,10 @@ from functools import partial
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.catalogs.fill import CatalogRequest, FillProcess, share_of_cores
+from openrecycle.app.catalogs.fill import CatalogRequest, read_message, serve, share_of_cores
 from openrecycle.app.catalogs.outlook import Outlook, OutlookRequest, is_quick, most_failures, outlook
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, report, summary
+from openrecycle.app.children import Asked, ChildEnded, Children
 from openrecycle.app.errors import ConsoleError, unavailable
 from openrecycle.app.jobs import Done, PlanMaker
 from openrecycle.db.store import Store
@@ -113,7 +114,8 @@ class Catalogs:
         self._access = threading.Lock()  # what is read into memory is not older than what is written
         self._headers: OrderedDict[str, dict[str, Header]] = OrderedDict()
         self._fillings: OrderedDict[str, Filling] = OrderedDict()
-        self._processes_of: dict[str, FillProcess] = {}
+        self._children = Children(serve, name="catalog", nested=True)
+        self._asked: dict[str, Asked] = {}
         self._threads: list[threading.Thread] = []
         self._outlooks: OrderedDict[tuple[str, int], Outlook] = OrderedDict()
         self._outlooks_wanted: dict[tuple[str, int], Waiting] = {}
@@ -125,12 +127,11 @@ class Catalogs:
     def close(self) -> None:
         """Ends every filling; what they have made is kept."""
         with self._lock:
-            processes, threads = list(self._processes_of.values()), list(self._threads)
+            threads = list(self._threads)
             self._closed, maker = True, self._outlook_maker
         if maker is not None:
             maker.close()
-        for process in processes:
-            process.end()
+        self._children.close()
         for thread in threads:
             thread.join(10)
 
@@ -333,8 +334,8 @@ class Catalogs:
             self._fillings.move_to_end(info.fingerprint)
             for old in [f for f, made in self._fillings.items() if not made.running][:-MAX_KEPT]:
                 del self._fillings[old]
-            process = self._processes_of[info.fingerprint] = FillProcess(request, stored, self._processes)
-            thread = threading.Thread(target=self._collect, args=(info, filling, process), name="catalog", daemon=True)
+            asked = self._asked[info.fingerprint] = self._children.begin(request, dict(stored), self._processes)
+            thread = threading.Thread(target=self._collect, args=(info, filling, asked), name="catalog", daemon=True)
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
             thread.start()
         return filling
@@ -342,26 +343,27 @@ class Catalogs:
     def cancel(self, fingerprint: str) -> None:
         """Ends the filling; what it has made is kept, and `fill` goes on from there. Raises ConsoleError (404)."""
         with self._lock:
-            filling, process = self._fillings.get(fingerprint), self._processes_of.get(fingerprint)
+            filling, asked = self._fillings.get(fingerprint), self._asked.get(fingerprint)
             if filling is None:
                 raise ConsoleError(
                     404, "not_filling", f"catalog: got {fingerprint!r}, expected one that is being filled"
                 )
-            if filling.running and process is not None:
+            if filling.running and asked is not None:
                 filling.state = "cancelled"
-                process.end()
+                asked.end()
 
-    def _collect(self, info: CatalogInfo, filling: Filling, process: FillProcess) -> None:
+    def _collect(self, info: CatalogInfo, filling: Filling, asked: Asked) -> None:
         """Stores what the process makes until it says that it is done, or is gone."""
         begin = time.monotonic()
         outcome, why = "", ""
+        messages = asked.messages()
         try:
             while not outcome:
                 batch: dict[str, bytes] = {}
                 while not outcome and len(batch) < BATCH:
                     try:
-                        message = process.receive()
-                    except (EOFError, OSError):  # what came before it counts
+                        message = read_message(next(messages))
+                    except (ChildEnded, StopIteration):  # what came before it counts
                         outcome, why = "failed", "the planning process ended too soon; fill again to go on from here"
                         break
                     if isinstance(message, tuple):
@@ -373,7 +375,7 @@ class Catalogs:
                         why = message.get("error", "")
                         outcome = "failed" if why else "done" if "finished" in message else ""
                     filling.seconds = time.monotonic() - begin
-                    if not process.waiting():
+                    if not asked.waiting():
                         break
                 if batch:
                     self._save(info, batch)
@@ -384,10 +386,9 @@ class Catalogs:
             log.exception("a catalog could not be filled", catalog=info.fingerprint)
             outcome, why = "failed", "the plans could not be stored; the console's log says more"
         finally:
-            process.end()
-            process.close()
+            messages.close()
             with self._lock:
-                self._processes_of.pop(info.fingerprint, None)
+                self._asked.pop(info.fingerprint, None)
                 if filling.running:  # not cancelled meanwhile
                     filling.state, filling.why = outcome, why
 

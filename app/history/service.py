@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
+import resource
 import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,13 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.protocol import WorkerState
+from openrecycle.app.children import Channel, ChildEnded, Children
 from openrecycle.app.errors import ConsoleError, storing, unknown_job
-from openrecycle.app.history.importing import REST, Imported, abandoned
+from openrecycle.app.history.archive import export
+from openrecycle.app.history.importing import REST, Imported, abandoned, import_history
+from openrecycle.app.history.reading import HistoryError
 from openrecycle.db.job_rows import DELETING, JobRows
-from openrecycle.db.session import Database
+from openrecycle.db.session import Database, DatabaseError
 
 if TYPE_CHECKING:
     from openrecycle.app.console import Console
@@ -30,6 +34,8 @@ log = structlog.get_logger()
 
 MOST_UPLOAD = 2**30
 """Bytes of a file that is sent to the API; the command line takes larger ones."""
+MOST_MEMORY = 8 * 2**30
+"""A file that asks for more than any history needs ends the process that reads it, and harms no other."""
 FOLLOW_SECONDS = 5.0
 _ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
 
@@ -41,7 +47,7 @@ class Histories:
         self._console, self._database = console, database
         self._rows = JobRows(database)
         self._busy = threading.Lock()
-        self._child: asyncio.subprocess.Process | None = None
+        self._children = Children(work, name="history")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
 
@@ -50,8 +56,7 @@ class Histories:
 
     def close(self) -> None:
         self._stop.set()
-        if self._child is not None and self._child.returncode is None:
-            self._child.kill()
+        self._children.close()
         if self._thread.is_alive():
             self._thread.join(5)
 
@@ -96,24 +101,16 @@ class Histories:
             raise ConsoleError(409, "busy", "another history is being exported or imported; try again when it is done")
         try:
             url = self._database.url.render_as_string(hide_password=False)
-            self._child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "openrecycle.app.history", *arguments),
-                env={**os.environ, "DATABASE_URL": url},
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
+            asked = self._children.begin(url, *arguments)
             try:
-                out, errors = await self._child.communicate()
+                answer = json.loads(await asyncio.to_thread(lambda: b"".join(asked.messages())))
             finally:
-                if self._child.returncode is None:  # whoever asked has gone
-                    self._child.kill()
+                asked.end()  # whoever asked may have gone
+        except ChildEnded as ended:
+            log.error("work on a history failed", reason=str(ended))
+            raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
         finally:
             self._busy.release()
-        try:
-            answer = json.loads(out)
-        except ValueError:
-            log.error("work on a history failed", status=self._child.returncode, errors=errors.decode()[-2000:])
-            raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
         if "error" in answer:
             taken = "is there already" in answer["error"]
             raise ConsoleError(409 if taken else 422, "job_exists" if taken else "invalid", answer["error"])
@@ -161,6 +158,24 @@ class Histories:
                 while self._rows.delete_some(job_id):
                     if self._stop.wait(REST):
                         return
+
+
+def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
+    """In a child: `export` JOB OUT, or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence under
+    `error`."""
+    database = Database(url)
+    try:
+        if action == "export":
+            said: dict[str, Any] = {"found": export(database, arguments[0], Path(arguments[1])) is not None}
+        else:
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+            new_id = arguments[2] if len(arguments) > 2 else None
+            said = asdict(import_history(database, Path(arguments[0]), actor=arguments[1], new_id=new_id))
+    except (HistoryError, DatabaseError) as error:
+        said = {"error": str(error)}
+    finally:
+        database.close()
+    channel.say(json.dumps(said).encode())
 
 
 def _temporary() -> Path:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Literal
 
 from openrecycle.agent.protocol import JobSpec
+from openrecycle.app.children import Channel, ChildEnded, Children
 from openrecycle.app.errors import ConsoleError
-from openrecycle.app.logs import configure_logging
 from openrecycle.app.plans.bundle import CatalogPart, catalog_part, make_bundle
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
@@ -29,7 +24,6 @@ MAX_OPS = 2_000_000
 # Above this a file takes so long that the console's own work would wait for it: a child makes it.
 OPS_HERE = 20_000
 CHILD_SECONDS = 120.0
-_CHILDREN = threading.BoundedSemaphore(2)
 
 Code = Literal["too_large", "not_in_this_format"]
 
@@ -104,12 +98,7 @@ def render(export: Export, offer: Offer, pipeline: int | None = None) -> bytes:
     pipeline = offer.pipeline if pipeline is None else pipeline
     if export.plan.op_count <= OPS_HERE:
         return _made(export.plan, export.name, export.spec, _part(export, offer.name), offer.name, pipeline)
-    if not _CHILDREN.acquire(timeout=CHILD_SECONDS):
-        raise ConsoleError(503, "unavailable", "other exports are being made; try again in a minute")
-    try:
-        return _in_child(export, offer.name, pipeline)
-    finally:
-        _CHILDREN.release()
+    return _in_child(export, offer.name, pipeline)
 
 
 def file_stem(plan: Plan, name: str, job_id: str | None = None, at: float | None = None) -> str:
@@ -182,39 +171,34 @@ def _made(
 
 
 def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_serve, args=(theirs, name, pipeline), name="export", daemon=True)
-    child.start()
-    theirs.close()
+    spec = export.spec.model_dump_json() if export.spec else ""
+    document, catalog = export.plan.to_json(), _part(export, name)
     try:
-        spec = export.spec.model_dump_json() if export.spec else ""
-        for text in (export.plan.to_json(), export.name, spec, *_part(export, name)):
-            ours.send_bytes(text.encode())
-        if not ours.poll(CHILD_SECONDS):
-            raise ConsoleError(413, "too_large", f"the file was not done after {CHILD_SECONDS:.0f} s; use the CLI")
-        good, content = ours.recv_bytes() == b"made", ours.recv_bytes()
-    except (EOFError, OSError):
+        said = _CHILDREN.ask(
+            document, export.name, spec, catalog, name, pipeline, patience=CHILD_SECONDS, wait=CHILD_SECONDS
+        )
+    except TimeoutError:
+        raise ConsoleError(503, "unavailable", "other exports are being made; try again in a minute") from None
+    except ChildEnded as ended:
+        if ended.late:
+            late = f"the file was not done after {CHILD_SECONDS:.0f} s; use the CLI"
+            raise ConsoleError(413, "too_large", late) from None
         raise ConsoleError(503, "unavailable", "the export was ended before it was done") from None
-    finally:
-        child.terminate()
-        child.join(5)
-        ours.close()
-    if not good:
-        raise ConsoleError(422, "not_in_this_format", content.decode())
-    return content
+    if said[:1] == _REFUSED:
+        raise ConsoleError(422, "not_in_this_format", said[1:].decode())
+    return said[1:]
 
 
-def _serve(pipe: Connection, name: str, pipeline: int | None) -> None:
-    """The child's life: plan, name, spec and catalog come in; the file or a sentence goes out."""
-    configure_logging()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
-    os.nice(5)
-    plan, called, spec, *part = (pipe.recv_bytes().decode() for _ in range(5))
+def make_file(
+    channel: Channel, document: str, called: str, spec: str, catalog: CatalogPart, name: str, pipeline: int | None
+) -> None:
+    """In a child: the file, or a sentence."""
     try:
         parsed = JobSpec.model_validate_json(spec) if spec else None
-        said, content = b"made", _made(Plan.from_json(plan), called, parsed, CatalogPart(*part), name, pipeline)
+        channel.say(_MADE + _made(Plan.from_json(document), called, parsed, catalog, name, pipeline))
     except ConsoleError as error:
-        said, content = b"refused", error.detail.encode()
-    pipe.send_bytes(said)
-    pipe.send_bytes(content)
+        channel.say(_REFUSED + error.detail.encode())
+
+
+_MADE, _REFUSED = b"+", b"-"
+_CHILDREN = Children(make_file, name="export", most=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import zlib
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.children import OneChild
+from openrecycle.app.children import Channel, ChildEnded, Children
 from openrecycle.app.garbage_collection import LARGE_OPS
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.planner.errors import PlannerError
@@ -33,7 +34,7 @@ class Packing:
         self._lock = threading.Lock()
         self._asked: set[str] = set()
         self._thread: threading.Thread | None = None
-        self._child = OneChild(packed, name="packing", patience=PATIENCE)
+        self._children = Children(put_into_columns, name="packing")
         self._closed = False
 
     def want(self, fingerprint: str, ops: int) -> None:
@@ -51,7 +52,7 @@ class Packing:
         """Ends what runs; plans that have no columns yet are read as documents."""
         with self._lock:
             self._closed = True
-        self._child.close()
+        self._children.close()
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(10)
@@ -60,17 +61,24 @@ class Packing:
         while (fingerprint := self._queue.get()) is not None and not self._closed:
             try:
                 document = self._columns.deflated_document(fingerprint)
-                data = self._child.ask(document) if document is not None else None
+                data = self._children.ask(document, patience=PATIENCE) if document is not None else None
                 if data:
                     self._columns.put(fingerprint, data)
                     self._on_packed(fingerprint)
-            except (EOFError, OSError, SQLAlchemyError) as error:
+            except (ChildEnded, SQLAlchemyError) as error:
                 if not self._closed:
                     log.warning("a plan has no columns; it is read as a document", reason=type(error).__name__)
 
 
+def put_into_columns(channel: Channel, document: bytes) -> None:
+    """In a child."""
+    gc.disable()  # a million lists would be looked through again and again, and all goes with the process
+    if data := packed(document):
+        channel.say(data)
+
+
 def packed(document: bytes) -> bytes:
-    """The columns of a deflated document; empty: they can't hold it. In a child."""
+    """The columns of a deflated document; empty: they can't hold it."""
     try:
         data = pack(Plan.from_json(zlib.decompress(document)))
         return data if decode_header(data).form == "columns" else b""

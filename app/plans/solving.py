@@ -7,19 +7,15 @@ keeps the best plan so far. What a child is asked and answers is in app.plans.so
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
 import structlog
 
+from openrecycle.app.children import Asked, Channel, ChildEnded, Children
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.garbage_collection import OP_BYTES, building
 from openrecycle.app.notify import Topic
@@ -36,9 +32,8 @@ MAX_KEPT = 32
 MAX_KEPT_OPS = 400_000
 # Points of one solve that are drawn and logged: a search may report hundreds a second.
 MAX_POINTS = 2_000
-# Seconds that a child may take to let go of what it does, and beyond its time limit, before it is ended.
+# Seconds that a child may take to let go of what it does before it is ended.
 STOP_GRACE = 30.0
-OVER_TIME = 120.0
 
 SolveState = Literal["waiting", "running", "stopping", "done", "failed"]
 OVER = ("done", "failed")
@@ -71,9 +66,7 @@ class Solve:
     asked: float = field(default_factory=time.time)
     begun: float | None = None
     seconds: float | None = None
-    process: multiprocessing.process.BaseProcess | None = None
-    pipe: Connection | None = None
-    stop_asked: float | None = None  # monotonic
+    child: Asked | None = None
     topic: Topic = field(default_factory=Topic)
     version: int = 0  # rises with all that changes, which `topic` is told
 
@@ -100,13 +93,12 @@ class Solves:
         self,
         *,
         running: int = MAX_RUNNING,
-        target: Callable[[Connection], None] = serve,
+        work: Callable[[Channel, bytes], None] = serve,
         on_made: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self._most = running
-        self._target = target
+        self._children = Children(work, name="solve")
         self._on_made = on_made
-        self._spare: _Child | None = None
         self._lock = threading.RLock()
         self._solves: dict[str, Solve] = {}
         self._closed = False
@@ -152,18 +144,15 @@ class Solves:
                 solve.stopped = True
                 self._over(solve, "stopped before it had begun")
             elif solve.state == "running":
-                solve.stopped, solve.state, solve.stop_asked = True, "stopping", time.monotonic()
+                solve.stopped, solve.state = True, "stopping"
                 solve.changed()
-                if solve.pipe is not None:
-                    with suppress(OSError):
-                        solve.pipe.send_bytes(b"stop")
+                if solve.child is not None:
+                    solve.child.stop()
         return solve
 
     def warm(self) -> None:
         """Has a process ready that has imported the planner, so that the next plan need not wait for that."""
-        with self._lock:
-            if not self._closed and (self._spare is None or not self._spare.process.is_alive()):
-                self._spare = _spawn(self._target)
+        self._children.prepare()
 
     def stop_waiting(self) -> None:
         """Sends home whoever follows a solve, so that the server can end."""
@@ -174,11 +163,7 @@ class Solves:
         self.stop_waiting()
         with self._lock:
             self._closed = True
-            if self._spare is not None:
-                _end(self._spare.process)
-            for solve in self._solves.values():
-                if solve.process is not None and not solve.over:
-                    _end(solve.process)
+        self._children.close()
 
     # -- details ----------------------------------------------------------------------------
 
@@ -191,52 +176,34 @@ class Solves:
                 self._begin(solve)
 
     def _begin(self, solve: Solve) -> None:
-        child, self._spare = self._spare, None
-        if child is None or not child.process.is_alive():
-            child = _spawn(self._target)
-        solve.process, solve.pipe = child.process, child.pipe
-        with suppress(OSError):  # it is gone: whoever collects its messages says so
-            child.pipe.send_bytes(solve.request.model_dump_json().encode())
+        document = solve.request.model_dump_json().encode()
+        # A search that lasts longer than it was asked to ends with its best plan so far.
+        solve.child = self._children.begin(document, patience=solve.request.patience, grace=STOP_GRACE)
         solve.state, solve.begun = "running", time.time()
         solve.changed()
-        threading.Thread(target=self._collect, args=(solve, solve.pipe), name="solve", daemon=True).start()
+        threading.Thread(target=self._collect, args=(solve, solve.child), name="solve", daemon=True).start()
 
-    def _collect(self, solve: Solve, pipe: Connection) -> None:
+    def _collect(self, solve: Solve, child: Asked) -> None:
         """Takes the child's messages until it is done, is gone, or takes too long."""
-        process = solve.process
-        assert process is not None
-        at_most = time.monotonic() + solve.request.patience
-        deadline = at_most + OVER_TIME
         try:
-            while not solve.over:
-                if pipe.poll(0.2):
-                    data = pipe.recv_bytes()
-                    if data[:1] == PLAN:
-                        self._take_plan(solve, data[1:])
-                    else:
-                        self._take(solve, json.loads(data))
-                    continue
-                if solve.stop_asked is None and time.monotonic() > at_most:
-                    # A search that lasts longer than it was asked to ends with its best plan so far.
-                    solve.stop_asked = time.monotonic()
-                    pipe.send_bytes(b"stop")
-                limit = deadline if solve.stop_asked is None else min(deadline, solve.stop_asked + STOP_GRACE)
-                if time.monotonic() > limit:
-                    _end(process)
-                    late = "did not stop" if solve.stop_asked is not None else "took far longer than it was given"
-                    self._over(solve, f"the planning process {late}, and was ended; it left no plan")
-        except (EOFError, OSError):
-            process.join(5)
-            how = f" (exit status {process.exitcode})" if process.exitcode is not None else ""
-            why = "; perhaps the machine's memory was not enough" if process.exitcode == -signal.SIGKILL else ""
-            self._over(solve, f"the planning process ended before it was done{how}{why}")
+            for data in child.messages():
+                if data[:1] == PLAN:
+                    self._take_plan(solve, data[1:])
+                else:
+                    self._take(solve, json.loads(data))
+                if solve.over:
+                    return
+            raise ChildEnded
+        except ChildEnded as ended:
+            if ended.late:
+                why = "did not stop, and was ended; it left no plan"
+            else:
+                why = "ended before it was done" + (f" ({ended})" if ended.exitcode is not None else "")
+                why += "; perhaps the machine's memory was not enough" if ended.killed else ""
+            self._over(solve, f"the planning process {why}")
         except Exception as error:
             log.exception("what a planning process said can't be read")
-            _end(process)
             self._over(solve, f"what the planning process said can't be read ({type(error).__name__})")
-        finally:
-            pipe.close()
-            process.join(5)
 
     def _take(self, solve: Solve, message: dict[str, object]) -> None:
         match message:
@@ -277,20 +244,6 @@ class Solves:
             del self._solves[oldest.id]
 
 
-class _Child(NamedTuple):
-    process: multiprocessing.process.BaseProcess
-    pipe: Connection
-
-
-def _spawn(target: Callable[[Connection], None]) -> _Child:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs,), name="solve", daemon=True)
-    process.start()
-    theirs.close()
-    return _Child(process, ours)
-
-
 def _add(points: list[Point], point: Point) -> None:
     """Keeps what changed, and of a long search the newest as the last point."""
     if points and points[-1][1:] == point[1:]:
@@ -299,12 +252,3 @@ def _add(points: list[Point], point: Point) -> None:
         points[-1] = point
     else:
         points.append(point)
-
-
-def _end(process: multiprocessing.process.BaseProcess) -> None:
-    """With the processes that it may have started: it leads a group of its own."""
-    if process.pid is not None and process.is_alive():
-        with suppress(OSError):
-            if os.getpgid(process.pid) == process.pid:
-                os.killpg(process.pid, signal.SIGKILL)
-        process.kill()

@@ -1,21 +1,17 @@
-"""What a planning process of app.plans.solving is asked, and its life: one request, its progress, its answer."""
+"""What a planning process of app.plans.solving is asked, and what it says: its progress and its answer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
-import threading
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from openrecycle.app.logs import configure_logging
+from openrecycle.app.children import Channel
 from openrecycle.planner.distribution import CopyCost
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
@@ -32,10 +28,8 @@ MAX_SOLVED_OPS = 400_000
 MAX_SECONDS = 3_600.0
 # At most so many points a second leave the child, beside each better plan.
 POINTS_PER_SECOND = 10
-# Before a plan's JSON, which is not wrapped into another document; all other messages are JSON objects.
+# Before a packed plan, which is not wrapped into another document; all other messages are JSON objects.
 PLAN = b"+"
-# Solvers report from threads of their own.
-_SENDING = threading.Lock()
 
 
 class _Settings(BaseModel):
@@ -144,37 +138,32 @@ class Migrations(BaseModel):
     reason: str
 
 
-def serve(pipe: Connection) -> None:
-    """The child's life. The console may have it ready long before it has something to do."""
-    configure_logging()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
-    os.setpgid(0, 0)  # what a solver starts ends with this process
-    os.nice(5)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+def serve(channel: Channel, document: bytes) -> None:
+    """In the child: points of progress, then what it made, or a sentence."""
+
+    def report(point: Any) -> None:
+        channel.say(json.dumps({"point": point}).encode())
+
     try:
-        document = pipe.recv_bytes()
-    except (EOFError, OSError):
-        return
-    stop = threading.Event()
-    threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
-    try:
-        _send(pipe, answer(_REQUEST.validate_json(document), lambda point: _send(pipe, {"point": point}), stop))
+        channel.say(answer(_REQUEST.validate_json(document), report, channel.wanted))
     except PlannerError as error:
-        _send(pipe, {"error": str(error)})
+        _say_why(channel, str(error))
     except MemoryError:
-        _send(pipe, {"error": "this machine has too little memory for a plan of this size"})
+        _say_why(channel, "this machine has too little memory for a plan of this size")
     except Exception as error:
         log.exception("the planner failed")
-        _send(pipe, {"error": f"the planner failed ({type(error).__name__}); the console's log says more"})
+        _say_why(channel, f"the planner failed ({type(error).__name__}); the console's log says more")
 
 
-def answer(request: Request, report: Any, stop: threading.Event) -> dict[str, Any] | bytes:
-    """{"migrations": document}, or PLAN and the plan's JSON. report: called with
+def _say_why(channel: Channel, sentence: str) -> None:
+    channel.say(json.dumps({"error": sentence}).encode())
+
+
+def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
+    """{"migrations": document} as JSON, or PLAN and the packed plan. report: called with
     (seconds, incumbent, bound, solver), times in the job's unit. Raises PlannerError."""
     if isinstance(request, MigrationsAsked):
-        return {"migrations": _migrations(request).model_dump()}
+        return json.dumps({"migrations": _migrations(request).model_dump()}).encode()
     problem = request.problem()
     job, begin = problem.job, time.monotonic()
     last: tuple[float, int | None] = (-1.0, None)
@@ -193,7 +182,7 @@ def answer(request: Request, report: Any, stop: threading.Event) -> dict[str, An
         solver=request.solver,
         time_limit=request.time_limit,
         on_progress=on_progress,
-        cancelled=stop.is_set,
+        cancelled=lambda: not wanted(),
         form=packed_plan_of,
     )
     metrics = plan.metrics
@@ -225,27 +214,3 @@ def _migrations(request: MigrationsAsked) -> Migrations:
         gained=found.iterations_gained,
         reason=found.reason,
     )
-
-
-def _listen(pipe: Connection, stop: threading.Event) -> None:
-    """After its request, the only thing the console says is `stop`."""
-    try:
-        pipe.recv_bytes()
-    except (EOFError, OSError):
-        return
-    stop.set()
-
-
-def _send(pipe: Connection, message: dict[str, Any] | bytes) -> None:
-    data = message if isinstance(message, bytes) else json.dumps(message).encode()
-    try:
-        with _SENDING:
-            pipe.send_bytes(data)
-    except (BrokenPipeError, OSError):
-        os._exit(0)  # the console has let go of this request
-
-
-def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
-    """Also when the console was killed in the middle of a long solve."""
-    parent.join()
-    os.killpg(0, signal.SIGKILL)

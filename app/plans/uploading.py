@@ -7,6 +7,7 @@ memory takes it from a process that ends.
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Annotated, NamedTuple
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.children import OneChild
+from openrecycle.app.children import Channel, ChildEnded, Children
 from openrecycle.app.documents import bounded
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.summary import summary_of
@@ -86,7 +87,7 @@ class Uploads:
     """One per console. Thread-safe; blocks its caller, one upload after the other."""
 
     def __init__(self) -> None:
-        self._child = OneChild(answer, name="upload", patience=PATIENCE, most_bytes=MOST_BYTES)
+        self._children = Children(read_upload, name="upload", most=1, memory=MOST_BYTES)
         self._lock = threading.Lock()
         self._waiting = 0
 
@@ -100,8 +101,8 @@ class Uploads:
                 raise ConsoleError(429, "too_many", f"{MOST_WAITING} plans wait to be read already; try again later")
             self._waiting += 1
         try:
-            answered = self._child.ask(body)
-        except (EOFError, OSError):
+            answered = self._children.ask(body, patience=PATIENCE)
+        except ChildEnded:
             detail = "the process that read the plan ended before it was done; perhaps memory was not enough"
             raise ConsoleError(503, "unavailable", detail) from None
         finally:
@@ -140,7 +141,13 @@ class Uploads:
 
     def close(self) -> None:
         """Ends what is being read."""
-        self._child.close()
+        self._children.close()
+
+
+def read_upload(channel: Channel, body: bytes) -> None:
+    """In a child."""
+    gc.disable()  # a million lists would be looked through again and again, and all goes with the process
+    channel.say(answer(body))
 
 
 def answer(body: bytes) -> bytes:

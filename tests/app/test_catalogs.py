@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import time
 import zipfile
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from openrecycle.app.catalogs.export import documents, json_refusal, stored_zip
 from openrecycle.app.catalogs.fill import CatalogRequest, parse_request
 from openrecycle.app.catalogs.report import CatalogReport, stale, summary
 from openrecycle.app.catalogs.service import Catalogs, Filling
+from openrecycle.app.children import Channel, Children
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.ui import catalog_words, text
 from openrecycle.app.ui.charts.catalog import catalog_curves
@@ -109,7 +112,7 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
     with pytest.raises(ConsoleError, match="cancel that first"):
         catalogs.delete(filling.fingerprint)
     catalogs.cancel(filling.fingerprint)
-    until(lambda: not catalogs._processes_of, "its process is gone")
+    until(lambda: not catalogs._asked, "its process is gone")
     assert filling.state == "cancelled"
     kept = store.catalog_blobs(filling.fingerprint).all()
     assert 2 <= len(kept) < filling.total
@@ -117,7 +120,7 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
     until(lambda: resumed.total > 0, "it has looked at what is there")
     assert resumed.done >= len(kept)
     catalogs.cancel(filling.fingerprint)
-    until(lambda: not catalogs._processes_of, "its process is gone")
+    until(lambda: not catalogs._asked, "its process is gone")
     after = store.catalog_blobs(filling.fingerprint).all()
     assert kept.items() <= after.items()
 
@@ -125,7 +128,7 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
 def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs, store: Store) -> None:
     filling = catalogs.fill(parse_request(**LONG))
     until(lambda: bool(store.catalog_blobs(filling.fingerprint).names()), "a plan is made")
-    catalogs._processes_of[filling.fingerprint].process.kill()
+    catalogs._asked[filling.fingerprint].process.kill()
     assert "ended too soon" in ended(filling).why
     assert filling.state == "failed"
     assert store.catalog_blobs(filling.fingerprint).names()
@@ -254,23 +257,11 @@ def test_exports_hold_every_plan(catalogs: Catalogs, store: Store, tmp_path: Pat
     assert "2,000,000" in json_refusal(info, 10**6)
 
 
-class _Ends:
-    """What a process sent before it was gone."""
-
-    def __init__(self, *messages: dict[str, object] | tuple[str, bytes]) -> None:
-        self.messages = list(messages)
-
-    def receive(self) -> dict[str, object] | tuple[str, bytes]:
-        if not self.messages:
-            raise EOFError
-        return self.messages.pop(0)
-
-    def waiting(self) -> bool:
-        return True  # as a pipe says whose other end is closed
-
-    def end(self) -> None: ...
-
-    def close(self) -> None: ...
+def says_and_dies(channel: Channel, *messages: bytes) -> None:
+    """The child."""
+    for message in messages:
+        channel.say(message)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, store: Store) -> None:
@@ -278,7 +269,8 @@ def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, stor
     info = CatalogInfo.of(request.question)
     name, blob = plan_name(frozenset()), encode_plan(make(request), Effort(solver="list"))
     filling = Filling(request, info.fingerprint)
-    catalogs._collect(info, filling, _Ends({"done": 0, "total": 3}, (name, blob)))  # type: ignore[arg-type]
+    asked = Children(says_and_dies, name="dies").begin(b'{"done": 0, "total": 3}', name.encode() + b"\0" + blob)
+    catalogs._collect(info, filling, asked)
     assert (filling.state, filling.total) == ("failed", 3)
     assert store.catalog_blobs(info.fingerprint).names() == [name]
 

@@ -1,25 +1,28 @@
-"""What a child process of the console begins with, while Streamlit runs a page in its parent."""
+"""Child processes of the console: what they begin with, what becomes of their answers, and how they end."""
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import signal
 import sys
-from multiprocessing.connection import Connection
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from openrecycle.app.children import OneChild, begin_without_pages
+from openrecycle.app.children import Asked, Channel, ChildEnded, Children, begin_without_pages
 
 PAGES = Path(__file__).resolve().parents[2] / "app" / "ui"
+PATIENCE = 120.0
 
 
-def tell(pipe: Connection) -> None:
+def tell(channel: Channel) -> None:
     """The child: which packages it finds, and what it has run."""
     import openrecycle.planner.errors
 
-    pipe.send((openrecycle.planner.errors.__file__, str(PAGES) in sys.path, "streamlit" in sys.modules))
+    channel.say(f"{openrecycle.planner.errors.__file__} {str(PAGES) in sys.path} {'streamlit' in sys.modules}".encode())
 
 
 def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,29 +31,143 @@ def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypa
     monkeypatch.setitem(sys.modules, "__main__", page)
     monkeypatch.syspath_prepend(str(PAGES))
     begin_without_pages()
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=tell, args=(theirs,))
-    child.start()
-    theirs.close()
-    try:
-        assert ours.poll(60)
-        found, in_path, streamlit = ours.recv()
-    finally:
-        child.join(30)
+    found, in_path, streamlit = Children(tell, name="tell").ask(patience=PATIENCE).decode().split()
     assert Path(found).resolve() == PAGES.parents[1] / "planner" / "errors.py"
-    assert not in_path and not streamlit
+    assert (in_path, streamlit) == ("False", "False")
 
 
-def hungry(question: bytes) -> bytes:
+def hungry(channel: Channel, size: int) -> None:
     """The child: takes as much memory as it is asked to."""
     try:
-        return b"%d" % len(bytearray(int(question)))
+        channel.say(b"%d" % len(bytearray(size)))
     except MemoryError:
-        return b"no more"
+        channel.say(b"no more")
 
 
 def test_a_child_takes_no_more_memory_than_it_may() -> None:
-    child = OneChild(hungry, name="hungry", patience=120, most_bytes=256 << 20)
-    assert child.ask(b"%d" % (64 << 20)) == b"%d" % (64 << 20)
-    assert child.ask(b"%d" % (512 << 20)) == b"no more"
+    children = Children(hungry, name="hungry", memory=256 << 20)
+    assert children.ask(64 << 20, patience=PATIENCE) == b"%d" % (64 << 20)
+    assert children.ask(512 << 20, patience=PATIENCE) == b"no more"
+
+
+def count(channel: Channel, to: int) -> None:
+    """The child: counts, and says its process. Below 0 it dies, at 0 it fails."""
+    if to < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if to == 0:
+        raise RuntimeError("it fails")
+    for i in range(to):
+        if not channel.wanted():
+            return
+        channel.say(b"%d %d" % (i, os.getpid()))
+
+
+def ended(asked: Asked) -> bool:
+    asked.process.join(PATIENCE)
+    return not asked.process.is_alive()
+
+
+def processes(messages: list[bytes]) -> set[bytes]:
+    return {message.split()[1] for message in messages}
+
+
+def test_a_process_that_is_kept_answers_one_question_after_the_other_and_another_one_beside_it() -> None:
+    children = Children(count, name="counting", keep=PATIENCE)
+    children.prepare()
+    first = list(children.begin(3).messages())
+    second, third = children.begin(2000), children.begin(2)
+    heard = [first, list(second.messages()), list(third.messages())]
+    assert [len(messages) for messages in heard] == [3, 2000, 2]
+    assert processes(heard[0]) == processes(heard[1]) != processes(heard[2])
+    assert ended(third), "one is kept, and not two"
+    assert second.process.is_alive()
+    children.close()
+    assert ended(second)
+
+
+def test_one_that_is_not_kept_ends_with_its_answer_and_takes_what_was_prepared() -> None:
+    children = Children(count, name="counting")
+    children.prepare()
+    children.prepare()
+    ready = children._children
+    assert len(ready) == 1
+    asked = children.begin(1)
+    assert asked.process is ready[0].process
+    assert len(list(asked.messages())) == 1 and ended(asked)
+
+
+def test_what_is_not_wanted_any_more_ends_soon_and_its_process_goes_on() -> None:
+    children = Children(count, name="counting", keep=PATIENCE)
+    endless = children.begin(10**9, grace=PATIENCE)
+    heard: list[bytes] = []
+    reader = threading.Thread(target=lambda: heard.extend(endless.messages()))
+    reader.start()
+    endless.stop()
+    endless.stop()
+    after = children.begin(4)
+    assert len(list(after.messages())) == 4
+    reader.join(PATIENCE)
+    assert after.process is endless.process and len(heard) < 10**9
+    children.close()
+
+
+@pytest.mark.parametrize(("question", "killed"), [(-1, True), (0, False)])
+def test_one_that_dies_or_fails_says_so_and_the_next_question_has_another(question: int, killed: bool) -> None:
+    children = Children(count, name="counting", keep=PATIENCE)
+    asked = children.begin(question)
+    with pytest.raises(ChildEnded) as error:
+        list(asked.messages())
+    assert (error.value.late, error.value.killed) == (False, killed)
+    assert ended(asked)
+    assert len(list(children.begin(1).messages())) == 1
+    children.close()
+    with pytest.raises(ChildEnded):
+        children.begin(1)
+
+
+def deaf(channel: Channel) -> None:
+    """The child: listens to nobody, and has started a process of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if (child := os.fork()) == 0:
+        signal.pause()
+    channel.say(b"%d" % child)
+    while True:
+        time.sleep(60)
+
+
+def test_one_that_takes_too_long_is_ended_with_what_it_started() -> None:
+    asked = Children(deaf, name="deaf").begin(grace=0.1)
+    messages = asked.messages()
+    grandchild = int(next(messages))
+    asked.stop()
+    with pytest.raises(ChildEnded) as error:
+        next(messages)
+    assert error.value.late and ended(asked)
+    deadline = time.monotonic() + PATIENCE
+    while Path(f"/proc/{grandchild}").exists() and "State:\tZ" not in Path(f"/proc/{grandchild}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_question_has_its_time() -> None:
+    with pytest.raises(ChildEnded) as error:
+        Children(deaf, name="deaf").ask(patience=0.1)
+    assert error.value.late
+
+
+def test_no_more_than_so_many_at_a_time() -> None:
+    children = Children(deaf, name="deaf", most=1)
+
+    def take() -> None:
+        with pytest.raises(ChildEnded):
+            children.ask()
+
+    taken = threading.Thread(target=take)
+    taken.start()
+    while not children._children:
+        time.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        children.ask(wait=0.0)
+    children.close()
+    taken.join(PATIENCE)
+    assert not taken.is_alive()

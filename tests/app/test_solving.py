@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import json
+import multiprocessing
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from ui_console import until
 
+from openrecycle.app.children import Channel
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans import solving
 from openrecycle.app.plans.solving import Solve, Solves
@@ -46,23 +46,23 @@ def ended(solve: Solve) -> Solve:
     return solve
 
 
-def sleeper(pipe: Connection) -> None:
+def sleeper(channel: Channel, document: bytes) -> None:
     """A planning process that listens to nobody."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         time.sleep(60)
 
 
-def overtime(pipe: Connection) -> None:
+def overtime(channel: Channel, document: bytes) -> None:
     """A search that heeds no time limit, and ends when it is told to."""
-    pipe.recv_bytes()
-    pipe.recv_bytes()
-    pipe.send_bytes(b'{"error": "told to end"}')
+    while channel.wanted():
+        time.sleep(0.01)
+    channel.say(b'{"error": "told to end"}')
 
 
 def test_a_search_ends_when_its_time_is_over(make: Callable[..., Solves]) -> None:
     asked = PlanAsked(job=SMALL, time_limit=0.5)
-    solve = ended(make(target=overtime).start(asked))
+    solve = ended(make(work=overtime).start(asked))
     assert solve.error == "told to end" and not solve.stopped
     assert solve.seconds is not None and solve.seconds < 20, "long before it would be killed"
 
@@ -98,17 +98,15 @@ def test_equal_requests_share_one_result(make: Callable[..., Solves]) -> None:
 def test_a_process_that_stands_ready_takes_the_next_request(make: Callable[..., Solves]) -> None:
     solves = make()
     solves.warm()
-    ready = solves._spare
-    assert ready is not None
-    solves.warm()
-    assert solves._spare is ready, "one is enough"
+    (ready,) = multiprocessing.active_children()
     solve = ended(solves.start(PlanAsked(job=SMALL)))
-    assert solve.process is ready.process and solve.plan is not None
+    assert solve.child is not None and solve.child.process is ready and solve.plan is not None
     # One that has died meanwhile is replaced.
+    until(lambda: not multiprocessing.active_children(), "the first is gone")
     solves.warm()
-    assert solves._spare is not None
-    solves._spare.process.kill()
-    solves._spare.process.join(30)
+    (spare,) = multiprocessing.active_children()
+    spare.kill()
+    spare.join(30)
     assert ended(solves.start(PlanAsked(job=SMALL, failed=("W0_0",)))).plan is not None
 
 
@@ -149,15 +147,15 @@ def test_a_process_that_dies_or_does_not_stop_is_told_of(
     make: Callable[..., Solves], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(solving, "STOP_GRACE", 0.1)
-    solves = make(target=sleeper)
+    solves = make(work=sleeper)
     dies, hangs = solves.start(PlanAsked(job=SMALL)), solves.start(PlanAsked(job=SMALL, failed=("W0_0",)))
-    assert dies.process is not None and dies.process.pid is not None and hangs.process is not None
-    os.kill(dies.process.pid, signal.SIGKILL)
+    assert dies.child is not None and hangs.child is not None
+    dies.child.process.kill()
     assert "ended before it was done (exit status -9)" in ended(dies).error
     solves.stop(hangs.id)
     assert "did not stop, and was ended" in ended(hangs).error
     # Its own thread waits for it as well, and of two who do one is told nothing: so by its number.
-    pid = hangs.process.pid
+    pid = hangs.child.process.pid
     until(lambda: not Path(f"/proc/{pid}").exists(), "it is gone")
 
 
@@ -170,7 +168,7 @@ def test_migrations_that_help_are_found(make: Callable[..., Solves]) -> None:
     assert found.failed == ["W1_2", "W1_3"]
     # A stage without a living peer has no plan; a migration gives it one, from the last checkpoint.
     all_dead = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2", "W2_2"), memory="none")
-    made = answer(all_dead, print, threading.Event())["migrations"]
+    made = json.loads(answer(all_dead, print, lambda: True))["migrations"]
     assert made["period_now"] is None and made["migrations"][0]["source"] is None
 
 
@@ -179,9 +177,10 @@ def test_copies_cost_what_the_profile_or_the_request_says() -> None:
         update={"profiles": tuple(p.model_copy(update={"weight_bytes": 4 * 10**9}) for p in SMALL.profiles)}
     )
     asked = MigrationsAsked(job=heavy, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, heals_in=1)
-    assert "leave the 2 failures where they are" in answer(asked, print, threading.Event())["migrations"]["reason"]
+    found = json.loads(answer(asked, print, lambda: True))["migrations"]
+    assert "leave the 2 failures where they are" in found["reason"]
     asked = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, state_bytes=5 * 10**9)
-    assert answer(asked, print, threading.Event())["migrations"]["pause"] == 5.0
+    assert json.loads(answer(asked, print, lambda: True))["migrations"]["pause"] == 5.0
 
 
 @pytest.mark.parametrize(

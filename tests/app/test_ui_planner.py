@@ -252,8 +252,8 @@ def test_a_planning_process_that_dies_is_an_error_on_the_page(console: Console) 
     # Whatever the process may say or not: it is gone.
     click(test, "planner-plan")
     for solve in console.solves.all():
-        assert solve.process is not None
-        solve.process.kill()
+        assert solve.child is not None
+        solve.child.process.kill()
     settled(test, console)
     plan_made = [s for s in console.solves.all() if s.request.kind == "plan" and s.plan is not None]
     assert plan_made or "ended before it was done" in words(test)
