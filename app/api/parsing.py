@@ -1,4 +1,5 @@
-"""Reads request bodies of some size beside the event loop: heartbeats wait there.
+"""What a route takes: the query parameters that it knows, and bodies, which are read beside the event loop when they
+are of some size: heartbeats wait there.
 
 One thread does it, in pieces of some milliseconds, and what a wrong body can cost has a bound (app.documents).
 """
@@ -6,18 +7,20 @@ One thread does it, in pieces of some milliseconds, and what a wrong body can co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from fastapi import Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
 from openrecycle.app.documents import bounded, refuse_repeats
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.sentences import sentence
+from openrecycle.planner.words import printable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,6 +50,25 @@ class ReadBeside(APIRoute):
             return await usual(_Read(request, body, await beside(read, field, body)))
 
         return handler
+
+
+async def known_query(request: Request) -> None:
+    """A dependency of every route: query parameters that it does not know, or gets twice, are refused as fields of a
+    body are. A misspelt one would be left out in silence. Raises ConsoleError (422)."""
+    known = list(_query_names(request.scope["route"].dependant))
+    seen: set[str] = set()
+    for name, value in request.query_params.multi_items():
+        if name not in known or name in seen:
+            shown = printable(f"{name[:100]}={value[:100]}")
+            expected = "it once" if name in seen else f"one of {', '.join(known)}" if known else "no query parameter"
+            raise ConsoleError(422, "invalid", f"query: got {shown!r}, expected {expected}")
+        seen.add(name)
+
+
+def _query_names(dependant: Dependant) -> Iterator[str]:
+    yield from (parameter.alias for parameter in dependant.query_params)
+    for other in dependant.dependencies:
+        yield from _query_names(other)
 
 
 async def beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -31,7 +31,7 @@ from openrecycle.app.api import (
 from openrecycle.app.api.idempotency import Idempotency
 from openrecycle.app.api.intake import Intake
 from openrecycle.app.api.lean import AgentEndpoints, Lean
-from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.parsing import ReadBeside, known_query
 from openrecycle.app.api.reference import POLICY, page
 from openrecycle.app.api.runner import in_thread
 from openrecycle.app.console import Console
@@ -51,6 +51,7 @@ def create_api(console: Console, endpoints: AgentEndpoints | None = None, intake
         # Their pages fetch scripts from elsewhere; the document itself is at /api/v1/openapi.json.
         docs_url=None,
         redoc_url=None,
+        dependencies=[Depends(known_query)],
         responses={
             "4XX": {"model": Problem, "description": "It can't be done as asked; `detail` says why."},
             "5XX": {"model": Problem, "description": "The console or its database failed; 503: try again."},

@@ -182,6 +182,25 @@ def test_a_job_is_created_once_per_key(server: ConsoleServer) -> None:
     assert server.post("/jobs", SPEC).json()["job_id"] != first.json()["job_id"]
 
 
+def test_no_operation_takes_a_query_parameter_that_it_does_not_know_or_one_twice(server: ConsoleServer) -> None:
+    document = server.get("/openapi.json").json()
+    asked = {**SPEC, "pipelines": 2}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            body = {"json": asked} if "requestBody" in operation and "json" in str(operation["requestBody"]) else {}
+            address = f"{server.base}{path.format_map(_Anything())}"
+            answer = server.session.request(method, f"{address}?misspelt=1", **body)
+            refused = answer.status_code == 422 and answer.json()["detail"].startswith("query: got 'misspelt=1'")
+            assert refused or (answer.json()["code"] == "invalid" and body), (method, path, answer.text)
+    assert_problem(server.get("/jobs?limit=1&limit=2"), 422, "invalid", "query: got 'limit=2', expected it once")
+    assert_problem(server.get("/jobs?limits=1"), 422, "invalid", "limit")
+
+
+class _Anything(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return "1"
+
+
 def test_the_api_describes_itself(server: ConsoleServer) -> None:
     document = server.get("/openapi.json").json()
     assert document["openapi"].startswith("3.")
