@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.coordination import Deploy, Event, Halt
@@ -54,8 +55,20 @@ TRY_AGAIN_SECONDS = 1.0
 """Between two tries, at most. A console that is back knows of a death by this report before it gives up waiting for
 it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
 
-Report = tuple[str, Message]
-"""Path below the job's, and body."""
+
+class Report(NamedTuple):
+    """path: below the job's. at: when what it says happened, monotonic seconds."""
+
+    path: str
+    message: Message
+    at: float
+
+    @property
+    def body(self) -> Message:
+        """As it is sent now."""
+        if isinstance(self.message, IterationReport):
+            return self.message.model_copy(update={"age": max(0.0, time.monotonic() - self.at)})
+        return self.message
 
 
 def create_job(client: ConsoleClient, spec: JobSpec, *, patience: float = 30.0) -> JobCreated:
@@ -98,16 +111,18 @@ def next_deployment(
 
 def merge_iterations(older: Report, newer: Report) -> Report | None:
     """Two reports of iterations as one, where it would not be too long."""
-    first, second = older[1], newer[1]
+    first, second = older.message, newer.message
     if not isinstance(first, IterationReport) or not isinstance(second, IterationReport):
         return None
     both = first.iterations + second.iterations
-    return (older[0], IterationReport.model_construct(iterations=both)) if len(both) <= REPORTED_ITERATIONS else None
+    if len(both) > REPORTED_ITERATIONS:
+        return None
+    return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
 
 
 def is_history(report: Report) -> bool:
     """May it be forgotten? Ends of processes, and of the job, may not."""
-    return isinstance(report[1], IterationReport)
+    return isinstance(report.message, IterationReport)
 
 
 class ConsoleCoordination:
@@ -214,7 +229,7 @@ class ConsoleCoordination:
     # -- threads ------------------------------------------------------------------------------
 
     def _report(self, path: str, message: Message) -> None:
-        self._reports.put((path, message))
+        self._reports.put(Report(path, message, time.monotonic()))
         self._report_there.set()
 
     def _put(self, event: Event) -> None:
@@ -232,9 +247,8 @@ class ConsoleCoordination:
                 self._report_there.wait()
                 self._report_there.clear()
                 continue
-            path, message = report
             try:
-                client.post(f"{self._path}{path}", message)
+                client.post(f"{self._path}{report.path}", report.body)
             except ConsoleUnavailable:
                 if self._closing.is_set():
                     time.sleep(LAST_TRIES_SECONDS)

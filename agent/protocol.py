@@ -360,9 +360,11 @@ class Iteration(Message):
 
 
 class IterationReport(Message):
-    """POST /jobs/{job_id}/iterations. From the launcher, in batches; repeated ones are ignored."""
+    """POST /jobs/{job_id}/iterations. From the launcher, in batches; repeated ones are ignored. age: seconds since the
+    newest was committed: a console may have been away."""
 
     iterations: Annotated[tuple[Iteration, ...], Field(max_length=1000, fail_fast=True)]
+    age: Seconds = 0.0
 
 
 class Recovery(Message):

@@ -110,7 +110,7 @@ class Reporter:
         self._heartbeat: HeartbeatThread | None = None
         self._deployment: Deployment | None = None
         self._resumed = 0
-        self._unsent: deque[tuple[int, float, float, int]] = deque(maxlen=MAX_ITERATIONS)
+        self._unsent: deque[tuple[int, float, float, int, float]] = deque(maxlen=MAX_ITERATIONS)
         self._lock = threading.Lock()
         self._there_is_news, self._closing = threading.Event(), threading.Event()
         self._last_at = time.monotonic()
@@ -152,7 +152,7 @@ class Reporter:
             self._say_once(f"iteration {number} has loss {loss}; iterations without a finite loss are not reported")
             return
         with self._lock:
-            self._unsent.append((number, float(loss), seconds, self._status.generation))
+            self._unsent.append((number, float(loss), seconds, self._status.generation, time.monotonic()))
         self._there_is_news.set()
 
     def close(self, *, done: bool = True) -> None:
@@ -254,7 +254,8 @@ class Reporter:
         if not batch or not self._speaks_for_all():
             return True
         try:
-            client.post(f"{self._job_path}/iterations", IterationReport(iterations=self._messages(batch)))
+            age = time.monotonic() - batch[-1][4]
+            client.post(f"{self._job_path}/iterations", IterationReport(iterations=self._messages(batch), age=age))
         except ConsoleUnavailable:
             return False
         except ConsoleRefused as refusal:
@@ -264,13 +265,13 @@ class Reporter:
                 self._unsent.popleft()
         return True
 
-    def _messages(self, batch: list[tuple[int, float, float, int]]) -> tuple[Iteration, ...]:
+    def _messages(self, batch: list[tuple[int, float, float, int, float]]) -> tuple[Iteration, ...]:
         living = len(self._deployment.living) if self._deployment else 0
         return tuple(
             Iteration(
                 iteration=number, loss=loss, loss_hex=loss.hex(), seconds=seconds, generation=generation, living=living
             )
-            for number, loss, seconds, generation in batch
+            for number, loss, seconds, generation, _ in batch
         )
 
     def _finish(self) -> None:

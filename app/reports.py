@@ -120,7 +120,8 @@ class Reports(ABC):
         interim = Interim(message.plan_fingerprint if known else "", failed)
         return job.apply(happening.Meanwhile(message.generation, interim), plan=plan)
 
-    def committed(self, job_id: str, iterations: Sequence[Iteration]) -> None:
+    def committed(self, job_id: str, iterations: Sequence[Iteration], age: float = 0.0) -> None:
+        """age: seconds since the newest was committed."""
         job = self.job(job_id)
         for report in iterations:
             if report.iteration >= job.spec.iterations:
@@ -130,11 +131,12 @@ class Reports(ABC):
                     f"iterations.iteration: got {report.iteration}, expected below {job.spec.iterations}, "
                     "the number that the job runs",
                 )
-        now = time.time()
+        rows, at = list[dict[str, object]](), time.time() - age
+        for report in reversed(iterations):
+            rows.append({**report.model_dump(), "skipped": report.skipped, "committed_at": max(0.0, at)})
+            at -= report.seconds  # of a batch that has waited each is as old as those after it took
         with storing():
-            self._store.add_iterations(
-                job_id, [{**i.model_dump(), "skipped": i.skipped, "committed_at": now} for i in iterations]
-            )
+            self._store.add_iterations(job_id, rows[::-1])
             count = self._store.committed_iterations(job_id)
         job.stored()
         left_out = [i for i in iterations if i.skipped and i.iteration >= job.state.committed]

@@ -101,7 +101,7 @@ def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRo
 
     @api.post("/{job_id}/iterations", status_code=204)
     async def iterations(job_id: str, message: IterationReport) -> None:
-        await in_thread(console.committed, job_id, message.iterations)
+        await in_thread(console.committed, job_id, message.iterations, message.age)
 
     @api.post("/{job_id}/recoveries", status_code=204)
     async def recovery(job_id: str, message: Recovery) -> None:

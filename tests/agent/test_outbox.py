@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +47,7 @@ def iterations(first: int, count: int = 1) -> Report:
         Iteration(iteration=first + n, loss=1.0, loss_hex=(1.0).hex(), seconds=0.1, generation=1, living=4)
         for n in range(count)
     )
-    return "/iterations", IterationReport(iterations=made)
+    return Report("/iterations", IterationReport(iterations=made), first - 1e6)
 
 
 def test_iterations_share_reports_that_a_console_takes() -> None:
@@ -52,15 +55,18 @@ def test_iterations_share_reports_that_a_console_takes() -> None:
     failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
     for n in range(REPORTED_ITERATIONS + 5):
         outbox.put(iterations(n))
-    outbox.put(("/failures", failure))
+    outbox.put(Report("/failures", failure, 0.0))
     outbox.put(iterations(REPORTED_ITERATIONS + 5))
     seen, paths = [], []
     while (report := outbox.take()) is not None:
-        path, message = report
+        path, message, at = report
         paths.append(path)
         if isinstance(message, IterationReport):
             whole = IterationReport.model_validate_json(message.model_dump_json())
             seen += [i.iteration for i in whole.iterations]
+            assert at + 1e6 == seen[-1], "when the newest was committed"
+            age = report.body.model_dump()["age"]
+            assert age == pytest.approx(time.monotonic() - at, abs=60), "as it is when it is sent"
         outbox.sent()
     assert paths == ["/iterations", "/iterations", "/failures", "/iterations"]
     assert seen == list(range(REPORTED_ITERATIONS + 6))
@@ -70,10 +76,10 @@ def test_a_full_outbox_forgets_history_and_no_exit() -> None:
     outbox: Outbox[Report] = Outbox(3, merge=merge_iterations, droppable=is_history)
     failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
     for n in range(3):
-        outbox.put(("/failures", failure))
+        outbox.put(Report("/failures", failure, 0.0))
         outbox.put(iterations(1000 * n, REPORTED_ITERATIONS))
     kept = []
     while (report := outbox.take()) is not None:
-        kept.append(report[0])
+        kept.append(report.path)
         outbox.sent()
     assert kept == ["/failures"] * 3

@@ -232,3 +232,15 @@ def test_a_stage_without_peers_halts_the_job(agents: Agents, lost: str) -> None:
     job = agents.job()
     assert job["state"] == "halted"
     assert f"stage {lost} has no living worker left (W0_{lost}, W1_{lost}, W2_{lost})" in job["sentence"]
+
+
+def test_iterations_that_waited_for_the_console_count_from_when_they_were_committed(agents: Agents) -> None:
+    """A console that was away held the time against the job: its last iteration had just been committed."""
+    agents.register_all()
+    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 10.0, "generation": 1, "living": 12}
+    before = time.time()
+    batch = {"iterations": [{"iteration": i, **row} for i in range(3)], "age": 600.0}
+    assert agents.server.post(agents.path("/iterations"), batch).status_code == 204
+    at = [i["committed_at"] for i in agents.server.get(agents.path("/iterations")).json()["iterations"]]
+    assert before - 600 <= at[2] <= time.time() - 600
+    assert at == pytest.approx([at[2] - 20, at[2] - 10, at[2]])
