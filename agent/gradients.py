@@ -270,6 +270,6 @@ def gradient_sum(
     buffers: Iterable[Tensor] = (),
     device: torch.device | None = None,
 ) -> GradientSum:
-    """The sum that a optimization's mode asks for; arguments as of GradientSum."""
+    """The sum that an optimization's mode asks for; arguments as of GradientSum."""
     kind = FastSum if mode == "fast" else GradientSum
     return kind(parameters, terms=terms, buffers=buffers, device=device)

@@ -270,10 +270,11 @@ class Launcher:
             others = self._record.skipped.get(iteration, ())
             self._record.skipped[iteration] = tuple(sorted((*others, micro_batch)))
         if found.halt:
-            if self._why_halted:
-                raise JobFailed(found.halt)
-            self._why_halted, self._halt_by = found.halt, time.monotonic() + self._options.faults.timeouts.transfer
-            self._end_at(said.iteration)
+            if not self._why_halted:
+                self._why_halted, self._halt_by = found.halt, time.monotonic() + self._options.faults.timeouts.transfer
+                self._end_at(said.iteration)
+            elif said.iteration < self._iterations:
+                raise JobFailed(found.halt)  # not even the iterations before that end can be had
         self._coordination.raised(cell, entry.incarnation, message["generation"], found.halt or found.text)
         if self._after is not None and self._deployed and message["generation"] < self._deployed.deployment.generation:
             self._send_deployments(after=None)  # as for a transfer that broke

@@ -114,7 +114,7 @@ class Planning(Group):
         job = with_profile(grid, profile)
         if paced := self.milliseconds:
             if profile is not None:
-                raise self.refuse("pace", f"{BY_PROFILE!r}, or None, beside `profile`, which has the op times")
+                raise self.refuse("pace", f"{BY_PROFILE}, or nothing, beside `profile`, which has the op times")
             job = Job.uniform(job.pipelines, job.stages, job.micro_batches, durations=paced, time_unit="ms")
         if self.capacity is not None:
             job = replace(job, capacity_bytes=(parse_bytes(str(self.capacity)),) * job.stages)
