@@ -165,7 +165,7 @@ def _checked(group: Any, own: Field[Any], value: Any) -> Any:
         try:
             about["parse"](str(value))
         except InputError as error:
-            raise InputError(path, value, error.expected) from None
+            raise InputError(path, error.value, error.expected) from None
     return value
 
 
