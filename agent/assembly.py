@@ -10,8 +10,8 @@ from torch import Tensor
 from openrecycle.agent.backward.probe import Probe, Split, choose_split
 from openrecycle.agent.devices import on_device
 from openrecycle.agent.gradients import gradient_sum
+from openrecycle.agent.options import Optimization
 from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.stage import Stage
 from openrecycle.agent.stage_io import CPU, StageIO, tensors_of
 from openrecycle.agent.workload import Workload, first_readable
@@ -23,7 +23,7 @@ def assemble(
     job: Job,
     stage: int,
     seed: int,
-    recipe: Recipe,
+    optimization: Optimization,
     stage_io: StageIO,
     device: torch.device = CPU,
 ) -> tuple[Stage, Split]:
@@ -33,15 +33,15 @@ def assemble(
     CPU, so that they don't depend on it. Raises whatever the workload raises.
     """
     module = workload.build_stage(stage, job.stages, seed).to(device)
-    split = choose_split(module, _probe(workload, job, stage, seed, stage_io, device), autocast=recipe.autocast)
+    split = choose_split(module, _probe(workload, job, stage, seed, stage_io, device), autocast=optimization.autocast)
     gradients = gradient_sum(
-        recipe.mode,
+        optimization.mode,
         module.parameters(),
         terms=job.pipelines * job.micro_batches,
         buffers=split.moving,
         device=device,
     )
-    return Stage(module, gradients, split=split.strategy, autocast=recipe.autocast), split
+    return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast), split
 
 
 def _probe(workload: Workload, job: Job, stage: int, seed: int, stage_io: StageIO, device: torch.device) -> Probe:

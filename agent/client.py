@@ -36,7 +36,7 @@ class ConsoleRefused(Exception):
         super().__init__(problem.detail or problem.title)
 
 
-def check_url(url: str, *, field: str = "--console") -> str:
+def check_url(url: str, *, field: str = "console") -> str:
     """`url` without trailing slashes and spaces; raises InputError unless it is http(s)://host[:port], or
     several of them with commas between."""
     return ",".join(_check_one(part.strip(), field) for part in url.split(","))

@@ -22,6 +22,16 @@ Sampler = Callable[[int, int, int], Sequence[int]]
 """(iteration, pipeline, micro-batch) to the indices of its samples."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How a data set becomes micro-batches. shuffle: every epoch in another order. collate: samples to what a
+    micro-batch is. sampler: which samples are in which micro-batch, where MicroBatchSampler is not wanted."""
+
+    shuffle: bool = True
+    collate: Callable[[list[Any]], Any] = default_collate
+    sampler: Sampler | None = None
+
+
 class MicroBatchSampler:
     """Each epoch a permutation of the data set, cut into iterations, pipelines and micro-batches.
 

@@ -3,15 +3,17 @@
 The CUDA path has been run on no GPU yet: see agent.transport.nccl.
 """
 
+# ruff: noqa: RUF009 (`option` makes a field)
+
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from openrecycle.agent.randomness import seed_for
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.settings import Group, documented, option
 
 if TYPE_CHECKING:
     import torch
@@ -32,29 +34,30 @@ CUDA_ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True)
-class Platform:
-    """The same on every worker of a job. Plain data.
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Platform(Group):
+    """What workers compute on; the same for all workers of a job. Either transport gives the same bits."""
 
-    transport: how messages find their receives: `tagged`, by a tag, in any order; `ordered`, by their
-    order alone, which is all that NCCL has. Either gives the same bits.
-    """
+    PATH: ClassVar[str] = "platform"
 
-    device: Kind = "cpu"
-    transport: Transport = "tagged"
+    device: Kind = option("cpu", "cpu, or cuda: a GPU of its own for every worker, over NCCL.")
+    transport: Transport | None = option(
+        None,
+        "How messages find their receives: tagged (on CPUs), or ordered (as NCCL needs). By default as the device has "
+        "it.",
+        expected="tagged or ordered",
+    )
 
-    @classmethod
-    def of(cls, device: str, transport: str | None) -> Platform:
-        """transport: None for what suits the device. Raises InputError naming the option."""
-        if device not in get_args(Kind):
-            raise InputError("--device", device, "cpu or cuda")
-        if transport is None:
-            transport = "tagged" if device == "cpu" else "ordered"
-        if transport not in get_args(Transport):
-            raise InputError("--transport", transport, "tagged or ordered")
-        if device == "cuda" and transport == "tagged":
-            raise InputError("--transport", transport, "ordered with --device cuda: NCCL knows no tags")
-        return cls(device, transport)  # type: ignore[arg-type]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device == "cuda" and self.transport == "tagged":
+            raise self.refuse("transport", "ordered where `platform.device` is cuda: NCCL knows no tags")
+
+    @property
+    def carrier(self) -> Transport:
+        """The transport: `tagged`, by a tag, in any order; `ordered`, by their order alone, which is all NCCL has."""
+        return self.transport or ("tagged" if self.device == "cpu" else "ordered")
 
     def check(self, workers: int) -> None:
         """Raises InputError unless this node can run so many workers. Imports torch for any device but the CPU."""
@@ -64,19 +67,14 @@ class Platform:
         import torch.distributed
 
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-            raise InputError(
-                "--device", self.device, f"cpu, since this torch ({torch.__version__}) is built without CUDA"
-            )
+            raise self.refuse("device", f"cpu, since this torch ({torch.__version__}) is built without CUDA")
         if not torch.distributed.is_nccl_available():
-            raise InputError(
-                "--device", self.device, f"cpu, since this torch ({torch.__version__}) is built without NCCL"
-            )
+            raise self.refuse("device", f"cpu, since this torch ({torch.__version__}) is built without NCCL")
         if not torch.cuda.is_available():
-            raise InputError("--device", self.device, "cpu, or a GPU and a driver that torch can use on this node")
+            raise self.refuse("device", "cpu, or a GPU and a driver that torch can use on this node")
         if (gpus := torch.cuda.device_count()) < workers:
-            raise InputError(
-                "--device",
-                self.device,
+            raise self.refuse(
+                "device",
                 f"a GPU of its own for each of the {workers} workers on this node, which has {gpus}: NCCL takes no "
                 "two workers on one",
             )

@@ -172,7 +172,7 @@ class Executor:
         self._progress.at(AT_REST)
 
     def abandon(self) -> None:
-        """Drops the iteration in flight and every transfer; of what is summed, as the recipe says."""
+        """Drops the iteration in flight and every transfer; of what is summed, as keep_finished says."""
         self._progress.at(LEAVING)
         if self._groups is not None:
             self._transfers.drop()

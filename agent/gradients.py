@@ -30,7 +30,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.recipe import Mode
+from openrecycle.agent.options import Mode
 
 GRID_BITS = 50
 _SCALE = 2.0**GRID_BITS
@@ -270,6 +270,6 @@ def gradient_sum(
     buffers: Iterable[Tensor] = (),
     device: torch.device | None = None,
 ) -> GradientSum:
-    """The sum that a recipe's mode asks for; arguments as of GradientSum."""
+    """The sum that an optimization's mode asks for; arguments as of GradientSum."""
     kind = FastSum if mode == "fast" else GradientSum
     return kind(parameters, terms=terms, buffers=buffers, device=device)

@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
 from openrecycle.agent import channel, poison, worker
-from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
 from openrecycle.agent.coordination import Coordination, Deploy, Halt, Remark
-from openrecycle.agent.devices import Platform
-from openrecycle.agent.faults import Kill, Rejoin, Slow
 from openrecycle.agent.holding import Hold
 from openrecycle.agent.liveness import CurrentOp, Silences, Turns, boot_clock
-from openrecycle.agent.loop import LoopOptions
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.protocol import Command, Iteration, VerdictReport
-from openrecycle.agent.recipe import HandOver, Recipe
 from openrecycle.agent.record import DivergedError, Recorded, RunRecord
-from openrecycle.agent.stage_io import StageIO
+from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.store import RendezvousStore, StoreError
-from openrecycle.agent.timeouts import TIMES_LONGEST, Timeouts
-from openrecycle.agent.workload import WorkloadSource
+from openrecycle.agent.timeouts import TIMES_LONGEST
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 
 TURN_SECONDS = 0.25
@@ -50,30 +43,6 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(number).name} after {committed} iterations")
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """What to run on this node. pace, paced_by_profile, slow: see agent.loop.LoopOptions."""
-
-    job: Job
-    iterations: int
-    seed: int
-    workload: WorkloadSource
-    pace: Mapping[str, float]
-    kills: tuple[Kill, ...] = ()
-    rejoins: tuple[Rejoin, ...] = ()
-    console: worker.ConsoleLink | None = None
-    recipe: Recipe = field(default_factory=Recipe)
-    stage_io: StageIO | None = None
-    weights: str | None = None
-    checkpoints: CheckpointOptions | None = None
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    platform: Platform = field(default_factory=Platform)
-    paced_by_profile: bool = False
-    slow: tuple[Slow, ...] = ()
-    hand_over: HandOver = field(default_factory=HandOver)
-    compare_every: int = 100
-
-
 class Launcher:
     """Runs one job. listener: called with every line of the record as a dict, in order, in the thread of
     `run`: it must return at once, and raise nothing (see agent.delivery).
@@ -84,17 +53,18 @@ class Launcher:
 
     def __init__(
         self,
-        options: LaunchOptions,
+        spec: RunSpec,
         coordination: Coordination,
         listener: Callable[[dict[str, Any]], None],
         catalog: Catalog,
         pool: ProcessPool | None = None,
     ) -> None:
-        self._options, self._coordination, self._listener = options, coordination, listener
+        options = spec.options
+        self._spec, self._options, self._coordination, self._listener = spec, options, coordination, listener
         self._catalog = catalog
-        self._pool = pool or ProcessPool(worker.main, preload(options.workload))
+        self._pool = pool or ProcessPool(worker.main, preload(spec.workload))
         self._store = RendezvousStore(self._pool.context, self._pool.host)
-        begin = options.checkpoints.resumed_at if options.checkpoints else 0
+        begin = spec.origin.resumed_at if spec.origin else 0
         self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)
         self._deployed: Deploy | None = None
         self._after: int | None = None
@@ -104,7 +74,7 @@ class Launcher:
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
         self._turns = Turns(boot_clock)
-        self._silences = Silences(options.timeouts.pause, time.monotonic())
+        self._silences = Silences(options.faults.timeouts.pause, time.monotonic())
         self._committed_in = 0, -1
         """The newest generation that somebody has committed an iteration in, and the newest of these."""
         self._nobody_due = 0.0
@@ -285,12 +255,12 @@ class Launcher:
 
     def _raised(self, entry: WorkerProcess, message: channel.Message) -> None:
         """An op of a micro-batch raised: the worker lives, and waits for the next generation."""
-        cell, recipe = entry.worker, self._options.recipe
+        cell, faults = entry.worker, self._options.faults
         said = poison.Raised(
             *(str(cell), entry.incarnation, cell.stage, message["iteration"], message["op"], message["micro_batch"]),
             *(message["error"], tuple(message["samples"])),
         )
-        skip, limit = recipe.on_bad_sample == "skip", recipe.bad_sample_limit
+        skip, limit = faults.on_bad_sample == "skip", faults.bad_sample_limit
         found = poison.raised(self._poison, said, self._incarnations(cell.stage), skip=skip, limit=limit)
         self._poison = found.poison
         about = {k: message[k] for k in ("iteration", "op", "micro_batch", "error", "samples", "traceback")}
@@ -300,10 +270,11 @@ class Launcher:
             others = self._record.skipped.get(iteration, ())
             self._record.skipped[iteration] = tuple(sorted((*others, micro_batch)))
         if found.halt:
-            if self._why_halted:
-                raise JobFailed(found.halt)
-            self._why_halted, self._halt_by = found.halt, time.monotonic() + self._options.timeouts.transfer
-            self._end_at(said.iteration)
+            if not self._why_halted:
+                self._why_halted, self._halt_by = found.halt, time.monotonic() + self._options.faults.timeouts.transfer
+                self._end_at(said.iteration)
+            elif said.iteration < self._iterations:
+                raise JobFailed(found.halt)  # not even the iterations before that end can be had
         self._coordination.raised(cell, entry.incarnation, message["generation"], found.halt or found.text)
         if self._after is not None and self._deployed and message["generation"] < self._deployed.deployment.generation:
             self._send_deployments(after=None)  # as for a transfer that broke
@@ -554,7 +525,7 @@ class Launcher:
 
     def _why_out(self, entry: WorkerProcess, now: float) -> str | None:
         """In words, why that worker is to be put out; None: it is not."""
-        limits = self._options.timeouts
+        limits = self._options.faults.timeouts
         silent = self._silences.of(entry.heard_at, now)
         if silent > (borne := limits.silence if entry.spoke else limits.start):
             # A library that computes without letting go of the interpreter lets no thread speak.
@@ -579,38 +550,16 @@ class Launcher:
 
     def _say_nobody_is_heard(self) -> None:
         nobody = self._silences.nobody_heard
-        if nobody < self._options.timeouts.silence:
-            self._nobody_due = self._options.timeouts.silence
+        if nobody < self._options.faults.timeouts.silence:
+            self._nobody_due = self._options.faults.timeouts.silence
         elif nobody >= self._nobody_due:
             self._nobody_due = 2 * nobody
             text = f"none of the workers has been heard for {nobody:.0f} s: they are suspended, or cut off; waiting"
             self._listener({"warning": text})
 
     def _start(self, cell: Worker, *, joins: bool) -> None:
-        options = self._options
-        loop = LoopOptions(
-            options.job,
-            self._iterations,
-            options.seed,
-            options.pace,
-            options.kills,
-            recipe=options.recipe,
-            stage_io=options.stage_io,
-            weights=options.weights,
-            checkpoints=options.checkpoints,
-            platform=options.platform,
-            paced_by_profile=options.paced_by_profile,
-            slow=options.slow,
-            timeouts=options.timeouts,
-            hand_over=options.hand_over,
-            compare_every=options.compare_every,
-        )
-        if joins:
-            # A worker that comes back is not killed, or slow, a second time by the same wish.
-            loop = replace(loop, kills=(), slow=(), joins=True)
-
-        def spec(incarnation: str) -> worker.WorkerSpec:
-            return worker.WorkerSpec(cell, incarnation, loop, options.workload, options.console)
+        def spec(incarnation: str) -> WorkerSpec:
+            return WorkerSpec(cell, incarnation, self._spec, joins)
 
         self._pool.start(cell, spec, time.monotonic()).whole = not joins
 

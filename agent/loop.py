@@ -12,8 +12,7 @@ only adds workers interrupts nothing: all leave at the same boundary, with nothi
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,12 +20,12 @@ import torch
 from openrecycle.agent.assembly import assemble
 from openrecycle.agent.channel import Orders, WorkerChannel
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_stage
-from openrecycle.agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions
+from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin
 from openrecycle.agent.checkpoints.weights import save_weights
 from openrecycle.agent.communicator import Communicator, Groups
-from openrecycle.agent.devices import Platform, kind_number
+from openrecycle.agent.devices import kind_number
 from openrecycle.agent.executor import Executor, Interrupted, OpError
-from openrecycle.agent.faults import FaultInjector, Kill, Slow, slowness
+from openrecycle.agent.faults import FaultInjector, slowness
 from openrecycle.agent.heartbeat import HeartbeatThread, Status
 from openrecycle.agent.ledger import Redo, decode, encode
 from openrecycle.agent.ledger import redo as plan_redo
@@ -34,17 +33,17 @@ from openrecycle.agent.liveness import AT_REST
 from openrecycle.agent.optimizer import stage_optimizer
 from openrecycle.agent.pacing import profile_pace
 from openrecycle.agent.post_validation import ValidationResult
-from openrecycle.agent.recipe import HandOver, Recipe
 from openrecycle.agent.recovery import Agreement, Makeup, agree, check_alike
 from openrecycle.agent.script import Script
-from openrecycle.agent.stage_io import CPU, StageIO, stage_io_of
+from openrecycle.agent.spec import WorkerSpec
+from openrecycle.agent.stage_io import CPU, stage_io_of
 from openrecycle.agent.state_transfer import StateReceiver, StateServer
 from openrecycle.agent.thread_stacks import told
-from openrecycle.agent.timeouts import ALIVE_SECONDS, Timeouts
+from openrecycle.agent.timeouts import ALIVE_SECONDS
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.agent.validation_exchange import Steps
 from openrecycle.agent.workload import Workload
-from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 
 _JOINING = -1
@@ -52,35 +51,6 @@ WAIT_SECONDS = 0.5
 """For so long nobody talks while all wait for a newcomer's state; whoever it is waits for that, not on a time-out."""
 TRACEBACK_LINES = 12
 """Of an exception in an op, the last ones."""
-
-
-@dataclass(frozen=True)
-class LoopOptions:
-    """iterations: how many to commit in all. pace: seconds per op kind, {} for as fast as it goes.
-    paced_by_profile: ops take as long as the job's profile says of this worker; pace is {} then.
-
-    joins: this process replaces a dead one and takes its state from a peer of its stage.
-    stage_io: what passes between stages; None: each worker finds out. weights: folder that the
-    trained weights are written to, by one worker of each stage. platform: the same for all workers.
-    compare_every: iterations after which a stage's workers compare a hash of their parameters; 0: never.
-    """
-
-    job: Job
-    iterations: int
-    seed: int
-    pace: Mapping[str, float]
-    kills: tuple[Kill, ...] = ()
-    joins: bool = False
-    recipe: Recipe = field(default_factory=Recipe)
-    stage_io: StageIO | None = None
-    weights: str | None = None
-    checkpoints: CheckpointOptions | None = None
-    platform: Platform = field(default_factory=Platform)
-    paced_by_profile: bool = False
-    slow: tuple[Slow, ...] = ()
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    hand_over: HandOver = field(default_factory=HandOver)
-    compare_every: int = 100
 
 
 class WorkerLoop:
@@ -92,8 +62,7 @@ class WorkerLoop:
 
     def __init__(
         self,
-        me: Worker,
-        options: LoopOptions,
+        spec: WorkerSpec,
         workload: Workload,
         communicator: Communicator,
         channel: WorkerChannel,
@@ -101,38 +70,43 @@ class WorkerLoop:
         heartbeat: HeartbeatThread | None = None,
         device: torch.device = CPU,
     ) -> None:
-        self._options, self._workload = options, workload
+        options, me, origin = spec.run.options, spec.worker, spec.run.origin
+        self._options, self._origin, self._workload = options, origin, workload
         self._communicator, self._channel = communicator, channel
         self._status, self._heartbeat = status, heartbeat
-        self._stage_io = options.stage_io
+        self._stage_io = spec.run.stage_io
         if self._stage_io is None:
-            self._stage_io = stage_io_of(workload, options.job.stages, options.seed, options.recipe.autocast, device)
+            self._stage_io = stage_io_of(
+                workload, options.job.stages, options.seed, options.optimization.autocast, device
+            )
         self._device = device
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
-        self._kills, self._pace = options.kills, options.pace
-        self._take_place(me, options.checkpoints)
-        if not options.joins:
+        # A worker that comes back is not killed, or slow, a second time by the same wish.
+        self._kills, self._slowdowns = ((), ()) if spec.joins else (options.kills, options.slowdowns)
+        self._pace = options.pace
+        self._take_place(me, origin)
+        if not spec.joins:
             self._state.holds_everything()
-        if options.checkpoints is not None and options.checkpoints.resumed is not None and not options.joins:
-            self._optimizer.load_state(load_stage(Path(options.checkpoints.resumed), me.stage))
+            if origin is not None and origin.resumed is not None:
+                self._optimizer.load_state(load_stage(Path(origin.resumed), me.stage))
         self._generation = 0
         self._corrected = False
         """Did this generation's agreement put the last step right?"""
 
-    def _take_place(self, me: Worker, checkpoints: CheckpointOptions | None) -> None:
+    def _take_place(self, me: Worker, origin: Origin | None) -> None:
         """Puts together what a worker of that place needs, with the stage's initial state."""
         options, channel = self._options, self._channel
         assert self._stage_io is not None
         self._me = me
         stage, split = assemble(
-            self._workload, options.job, me.stage, options.seed, options.recipe, self._stage_io, self._device
+            self._workload, options.job, me.stage, options.seed, options.optimization, self._stage_io, self._device
         )
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
-        self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.recipe)
+        self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.optimization)
         progress = self._status.progress
         progress.forget()
-        self._steps = Steps(me, options.recipe, self._optimizer, self._say_verdict, progress.waiting)
+        self._steps = Steps(me, options.optimization, self._optimizer, self._say_verdict, progress.waiting)
         self._state = StateReceiver(self._optimizer, lambda text: channel.say("hand_over", text=text))
         self._server: StateServer | None = None
         self._executor = Executor(
@@ -143,19 +117,19 @@ class WorkerLoop:
             stage,
             self._steps,
             FaultInjector(me, list(self._kills), lambda: channel.say("dying")),
-            options.pace,
+            self._pace,
             self._superseded,
             self._say_committed,
             self._stage_io,
-            options.recipe.keep_finished,
+            options.faults.keep_finished,
             self._device,
             progress,
             lambda: not self._state.complete,
         )
         self._checkpointer: Checkpointer | None = None
-        if checkpoints is not None:
+        if origin is not None:
             self._checkpointer = Checkpointer(
-                checkpoints, me.stage, self._iterations, self._say_checkpoint, self._superseded
+                options.checkpoints, origin, me.stage, self._iterations, self._say_checkpoint, self._superseded
             )
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
@@ -169,17 +143,17 @@ class WorkerLoop:
             self._kills = ()  # wishes for faults at a place were meant for the worker that began there
             if self._heartbeat is not None:
                 self._heartbeat.moved(str(orders.cell))
-        checkpoints = self._options.checkpoints
+        origin = self._origin
         if orders.restore is None:
-            self._take_place(orders.cell, checkpoints)
+            self._take_place(orders.cell, origin)
             return
         try:
             state = load_stage(Path(orders.restore), orders.cell.stage)
         except CheckpointError as error:
             raise TransferError(str(error)) from None
-        if checkpoints is not None:
-            checkpoints = replace(checkpoints, resumed=orders.restore, resumed_at=int(state.document["committed"]))
-        self._take_place(orders.cell, checkpoints)
+        if origin is not None:
+            origin = replace(origin, resumed=orders.restore, resumed_at=int(state.document["committed"]))
+        self._take_place(orders.cell, origin)
         self._optimizer.load_state(state)
         self._state.holds_everything()
 
@@ -222,7 +196,7 @@ class WorkerLoop:
         if orders.cell != self._me or orders.restore is not None:
             self._move(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
-        if self._options.paced_by_profile:
+        if self._options.planning.by_profile:
             self._pace = profile_pace(self._options.job, self._me, living)
             self._executor.set_pace(self._pace)
         scripts = [Script.of(orders.plan.schedule(), self._me, orders.runs)]
@@ -251,8 +225,8 @@ class WorkerLoop:
                     self._state.stop()  # what counts for a step of all can't be taken back
                     formed = self._say_formed(iteration)
                 joining, whole = frozenset(), living
-            if self._options.slow:
-                factor = slowness(self._me, iteration, self._options.slow)
+            if self._slowdowns:
+                factor = slowness(self._me, iteration, self._slowdowns)
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
             self._compare(whole)
             self._checkpoint(whole)
@@ -272,7 +246,7 @@ class WorkerLoop:
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
         if self._options.weights is not None and self._me == min(w for w in whole if w.stage == self._me.stage):
-            save_weights(self._options.weights, self._me.stage, self._optimizer.module)
+            save_weights(str(self._options.weights), self._me.stage, self._optimizer.module)
         # One that has not got all of its state yet has no parameters to compare.
         sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
         self._channel.say("done", generation=orders.generation, sha256=sha256)
@@ -318,8 +292,10 @@ class WorkerLoop:
         for newcomer, source in sorted(agreement.state_from.items()):
             if source == self._me:
                 if self._server is None:
-                    self._server = StateServer(self._optimizer, groups.address, self._options.hand_over.rate)
-                self._server.send_description(groups, newcomer, self._options.hand_over.at_once)
+                    self._server = StateServer(
+                        self._optimizer, groups.address, self._options.faults.hand_over.bytes_per_second
+                    )
+                self._server.send_description(groups, newcomer, self._options.faults.hand_over.at_once)
             elif newcomer == self._me:
                 self._state.begin(self._state.receive_description(groups, source), source)
         while True:
@@ -344,7 +320,7 @@ class WorkerLoop:
 
     def _compare_finished(self, groups: Groups, agreement: Agreement) -> Redo | None:
         """What is left of the iteration agreed on; None: all of it."""
-        if not self._options.recipe.keep_finished:
+        if not self._options.faults.keep_finished:
             return None
         if agreement.roll_back or self._corrected or self._me in agreement.anew:
             # What was summed here is of another iteration, or of parameters that nobody has any more.
@@ -400,7 +376,7 @@ class WorkerLoop:
     def _compare(self, whole: list[Worker]) -> None:
         """At an iteration's boundary, now and then and with each checkpoint: says what this worker's parameters
         are, for the launcher to compare with those of its peers. At the end of the job `done` says it."""
-        committed, every = self._optimizer.committed, self._options.compare_every
+        committed, every = self._optimizer.committed, self._options.faults.compare_every
         due = bool(every) and committed % every == 0
         if self._checkpointer is not None:
             due = due or self._checkpointer.due(committed)
@@ -441,7 +417,7 @@ class WorkerLoop:
 
     def _say_broken(self, detail: str, peer: Worker | None) -> None:
         # A wait runs out on all who were suspended: that is no fault of the connection.
-        stood_still = self._status.progress.stood_still(self._options.timeouts.group)
+        stood_still = self._status.progress.stood_still(self._options.faults.timeouts.group)
         if stood_still > ALIVE_SECONDS:
             detail = f"{detail} (this process did not run for {stood_still:.0f} s)"
         name = "" if peer is None else str(peer)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from openrecycle.agent.gradients import GradientSum, MicroBatch
+from openrecycle.agent.options import Optimization
 from openrecycle.agent.post_validation import CLEAN, SKIP, PostValidation, Slot, ValidationResult
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.state import StageState, StateError, decode, encode, sha256
 from openrecycle.agent.workload import Workload
 from openrecycle.planner.errors import InputError
@@ -275,7 +275,9 @@ class StageOptimizer:
         self._kept = None
 
 
-def stage_optimizer(workload: Workload, module: nn.Module, gradients: GradientSum, recipe: Recipe) -> StageOptimizer:
+def stage_optimizer(
+    workload: Workload, module: nn.Module, gradients: GradientSum, optimization: Optimization
+) -> StageOptimizer:
     """As the workload wants it; a workload may have a `scheduler(optimizer)` beside its `optimizer`.
 
     Raises InputError.
@@ -287,7 +289,7 @@ def stage_optimizer(workload: Workload, module: nn.Module, gradients: GradientSu
         optimizer,
         gradients,
         scheduler(optimizer) if scheduler is not None else None,
-        clips=recipe.clip_norm is not None,
+        clips=optimization.clip_norm is not None,
     )
 
 

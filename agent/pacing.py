@@ -91,7 +91,9 @@ def profile_pace(job: Job, me: Worker, living: Iterable[Worker]) -> dict[str, fl
     """
     second = SECONDS.get(job.time_unit)
     if second is None:
-        raise InputError("--pace", "profile", f"a profile in {', '.join(SECONDS)}; its time unit is {job.time_unit}")
+        raise InputError(
+            "planning.pace", "profile", f"a profile in {', '.join(SECONDS)}; its time unit is {job.time_unit}"
+        )
     unit = second / job.ticks_per_unit
     ticks = Problem(job, frozenset(job.workers()) - frozenset(living)).worker_ticks(me)
     times = {"F": ticks.forward, "I": ticks.input_backward, "W": ticks.weight_backward, "O": ticks.optimizer}

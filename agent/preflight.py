@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from openrecycle.agent.gradients import gradient_sum
 from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.options import Optimization, TrainingOptions
 from openrecycle.agent.poison import named
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.stage_io import StageIOError, TensorSpec, tensors_of
 from openrecycle.agent.state import StateError, pack, unpack
 from openrecycle.agent.workload import Workload
@@ -30,14 +30,14 @@ _STEPS = 6
 """Before what is tried, and after it: optimizers that do something every fifth step are not rare."""
 
 
-def check_workload(workload: Workload, job: Job, seed: int, recipe: Recipe) -> None:
+def check_workload(workload: Workload, options: TrainingOptions) -> None:
     """Raises InputError for data that the stages can't be given, for a parameter or buffer that two stages share,
     and for an optimizer or scheduler that can't be driven, or whose state can't be handed over."""
     # The caller's own random numbers must not depend on what is tried out here.
     with torch.random.fork_rng(devices=[]):
-        _check_data(workload, job, seed, skips=recipe.on_bad_sample == "skip")
-        shapes = _check_stages(workload, job.stages, seed)
-        _check_optimizer(workload, shapes, recipe)
+        _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
+        shapes = _check_stages(workload, options.job.stages, options.seed)
+        _check_optimizer(workload, shapes, options.optimization)
 
 
 # -- data -------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _build(workload: Workload, stages: int, seed: int) -> list[list[Tensor]]:
 # -- the optimizer ----------------------------------------------------------------------------
 
 
-def _check_optimizer(workload: Workload, shapes: list[list[Tensor]], recipe: Recipe) -> None:
+def _check_optimizer(workload: Workload, shapes: list[list[Tensor]], optimization: Optimization) -> None:
     """Tries each stage's, where it differs from those before, on a few numbers: a state that was handed over, or
     taken back, must lead to the same bits."""
     tried = set()
@@ -150,11 +150,11 @@ def _check_optimizer(workload: Workload, shapes: list[list[Tensor]], recipe: Rec
         if key in tried:
             continue
         tried.add(key)
-        _make(workload, [nn.Parameter(p.clone(), p.requires_grad) for p in parameters], recipe)
-        _try(workload, small, recipe)
+        _make(workload, [nn.Parameter(p.clone(), p.requires_grad) for p in parameters], optimization)
+        _try(workload, small, optimization)
 
 
-def _make(workload: Workload, parameters: list[nn.Parameter], recipe: Recipe) -> None:
+def _make(workload: Workload, parameters: list[nn.Parameter], optimization: Optimization) -> None:
     """On the stage's own shapes, without memory. Raises InputError."""
     try:
         optimizer = workload.optimizer(iter(parameters))
@@ -174,16 +174,20 @@ def _make(workload: Workload, parameters: list[nn.Parameter], recipe: Recipe) ->
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError("scheduler", text[:200], "a function of an optimizer that returns an LRScheduler") from error
-    StageOptimizer(nn.Module(), optimizer, gradient_sum(recipe.mode, (), terms=1), made)
+    StageOptimizer(nn.Module(), optimizer, gradient_sum(optimization.mode, (), terms=1), made)
 
 
-def _try(workload: Workload, small: list[tuple[tuple[int, ...], torch.dtype, bool]], recipe: Recipe) -> None:
+def _try(
+    workload: Workload, small: list[tuple[tuple[int, ...], torch.dtype, bool]], optimization: Optimization
+) -> None:
     def stage() -> StageOptimizer:
         generator = torch.Generator().manual_seed(0)
         module = nn.ParameterList(
             nn.Parameter(torch.randn(shape, generator=generator).to(dtype), grad) for shape, dtype, grad in small
         )
-        return stage_optimizer(workload, module, gradient_sum(recipe.mode, module.parameters(), terms=1), recipe)
+        return stage_optimizer(
+            workload, module, gradient_sum(optimization.mode, module.parameters(), terms=1), optimization
+        )
 
     try:
         mine, peer = stage(), stage()

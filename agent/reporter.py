@@ -29,6 +29,7 @@ from openrecycle.agent.console_link import LONG_POLL_SECONDS, next_deployment
 from openrecycle.agent.heartbeat import HeartbeatThread, Status
 from openrecycle.agent.liveness import AT_REST
 from openrecycle.agent.op_times import OpTimes
+from openrecycle.agent.options import with_profile
 from openrecycle.agent.protocol import (
     Deployment,
     Iteration,
@@ -37,7 +38,8 @@ from openrecycle.agent.protocol import (
     JobFinished,
     OpKind,
 )
-from openrecycle.agent.start import argument_names, job_spec, with_profile
+from openrecycle.agent.settings import spelled
+from openrecycle.agent.start import job_spec
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plan import JobDoc, Plan
@@ -85,10 +87,10 @@ class Reporter:
         on_plan: OnPlan | None = None,
         on_fenced: Callable[[], None] | None = None,
     ) -> None:
-        with argument_names():
+        with spelled({"name": "run"}):
             if not _RUN.fullmatch(run):
                 raise InputError("run", run, "1 to 80 letters, digits, spaces or . : @ / ( ) + _ -")
-            wanted = Technique.of(technique)
+            wanted = Technique.of(technique, field="technique")
             if not wanted.reroutes:
                 raise InputError("technique", technique, "adaptive, decoupled or staggered")
             job = with_profile(job, profile)
@@ -100,7 +102,7 @@ class Reporter:
                 iterations=iterations,
                 samples_per_micro_batch=samples_per_micro_batch,
                 technique=wanted,
-                memory=MemoryLimit.parse(memory),
+                memory=MemoryLimit.parse(memory, field="memory"),
             )
         self._run, self._last_stage = run, job.stages - 1
         self._on_plan, self._on_fenced = on_plan, on_fenced

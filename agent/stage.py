@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from openrecycle.agent.backward.buffers import MovingBuffers
 from openrecycle.agent.backward.split import Deferred, MicroBatchState, Strategy
 from openrecycle.agent.gradients import GradientSum, MicroBatch
-from openrecycle.agent.recipe import Autocast
+from openrecycle.agent.options import Autocast
 from openrecycle.agent.stage_io import Gradients, Tensors, tensors_of
 
 __all__ = ["MicroBatch", "Stage"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.recipe import Autocast
+from openrecycle.agent.options import Autocast
 from openrecycle.agent.workload import Workload, first_readable
 from openrecycle.planner.errors import InputError
 

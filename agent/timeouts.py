@@ -11,8 +11,9 @@ None of them counts time in which the one who judges, or the one who is judged, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.settings import Group, documented, option
 
 LONGEST_SECONDS = 86400.0
 ALIVE_SECONDS = 1.0
@@ -21,42 +22,45 @@ TIMES_LONGEST = 20.0
 """An op may take so many times as long as the longest of its kind has taken on this worker."""
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds. Raises InputError.
+def _seconds(default: float, flag: str, help: str) -> Any:
+    limits: dict[str, Any] = {"above": 0, "most": LONGEST_SECONDS, "expected": "more than 0 seconds, at most a day"}
+    return option(default, f"Seconds {help}", flag=flag, **limits)
 
-    form: to connect the groups of a generation.
-    transfer: to wait for a peer's data. Above any silence that is borne.
-    group: for a sum over a stage's workers, in which others may still wait for transfers.
-    silence: without a word from a worker process, after which its launcher ends it, unless it computes. A worker
-    says something every ALIVE_SECONDS; longer where its console waits longer.
-    start: without a first word from a process that has just been started.
-    op: the least that an op or the loading of a micro-batch may take, however quick they have been: TIMES_LONGEST
-    times 40 ms would be less than a busy machine may cost.
-    first_op: what an op may take that has not been measured yet, as it may be compiled first; also, what the last
-    worker of a stage may take.
-    """
 
-    form: float = 15.0
-    transfer: float = 120.0
-    group: float = 150.0
-    silence: float = 20.0
-    start: float = 120.0
-    op: float = 10.0
-    first_op: float = 600.0
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Timeouts(Group):
+    """How long workers, and what watches them, wait."""
+
+    PATH: ClassVar[str] = "faults.timeouts"
+
+    form: float = _seconds(15.0, "--form-timeout", "in which the workers of a generation must have connected.")
+    transfer: float = _seconds(
+        120.0, "--transfer-timeout", "to wait for a peer's data; longer than any silence that is borne."
+    )
+    group: float = _seconds(
+        150.0, "--group-timeout", "to wait for a sum over a stage's workers; longer than for a transfer."
+    )
+    # A worker says something every ALIVE_SECONDS; its launcher waits longer where its console does.
+    silence: float = _seconds(
+        20.0, "--silence-timeout", "of silence after which a worker process that does not compute is ended."
+    )
+    start: float = _seconds(120.0, "--start-timeout", "in which a new worker process must have said something.")
+    # However quick ops have been: TIMES_LONGEST times 40 ms would be less than a busy machine may cost.
+    op: float = _seconds(10.0, "--op-timeout", "that an op may always take; beyond, 20 times its longest so far.")
+    # Also, what the last worker of a stage may take.
+    first_op: float = _seconds(
+        600.0, "--first-op-timeout", "for an op that was not measured yet: it may be compiled first."
+    )
 
     def __post_init__(self) -> None:
-        for name in ("form", "transfer", "group", "silence", "start", "op", "first_op"):
-            if not 0 < getattr(self, name) <= LONGEST_SECONDS:
-                raise InputError(option(name), getattr(self, name), "more than 0 seconds, at most a day")
+        super().__post_init__()
         if self.group <= self.transfer:
-            raise InputError(option("group"), self.group, f"more than --transfer-timeout ({self.transfer:g} s)")
+            raise self.refuse("group", f"more than `{self.path('transfer')}` ({self.transfer:g} s)")
         if self.silence < 4 * ALIVE_SECONDS:
-            raise InputError(
-                option("silence"), self.silence, f"at least {4 * ALIVE_SECONDS:g} s, four words of a worker"
-            )
+            raise self.refuse("silence", f"at least {4 * ALIVE_SECONDS:g} s, four words of a worker")
         if self.first_op < self.op:
-            raise InputError(option("first_op"), self.first_op, f"at least --op-timeout ({self.op:g} s)")
+            raise self.refuse("first_op", f"at least `{self.path('op')}` ({self.op:g} s)")
 
     @property
     def pause(self) -> float:
@@ -66,13 +70,4 @@ class Timeouts:
     def check_above(self, dead: float) -> None:
         """dead: seconds of silence after which a worker is out. Raises InputError."""
         if self.transfer <= dead:
-            raise InputError(
-                option("transfer"),
-                self.transfer,
-                f"more than the {dead:g} s after which a silent worker is out of the job",
-            )
-
-
-def option(name: str) -> str:
-    """Of the field `name` of Timeouts: `--first-op-timeout`."""
-    return f"--{name.replace('_', '-')}-timeout"
+            raise self.refuse("transfer", f"more than the {dead:g} s after which a silent worker is out of the job")

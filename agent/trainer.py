@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch.utils.data import default_collate
 
 from openrecycle.agent.callables import (
     CallableWorkload,
@@ -35,29 +34,25 @@ from openrecycle.agent.callables import (
     Stages,
 )
 from openrecycle.agent.checkpoints.weights import load_weights
-from openrecycle.agent.data import DatasetBatches, MicroBatchSampler, Sampler
+from openrecycle.agent.data import DatasetBatches, Loading, MicroBatchSampler
 from openrecycle.agent.delivery import Delivery, RecordFile
 from openrecycle.agent.devices import Platform
-from openrecycle.agent.faults import Kill, Rejoin, Slow
+from openrecycle.agent.options import (
+    Checkpoints,
+    Console,
+    Faults,
+    Optimization,
+    Planning,
+    TrainingOptions,
+)
 from openrecycle.agent.preflight import check_workload
 from openrecycle.agent.processes import preload, start_server
 from openrecycle.agent.protocol import Iteration, Recovery
-from openrecycle.agent.recipe import Autocast, CheckpointWish, HandOver, Mode, NonFinite, OnBadSample, Recipe
 from openrecycle.agent.record_words import is_remark, iteration_of, sentence_of
 from openrecycle.agent.stage_io import StageIO
-from openrecycle.agent.start import (
-    BY_PROFILE,
-    StartOptions,
-    argument_names,
-    check_writable,
-    make_launcher,
-    parse_pace,
-    with_capacity,
-    with_profile,
-)
-from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.start import check_writable, make_launcher
 from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.job import Job
 from openrecycle.planner.plan import JobDoc
 from openrecycle.planner.profiles import Profile
 
@@ -98,34 +93,36 @@ class ResilientTrainer:
     collate are functions or classes at the top level of a file, and the script starts training
     under `if __name__ == "__main__":`.
 
+    The model:
     stages: (stage, stages) to a torch.nn.Module; or a sequence, one module or one builder without
         arguments per stage. A module takes what the one before returns: a tensor, or several as
         positional arguments. The random numbers of a builder are seeded per stage.
     loss: (output of the last stage, targets) to the mean loss of a micro-batch.
+    stage_io: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
+
+    The data:
     data: (iteration, pipeline, micro_batch) to (inputs, targets), the same for equal arguments in
         whichever process (torch's generator is seeded accordingly); or a map-style data set of
-        (input, target) samples, with batch_size (samples per micro-batch), shuffle, collate, and a
-        sampler where MicroBatchSampler is not wanted.
+        (input, target) samples, with batch_size (samples per micro-batch).
+    loading: how samples are picked from a data set and put together, a Loading(...).
+
+    Optimization:
     optimizer: a stage's parameters to a torch.optim.Optimizer. scheduler: that optimizer to an
         LRScheduler, stepped once per iteration.
+    optimization: precision, clipping, and when a step is final, an Optimization(...).
+    seed: of parameters, data order and dropout.
+
+    The job:
     job: the grid, and the op times that plans are made from. profile: these times, where job has none:
         a file that `openrecycle profile` wrote, a shipped profile's name, or what either holds.
-    stage_io: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
-    seed: of parameters, data order and dropout. technique, memory, capacity, mode, autocast, clip_norm,
-        non_finite, staggered, keep_finished, on_bad_sample, bad_sample_limit, device, transport, pace: as
-        `openrecycle train --help` says; pace is "profile" for the times that job or profile have.
-    console: address of a console that watches and decides, its standby's after a comma; token: their
-        token. name: there.
-        demo: the console may kill and restart these processes.
+    planning: which plans may be made, a Planning(...). platform: devices, a Platform(...).
     weights: folder that the trained weights are written to, a file per stage; kept in memory if not given.
-    checkpoint: folder for checkpoints, of which one is written every checkpoint_every iterations and
-        checkpoint_keep stay. resume: which one to go on from, "newest" or an iteration.
-    migrate: may workers change their stage to shorten the plan? None: only where a console decides.
-    kill, rejoin, slow: faults to train through, such as "W1_2@10:F3", "W1_2@15" and "W1_2@10:2".
-    timeouts: how long workers wait for each other. hand_over: how a worker that joins gets its state.
-    compare_every: iterations after which the workers of a stage compare a hash of their parameters (0: only in
-        checkpoints and at the end).
-    record: JSON-lines file for losses, failures and the final hash, as of `launch --record`.
+    checkpoints: what is written to go on from, a Checkpoints(...).
+    record: JSON-lines file for losses, failures and the final hash, as of `openrecycle train --record`.
+
+    faults: what happens when workers, links or samples fail, a Faults(...).
+    console: who watches and decides, a Console(...).
+
     on_iteration: called with (iteration, loss) of each that is committed; one that takes a third argument
         gets the agent.protocol.Iteration, with `skipped`: the micro-batches that count in no sum, since
         they gave NaN or infinity, numbered pipeline by pipeline. on_recovery: called with each failure that
@@ -137,7 +134,8 @@ class ResilientTrainer:
         training ends in order and `fit` raises it, with the TrainingResult so far as its `result`.
         "log": nothing more.
 
-    Raises InputError naming the argument.
+    `help()` of each group lists its options, which are those of `openrecycle train`.
+    Raises InputError naming the argument, with its group: `faults.compare_every`.
     """
 
     def __init__(
@@ -151,122 +149,55 @@ class ResilientTrainer:
         profile: str | Path | Profile | JobDoc | None = None,
         scheduler: SchedulerFactory | None = None,
         batch_size: int | None = None,
-        shuffle: bool = True,
-        collate: Callable[[list[Any]], Any] = default_collate,
-        sampler: Sampler | None = None,
+        loading: Loading | None = None,
         stage_io: StageIO | None = None,
         seed: int = 0,
-        technique: str = "staggered",
-        memory: str | int = "uniform",
-        capacity: str | int | None = None,
-        mode: Mode = "deterministic",
-        autocast: Autocast | None = None,
-        clip_norm: float | None = None,
-        non_finite: NonFinite = "skip",
-        staggered: bool = True,
-        keep_finished: bool = False,
-        on_bad_sample: OnBadSample = "halt",
-        bad_sample_limit: int = 100,
-        pace: str | None = None,
-        device: str = "cpu",
-        transport: str | None = None,
-        console: str | None = None,
-        token: str | None = None,
-        name: str = "job",
-        demo: bool = False,
         weights: str | Path | None = None,
-        checkpoint: str | Path | None = None,
-        checkpoint_every: int = 100,
-        checkpoint_keep: int = 3,
-        resume: str | int | None = None,
-        migrate: bool | None = None,
-        kill: Sequence[str] = (),
-        rejoin: Sequence[str] = (),
-        slow: Sequence[str] = (),
-        timeouts: Timeouts | None = None,
-        hand_over: HandOver | None = None,
-        compare_every: int = 100,
         record: str | Path | None = None,
+        planning: Planning | None = None,
+        optimization: Optimization | None = None,
+        platform: Platform | None = None,
+        checkpoints: Checkpoints | None = None,
+        faults: Faults | None = None,
+        console: Console | None = None,
         on_iteration: Callable[[int, float], object] | Callable[[int, float, Iteration], object] | None = None,
         on_recovery: Callable[[Recovery], object] | None = None,
         on_error: OnError = "stop",
     ) -> None:
-        with argument_names():
-            if not isinstance(job, Job):
-                raise InputError(
-                    "job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)"
-                )
-            if isinstance(stages, Sequence) and len(stages) != job.stages:
-                raise InputError("stages", len(stages), f"one per stage of the job, {job.stages} in all")
-            for argument, value in (("loss", loss), ("optimizer", optimizer)):
-                if not callable(value):
-                    raise InputError(argument, value, "something that can be called")
-            if on_error not in get_args(OnError):
-                raise InputError("on_error", on_error, "stop or log")
-            if timeouts is not None and not isinstance(timeouts, Timeouts):
-                raise InputError("timeouts", timeouts, "openrecycle.Timeouts(...)")
-            if hand_over is not None and not isinstance(hand_over, HandOver):
-                raise InputError("hand_over", hand_over, "openrecycle.HandOver(...)")
-            if record is not None:
-                check_writable(Path(record), field="record")
-            job = with_capacity(with_profile(job, profile), capacity)
-            by_profile = pace == BY_PROFILE
-            paced = {} if by_profile else parse_pace(pace)
-            if paced and profile is not None:
-                raise InputError("pace", pace, f"{BY_PROFILE!r}, or None, beside profile, which has the op times")
-            if paced:
-                sizes = job.pipelines, job.stages, job.micro_batches
-                job = with_capacity(Job.uniform(*sizes, durations=paced, time_unit="ms"), capacity)
-            workload = CallableWorkload(
-                make_stages=stages,
-                make_batch=_batches(data, job, seed, batch_size, shuffle, collate, sampler),
-                make_loss=loss,
-                make_optimizer=optimizer,
-                scheduler=scheduler,
-                stage_io=stage_io,
-                seed=seed,
-            )
-            if resume is not None and checkpoint is None:
-                raise InputError("resume", resume, "checkpoint too, the folder to resume from")
-            self._weights = None if weights is None else str(weights)
-            self._record = None if record is None else Path(record)
-            self._callbacks = partial(_Callbacks, _full(on_iteration), on_recovery, on_error)
-            self._launcher: Launcher | None = None
-            self._stop_asked = False
-            self._workload = SentWorkload.of(workload)
-            self._options = partial(
-                StartOptions,
-                job=job,
-                workload=self._workload,
-                seed=seed,
-                technique=Technique.of(technique),
-                memory=MemoryLimit.parse(str(memory)),
-                pace=paced,
-                paced_by_profile=by_profile,
-                slow=tuple(Slow.parse(text, job) for text in slow),
-                kills=tuple(Kill.parse(text, job) for text in kill),
-                rejoins=tuple(Rejoin.parse(text, job) for text in rejoin),
-                recipe=Recipe(
-                    *(mode, autocast, clip_norm, non_finite, staggered, keep_finished, on_bad_sample, bad_sample_limit)
-                ),
-                platform=Platform.of(device, transport),
-                console=console,
-                token=token,
-                name=name,
-                demo=demo,
-                migrate=migrate,
-                timeouts=timeouts or Timeouts(),
-                hand_over=hand_over or HandOver(),
-                compare_every=compare_every,
-                checked=True,
-                checkpoints=None
-                if checkpoint is None
-                else CheckpointWish(
-                    str(checkpoint), checkpoint_every, checkpoint_keep, None if resume is None else str(resume)
-                ),
-            )
-            self._options(iterations=1, weights=self._weights)  # what is wrong is said here, not when training begins
-            check_workload(workload, job, seed, self._options.keywords["recipe"])
+        if not isinstance(job, Job):
+            raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
+        if isinstance(stages, Sequence) and len(stages) != job.stages:
+            raise InputError("stages", len(stages), f"one per stage of the job, {job.stages} in all")
+        for argument, value in (("loss", loss), ("optimizer", optimizer)):
+            if not callable(value):
+                raise InputError(argument, value, "something that can be called")
+        if on_error not in get_args(OnError):
+            raise InputError("on_error", on_error, "stop or log")
+        if loading is not None and not isinstance(loading, Loading):
+            raise InputError("loading", loading, "openrecycle.Loading(...)")
+        given: dict[str, Any] = {"planning": planning, "optimization": optimization, "platform": platform}
+        given |= {"checkpoints": checkpoints, "faults": faults, "console": console}
+        groups = {name: group for name, group in given.items() if group is not None}
+        options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, **groups)
+        options = replace(options, job=options.planning.job(job, profile))
+        options.check()  # what is wrong is said here, not when training begins
+        if options.record is not None:
+            check_writable(Path(options.record))
+        workload = CallableWorkload(
+            make_stages=stages,
+            make_batch=_batches(data, job, seed, batch_size, loading or Loading()),
+            make_loss=loss,
+            make_optimizer=optimizer,
+            scheduler=scheduler,
+            stage_io=stage_io,
+            seed=seed,
+        )
+        self._callbacks = partial(_Callbacks, _full(on_iteration), on_recovery, on_error)
+        self._launcher: Launcher | None = None
+        self._stop_asked = False
+        self._workload = SentWorkload.of(workload)
+        self._options = options
+        check_workload(workload, options)
 
     def fit(self, *, iterations: int) -> TrainingResult:
         """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed, or
@@ -281,17 +212,16 @@ class ResilientTrainer:
         from openrecycle.agent.launch import JobFailed
 
         self._stop_asked = False
-        with argument_names():
-            options = self._options(iterations=iterations, weights=self._weights)
+        options = replace(self._options, iterations=iterations)
         _check_script(self._workload)
-        folder = self._weights or tempfile.mkdtemp(prefix="openrecycle-")
+        folder = str(options.weights or tempfile.mkdtemp(prefix="openrecycle-"))
         try:
             lines = _Lines()
             callbacks = self._callbacks(self.stop)
             with contextlib.ExitStack() as ending:
                 targets: list[Callable[[dict[str, Any]], None]] = [lines]
-                if self._record is not None:
-                    targets.append(_open_record(self._record, ending))
+                if options.record is not None:
+                    targets.append(_open_record(Path(options.record), ending))
                 delivery = Delivery(callbacks, "on_iteration", log.warning)
                 targets.append(delivery)
 
@@ -300,8 +230,10 @@ class ResilientTrainer:
                         take(line)
 
                 # The caller's own random numbers must not depend on what is tried out first.
-                with argument_names(), torch.random.fork_rng(devices=[]):
-                    launcher = make_launcher(replace(options, weights=folder), listener, log.info)
+                with torch.random.fork_rng(devices=[]):
+                    launcher = make_launcher(
+                        replace(options, weights=folder), self._workload, listener, log.info, checked=True
+                    )
                 self._launcher = launcher
                 if self._stop_asked:
                     launcher.end_soon()
@@ -315,7 +247,7 @@ class ResilientTrainer:
                 except BaseException:
                     callbacks.over = True  # Ctrl-C ends the calls, too
                     raise
-            if self._weights is not None:
+            if options.weights is not None:
                 weights: Callable[[int], dict[str, Any]] = partial(load_weights, folder)
             else:
                 weights = [load_weights(folder, stage) for stage in range(options.job.stages)].__getitem__
@@ -327,7 +259,7 @@ class ResilientTrainer:
             return result
         finally:
             self._launcher = None
-            if self._weights is None:
+            if options.weights is None:
                 _remove(Path(folder))
 
     def stop(self) -> None:
@@ -454,24 +386,23 @@ def _batches(
     job: Job,
     seed: int,
     batch_size: int | None,
-    shuffle: bool,
-    collate: Callable[[list[Any]], Any],
-    sampler: Sampler | None,
+    loading: Loading,
 ) -> Data:
     """The data function; a data set becomes one. Raises InputError."""
     if not hasattr(data, "__getitem__") and callable(data):
-        for argument, value in (("batch_size", batch_size), ("sampler", sampler)):
+        for argument, value in (("batch_size", batch_size), ("loading.sampler", loading.sampler)):
             if value is not None:
                 raise InputError(argument, value, "nothing where data is a function: it makes whole micro-batches")
         function: Data = data
         return function
+    sampler = loading.sampler
     if sampler is None:
         if not hasattr(data, "__len__"):
             raise InputError("data", type(data).__name__, "a data set with a length, or a sampler beside it")
         if batch_size is None:
             raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a data set")
-        sampler = MicroBatchSampler(len(data), batch_size, job, seed=seed, shuffle=shuffle)
-    return DatasetBatches(data, sampler, collate)
+        sampler = MicroBatchSampler(len(data), batch_size, job, seed=seed, shuffle=loading.shuffle)
+    return DatasetBatches(data, sampler, loading.collate)
 
 
 def _check_script(workload: SentWorkload) -> None:

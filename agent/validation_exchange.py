@@ -22,8 +22,8 @@ import torch
 
 from openrecycle.agent.communicator import Groups
 from openrecycle.agent.optimizer import NonFiniteError, StageOptimizer
+from openrecycle.agent.options import Optimization
 from openrecycle.agent.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.transport.group import Pending, TransferError
 from openrecycle.planner.job import Worker
 
@@ -102,13 +102,13 @@ class Steps:
     def __init__(
         self,
         me: Worker,
-        recipe: Recipe,
+        optimization: Optimization,
         optimizer: StageOptimizer,
         notable: Callable[[int, ValidationResult, bool], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._waiting = waiting
-        self._me, self._recipe, self._optimizer, self._notable = me, recipe, optimizer, notable
+        self._me, self._optimization, self._optimizer, self._notable = me, optimization, optimizer, notable
         self._groups: Groups | None = None
         self._paths = _Paths(me.stage, {}, ())
         self._exchange: _Exchange | None = None
@@ -129,7 +129,7 @@ class Steps:
         assert self._groups is not None
         optimizer, iteration = self._optimizer, self._optimizer.committed
         slot = optimizer.measure()
-        ahead_of_verdict = self._recipe.staggered and optimizer.post_validation.optimistic
+        ahead_of_verdict = not self._optimization.synchronous and optimizer.post_validation.optimistic
         try:
             exchange = _Exchange(self._groups, self._paths, iteration, slot, incomplete)
         except TransferError:
@@ -140,7 +140,7 @@ class Steps:
         if ahead_of_verdict:
             self._exchange = exchange
             return optimizer.step(None, slot)
-        verdict = judge(self._slots_of(exchange), self._recipe.clip_norm)
+        verdict = judge(self._slots_of(exchange), self._optimization.clip_norm)
         loss = optimizer.step(verdict, slot)
         self._heed(verdict, redone=False)
         return loss
@@ -226,7 +226,7 @@ class Steps:
     # -- the verdict --------------------------------------------------------------------------
 
     def _settle_with(self, slots: Sequence[Slot]) -> bool:
-        verdict = judge(slots, self._recipe.clip_norm)
+        verdict = judge(slots, self._optimization.clip_norm)
         changed = self._optimizer.settle(verdict)
         self._heed(verdict, redone=changed)
         return changed
@@ -236,9 +236,11 @@ class Steps:
         iteration = self._optimizer.committed - 1
         if verdict.coefficient is None:
             what = f"iteration {iteration}: a gradient was NaN, infinite or out of range"
-            if self._recipe.non_finite == "stop":
+            if self._optimization.non_finite == "stop":
                 self._optimizer.roll_back()
-                raise NonFiniteError(f"{what}; lower the learning rate or check the data (--non-finite skip goes on)")
+                raise NonFiniteError(
+                    f"{what}; lower the learning rate or check the data (with non_finite=skip it goes on)"
+                )
             if (times := self._optimizer.post_validation.skipped) > MAX_SKIPPED:
                 self._optimizer.roll_back()
                 raise NonFiniteError(

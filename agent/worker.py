@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 
 import torch
@@ -15,49 +15,23 @@ import torch
 from openrecycle.agent.channel import WorkerChannel
 from openrecycle.agent.checkpoints.weights import WeightsError
 from openrecycle.agent.client import ConsoleClient
-from openrecycle.agent.communicator import LOOPBACK, Communicator
+from openrecycle.agent.communicator import Communicator
 from openrecycle.agent.heartbeat import HeartbeatThread, Status
 from openrecycle.agent.liveness import Progress, Turns
 from openrecycle.agent.log_tail import Followed, LogTail
-from openrecycle.agent.loop import LoopOptions, WorkerLoop
+from openrecycle.agent.loop import WorkerLoop
 from openrecycle.agent.optimizer import NonFiniteError
 from openrecycle.agent.recovery import NoAgreementError
+from openrecycle.agent.spec import WorkerSpec
 from openrecycle.agent.stage_io import StageIOError
 from openrecycle.agent.state import StateError
 from openrecycle.agent.thread_stacks import thread_stacks, told
 from openrecycle.agent.timeouts import ALIVE_SECONDS
-from openrecycle.agent.workload import WorkloadSource
-from openrecycle.planner.job import Worker
 
 # Exit codes the launcher tells apart.
 FAILED, FENCED = 1, 3
 STUCK_SECONDS = 10.0
 """A worker that has not taken up a generation after so long says where it stands, and again after each doubling."""
-
-
-@dataclass(frozen=True)
-class ConsoleLink:
-    """Where a worker reports to."""
-
-    url: str
-    job_id: str
-    token: str | None
-    heartbeat_seconds: float
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """Everything a worker process needs to know; plain data. address: of its host, as its peers reach it.
-    slot: see agent.processes; set when the process is started."""
-
-    worker: Worker
-    incarnation: str
-    options: LoopOptions
-    workload: WorkloadSource
-    console: ConsoleLink | None
-    threads: int = 1
-    address: str = LOOPBACK
-    slot: int = 0
 
 
 def main(spec: WorkerSpec, pipe: Connection) -> None:
@@ -67,19 +41,18 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The same everywhere: the number of threads shows in the bits of some kernels.
     torch.set_num_threads(spec.threads)
-    platform = spec.options.platform
-    communicator = Communicator(spec.options.timeouts, address=spec.address, transport=platform.transport)
+    options = spec.run.options
+    platform, timeouts = options.platform, options.faults.timeouts
+    communicator = Communicator(timeouts, address=spec.address, transport=platform.carrier)
     channel = WorkerChannel(pipe, communicator.cancel, lambda: os._exit(FENCED))
-    status, log = Status(progress=Progress(spec.options.timeouts)), LogTail()
+    status, log = Status(progress=Progress(timeouts)), LogTail()
     heartbeat = _heartbeat(spec, status, log)
     if heartbeat is not None:
         sys.stdout, sys.stderr = Followed(sys.stdout, log), Followed(sys.stderr, log)  # type: ignore[assignment]
     threading.Thread(target=_say_alive, args=(channel, status, log), name="alive", daemon=True).start()
     try:
-        device = platform.take(spec.slot, deterministic=spec.options.recipe.mode == "deterministic")
-        loop = WorkerLoop(
-            spec.worker, spec.options, spec.workload.load(), communicator, channel, status, heartbeat, device
-        )
+        device = platform.take(spec.slot, deterministic=options.optimization.mode == "deterministic")
+        loop = WorkerLoop(spec, spec.run.workload.load(), communicator, channel, status, heartbeat, device)
         channel.say("ready", incarnation=spec.incarnation, pid=os.getpid())
         if heartbeat is not None:
             heartbeat.start()
@@ -100,9 +73,9 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
 
 
 def _heartbeat(spec: WorkerSpec, status: Status, log: LogTail) -> HeartbeatThread | None:
-    if spec.console is None:
+    link = spec.run.console
+    if link is None:
         return None
-    link = spec.console
     return HeartbeatThread(
         ConsoleClient(link.url, token=link.token),
         link.job_id,

@@ -387,7 +387,7 @@ def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
 def _bytes_limit(job: Job, stage: int, technique: Technique) -> int | None:
     """Micro-batches that a worker of `stage` may hold; see MemoryLimit.limits."""
     if not job.capacity_bytes:
-        raise InputError("capacity_bytes", None, "bytes per worker in the job's profile, as --memory bytes needs them")
+        raise InputError("capacity_bytes", None, "bytes per worker in the job's profile, for memory limit bytes")
     profile, capacity = job.profiles[stage], job.capacity_bytes[stage]
     fixed, each = profile.fixed_bytes, profile.micro_batch_bytes(splits=technique.splits)
     remedy = f"give its workers at least {fixed + each:,} bytes each, or cut the model into smaller stages"

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openrecycle.agent.data import MicroBatchSampler
+    from openrecycle.agent.data import Loading, MicroBatchSampler
+    from openrecycle.agent.devices import Platform
     from openrecycle.agent.launch import JobFailed
-    from openrecycle.agent.recipe import HandOver
+    from openrecycle.agent.options import Checkpoints, Console, Faults, HandOver, Optimization, Planning
     from openrecycle.agent.reporter import Reporter
     from openrecycle.agent.stage_io import TensorSpec
     from openrecycle.agent.timeouts import Timeouts
@@ -27,11 +28,18 @@ if _source.name == ".src":  # a clone; links would do, but not every copy of a t
     __path__.append(str(_source.parent))
 
 _HOMES = {
-    "HandOver": "openrecycle.agent.recipe",
+    "Checkpoints": "openrecycle.agent.options",
+    "Console": "openrecycle.agent.options",
+    "Faults": "openrecycle.agent.options",
+    "HandOver": "openrecycle.agent.options",
     "InputError": "openrecycle.planner.errors",
     "Job": "openrecycle.planner.job",
     "JobFailed": "openrecycle.agent.launch",
+    "Loading": "openrecycle.agent.data",
     "MicroBatchSampler": "openrecycle.agent.data",
+    "Optimization": "openrecycle.agent.options",
+    "Planning": "openrecycle.agent.options",
+    "Platform": "openrecycle.agent.devices",
     "Reporter": "openrecycle.agent.reporter",
     "ResilientTrainer": "openrecycle.agent.trainer",
     "TensorSpec": "openrecycle.agent.stage_io",
@@ -40,11 +48,18 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpoints",
+    "Console",
+    "Faults",
     "HandOver",
     "InputError",
     "Job",
     "JobFailed",
+    "Loading",
     "MicroBatchSampler",
+    "Optimization",
+    "Planning",
+    "Platform",
     "Reporter",
     "ResilientTrainer",
     "TensorSpec",

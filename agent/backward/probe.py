@@ -24,7 +24,7 @@ from openrecycle.agent.backward.buffers import moved_by
 from openrecycle.agent.backward.flops import FlopCount
 from openrecycle.agent.backward.split import Deferred, Fused, Strategy, StrategyName, TorchSplit
 from openrecycle.agent.gradients import GradientSum, MicroBatch
-from openrecycle.agent.recipe import Autocast
+from openrecycle.agent.options import Autocast
 from openrecycle.agent.stage import Stage
 
 Wanted = Literal["auto"] | StrategyName

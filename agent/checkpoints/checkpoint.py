@@ -58,7 +58,7 @@ class OldCheckpointError(CheckpointError):
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint says about the job that wrote it. recipe: the Recipe's fields."""
+    """What a checkpoint says about the job that wrote it. recipe: how it trains, by the options' names."""
 
     workload: str
     stages: int
@@ -159,7 +159,7 @@ def find(directory: Path, which: str = "newest") -> Checkpoint:
             return candidate
         except CheckpointError as error:
             if which == "newest":
-                raise CheckpointError(f"{error}; --resume newest-intact takes the newest that is not damaged") from None
+                raise CheckpointError(f"{error}; resume=newest-intact takes the newest that is not damaged") from None
             last = error
     raise CheckpointError(f"{directory}: every checkpoint is damaged; the oldest: {last}")
 

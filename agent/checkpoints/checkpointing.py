@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from openrecycle.agent.checkpoints.checkpoint import (
     CheckpointError,
@@ -17,7 +16,7 @@ from openrecycle.agent.checkpoints.checkpoint import (
     write_part,
 )
 from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.recipe import CheckpointWish
+from openrecycle.agent.options import Checkpoints
 from openrecycle.agent.state import StageState
 from openrecycle.planner.errors import InputError
 
@@ -26,45 +25,45 @@ PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class CheckpointOptions:
-    """wish: what was asked for. identity: of the job. resumed: the checkpoint it begins with, if any,
+class Origin:
+    """Of a job that writes checkpoints. identity: of the job. resumed: the checkpoint it begins with, if any,
     and how many iterations are in it."""
 
-    wish: CheckpointWish
     identity: Identity
     resumed: str | None = None
     resumed_at: int = 0
 
 
-def prepare(wish: CheckpointWish, identity: Identity, iterations: int, say: Callable[[str], None]) -> CheckpointOptions:
+def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Callable[[str], None]) -> Origin:
     """Finds and verifies what the job begins with. say: gets what the person should know of it.
 
     Raises InputError, also for a folder with checkpoints that nobody asked to resume from: they
     would be mixed with those of another run.
     """
-    directory = Path(wish.directory)
-    if wish.resume is None:
+    directory = options.folder
+    assert directory is not None
+    if options.resume is None:
         try:
             there = whole_checkpoints(directory)
         except CheckpointError as error:
-            raise InputError("--checkpoint", wish.directory, f"a folder without old checkpoints ({error})") from None
+            raise options.refuse("directory", f"a folder without old checkpoints ({error})") from None
         if there:
-            raise InputError(
-                "--checkpoint",
-                wish.directory,
-                f"a folder without checkpoints, or --resume newest to go on from iteration {there[0].iteration}",
+            raise options.refuse(
+                "directory",
+                f"a folder without checkpoints, or `checkpoints.resume` newest to go on from iteration "
+                f"{there[0].iteration}",
             )
-        return CheckpointOptions(wish, identity)
+        return Origin(identity)
     try:
-        found = find(directory, wish.resume)
+        found = find(directory, str(options.resume))
     except CheckpointError as error:
-        raise InputError("--resume", wish.resume, f"a whole checkpoint ({error})") from None
+        raise options.refuse("resume", f"a whole checkpoint ({error})") from None
     was = found.identity
-    for field, mine, theirs in (("--stages", identity.stages, was.stages), ("--seed", identity.seed, was.seed)):
+    for field, mine, theirs in (("job.stages", identity.stages, was.stages), ("seed", identity.seed, was.seed)):
         if mine != theirs:
             raise InputError(field, mine, f"{theirs}, as in the checkpoint {found.path}")
     if found.iteration >= iterations:
-        raise InputError("--iterations", iterations, f"more than the {found.iteration} that {found.path} holds")
+        raise InputError("iterations", iterations, f"more than the {found.iteration} that {found.path} holds")
     say(f"resumes after iteration {found.iteration - 1} from {found.path}")
     for name in set_aside_later(directory, found.iteration):
         say(f"note: a later checkpoint is now called {name}")
@@ -76,7 +75,7 @@ def prepare(wish: CheckpointWish, identity: Identity, iterations: int, say: Call
     for name, value in identity.recipe.items():
         if name in was.recipe and was.recipe[name] != value:
             say(f"note: {name} was {was.recipe[name]} and is {value} from here")
-    return CheckpointOptions(wish, identity, str(found.path), found.iteration)
+    return Origin(identity, str(found.path), found.iteration)
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,14 @@ class Checkpointer:
 
     def __init__(
         self,
-        options: CheckpointOptions,
+        options: Checkpoints,
+        origin: Origin,
         stage: int,
         iterations: int,
         said: Callable[[int, str | None], None],
         interrupted: Callable[[], bool],
     ) -> None:
-        self._options, self._stage = options, stage
+        self._options, self._origin, self._stage = options, origin, stage
         self._iterations = iterations
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
@@ -119,14 +119,14 @@ class Checkpointer:
         committed = optimizer.committed
         self._write_if_final(committed)
         self._copy = None
-        if writes and (last or self.due(committed)) and committed > self._options.resumed_at:
+        if writes and (last or self.due(committed)) and committed > self._origin.resumed_at:
             state = optimizer.state()
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
             self._copy = _Copy(committed, attempt, StageState(state.document, tensors))
 
     def due(self, committed: int) -> bool:
         """Is there to be a checkpoint of so many iterations?"""
-        return committed % self._options.wish.every == 0 or committed == self._iterations
+        return committed % self._options.every == 0 or committed == self._iterations
 
     def finish(self) -> None:
         """Of a job without further iterations, its last step settled: writes what there is, and waits."""
@@ -142,7 +142,8 @@ class Checkpointer:
         if not self._wait(PATIENCE_SECONDS):
             if not self._interrupted():
                 self._said(
-                    ready.iteration, "the one before is still being written; a larger --checkpoint-every would help"
+                    ready.iteration,
+                    "the one before is still being written; more iterations between checkpoints would help",
                 )
             return
         self._thread = threading.Thread(target=self._write, args=(ready,), name="checkpoint", daemon=True)
@@ -158,10 +159,10 @@ class Checkpointer:
         return True
 
     def _write(self, copy: _Copy) -> None:
-        options = self._options
+        options, folder = self._options, self._options.folder
+        assert folder is not None
         try:
-            directory = Path(options.wish.directory)
-            whole = write_part(directory, copy.state, self._stage, options.identity, copy.attempt, options.wish.keep)
+            whole = write_part(folder, copy.state, self._stage, self._origin.identity, copy.attempt, options.keep)
         except (CheckpointError, OSError) as error:
             self._said(copy.iteration, str(error))
         else:

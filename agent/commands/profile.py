@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
-from openrecycle.agent.commands.shared import json_object, refuse, sentences
-from openrecycle.agent.recipe import Recipe
-from openrecycle.agent.start import parse_bytes
+from openrecycle.agent.commands.shared import json_object, refuse, sentences, with_flags
+from openrecycle.agent.options import Optimization, Planning, TrainingOptions, parse_bytes
+from openrecycle.agent.settings import build, leaves
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
 from openrecycle.planner.output import check_out, is_stdout, write_out
@@ -20,6 +20,11 @@ MODELS_HELP = "gpt3-medium, gpt3-3.35b or gpt3-6.7b: one layer, the embedding an
 MAX_REPEATS = 1000
 
 
+TRAINED_WITH = ("optimization.mode", "optimization.autocast", "planning.capacity")
+"""Options of `train` that a profile is measured with."""
+
+
+@with_flags(leaf for leaf in leaves(TrainingOptions) if leaf.path in TRAINED_WITH)
 def profile_command(
     out: Annotated[Path, typer.Option(help="JSON file to write; `openrecycle plan --profile` reads it.")],
     model: Annotated[str | None, typer.Option(help=MODELS_HELP)] = None,
@@ -32,16 +37,13 @@ def profile_command(
     repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
     warm_up: Annotated[int, typer.Option(help="Rounds before them that don't count.")] = 2,
     threads: Annotated[int, typer.Option(help="Of torch; workers train with 1.")] = 1,
-    mode: Annotated[str, typer.Option(help="How gradients are summed: deterministic or fast.")] = "deterministic",
-    autocast: Annotated[str | None, typer.Option(help="bf16: run forwards under torch.autocast.")] = None,
     clock: Annotated[
         str, typer.Option(help="wall, or cpu: processor time, where other programs disturb the machine.")
     ] = "wall",
-    capacity: Annotated[
-        str | None, typer.Option(help="Memory of one worker, such as 80GiB: what --memory bytes plans with.")
-    ] = None,
     spread_limit: Annotated[float, typer.Option(help="Largest (p90 - p10) / median that is accepted.")] = 0.25,
     allow_spread: Annotated[bool, typer.Option(help="Write the profile however much the times vary.")] = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Measure op times, steps, memory, transfers and reductions of a model on this machine."""
     with sentences():
@@ -62,9 +64,10 @@ def profile_command(
         # Written so that NaN fails it too.
         if not spread_limit >= 0:
             raise InputError("--spread-limit", spread_limit, "a number of at least 0")
-        capacity_bytes = 0 if capacity is None else parse_bytes(capacity, field="--capacity")
+        optimization: Optimization = build(Optimization, given, "optimization.")
+        capacity = build(Planning, given, "planning.").capacity
+        capacity_bytes = 0 if capacity is None else parse_bytes(capacity)
         options = json_object(workload_options)
-        recipe = Recipe(mode, autocast)  # type: ignore[arg-type]
 
         # Only now: importing torch takes seconds, and bad input should not have to wait for it.
         import torch
@@ -77,9 +80,9 @@ def profile_command(
         grid = (pipelines, stages, micro_batches)
         try:
             if model is not None:
-                measured = profile_job.measure_model(model, batch, grid, recipe, effort, _say)
+                measured = profile_job.measure_model(model, batch, grid, optimization, effort, _say)
             else:
-                measured = profile_job.measure_workload(workload or "", options, grid, recipe, effort, _say)
+                measured = profile_job.measure_workload(workload or "", options, grid, optimization, effort, _say)
         except (profile_job.StageError, profile_job.TrafficError) as error:
             refuse(str(error))
         made = measured.model_copy(update={"capacity_bytes": capacity_bytes}).profile(*grid)

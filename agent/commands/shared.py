@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 
 from openrecycle.agent.client import ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.options import FLAGS, GRID
+from openrecycle.agent.settings import Leaf, spelled, without_none
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.plan import read_json
 from openrecycle.planner.words import printable
 
-# The limits of agent.timeouts, as options; the defaults are those of Timeouts.
-FormTimeout = Annotated[float, typer.Option(help="Seconds in which the workers of a generation must have connected.")]
-TransferTimeout = Annotated[
-    float, typer.Option(help="Seconds to wait for a peer's data; longer than any silence that is borne.")
-]
-GroupTimeout = Annotated[
-    float, typer.Option(help="Seconds to wait for a sum over a stage's workers; longer than for a transfer.")
-]
-SilenceTimeout = Annotated[
-    float, typer.Option(help="Seconds of silence after which a worker process that does not compute is ended.")
-]
-StartTimeout = Annotated[float, typer.Option(help="Seconds in which a new worker process must have said something.")]
-OpTimeout = Annotated[
-    float, typer.Option(help="Seconds that an op may always take; beyond, 20 times its longest so far.")
-]
-FirstOpTimeout = Annotated[
-    float, typer.Option(help="Seconds for an op that was not measured yet: it may be compiled first.")
-]
+
+def flags_of(leaves: Iterable[Leaf]) -> dict[str, inspect.Parameter]:
+    """What typer makes a command's options of, by the option's path."""
+    out = {}
+    for leaf in leaves:
+        about = leaf.field.metadata
+        if leaf.flag is None:
+            continue
+        kinds = without_none(leaf.annotation)
+        many = get_origin(kinds[0]) is Sequence
+        kind: Any = next((k for k in (bool, str, float, int) if k in kinds), str)
+        declared = f"{leaf.flag}/--no-{leaf.flag[2:]}" if kind is bool else leaf.flag
+        panel = leaf.path.partition(".")[0].title() if "." in leaf.path else None
+        shown = typer.Option(declared, help=about["help"], envvar=about["env"], rich_help_panel=panel)
+        default = None if many else leaf.default
+        annotation: Any = list[str] | None if many else (kind | None if default is None else kind)
+        out[leaf.path] = inspect.Parameter(
+            leaf.path.replace(".", "_"),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=str(default) if kind is str and default is not None else default,
+            annotation=Annotated[annotation, shown],
+        )
+    return out
+
+
+def with_flags(leaves: Iterable[Leaf]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command, beside its own options, those of `leaves`: it gets them as `given`, by their paths."""
+    added = flags_of(leaves)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**arguments: Any) -> None:
+            given = {path: arguments.pop(parameter.name) for path, parameter in added.items()}
+            command(**arguments, given={path: value for path, value in given.items() if value is not None})
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + list(added.values())
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__  # typer would look there
+        return run
+
+    return decorate
 
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """Turns every expected error into one sentence and exit code 2."""
+    """Turns every expected error into one sentence, with the options as the command line has them, and exit code 2."""
     try:
-        yield
+        with spelled({**FLAGS, **GRID, "profile": "--profile"}):
+            yield
     except PlannerError as error:
         refuse(str(error))
     except ConsoleUnavailable as error:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from openrecycle import Job, ResilientTrainer
+from openrecycle import Faults, Job, ResilientTrainer
 
 
 def build_stage(stage: int, stages: int) -> nn.Module:
@@ -28,7 +28,8 @@ if __name__ == "__main__":
         batch_size=16,
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         job=Job.uniform(pipelines=2, stages=3, micro_batches=4),
-        kill=["W1_1@20:F2"],  # W1_1 is SIGKILLed in iteration 20; leave it out, and nothing printed last changes
+        # W1_1 is SIGKILLed in iteration 20; leave it out, and nothing printed last changes
+        faults=Faults(kill=["W1_1@20:F2"]),
         on_iteration=lambda iteration, loss: print(f"iteration {iteration}  loss {loss:.4f}"),
         on_recovery=lambda recovery: print(f"{recovery.worker} died; resumed after {recovery.resumed_ms:.0f} ms"),
     )

@@ -25,7 +25,8 @@ from openrecycle.agent.nodes.placement import place, stand_in
 from openrecycle.agent.nodes.role import NodeRole
 from openrecycle.agent.nodes.wire import MACHINE, by_name, encode_spec, publish_lead
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
-from openrecycle.agent.worker import WorkerSpec, main
+from openrecycle.agent.spec import WorkerSpec
+from openrecycle.agent.worker import main
 from openrecycle.agent.workload import WorkloadSource
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, Worker
@@ -125,7 +126,7 @@ class NodeLink:
         if not self.alive:
             pipe.close()
             process.ended(None)
-        token = spec.console.token if spec.console is not None else None
+        token = spec.run.console.token if spec.run.console is not None else None
         sealed = {} if token is None else {"token": self._frames.seal(token)}
         self.post({"kind": "start", "spec": encode_spec(spec), **sealed})
         return process

@@ -176,7 +176,7 @@ class NodeServer:
     def _start(self, document: dict[str, Any], token: str | None) -> None:
         spec = decode_spec(document, token)
         if self._pool is None:
-            self._pool = ProcessPool(worker.main, preload(spec.workload))
+            self._pool = ProcessPool(worker.main, preload(spec.run.workload))
         # The pool files processes by cell; here one cell may have several, as workers migrate.
         self._started += 1
         entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic())

@@ -10,8 +10,10 @@ import torch
 import torch.distributed
 from pydantic import TypeAdapter, ValidationError
 
-from openrecycle.agent.loop import LoopOptions
-from openrecycle.agent.worker import ConsoleLink, WorkerSpec
+from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.options import TrainingOptions
+from openrecycle.agent.spec import ConsoleLink, RunSpec, WorkerSpec
+from openrecycle.agent.stage_io import StageIO
 from openrecycle.agent.workload import NamedWorkload, WorkloadSource
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Worker
@@ -25,7 +27,12 @@ MACHINE = {
     "instruction set": torch.backends.cpu.get_cpu_capability(),
 }
 
-_OPTIONS = TypeAdapter(LoopOptions)
+# What a RunSpec holds, and how it is told.
+_FORMS: dict[str, TypeAdapter[Any]] = {
+    "options": TypeAdapter(TrainingOptions),
+    "stage_io": TypeAdapter(StageIO | None),
+    "origin": TypeAdapter(Origin | None),
+}
 _LEAD_KEY = "openrecycle/lead-port"
 _STORE_SECONDS = 600.0
 
@@ -53,17 +60,19 @@ def by_name(workload: WorkloadSource) -> NamedWorkload:
 
 
 def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
-    """Without the token, which travels sealed. Raises InputError as `by_name` does."""
-    workload, console = by_name(spec.workload), spec.console
+    """Without tokens: that of the console travels sealed. Raises InputError as `by_name` does."""
+    run = spec.run
+    workload, console = by_name(run.workload), run.console
     return {
         "worker": str(spec.worker),
         "incarnation": spec.incarnation,
-        "options": _OPTIONS.dump_python(spec.options, mode="json"),
+        "joins": spec.joins,
+        "threads": spec.threads,
+        "address": spec.address,
         "workload": workload.path,
         "workload_options": dict(workload.options),
         "console": [console.url, console.job_id, console.heartbeat_seconds] if console else None,
-        "threads": spec.threads,
-        "address": spec.address,
+        **{name: form.dump_python(getattr(run, name), mode="json") for name, form in _FORMS.items()},
     }
 
 
@@ -71,12 +80,16 @@ def decode_spec(document: dict[str, Any], token: str | None) -> WorkerSpec:
     """token: what the worker reports to the console with. Raises ValueError when it is no such document."""
     try:
         console = document["console"]
+        run = RunSpec(
+            workload=NamedWorkload(str(document["workload"]), document["workload_options"]),
+            console=ConsoleLink(console[0], console[1], token, console[2]) if console else None,
+            **{name: form.validate_python(document[name]) for name, form in _FORMS.items()},
+        )
         return WorkerSpec(
             worker=Worker.parse(document["worker"]),
             incarnation=str(document["incarnation"]),
-            options=_OPTIONS.validate_python(document["options"]),
-            workload=NamedWorkload(str(document["workload"]), document["workload_options"]),
-            console=ConsoleLink(console[0], console[1], token, console[2]) if console else None,
+            run=run,
+            joins=bool(document["joins"]),
             threads=int(document["threads"]),
             address=str(document["address"]),
         )

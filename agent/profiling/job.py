@@ -16,11 +16,11 @@ from torch import Tensor
 
 from openrecycle.agent.assembly import assemble
 from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.options import Optimization
 from openrecycle.agent.profiling.profiler import Effort, PartSpec, measure_part, size_of, timing_of
 from openrecycle.agent.profiling.shapes import parts_of, shape_of
 from openrecycle.agent.profiling.stages import Rounds, StageError, measure_stages
 from openrecycle.agent.profiling.traffic import TrafficError, measure_traffic
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.stage import Stage
 from openrecycle.agent.stage_io import Tensors, stage_io_of, tensors_of
 from openrecycle.agent.workload import NamedWorkload, load_workload
@@ -35,7 +35,9 @@ Grid = tuple[int, int, int]
 """Pipelines, stages, micro-batches."""
 
 
-def measure_model(name: str, batch: int, grid: Grid, recipe: Recipe, effort: Effort, say: Say) -> Measurements:
+def measure_model(
+    name: str, batch: int, grid: Grid, optimization: Optimization, effort: Effort, say: Say
+) -> Measurements:
     """Of a built-in shape: embedding, one layer and head, split as the deferred Linear does it.
 
     grid: pipelines, stages, micro-batches. say: gets sentences about the progress. Raises InputError
@@ -45,7 +47,7 @@ def measure_model(name: str, batch: int, grid: Grid, recipe: Recipe, effort: Eff
     if stages > shape.layers:
         raise InputError("--stages", stages, f"at most {shape.layers}, the layers of {name}")
     parts = []
-    for spec in parts_of(shape, batch, recipe):
+    for spec in parts_of(shape, batch, optimization):
         say(f"measuring {spec.name} of {name}")
         parts.append(measure_part(spec, effort)[0])
     boundary = torch.float32.itemsize * batch * shape.sequence * shape.width
@@ -58,8 +60,8 @@ def measure_model(name: str, batch: int, grid: Grid, recipe: Recipe, effort: Eff
         model=name,
         about=about,
         samples_per_micro_batch=batch,
-        mode=recipe.mode,
-        hardware=_hardware(effort, recipe),
+        mode=optimization.mode,
+        hardware=_hardware(effort, optimization),
         cut="layers",
         layers=shape.layers,
         parts=tuple(parts),
@@ -70,7 +72,7 @@ def measure_model(name: str, batch: int, grid: Grid, recipe: Recipe, effort: Eff
 
 
 def measure_workload(
-    path: str, options: Mapping[str, Any], grid: Grid, recipe: Recipe, effort: Effort, say: Say
+    path: str, options: Mapping[str, Any], grid: Grid, optimization: Optimization, effort: Effort, say: Say
 ) -> Measurements:
     """Of any workload: each of its stages as a worker puts it together and runs it. Bytes are those of one
     micro-batch, fed with what the stage before puts out.
@@ -79,7 +81,7 @@ def measure_workload(
     """
     pipelines, stages, micro_batches = grid
     workload, job = load_workload(path, dict(options)), Job.uniform(*grid)
-    between = stage_io_of(workload, stages, 0, recipe.autocast)
+    between = stage_io_of(workload, stages, 0, optimization.autocast)
     inputs = tensors_of(workload.inputs(0, 0, 0, 0), "data")
     x: Tensors = inputs if len(inputs) > 1 else inputs[0]
     targets = workload.targets(0, 0, 0, 0)
@@ -88,8 +90,8 @@ def measure_workload(
         return workload.loss(output, targets) / (pipelines * micro_batches)
 
     def trained(stage: int) -> tuple[Stage, StageOptimizer]:
-        made, _ = assemble(workload, job, stage, 0, recipe, between)
-        return made, stage_optimizer(workload, made.module, made.gradients, recipe)
+        made, _ = assemble(workload, job, stage, 0, optimization, between)
+        return made, stage_optimizer(workload, made.module, made.gradients, optimization)
 
     parts, sizes = [], []
     say(f"measuring the bytes that {stages} stages of {path} keep")
@@ -100,15 +102,15 @@ def measure_workload(
         parts.append(part)
         if not last:
             sizes.append(size_of(x))
-    rounds = measure_stages(NamedWorkload(path, options), job, recipe, effort, say)
+    rounds = measure_stages(NamedWorkload(path, options), job, optimization, effort, say)
     parts = [_timed(part, found) for part, found in zip(parts, rounds, strict=True)]
     transfers, reductions = _traffic(tuple(sizes), parts, pipelines, effort, say)
     return Measurements(
         model=path,
         about=f"{stages} stages of {path} with options {dict(options)}"[:300],
         samples_per_micro_batch=workload.samples_per_micro_batch,
-        mode=recipe.mode,
-        hardware=_hardware(effort, recipe),
+        mode=optimization.mode,
+        hardware=_hardware(effort, optimization),
         cut="stages",
         parts=tuple(parts),
         boundary_bytes=max(sizes, default=0),
@@ -131,14 +133,14 @@ def _traffic(
     return measure_traffic(sizes, largest, pipelines, repeats=repeats, warm_up=effort.warm_up, clock=effort.clock)
 
 
-def _hardware(effort: Effort, recipe: Recipe) -> Hardware:
+def _hardware(effort: Effort, optimization: Optimization) -> Hardware:
     return Hardware(
         processor=_processor(),
         cores=os.cpu_count() or 1,
         system=f"{platform.system()} {platform.machine()}",
         torch=torch.__version__,
         threads=torch.get_num_threads(),
-        dtype="bfloat16 by autocast, float32 sums" if recipe.autocast else "float32",
+        dtype="bfloat16 by autocast, float32 sums" if optimization.autocast else "float32",
         clock=effort.clock,
         load=round(os.getloadavg()[0], 2),
         measured_on=datetime.now(UTC).date().isoformat(),

@@ -12,8 +12,8 @@ from torch.nn import functional
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.gradients import gradient_sum
 from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.options import Optimization
 from openrecycle.agent.profiling.profiler import PartSpec
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.stage import Stage
 from openrecycle.planner.errors import InputError
 
@@ -69,7 +69,7 @@ class TokenEmbedding(nn.Module):
         return x
 
 
-def parts_of(shape: Shape, batch: int, recipe: Recipe) -> list[PartSpec]:
+def parts_of(shape: Shape, batch: int, optimization: Optimization) -> list[PartSpec]:
     """Embedding, one layer, head with its loss; `batch` samples of full length each. AdamW."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape.vocabulary, (batch, shape.sequence), generator=generator)
@@ -84,11 +84,11 @@ def parts_of(shape: Shape, batch: int, recipe: Recipe) -> list[PartSpec]:
     def trained(build: Callable[[], nn.Module]) -> Callable[[], tuple[Stage, StageOptimizer]]:
         def made() -> tuple[Stage, StageOptimizer]:
             module = build()
-            gradients = gradient_sum(recipe.mode, module.parameters(), terms=TERMS)
+            gradients = gradient_sum(optimization.mode, module.parameters(), terms=TERMS)
             optimizer = StageOptimizer(
-                module, torch.optim.AdamW(module.parameters()), gradients, clips=recipe.clip_norm is not None
+                module, torch.optim.AdamW(module.parameters()), gradients, clips=optimization.clip_norm is not None
             )
-            return Stage(module, gradients, autocast=recipe.autocast), optimizer
+            return Stage(module, gradients, autocast=optimization.autocast), optimizer
 
         return made
 

@@ -24,10 +24,10 @@ from openrecycle.agent.assembly import assemble
 from openrecycle.agent.executor import Executor
 from openrecycle.agent.faults import FaultInjector
 from openrecycle.agent.optimizer import stage_optimizer
+from openrecycle.agent.options import Optimization
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.profiling.profiler import CLOCKS, Effort, size_of
 from openrecycle.agent.profiling.traffic import measure_traffic
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.script import MicroBatch, Script
 from openrecycle.agent.stage_io import StageIO, StageOutput, stage_io_of
 from openrecycle.agent.transport.transfers import Transfers
@@ -53,7 +53,7 @@ class StageRun:
     cell: Worker
     job: Job
     workload: WorkloadSource
-    recipe: Recipe
+    optimization: Optimization
     effort: Effort
     threads: int
 
@@ -63,7 +63,7 @@ Rounds = dict[str, list[float]]
 
 
 def measure_stages(
-    workload: NamedWorkload, job: Job, recipe: Recipe, effort: Effort, say: Callable[[str], None]
+    workload: NamedWorkload, job: Job, optimization: Optimization, effort: Effort, say: Callable[[str], None]
 ) -> list[Rounds]:
     """By stage. Raises StageError."""
     threads = torch.get_num_threads()
@@ -74,7 +74,7 @@ def measure_stages(
         try:
             running = []
             for place, cell in enumerate(together):
-                run = StageRun(cell, job, workload, recipe, effort, threads)
+                run = StageRun(cell, job, workload, optimization, effort, threads)
                 running.append(pool.start(Worker(place, 0), lambda _, run=run: run, time.monotonic()))  # type: ignore[misc]
             for entry in running:
                 _hear(entry, "ready")
@@ -88,7 +88,7 @@ def measure_stages(
     return found
 
 
-def measure_step(workload: WorkloadSource, job: Job, recipe: Recipe) -> float:
+def measure_step(workload: WorkloadSource, job: Job, optimization: Optimization) -> float:
     """Milliseconds of a stage's reduction and step, on the CPU, in about a second: what a plan is to reckon with
     whose other ops are paced. The steps are taken in this process, those of all stages, and their median stands for
     each; the reduction is measured among as many processes as a stage has workers.
@@ -99,7 +99,7 @@ def measure_step(workload: WorkloadSource, job: Job, recipe: Recipe) -> float:
     torch.set_num_threads(1)  # as workers have
     try:
         for stage in range(job.stages):
-            bench = Bench(StageRun(Worker(0, stage), one, workload, recipe, Effort(), 1))
+            bench = Bench(StageRun(Worker(0, stage), one, workload, optimization, Effort(), 1))
             for number in range(STEP_WARM_UP + STEP_ROUNDS):
                 seconds = bench.round()["O"]
                 if number >= STEP_WARM_UP:
@@ -161,10 +161,10 @@ class Bench:
 
     def __init__(self, run: StageRun, clock: Callable[[], float] | None = None) -> None:
         workload, me, job = run.workload.load(), run.cell, run.job
-        between = stage_io_of(workload, job.stages, 0, run.recipe.autocast)
-        stage, _ = assemble(workload, job, me.stage, 0, run.recipe, between)
-        optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.recipe)
-        steps = Steps(me, run.recipe, optimizer, lambda *_: None)
+        between = stage_io_of(workload, job.stages, 0, run.optimization.autocast)
+        stage, _ = assemble(workload, job, me.stage, 0, run.optimization, between)
+        optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.optimization)
+        steps = Steps(me, run.optimization, optimizer, lambda *_: None)
         self._gradients = stage.gradients.buffer
         self._clock, self._marks = clock or CLOCKS[run.effort.clock], list[float]()
         self._executor = Executor(

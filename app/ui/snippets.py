@@ -9,7 +9,7 @@ def token_line() -> str:
 
 
 def trainer(address: str) -> str:
-    return f"""from agent import Job, ResilientTrainer
+    return f"""from openrecycle import Console, Job, ResilientTrainer
 
 trainer = ResilientTrainer(
     stages=build_stage,  # (stage, stages) -> torch.nn.Module
@@ -18,7 +18,7 @@ trainer = ResilientTrainer(
     batch_size=16,
     optimizer=partial(torch.optim.AdamW, lr=3e-3),
     job=Job.uniform(pipelines=2, stages=3, micro_batches=4),
-    console="{address}",
+    console=Console(url="{address}"),
 )
 trainer.fit(iterations=1000)"""
 
@@ -31,7 +31,7 @@ def launch_line(address: str) -> str:
 
 
 def reporter(address: str) -> str:
-    return f"""from agent import Job, Reporter
+    return f"""from openrecycle import Job, Reporter
 
 reporter = Reporter(
     console="{address}",

@@ -275,7 +275,7 @@ def job_on(
         return document.job_for(**grid)
     for name, size in grid.items():
         if size != getattr(own, name):
-            raise InputError(f"--{name.replace('_', '-')}", size, f"{getattr(own, name)}, as --profile has it")
+            raise InputError(f"--{name.replace('_', '-')}", size, f"{getattr(own, name)}, as the profile has it")
     return own.job()
 
 

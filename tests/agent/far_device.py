@@ -27,8 +27,8 @@ from openrecycle.agent.devices import on_device
 from openrecycle.agent.executor import Executor
 from openrecycle.agent.faults import FaultInjector
 from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.options import Optimization
 from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.script import Script
 from openrecycle.agent.stage_io import stage_io_of
 from openrecycle.agent.state import pack, unpack
@@ -163,12 +163,12 @@ class _Peers(Group):
         tensor.add_(theirs)
 
 
-def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
+def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
     """Losses and hashes of the parameters, by worker; with what is done to a trained stage's state."""
     workload: Any = Mixed()
-    between = stage_io_of(workload, JOB.stages, 0, recipe.autocast)
+    between = stage_io_of(workload, JOB.stages, 0, optimization.autocast)
     with FarFactories():
-        assert stage_io_of(workload, JOB.stages, 0, recipe.autocast, device) == between
+        assert stage_io_of(workload, JOB.stages, 0, optimization.autocast, device) == between
     schedule = Catalog(JOB, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].schedule()
     living = list(JOB.workers())
     # One at a time: a real worker has torch's random numbers to itself.
@@ -179,9 +179,9 @@ def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     losses: dict[Worker, list[str]] = {w: [] for w in living}
 
     def work(me: Worker) -> None:
-        stage, _ = assemble(workload, JOB, me.stage, 0, recipe, between, device)
-        optimizer = trained[me] = stage_optimizer(workload, stage.module, stage.gradients, recipe)
-        steps = Steps(me, recipe, optimizer, lambda iteration, verdict, redone: skipped.append(iteration))
+        stage, _ = assemble(workload, JOB, me.stage, 0, optimization, between, device)
+        optimizer = trained[me] = stage_optimizer(workload, stage.module, stage.gradients, optimization)
+        steps = Steps(me, optimization, optimizer, lambda iteration, verdict, redone: skipped.append(iteration))
         executor = Executor(
             me,
             JOB,
@@ -230,18 +230,20 @@ def train(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     baton.run([task(me) for me in living])
     with FarFactories():
         assert len({trained[w].parameters_sha256() for w in living}) == JOB.stages, "replicas differ"
-        after = {str(w): _handed_on(trained[w], workload, recipe, between, device, w) for w in living if not w.pipeline}
+        after = {
+            str(w): _handed_on(trained[w], workload, optimization, between, device, w) for w in living if not w.pipeline
+        }
     return {"losses": {str(w): v for w, v in losses.items()}, "skipped": sorted(skipped), "state": after}
 
 
 def _handed_on(
-    trained: StageOptimizer, workload: Any, recipe: Recipe, between: Any, device: torch.device, me: Worker
+    trained: StageOptimizer, workload: Any, optimization: Optimization, between: Any, device: torch.device, me: Worker
 ) -> list[str]:
     """Hashes: of a stage, of one that took its state over, of it after its last step was undone, of its weights."""
     assert all(p.device == device for p in trained.module.parameters())
     assert trained.gradients.buffer.device == device
-    stage, _ = assemble(workload, JOB, me.stage, 1, recipe, between, device)
-    other = stage_optimizer(workload, stage.module, stage.gradients, recipe)
+    stage, _ = assemble(workload, JOB, me.stage, 1, optimization, between, device)
+    other = stage_optimizer(workload, stage.module, stage.gradients, optimization)
     header, body = pack(trained.state())
     assert body.device.type == "cpu"
     other.load_state(unpack(header, body))
@@ -259,7 +261,7 @@ def _handed_on(
     return hashes
 
 
-RECIPES = {"deterministic": Recipe(), "clipped": Recipe(clip_norm=0.5), "fast": Recipe(mode="fast")}
+RECIPES = {"deterministic": Optimization(), "clipped": Optimization(clip_norm=0.5), "fast": Optimization(mode="fast")}
 
 
 def main() -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
+from openrecycle.agent.checkpoints.checkpoint import Identity
+from openrecycle.agent.checkpoints.checkpointing import Origin
 from openrecycle.agent.coordination import LocalCoordination
 from openrecycle.agent.devices import Platform
-from openrecycle.agent.faults import Kill
-from openrecycle.agent.launch import Launcher, LaunchOptions, Stopped
-from openrecycle.agent.recipe import HandOver, Recipe
+from openrecycle.agent.launch import Launcher, Stopped
+from openrecycle.agent.options import Checkpoints, Faults, HandOver, Optimization, Planning, TrainingOptions
+from openrecycle.agent.spec import RunSpec
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.catalog import Catalog
@@ -42,8 +43,9 @@ class LocalJob:
         pace: float = 0.0,
         hang_seconds: float = 60.0,
         grace: float = 0.3,
-        recipe: Recipe | None = None,
-        checkpoints: CheckpointOptions | None = None,
+        optimization: Optimization | None = None,
+        faults: Faults | None = None,
+        checkpoints: Checkpoints | None = None,
         platform: Platform | None = None,
         workload: NamedWorkload | None = None,
         timeouts: Timeouts | None = None,
@@ -62,18 +64,25 @@ class LocalJob:
         self._on_line, self._on_message, self._on_generation = on_line, on_message, on_generation
         catalog = plans(job, Technique.STAGGERED, MemoryLimit("uniform"))
         self.launcher = _WatchedLauncher(
-            LaunchOptions(
-                job=job,
-                iterations=iterations,
-                seed=0,
-                workload=workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY),
-                pace=dict.fromkeys("FIW", pace) if pace else {},
-                kills=tuple(Kill.parse(text, job) for text in kills),
-                recipe=recipe or Recipe(),
-                checkpoints=checkpoints,
-                platform=platform or Platform(),
-                timeouts=replace(timeouts or Timeouts(), silence=hang_seconds),
-                hand_over=hand_over or HandOver(),
+            RunSpec(
+                TrainingOptions(
+                    job=job,
+                    iterations=iterations,
+                    planning=Planning(pace=",".join(f"{kind}={1000 * pace:g}ms" for kind in "FIW") if pace else None),
+                    optimization=optimization or Optimization(),
+                    platform=platform or Platform(),
+                    checkpoints=checkpoints or Checkpoints(),
+                    faults=replace(
+                        faults or Faults(),
+                        kill=kills,
+                        timeouts=replace(timeouts or Timeouts(), silence=hang_seconds),
+                        hand_over=hand_over or HandOver(),
+                    ),
+                ),
+                workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY),
+                origin=None
+                if checkpoints is None
+                else Origin(Identity("tiny", stages, pipelines, micro_batches, 0, {})),
             ),
             LocalCoordination(catalog, grace=grace, **coordination),
             self._hear_line,

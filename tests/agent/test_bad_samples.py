@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.checkpoints.checkpoint import Identity, whole_checkpoints
-from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
+from openrecycle import Loading
+from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from openrecycle.agent.devices import Platform, Transport
 from openrecycle.agent.launch import JobFailed
-from openrecycle.agent.recipe import CheckpointWish, Recipe
+from openrecycle.agent.options import Checkpoints, Faults
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.errors import InputError
 from tests.agent import own_jobs, wrong_jobs
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 ITERATIONS = 9
-SKIP = Recipe(on_bad_sample="skip")
+SKIP = Faults(on_bad_sample="skip")
 
 
 def poisoned(**faults: Any) -> NamedWorkload:
@@ -39,7 +39,7 @@ LEFT_OUT = {3: [1, 2], 6: [3]}
 @pytest.fixture(scope="module")
 def undisturbed() -> LocalJob:
     """Bad data, and no deaths."""
-    return LocalJob(**GRID, iterations=ITERATIONS, workload=BAD, recipe=SKIP).run()
+    return LocalJob(**GRID, iterations=ITERATIONS, workload=BAD, faults=SKIP).run()
 
 
 def skipped(job: LocalJob) -> dict[int, list[int]]:
@@ -64,7 +64,7 @@ def test_the_mean_is_over_the_others() -> None:
     """Of the first iteration, whose parameters are known."""
     settings: dict[str, Any] = {**TINY, "dropout": 0.0}
     bad = NamedWorkload("tests.agent.poisoned:Poisoned", {"inputs": [(0, 1, 0)], **settings})
-    job = LocalJob(**GRID, iterations=1, workload=bad, recipe=SKIP).run()
+    job = LocalJob(**GRID, iterations=1, workload=bad, faults=SKIP).run()
     model = Poisoned(**settings)
     first, last = (model.build_stage(stage, 2, 0) for stage in range(2))
     places = [(0, 0, 0), (0, 0, 1), (0, 1, 1)]
@@ -87,7 +87,7 @@ def test_deaths_do_not_show_in_the_bits(undisturbed: LocalJob, keep: bool, trans
         iterations=ITERATIONS,
         workload=BAD,
         kills=("W1_0@3:I1", "W1_1@6:F0"),
-        recipe=Recipe(on_bad_sample="skip", keep_finished=keep),
+        faults=Faults(on_bad_sample="skip", keep_finished=keep),
         platform=Platform(transport=transport),
         on_line=act,
     ).run()
@@ -98,20 +98,20 @@ def test_deaths_do_not_show_in_the_bits(undisturbed: LocalJob, keep: bool, trans
 
 def test_a_job_of_one_pipeline_tries_twice_and_lives() -> None:
     grid: dict[str, Any] = {"pipelines": 1, "stages": 2, "micro_batches": 3}
-    job = LocalJob(**grid, iterations=5, workload=poisoned(inputs=[(2, 0, 1)]), recipe=SKIP).run()
+    job = LocalJob(**grid, iterations=5, workload=poisoned(inputs=[(2, 0, 1)]), faults=SKIP).run()
     assert skipped(job) == {2: [1]} and len(job.losses) == 5
     assert [line["raised"]["worker"] for line in job.lines if "raised" in line] == ["W0_0", "W0_0"]
 
 
 def test_a_whole_iteration_may_be_left_out() -> None:
     everything = [(2, p, m) for p in range(2) for m in range(2)]
-    job = LocalJob(**GRID, iterations=4, workload=poisoned(inputs=everything), recipe=SKIP).run()
+    job = LocalJob(**GRID, iterations=4, workload=poisoned(inputs=everything), faults=SKIP).run()
     assert skipped(job) == {2: [0, 1, 2, 3]} and len(job.losses) == 4 and job.dead == []
 
 
 def test_a_micro_batch_of_another_shape_is_left_out() -> None:
     """Its first stage notices, on every worker."""
-    job = LocalJob(**GRID, iterations=4, workload=poisoned(ragged=[(2, 1, 0)]), recipe=SKIP).run()
+    job = LocalJob(**GRID, iterations=4, workload=poisoned(ragged=[(2, 1, 0)]), faults=SKIP).run()
     assert skipped(job) == {2: [2]} and len(job.losses) == 4 and job.dead == []
     said = [line["raised"] for line in job.lines if "raised" in line]
     assert {r["worker"] for r in said} == {"W0_0", "W1_0"}
@@ -120,20 +120,19 @@ def test_a_micro_batch_of_another_shape_is_left_out() -> None:
 
 def test_a_job_whose_first_micro_batch_is_bad_begins() -> None:
     """What the data is like is seen from the next one; by default it is refused, with the samples' numbers."""
-    damaged = {"data": wrong_jobs.Damaged(), "batch_size": 4, "shuffle": False}
+    damaged: dict[str, Any] = {"data": wrong_jobs.Damaged(), "batch_size": 4, "loading": Loading(shuffle=False)}
     with pytest.raises(InputError, match=r"sample 1 is damaged.*micro-batch 0 of pipeline 0 \(samples 0, 1, 2, 3\)"):
         own_jobs.trainer(**damaged)
     seen: list[tuple[int, ...]] = []
     trainer = own_jobs.trainer(
-        **damaged, on_bad_sample="skip", on_iteration=lambda iteration, loss, details: seen.append(details.skipped)
+        **damaged, faults=SKIP, on_iteration=lambda iteration, loss, details: seen.append(details.skipped)
     )
     assert len(trainer.fit(iterations=2).losses) == 2 and seen == [(0,), ()]
 
 
 def test_by_default_the_job_halts_before_the_iteration_and_keeps_everything(tmp_path: Path) -> None:
-    wish = CheckpointWish(str(tmp_path / "points"), every=100)
-    identity = Identity("poisoned", 2, 2, 2, 0, vars(Recipe()))
-    job = LocalJob(**GRID, iterations=ITERATIONS, workload=BAD, checkpoints=CheckpointOptions(wish, identity))
+    checkpoints = Checkpoints(directory=tmp_path / "points")
+    job = LocalJob(**GRID, iterations=ITERATIONS, workload=BAD, checkpoints=checkpoints)
     with pytest.raises(JobFailed, match=r"iteration 3, micro-batch [12].* is the data's fault.*--on-bad-sample skip"):
         job.run()
     assert len(job.losses) == 3 and job.dead == []
@@ -142,8 +141,8 @@ def test_by_default_the_job_halts_before_the_iteration_and_keeps_everything(tmp_
 
 
 def test_too_many_end_the_job() -> None:
-    recipe = Recipe(on_bad_sample="skip", bad_sample_limit=2)
-    job = LocalJob(**GRID, iterations=ITERATIONS, workload=BAD, recipe=recipe)
+    faults = Faults(on_bad_sample="skip", bad_sample_limit=2)
+    job = LocalJob(**GRID, iterations=ITERATIONS, workload=BAD, faults=faults)
     with pytest.raises(JobFailed, match=r"iteration 6, micro-batch 3.* 2 micro-batches were left out before"):
         job.run()
     assert len(job.losses) == 6
@@ -151,7 +150,7 @@ def test_too_many_end_the_job() -> None:
 
 def test_a_worker_that_fails_at_what_others_can_do_is_taken_out(tmp_path: Path) -> None:
     workload = poisoned(broken=2, mark=str(tmp_path / "mark"))
-    job = LocalJob(**GRID, iterations=ITERATIONS, workload=workload, recipe=SKIP).run()
+    job = LocalJob(**GRID, iterations=ITERATIONS, workload=workload, faults=SKIP).run()
     (out,) = job.dead
     assert out in ("W0_0", "W1_0") and skipped(job) == {}
     assert job.losses == fault_free_losses(ITERATIONS, **GRID)

@@ -23,12 +23,13 @@ from openrecycle.agent.checkpoints.checkpoint import (
     whole_checkpoints,
     write_part,
 )
-from openrecycle.agent.checkpoints.checkpointing import Checkpointer, CheckpointOptions, prepare
+from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin, prepare
 from openrecycle.agent.gradients import GradientSum
 from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.recipe import CheckpointWish
+from openrecycle.agent.options import Checkpoints, TrainingOptions
 from openrecycle.agent.state import pack
 from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job
 
 JOB = Identity("tests:job", stages=2, pipelines=2, micro_batches=3, seed=7, recipe={"clip_norm": 1.0})
 
@@ -192,7 +193,7 @@ def test_a_pickled_checkpoint_is_refused_and_nothing_in_it_runs(
     # Nor is it written over by a job that begins anew in its folder.
     for resume in (None, "newest"):
         with pytest.raises(InputError, match="version 1, which is pickled"):
-            prepare(CheckpointWish(str(tmp_path / "checkpoints"), resume=resume), JOB, 10, print)
+            prepare(Checkpoints(directory=str(tmp_path / "checkpoints"), resume=resume), JOB, 10, print)
     # Called the new form, it has no files of that form.
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
@@ -273,8 +274,8 @@ def test_a_manifest_of_wrong_types_is_no_checkpoint(change: dict[str, object], t
 def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> None:
     said: list[tuple[int, str | None]] = []
     identity = Identity("tests:job", 1, 1, 1, 0, {})
-    wish = CheckpointWish(str(tmp_path), every=2)
-    keeper = Checkpointer(CheckpointOptions(wish, identity), 0, 5, lambda *what: said.append(what), lambda: False)
+    wish = Checkpoints(directory=str(tmp_path), every=2)
+    keeper = Checkpointer(wish, Origin(identity), 0, 5, lambda *what: said.append(what), lambda: False)
     stage = _stage(0, 2)
     keeper.boundary(stage, 1, writes=True)
     # The step before the copy is overturned: the same boundary comes again, with other parameters.
@@ -303,14 +304,14 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     said: list[str] = []
     _write(tmp_path, 1)
     _write(tmp_path, 2)
-    with pytest.raises(InputError, match=r"--checkpoint.*--resume newest to go on from iteration 2"):
-        prepare(CheckpointWish(str(tmp_path)), JOB, 10, said.append)
-    newest = CheckpointWish(str(tmp_path), resume="newest")
-    with pytest.raises(InputError, match=r"--iterations: got 2, expected more than the 2"):
+    with pytest.raises(InputError, match=r"checkpoints\.directory.*resume` newest to go on from iteration 2"):
+        prepare(Checkpoints(directory=str(tmp_path)), JOB, 10, said.append)
+    newest = Checkpoints(directory=str(tmp_path), resume="newest")
+    with pytest.raises(InputError, match=r"^iterations: got 2, expected more than the 2"):
         prepare(newest, JOB, 2, said.append)
     for other, complaint in (
-        (Identity("tests:job", 3, 2, 3, 7, {}), "--stages: got 3, expected '2"),
-        (Identity("tests:job", 2, 2, 3, 8, {}), "--seed: got 8, expected '7"),
+        (Identity("tests:job", 3, 2, 3, 7, {}), "job.stages: got 3, expected '2"),
+        (Identity("tests:job", 2, 2, 3, 8, {}), "seed: got 8, expected '7"),
     ):
         with pytest.raises(InputError, match=complaint.replace("'", "")):
             prepare(newest, other, 10, said.append)
@@ -319,18 +320,21 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     assert options.resumed_at == 2 and options.resumed is not None
     assert "2 x 3 micro-batches an iteration until now, 3 x 2 from here" in said[1]
     assert said[2] == "note: clip_norm was 1.0 and is 2.0 from here"
-    assert prepare(CheckpointWish(str(tmp_path), resume="1"), JOB, 10, said.append).resumed_at == 1
+    assert prepare(Checkpoints(directory=str(tmp_path), resume="1"), JOB, 10, said.append).resumed_at == 1
     assert [c.iteration for c in whole_checkpoints(tmp_path)] == [1] and set_aside_later(tmp_path, 1) == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        ({"every": 0}, "--checkpoint-every"),
-        ({"keep": 0}, "--checkpoint-keep"),
-        ({"directory": "/no/where"}, "--checkpoint"),
+        ({"every": 0}, "checkpoints.every"),
+        ({"keep": True}, "checkpoints.keep"),
+        ({"directory": "/no/where"}, "checkpoints.directory"),
+        ({"directory": None, "resume": "newest"}, "checkpoints.resume"),
     ],
 )
 def test_wishes_that_make_no_sense(arguments: dict[str, object], field: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=field):
-        CheckpointWish(**({"directory": str(tmp_path)} | arguments))  # type: ignore[arg-type]
+    with pytest.raises(InputError) as caught:
+        checkpoints = Checkpoints(**({"directory": str(tmp_path)} | arguments))  # type: ignore[arg-type]
+        TrainingOptions(job=Job(2, 2, 2), checkpoints=checkpoints).check()
+    assert caught.value.field == field

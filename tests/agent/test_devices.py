@@ -32,20 +32,19 @@ WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="this t
 @pytest.mark.parametrize(
     ("device", "transport", "words"),
     [
-        ("tpu", None, "--device: got 'tpu', expected cpu or cuda"),
-        ("cpu", "pigeon", "--transport: got 'pigeon', expected tagged or ordered"),
-        ("cuda", "tagged", "--transport: got 'tagged', expected ordered with --device cuda"),
+        ("tpu", None, r"platform\.device: got 'tpu', expected cpu or cuda"),
+        ("cpu", "pigeon", r"platform\.transport: got 'pigeon', expected tagged or ordered"),
+        ("cuda", "tagged", r"platform\.transport: got 'tagged', expected ordered"),
     ],
 )
 def test_what_there_is_not(device: str, transport: str | None, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        Platform.of(device, transport)
+        Platform(device=device, transport=transport)  # type: ignore[arg-type]
 
 
 def test_what_suits_the_device() -> None:
-    assert Platform.of("cpu", None) == Platform() == Platform("cpu", "tagged")
-    assert Platform.of("cpu", "ordered") == Platform("cpu", "ordered")
-    assert Platform.of("cuda", None) == Platform("cuda", "ordered")
+    assert Platform().carrier == Platform(device="cpu").carrier == "tagged"
+    assert Platform(transport="ordered").carrier == Platform(device="cuda").carrier == "ordered"
     Platform().check(10_000)
     assert Platform().take(7, deterministic=True) == CPU
     assert kind_number(CPU) == 0 and completion(CPU) is None
@@ -62,10 +61,10 @@ def test_without_cuda_in_torch_one_sentence_says_so() -> None:
 
 @WITHOUT_CUDA
 def test_the_trainer_names_its_argument() -> None:
-    with pytest.raises(InputError, match=r"^device: got 'cuda', expected cpu, since"):
-        own_jobs.trainer(device="cuda").fit(iterations=1)
-    with pytest.raises(InputError, match=r"^transport: got 'tagged'"):
-        own_jobs.trainer(device="cuda", transport="tagged")
+    with pytest.raises(InputError, match=r"^platform\.device: got 'cuda', expected cpu, since"):
+        own_jobs.trainer(platform=Platform(device="cuda")).fit(iterations=1)
+    with pytest.raises(InputError, match=r"^platform\.transport: got 'tagged'"):
+        own_jobs.trainer(platform=Platform(device="cuda", transport="tagged"))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +90,10 @@ def test_what_a_node_must_have(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if not words:
-        Platform("cuda", "ordered").check(6)
+        Platform(device="cuda").check(6)
         return
     with pytest.raises(InputError, match=words):
-        Platform("cuda", "ordered").check(6)
+        Platform(device="cuda").check(6)
 
 
 class _Batch(NamedTuple):

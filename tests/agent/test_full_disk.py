@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.delivery import Delivery, RecordFile
+from openrecycle.agent.options import Checkpoints
 from openrecycle.planner.errors import InputError
 from tests.agent import own_jobs
 from tests.agent.runs import GRID, TINY
@@ -158,13 +159,16 @@ def test_nobody_reads_standard_output_and_training_goes_on(tmp_path: Path) -> No
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("folder", ["weights", "checkpoint"])
-def test_a_folder_that_can_not_be_written_is_refused_before_the_training(folder: str, tmp_path: Path) -> None:
-    trainer = own_jobs.trainer(**{folder: tmp_path / "f"})
+@pytest.mark.parametrize("option", ["weights", "checkpoints.directory"])
+def test_a_folder_that_can_not_be_written_is_refused_before_the_training(option: str, tmp_path: Path) -> None:
+    folder: Any = tmp_path / "f"
+    trainer = own_jobs.trainer(
+        **{"weights": folder} if option == "weights" else {"checkpoints": Checkpoints(directory=folder)}
+    )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     limited(1000)()
     try:
-        with pytest.raises(InputError, match=rf"{folder}: got .* a folder that can be written \(File too large\)"):
+        with pytest.raises(InputError, match=rf"{option}: got .* a folder that can be written \(File too large\)"):
             trainer.fit(iterations=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.recipe import HandOver, Recipe
+from openrecycle.agent.options import HandOver, Optimization
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
@@ -57,8 +57,8 @@ def _trained_while_it_came(job: LocalJob, generation: int) -> int:
     return len(before)
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(clip_norm=0.5)], ids=["plain", "clipped"])
-def test_the_others_train_on_while_the_state_comes(recipe: Recipe) -> None:
+@pytest.mark.parametrize("optimization", [Optimization(), Optimization(clip_norm=0.5)], ids=["plain", "clipped"])
+def test_the_others_train_on_while_the_state_comes(optimization: Optimization) -> None:
     """It takes longer than any time-out; with clipping, steps are put right while it comes."""
 
     def until_it_trains(job: LocalJob, line: dict[str, Any]) -> None:
@@ -72,8 +72,8 @@ def test_the_others_train_on_while_the_state_comes(recipe: Recipe) -> None:
             if line["iteration"] >= formed + 2:
                 job.stop()
 
-    job = _job(recipe=recipe, on_line=until_it_trains).run()
-    assert job.losses == _losses(len(job.losses), recipe=recipe)
+    job = _job(optimization=optimization, on_line=until_it_trains).run()
+    assert job.losses == _losses(len(job.losses), optimization=optimization)
     assert job.dead == ["W1_1"], "nobody was put out"
     assert not job.said("broken", generation=3)
     assert _trained_while_it_came(job, 3) >= 10

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrecycle.agent.options import with_profile
 from openrecycle.agent.protocol import JobSpec
-from openrecycle.agent.start import job_spec, with_profile
+from openrecycle.agent.start import job_spec
 from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plan import job_doc
@@ -113,9 +114,9 @@ def test_a_profile_gives_a_grid_its_op_times(tmp_path: Path) -> None:
     assert with_profile(grid, tmp_path / "job.json") == own
     shipped = load_profile("gpt3-medium")
     assert with_profile(grid, "gpt3-medium") == with_profile(grid, shipped) == shipped.job_for(2, 2, 3)
-    with pytest.raises(InputError, match=r"--profile: got 'gpt3-medium', expected nothing beside a job that has"):
+    with pytest.raises(InputError, match=r"^profile: got 'gpt3-medium', expected nothing beside a job that has"):
         with_profile(own, "gpt3-medium")
-    with pytest.raises(InputError, match=r"--stages: got 2, expected 3, as --profile has it"):
+    with pytest.raises(InputError, match=r"^job\.stages: got 2, expected 3, as the profile has it"):
         with_profile(grid, job_doc(Job(2, 3, 3)))
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.options import Faults, Optimization
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 4}
 ITERATIONS = 5
+KEEP = Faults(keep_finished=True)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def losses() -> list[str]:
 
 
 def _run(*kills: str, **options: Any) -> LocalJob:
-    return LocalJob(**GRID, iterations=ITERATIONS, kills=kills, recipe=Recipe(keep_finished=True, **options)).run()
+    return LocalJob(**GRID, iterations=ITERATIONS, kills=kills, faults=KEEP, optimization=Optimization(**options)).run()
 
 
 @pytest.mark.parametrize("kill", ["W1_1@2:F0", "W0_1@2:I2", "W1_0@2:W3", "W1_0@2:R", "W0_1@2:O"])
@@ -43,9 +44,7 @@ def test_what_a_survivor_has_finished_is_kept(losses: list[str]) -> None:
 
 def test_a_second_death_while_the_rest_is_done(losses: list[str]) -> None:
     grid = GRID | {"pipelines": 3}
-    job = LocalJob(
-        **grid, iterations=ITERATIONS, kills=("W1_1@2:W3", "W0_0@2:I3"), recipe=Recipe(keep_finished=True)
-    ).run()
+    job = LocalJob(**grid, iterations=ITERATIONS, kills=("W1_1@2:W3", "W0_0@2:I3"), faults=KEEP).run()
     assert job.losses == fault_free_losses(ITERATIONS, **grid)
     assert job.dead == ["W0_0", "W1_1"]
 
@@ -53,7 +52,7 @@ def test_a_second_death_while_the_rest_is_done(losses: list[str]) -> None:
 def test_with_a_verdict_that_is_still_out(losses: list[str]) -> None:
     """Clipping: the step before may be put right in the agreement, and then nothing of this iteration counts."""
     kept = LocalJob(
-        **GRID, iterations=ITERATIONS, kills=("W1_1@2:F0",), recipe=Recipe(keep_finished=True, clip_norm=0.5)
+        **GRID, iterations=ITERATIONS, kills=("W1_1@2:F0",), faults=KEEP, optimization=Optimization(clip_norm=0.5)
     ).run()
-    plain = LocalJob(**GRID, iterations=ITERATIONS, recipe=Recipe(clip_norm=0.5)).run()
+    plain = LocalJob(**GRID, iterations=ITERATIONS, optimization=Optimization(clip_norm=0.5)).run()
     assert kept.losses == plain.losses != losses

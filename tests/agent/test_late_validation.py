@@ -14,8 +14,8 @@ from torch import nn
 
 from openrecycle.agent.gradients import GradientSum
 from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.options import Optimization
 from openrecycle.agent.post_validation import Slot, ValidationResult
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.validation_exchange import Steps
 from openrecycle.planner.job import Worker
 from tests.agent.nan_model import NanModel
@@ -129,7 +129,7 @@ def _steps(worker: Worker, gradient: float) -> tuple[Steps, StageOptimizer, list
     stage = StageOptimizer(module, torch.optim.SGD(module.parameters(), lr=1.0), sums, clips=True)
     said: list[tuple[int, ValidationResult, bool]] = []
     sums.add(module.weight, torch.tensor([[gradient]]))
-    return Steps(worker, Recipe(clip_norm=1.0), stage, lambda *what: said.append(what)), stage, said
+    return Steps(worker, Optimization(clip_norm=1.0), stage, lambda *what: said.append(what)), stage, said
 
 
 def test_what_is_in_doubt_after_a_death_is_settled_by_the_survivors() -> None:

@@ -259,7 +259,7 @@ def test_limits_that_make_no_sense_are_refused_by_their_option(wrong: dict[str, 
 
     with pytest.raises(InputError) as error:
         Timeouts(**wrong)
-    assert error.value.field == f"--{next(iter(wrong)).replace('_', '-')}-timeout"
+    assert error.value.field == f"faults.timeouts.{next(iter(wrong))}"
 
 
 def test_what_a_worker_is_at_travels_with_its_heartbeat() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.checkpoints.checkpoint import Identity, whole_checkpoints
-from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
+from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from openrecycle.agent.launch import JobFailed
-from openrecycle.agent.recipe import CheckpointWish
+from openrecycle.agent.options import Checkpoints
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
@@ -35,13 +34,12 @@ def test_a_stage_that_lost_everybody_is_re_staffed_from_the_checkpoint(tmp_path:
         if len([i for i in job.iterations if i["living"] == 3 and i["generation"] > 2]) >= 4:
             job.stop()
 
-    wish = CheckpointWish(str(tmp_path), every=2, keep=50)
-    identity = Identity("tiny", 2, 2, 2, 0, {})
+    checkpoints = Checkpoints(directory=tmp_path, every=2, keep=50)
 
     def newest() -> str | None:
         return next((str(c.path) for c in whole_checkpoints(tmp_path)), None)
 
-    job = LocalJob(**GRID, checkpoints=CheckpointOptions(wish, identity), checkpoint=newest, on_line=act).run()
+    job = LocalJob(**GRID, checkpoints=checkpoints, checkpoint=newest, on_line=act).run()
     assert struck and job.dead == ["W0_1", "W1_1"]
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
     # It was redone, and by whom: the one that moved speaks as a worker of stage 1.

@@ -19,20 +19,18 @@ from hypothesis import strategies as st
 
 from openrecycle.agent import channel
 from openrecycle.agent.checkpoints.checkpoint import Identity
-from openrecycle.agent.checkpoints.checkpointing import CheckpointOptions
-from openrecycle.agent.faults import Kill
-from openrecycle.agent.loop import LoopOptions
+from openrecycle.agent.checkpoints.checkpointing import Origin
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.placement import place, stand_in
 from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool
 from openrecycle.agent.nodes.role import NodeRole, check_token, first_host, role_of
 from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
-from openrecycle.agent.recipe import CheckpointWish, Recipe
+from openrecycle.agent.spec import ConsoleLink, RunSpec, WorkerSpec
 from openrecycle.agent.stage_io import TensorSpec
-from openrecycle.agent.worker import ConsoleLink, WorkerSpec
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, StageProfile, Worker
+from tests.agent.changed_options import everything_changed
 from tests.agent.consoles import until
 
 # -- placement ------------------------------------------------------------------------------------
@@ -221,24 +219,12 @@ def spec_of(workload: Any) -> WorkerSpec:
         profiles=(StageProfile(0.123, reductions=(0.0, 1.5)),) * 3,
         speeds=((Worker(1, 2), 0.5),),
     )
-    kill = Kill(Worker(1, 2), 3, "F", 0, 1)
-    recipe = Recipe("fast", "bf16", 1 / 3, "stop", False, True)
     stage_io = ((TensorSpec((2, 3), "float32"), TensorSpec((2,), "int64", False)),) * 2
-    identity = Identity("a:b", 3, 2, 4, 1, dataclasses.asdict(recipe))
-    loop = LoopOptions(
-        job,
-        9,
-        2**52 + 1,
-        {"F": 0.1},
-        (kill,),
-        True,
-        recipe,
-        stage_io,
-        "weights",
-        CheckpointOptions(CheckpointWish("folder", 2), identity, "folder/3", 3),
-    )
+    options = everything_changed(job=job)
+    origin = Origin(Identity("a:b", 3, 2, 4, 1, {"mode": "fast"}), "folder/3", 3)
     console = ConsoleLink("http://127.0.0.1:1", "job", "secret", 0.5)
-    return WorkerSpec(Worker(1, 2), "abc", loop, workload, console, threads=2, address="10.0.0.7")
+    run = RunSpec(options, workload, stage_io, origin, console)
+    return WorkerSpec(Worker(1, 2), "abc", run, True, threads=2, address="10.0.0.7")
 
 
 def test_a_worker_is_described_in_json_and_the_token_stays_here() -> None:
@@ -247,7 +233,7 @@ def test_a_worker_is_described_in_json_and_the_token_stays_here() -> None:
     text = json.dumps(document)
     assert "secret" not in text
     # The slot is the affair of the node that starts the process.
-    told = {field.name for field in dataclasses.fields(WorkerSpec)} - {"slot"}
+    told = {field.name for kind in (WorkerSpec, RunSpec) for field in dataclasses.fields(kind)} - {"slot", "run"}
     assert set(document) - {"workload_options"} == told
     assert decode_spec(json.loads(text), "secret") == spec
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.devices import Platform
-from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.options import Faults, Optimization
 from tests.agent import own_jobs
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
@@ -22,12 +22,14 @@ ITERATIONS = 5
 @functools.cache
 def tagged_losses(clip_norm: float | None = None) -> list[str]:
     """Of the job that nothing happens to, with tags."""
-    return fault_free_losses(ITERATIONS, **GRID, recipe=Recipe(clip_norm=clip_norm))
+    return fault_free_losses(ITERATIONS, **GRID, optimization=Optimization(clip_norm=clip_norm))
 
 
-def _ordered(*kills: str, recipe: Recipe | None = None, **changes: Any) -> LocalJob:
+def _ordered(
+    *kills: str, optimization: Optimization | None = None, faults: Faults | None = None, **changes: Any
+) -> LocalJob:
     grid = GRID | {"iterations": ITERATIONS} | changes
-    return LocalJob(**grid, kills=kills, recipe=recipe, platform=ORDERED).run()
+    return LocalJob(**grid, kills=kills, optimization=optimization, faults=faults, platform=ORDERED).run()
 
 
 @pytest.mark.parametrize("kills", [(), ("W0_1@2:I1",), ("W1_0@1:F2", "W0_2@3:R"), ("W1_1@2:O",)])
@@ -42,7 +44,7 @@ def test_only_what_is_lost_is_run_again() -> None:
     """At the last stage's last I no stage can have stepped; how far the other pipeline is depends on the day.
     Every part that can be left over is tried in test_ordered_transfers."""
     grid = {"stages": 2, "micro_batches": 8}
-    job = _ordered("W1_1@2:I7", recipe=Recipe(keep_finished=True), **grid)
+    job = _ordered("W1_1@2:I7", faults=Faults(keep_finished=True), **grid)
     assert job.losses == fault_free_losses(ITERATIONS, **(GRID | grid)) and job.dead == ["W1_1"]
     (redone,) = {m["run"] for _, m in job.messages if m["kind"] == "redo" and m["generation"] == 2}
     assert 8 <= redone <= 16
@@ -50,7 +52,7 @@ def test_only_what_is_lost_is_run_again() -> None:
 
 def test_steps_that_are_put_right() -> None:
     """Steps taken before their verdict, then clipped: iterations in flight are passed on and run again."""
-    job = _ordered("W1_2@2:V", recipe=Recipe(clip_norm=0.3))
+    job = _ordered("W1_2@2:V", optimization=Optimization(clip_norm=0.3))
     assert job.losses == tagged_losses(0.3) != tagged_losses()
     assert any("verdict" in line and line["verdict"]["redone"] for line in job.lines)
 
@@ -76,6 +78,6 @@ def test_several_tensors_follow_each_other() -> None:
         "loss": own_jobs.own_loss,
     }
     tagged = own_jobs.trainer(**parts).fit(iterations=3)
-    ordered = own_jobs.trainer(**parts, transport="ordered", kill=["W1_0@1:I0"]).fit(iterations=3)
+    ordered = own_jobs.trainer(**parts, platform=ORDERED, faults=Faults(kill=["W1_0@1:I0"])).fit(iterations=3)
     assert ordered.losses == tagged.losses and ordered.parameters_sha256 == tagged.parameters_sha256
     assert [recovery.worker for recovery in ordered.recoveries] == ["W1_0"]

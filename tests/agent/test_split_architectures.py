@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from openrecycle.agent.backward.probe import Probe, Split, choose_split
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.gradients import GradientSum, MicroBatch
-from openrecycle.agent.recipe import Autocast
+from openrecycle.agent.options import Autocast
 from openrecycle.agent.stage import Stage
 from tests.agent.recurrent import run_lstm
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from openrecycle.agent.options import Checkpoints, Console, Faults, Mode, Optimization
 from openrecycle.agent.protocol import Iteration
 from openrecycle.agent.trainer import TrainingResult
 from tests.agent import own_jobs, wrong_jobs
@@ -72,7 +73,7 @@ def test_exceptions_are_logged_and_the_rest_of_the_event_is_not_lost(caplog: pyt
 
     with caplog.at_level(logging.INFO, "openrecycle"):
         result = own_jobs.trainer(
-            on_iteration=on_iteration, on_recovery=on_recovery, on_error="log", kill=["W0_1@2:I1"]
+            on_iteration=on_iteration, on_recovery=on_recovery, on_error="log", faults=Faults(kill=["W0_1@2:I1"])
         ).fit(iterations=4)
     assert sorted(calls) == sorted(["W0_1 died", *(f"iteration {i}" for i in range(4))])
     assert same(result)
@@ -94,7 +95,10 @@ def test_an_exception_ends_the_job_in_order_and_is_raised(tmp_path: Path, caplog
         if iteration == 2:
             raise Enough("it is good")
 
-    folders = {"weights": tmp_path / "trained", "checkpoint": tmp_path / "saved"}
+    folders: dict[str, Any] = {
+        "weights": tmp_path / "trained",
+        "checkpoints": Checkpoints(directory=tmp_path / "saved"),
+    }
     with pytest.raises(Enough, match="it is good") as caught:
         own_jobs.trainer(on_iteration=on_iteration, **folders).fit(iterations=ENDLESS)
     result = caught.value.result
@@ -104,7 +108,9 @@ def test_an_exception_ends_the_job_in_order_and_is_raised(tmp_path: Path, caplog
     assert sorted(file.name for file in (tmp_path / "trained").iterdir()) == ["stage0.pt", "stage1.pt"]
     own_jobs.build_stage(0, 2).load_state_dict(result.state_dict(0))
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"iteration-{done:010d}"]
-    more = own_jobs.trainer(checkpoint=tmp_path / "saved", resume="newest").fit(iterations=done + 2)
+    more = own_jobs.trainer(checkpoints=Checkpoints(directory=tmp_path / "saved", resume="newest")).fit(
+        iterations=done + 2
+    )
     assert result.losses + more.losses == undisturbed(done + 2).losses
     assert more.parameters_sha256 == undisturbed(done + 2).parameters_sha256
 
@@ -132,7 +138,7 @@ def test_the_answer_stop_and_the_method_stop_end_the_job_in_order() -> None:
 def test_a_console_is_told_that_the_job_ended_early(tmp_path: Path) -> None:
     with console(tmp_path) as server:
         result = own_jobs.trainer(
-            console=server.root, on_iteration=lambda iteration, loss: "stop" if iteration == 2 else None
+            console=Console(url=server.root), on_iteration=lambda iteration, loss: "stop" if iteration == 2 else None
         ).fit(iterations=ENDLESS)
         assert same(result)
         job = server.read(f"/jobs/{server.job_id()}")
@@ -163,12 +169,12 @@ def test_a_death_while_the_job_comes_to_its_early_end() -> None:
 
 
 @pytest.mark.parametrize("mode", ["deterministic", "fast"])
-def test_a_micro_batch_that_is_not_a_number_is_named(mode: str, tmp_path: Path) -> None:
+def test_a_micro_batch_that_is_not_a_number_is_named(mode: Mode, tmp_path: Path) -> None:
     """The loss alone would look as if nothing had happened."""
     seen: list[tuple[int, tuple[int, ...]]] = []
     result = own_jobs.trainer(
         data=wrong_jobs.not_a_number,
-        mode=mode,
+        optimization=Optimization(mode=mode),
         record=tmp_path / "run.jsonl",
         on_iteration=lambda iteration, loss, details: seen.append((iteration, details.skipped)),
     ).fit(iterations=3)

@@ -64,4 +64,4 @@ def test_a_console_that_comes_back_with_another_ladder_says_whom_it_does_not_sui
 def test_time_outs_that_make_no_ladder(rungs: dict[str, float]) -> None:
     with pytest.raises(InputError) as error:
         Timeouts(**rungs)
-    assert error.value.field == f"--{next(iter(rungs))}-timeout"
+    assert error.value.field == f"faults.timeouts.{next(iter(rungs))}"

@@ -20,7 +20,7 @@ import statistics
 import time
 from typing import Any
 
-from openrecycle.agent.recipe import HandOver
+from openrecycle.agent.options import HandOver
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob

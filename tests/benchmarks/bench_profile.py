@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 
+from openrecycle.agent.options import Optimization, TrainingOptions
 from openrecycle.agent.profiling.profiler import Effort
 from openrecycle.agent.profiling.stages import Bench, StageRun
-from openrecycle.agent.recipe import Recipe
-from openrecycle.agent.start import StartOptions, make_launcher
+from openrecycle.agent.start import make_launcher
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
@@ -117,8 +117,8 @@ def _unpaced(grid: tuple[int, int, int]) -> Measured:
                 counters.update({name: process_counter(pid) for name, pid in workers.items()})
             marks.append({name: (counters[name](), _processor_seconds(pid)) for name, pid in workers.items()})
 
-    options = StartOptions(job=job, iterations=ITERATIONS, workload=NamedWorkload(PATH, SIZES))
-    launcher = make_launcher(options, listen, print)
+    options = TrainingOptions(job=job, iterations=ITERATIONS)
+    launcher = make_launcher(options, NamedWorkload(PATH, SIZES), listen, print)
     launcher.run()
     # Workers may have ended by the last mark.
     begin, end = marks[WARM_UP], marks[-2]
@@ -149,7 +149,7 @@ def _instructions(job: Job) -> list[float]:
     torch.set_num_threads(1)  # the only one, which is counted
     out = []
     for stage in range(job.stages):
-        run = StageRun(Worker(0, stage), job, NamedWorkload(PATH, SIZES), Recipe(), Effort(), 1)
+        run = StageRun(Worker(0, stage), job, NamedWorkload(PATH, SIZES), Optimization(), Effort(), 1)
         bench = Bench(run, read)
         rounds = [bench.round() for _ in range(2 * WARM_UP)][WARM_UP:]
         one = {kind: statistics.median(r[kind] for r in rounds) for kind in rounds[0]}

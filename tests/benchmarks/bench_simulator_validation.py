@@ -100,7 +100,7 @@ def validate(memory: MemoryLimit, seconds: float) -> None:
     """Calibrates, predicts, runs and compares. Raises TooBusyError."""
     job = Job.uniform(PIPELINES, STAGES, MICRO_BATCHES, durations=OPS, time_unit="ms")
     planned = PlannedJob(job, samples=SAMPLES, memory=memory)
-    pace = {kind: ms / 1000 for kind, ms in OPS.items()}
+    pace = ",".join(f"{kind}={ms:g}ms" for kind, ms in OPS.items())
     told = ", ".join(f"{kind} {ms:g} ms" for kind, ms in OPS.items())
     print(f"the plan knows of {told} and takes transfers, of 4 KiB, for nothing; memory limit {memory.text}")
     calibration = calibrate(run_script(job, memory, pace, CALIBRATION, CALIBRATION_SECONDS))

@@ -18,8 +18,8 @@ from torch import nn
 from openrecycle.agent.backward.split import Deferred, Fused, Strategy, TorchSplit
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.gradients import FastSum, GradientSum
+from openrecycle.agent.options import Autocast
 from openrecycle.agent.profiling.profiler import kept_bytes, size_of
-from openrecycle.agent.recipe import Autocast
 from openrecycle.agent.stage import Stage
 from tests.benchmarks.machine import describe
 

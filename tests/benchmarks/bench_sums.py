@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.gradients import FastSum, GradientSum, gradient_sum
-from openrecycle.agent.recipe import Mode
+from openrecycle.agent.options import Mode
 from openrecycle.agent.stage import Stage
 from tests.benchmarks.machine import describe
 

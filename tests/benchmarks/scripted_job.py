@@ -16,8 +16,10 @@ from itertools import pairwise
 from typing import Any
 
 from openrecycle.agent.coordination import Deploy, Event, LocalCoordination
-from openrecycle.agent.launch import Launcher, LaunchOptions, Stopped
+from openrecycle.agent.launch import Launcher, Stopped
+from openrecycle.agent.options import Planning, TrainingOptions
 from openrecycle.agent.protocol import Command, Iteration
+from openrecycle.agent.spec import RunSpec
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
@@ -120,10 +122,8 @@ class ScriptedRun:
         return out
 
 
-def run_script(
-    job: Job, memory: MemoryLimit, pace: dict[str, float], script: Iterable[Step], seconds: float
-) -> ScriptedRun:
-    """Trains until `seconds` after time zero. pace: seconds by op kind. Raises TooBusyError."""
+def run_script(job: Job, memory: MemoryLimit, pace: str, script: Iterable[Step], seconds: float) -> ScriptedRun:
+    """Trains until `seconds` after time zero. pace: as of `--pace`. Raises TooBusyError."""
     steps = tuple(script)
     catalog = Catalog(job, Technique.STAGGERED, memory)
     for patterns in catalog.patterns(2):
@@ -132,12 +132,9 @@ def run_script(
     run = ScriptedRun(steps)
     coordination = _Scripted(catalog, run, seconds, lambda: launcher.stop(signal.SIGTERM))
     launcher = Launcher(
-        LaunchOptions(
-            job=job,
-            iterations=_ENDLESS,
-            seed=0,
-            workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY),
-            pace=pace,
+        RunSpec(
+            TrainingOptions(job=job, iterations=_ENDLESS, planning=Planning(pace=pace)),
+            NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY),
         ),
         coordination,
         coordination.hear,

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import requests
 
 from openrecycle.agent.launch import Launcher
-from openrecycle.agent.start import StartOptions, make_launcher
+from openrecycle.agent.options import Console, Planning, TrainingOptions
+from openrecycle.agent.start import make_launcher
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.job import Job
 from tests.agent.consoles import until
@@ -83,15 +84,14 @@ class ChaoticJob:
         self.pauses: list[float] = []
         self._formed = 0
         self.error: BaseException | None = None
-        options = StartOptions(
+        options = TrainingOptions(
             job=Job(PIPELINES, STAGES, MICRO_BATCHES),
             iterations=self.iterations,
-            workload=NamedWorkload("tests.chaos.gated:GatedGpt", {**TINY, "gate": str(self.gate.path), "skew": skew}),
-            console=network.url,
-            demo=True,
-            migrate=False,
+            planning=Planning(migrate=False),
+            console=Console(url=network.url, demo=True),
         )
-        self.launcher: Launcher = make_launcher(options, self.lines.append, lambda text: None)
+        workload = NamedWorkload("tests.chaos.gated:GatedGpt", {**TINY, "gate": str(self.gate.path), "skew": skew})
+        self.launcher: Launcher = make_launcher(options, workload, self.lines.append, lambda text: None)
         self._thread = threading.Thread(target=self._run, name="launcher", daemon=True)
         self.job_id = ""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.devices import Platform, Transport
-from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.options import Faults
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = pytest.mark.processes
@@ -58,7 +58,7 @@ def test_the_bits_stay(seed: int, keep: bool, transport: Transport, losses: list
         **GRID,
         iterations=ITERATIONS,
         on_line=disturber,
-        recipe=Recipe(keep_finished=keep),
+        faults=Faults(keep_finished=keep),
         platform=Platform(transport=transport),
     ).run()
     assert job.losses == losses

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.devices import Platform
-from openrecycle.agent.recipe import HandOver, Recipe
+from openrecycle.agent.devices import Platform, Transport
+from openrecycle.agent.options import Faults, HandOver, Optimization
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs"), pyte
 
 GRID: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
 MODEL = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 96, "heads": 2, "sequence": 16, "batch": 2})
-RECIPES = {
-    "plain": Recipe(),
-    "clipped": Recipe(clip_norm=0.5),
-    "synchronous": Recipe(staggered=False),
-    "keep-finished": Recipe(keep_finished=True),
+RECIPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"optimization": Optimization(clip_norm=0.5)},
+    "synchronous": {"optimization": Optimization(synchronous=True)},
+    "keep-finished": {"faults": Faults(keep_finished=True)},
 }
 VICTIMS = ("W1_1", "W0_1", "W2_1", "W0_0")
 MOMENTS = (1, 2, 6, 14)
@@ -39,7 +39,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("transport", "recipe", "victim", "moment"), ROWS)
-def test_a_death(transport: str, recipe: str, victim: str, moment: int) -> None:
+def test_a_death(transport: Transport, recipe: str, victim: str, moment: int) -> None:
     """moment: iterations that the others have trained since the newcomer entered the groups."""
     struck: list[str] = []
 
@@ -57,8 +57,8 @@ def test_a_death(transport: str, recipe: str, victim: str, moment: int) -> None:
     job = LocalJob(
         **GRID,
         workload=MODEL,
-        recipe=RECIPES[recipe],
-        platform=Platform.of("cpu", transport),
+        **RECIPES[recipe],
+        platform=Platform(transport=transport),
         hand_over=HandOver(at_once=0, rate=4e5),
         timeouts=Timeouts(form=60.0, transfer=20.0, group=21.0),
         kills=("W1_1@1:I1",),
@@ -66,5 +66,5 @@ def test_a_death(transport: str, recipe: str, victim: str, moment: int) -> None:
         on_line=act,
     ).run()
     assert struck and job.dead == sorted(["W1_1", victim])
-    assert job.losses == fault_free_losses(len(job.losses), **GRID, workload=MODEL, recipe=RECIPES[recipe])
+    assert job.losses == fault_free_losses(len(job.losses), **GRID, workload=MODEL, **RECIPES[recipe])
     assert job.iterations[-1]["living"] == 5

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.devices import Platform, Transport
-from openrecycle.agent.recipe import Recipe
+from openrecycle.agent.options import Faults
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.job import Job
@@ -95,8 +95,8 @@ def test_samples_that_raise_whenever_they_are_read(seed: int, keep: bool, transp
     workload = NamedWorkload("tests.agent.poisoned:Poisoned", {**bad, **TINY})
 
     def run(kills: tuple[str, ...], on_line: Any = lambda job, line: None) -> LocalJob:
-        recipe = Recipe(on_bad_sample="skip", keep_finished=keep and bool(kills))
-        options: dict[str, Any] = {"recipe": recipe, "platform": Platform(transport=transport)}
+        faults = Faults(on_bad_sample="skip", keep_finished=keep and bool(kills))
+        options: dict[str, Any] = {"faults": faults, "platform": Platform(transport=transport)}
         return LocalJob(**GRID, iterations=ITERATIONS, workload=workload, kills=kills, on_line=on_line, **options).run()
 
     calm = run(())

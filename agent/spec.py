@@ -1,0 +1,52 @@
+"""What the processes of a job are started with; plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.communicator import LOOPBACK
+from openrecycle.agent.options import TrainingOptions
+from openrecycle.agent.stage_io import StageIO
+from openrecycle.agent.workload import WorkloadSource
+from openrecycle.planner.job import Worker
+
+
+@dataclass(frozen=True)
+class ConsoleLink:
+    """Where a worker reports to."""
+
+    url: str
+    job_id: str
+    token: str | None
+    heartbeat_seconds: float
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What is the same for all workers: the options, and what was found out from them before the start.
+
+    stage_io: what passes between stages; None: each worker finds out. origin: of the job's checkpoints, where it
+    writes any. console: where there is one.
+    """
+
+    options: TrainingOptions
+    workload: WorkloadSource
+    stage_io: StageIO | None = None
+    origin: Origin | None = None
+    console: ConsoleLink | None = None
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything that a worker process needs to know. joins: it replaces a dead one and takes its state from a peer of
+    its stage. address: of its host, as its peers reach it. slot: see agent.processes; set when the process is
+    started."""
+
+    worker: Worker
+    incarnation: str
+    run: RunSpec
+    joins: bool = False
+    threads: int = 1
+    address: str = LOOPBACK
+    slot: int = 0

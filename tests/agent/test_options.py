@@ -1,0 +1,163 @@
+"""One definition per option: its default, its bounds, its flag, its name in an error, and its way to the worker."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import openrecycle
+from openrecycle.agent.commands.shared import with_flags
+from openrecycle.agent.nodes.wire import decode_spec, encode_spec
+from openrecycle.agent.options import (
+    FLAGS,
+    Checkpoints,
+    Console,
+    Faults,
+    HandOver,
+    Optimization,
+    Planning,
+    TrainingOptions,
+)
+from openrecycle.agent.settings import Group, build, leaves, spelled
+from openrecycle.agent.spec import RunSpec, WorkerSpec
+from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.trainer import ResilientTrainer
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job, Worker
+from tests.agent.changed_options import all_changed, everything_changed
+
+JOB = Job(3, 4, 6)
+LEAVES = list(leaves(TrainingOptions))
+
+
+def value(options: TrainingOptions, path: str) -> Any:
+    found: Any = options
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def groups(group: Any) -> list[Any]:
+    inner = [getattr(group, name) for name in vars(group)]
+    return [group, *(g for i in inner if isinstance(i, Group) for g in groups(i))]
+
+
+def test_every_option_reaches_the_worker_on_another_node() -> None:
+    options = everything_changed(job=JOB)
+    spec = WorkerSpec(Worker(0, 0), "abc", RunSpec(options, NamedWorkload("a:b")))
+    told = decode_spec(json.loads(json.dumps(encode_spec(spec))), None).run.options
+    assert told == options
+    for leaf in LEAVES:
+        assert value(told, leaf.path) == all_changed()[leaf.path] != leaf.default, leaf.path
+
+
+def test_every_option_reaches_the_job_from_the_command_line() -> None:
+    got: list[TrainingOptions] = []
+
+    @with_flags(LEAVES)
+    def command(given: dict[str, Any]) -> None:
+        got.append(build(TrainingOptions, given, job=JOB))
+
+    program = typer.Typer()
+    program.command()(command)
+    words: list[str] = []
+    for leaf in LEAVES:
+        said = all_changed()[leaf.path]
+        if leaf.flag is None:
+            continue
+        if isinstance(said, bool):
+            words.append(leaf.flag if said else f"--no-{leaf.flag[2:]}")
+        else:
+            for item in said if isinstance(said, tuple) else (said,):
+                words += [leaf.flag, str(item)]
+    for given in (words, []):
+        done = CliRunner().invoke(program, given, env={"OPENRECYCLE_CONSOLE": ""})
+        assert done.exit_code == 0, done.output
+    assert {leaf.path for leaf in LEAVES if leaf.flag is None} == {"console.token"}, "a secret is no word of a command"
+    for leaf in LEAVES:
+        if leaf.flag is not None:
+            assert value(got[0], leaf.path) == all_changed()[leaf.path], leaf.path
+            assert value(got[1], leaf.path) == leaf.default, leaf.path
+
+
+def test_every_group_is_an_argument_and_a_public_name() -> None:
+    made = TrainingOptions(job=JOB)
+    arguments = inspect.signature(ResilientTrainer.__init__).parameters
+    for name in vars(made):
+        assert name in arguments or name == "iterations", name
+    for group in groups(made)[1:]:
+        kind = type(group)
+        assert getattr(openrecycle, kind.__name__) is kind
+        assert value(made, kind.PATH) == group, "where its errors say it stands"
+    assert len(arguments) < 28
+
+
+def test_every_option_is_explained_once_and_has_one_flag() -> None:
+    assert len(set(FLAGS.values())) == len(FLAGS)
+    for leaf in LEAVES:
+        assert leaf.field.metadata["help"], leaf.path
+    assert "compare_every: " in (Faults.__doc__ or "") and "secret" not in repr(Console(token="secret"))
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: Optimization(mode="quick"), "optimization.mode"),  # type: ignore[arg-type]
+        (lambda: Optimization(autocast="fp8"), "optimization.autocast"),  # type: ignore[arg-type]
+        (lambda: Optimization(clip_norm=math.nan), "optimization.clip_norm"),
+        (lambda: Optimization(clip_norm=0), "optimization.clip_norm"),
+        (lambda: Optimization(synchronous="yes"), "optimization.synchronous"),  # type: ignore[arg-type]
+        (lambda: Faults(bad_sample_limit=True), "faults.bad_sample_limit"),
+        (lambda: Faults(compare_every=1.5), "faults.compare_every"),  # type: ignore[arg-type]
+        (lambda: Faults(kill="W1_2@3:F0"), "faults.kill"),
+        (lambda: Faults(timeouts=5.0), "faults.timeouts"),  # type: ignore[arg-type]
+        (lambda: Timeouts(form=0), "faults.timeouts.form"),
+        (lambda: Timeouts(group=120.0), "faults.timeouts.group"),
+        (lambda: HandOver(rate=9_999), "faults.hand_over.rate"),
+        (lambda: HandOver(rate="5KB"), "faults.hand_over.rate"),
+        (lambda: HandOver(rate="much"), "faults.hand_over.rate"),
+        (lambda: HandOver(at_once=-1), "faults.hand_over.at_once"),
+        (lambda: Checkpoints(every=0), "checkpoints.every"),
+        (lambda: Planning(technique="magic"), "planning.technique"),
+        (lambda: Planning(memory=0), "planning.memory"),
+        (lambda: Planning(capacity="lots"), "planning.capacity"),
+        (lambda: Planning(pace="F=1ms"), "planning.pace"),
+        (lambda: Console(demo=1), "console.demo"),  # type: ignore[arg-type]
+        (lambda: TrainingOptions(job=JOB, seed=-1), "seed"),
+        (lambda: TrainingOptions(job=JOB, iterations=0), "iterations"),
+        (lambda: TrainingOptions(job=JOB, weights=3), "weights"),  # type: ignore[arg-type]
+        (lambda: TrainingOptions(job=JOB, console="http://h:1"), "console"),  # type: ignore[arg-type]
+        (lambda: TrainingOptions(job=JOB, console=Console(url="nowhere")).check(), "console.url"),
+        (lambda: TrainingOptions(job=JOB, checkpoints=Checkpoints(resume=1)).check(), "checkpoints.resume"),
+        (lambda: TrainingOptions(job=JOB, faults=Faults(kill=["W7_0@1:F0"])).check(), "faults.kill"),
+        (lambda: TrainingOptions(job=JOB, faults=Faults(slow=["W1_2@4:2"])).check(), "faults.slow"),
+    ],
+)
+def test_what_is_wrong_is_named_as_each_side_writes_it(make: Any, path: str) -> None:
+    with pytest.raises(InputError) as python:
+        make()
+    assert python.value.field == path
+    with pytest.raises(InputError) as command_line, spelled(FLAGS):
+        make()
+    assert command_line.value.field == FLAGS.get(path, path)
+    assert not any(f"`{known}`" in str(command_line.value) for known in FLAGS)
+
+
+def test_paths_and_lists_become_plain_data(tmp_path: Path) -> None:
+    options = TrainingOptions(job=JOB, weights=tmp_path, faults=Faults(kill=["W1_2@3:F0"]))
+    assert options.weights == str(tmp_path) and options.faults.kill == ("W1_2@3:F0",)
+    assert [(kill.worker, kill.iteration) for kill in options.kills] == [(Worker(1, 2), 3)]
+
+
+def test_sizes_are_said_in_units_or_in_bytes() -> None:
+    assert HandOver(rate="50MB").bytes_per_second == HandOver(rate=5e7).bytes_per_second == 5e7
+    sizes = {Planning(capacity=size).job(JOB).capacity_bytes for size in ("80GiB", 80 << 30)}
+    assert sizes == {(80 << 30,) * 4}
