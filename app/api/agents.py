@@ -39,6 +39,8 @@ from openrecycle.planner.plan import job_doc
 After = Annotated[int, Query(ge=0, le=2**53)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
+# Heartbeats that take less than a change of threads does.
+AT_ONCE = 64
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
@@ -92,7 +94,8 @@ def router(console: Console) -> APIRouter:
     @api.post("/{job_id}/heartbeats", response_model=BatchReply)
     async def heartbeats(job_id: str, message: Heartbeats) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        console.job(job_id)
+        if len(message.heartbeats) <= AT_ONCE:
+            return _json(console.heartbeats(job_id, message.heartbeats))
         return _json(await beside(console.heartbeats, job_id, message.heartbeats))
 
     @api.post("/{job_id}/acknowledgements", response_model=BatchReply)
