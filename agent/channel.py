@@ -68,14 +68,21 @@ class WorkerChannel:
 
     announced: called in that thread with the generation of each new deployment that this worker must
     leave its iteration for (and with a number above all generations when the job is over). fenced:
-    called in that thread when this process no longer counts: it must end.
+    called in that thread when this process no longer counts: it must end. measure: called in that thread with an
+    iteration whose ops are to be recorded.
     """
 
     OVER = 2**53
 
-    def __init__(self, pipe: Connection, announced: Callable[[int], None], fenced: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pipe: Connection,
+        announced: Callable[[int], None],
+        fenced: Callable[[], None],
+        measure: Callable[[int], None] = lambda _iteration: None,
+    ) -> None:
         self._pipe = pipe
-        self._announced, self._fenced = announced, fenced
+        self._announced, self._fenced, self._measure = announced, fenced, measure
         self._news = threading.Condition()
         self._orders: Orders | None = None
         self._plans: dict[str, Plan] = {}
@@ -100,13 +107,13 @@ class WorkerChannel:
         with self._sending, contextlib.suppress(OSError):
             send(self._pipe, kind, **fields)
 
-    def take_up(self, generation: int) -> None:
-        """The training thread has left what it was at, for `generation`."""
+    def take_up(self, generation: int, iteration: int) -> None:
+        """The training thread has left what it was at, for `generation`, with so many iterations committed."""
         with self._news:
             self._taken_up = generation
             if self._told_at is not None:
                 self._told_at = None if self._newer(generation) is None else time.monotonic()
-        self.say("adopted", generation=generation)
+        self.say("adopted", generation=generation, iteration=iteration)
 
     @property
     def pending(self) -> float:
@@ -176,6 +183,8 @@ class WorkerChannel:
                     self._over = True
                 elif message["kind"] == "fenced":
                     self._fenced()
+                elif message["kind"] == "measure":
+                    self._measure(message["iteration"])
                 newest = self._orders.generation if self._orders else 0
                 interrupts = self.superseded(newest - 1)
                 if interrupts and self._told_at is None and newest > self._taken_up and not self._over:

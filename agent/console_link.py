@@ -1,9 +1,9 @@
 """The launcher's link to a console: reports go out, generations and commands come in, nothing blocks.
 
-Three threads, each with its own HTTP session: one delivers reports in order, one long-polls for
-generations, one for the operator's commands. A console that is down is tried again with back-off;
-reports wait in bounded memory, where iterations share a report, and the oldest of those would be the
-first to go.
+Four threads, each with its own HTTP session: one delivers the launcher's reports in order, one those of its workers
+(agent.heartbeat), one long-polls for generations, one for the operator's commands. A console that is down is tried
+again with back-off; reports wait in bounded memory, where iterations share a report, and the oldest of those would be
+the first to go.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
-from openrecycle.agent.coordination import Deploy, Event, Halt
+from openrecycle.agent.clock import Offset
+from openrecycle.agent.coordination import Deploy, Event, Fenced, Halt, Measure
+from openrecycle.agent.heartbeat import WorkerReports
 from openrecycle.agent.outbox import Outbox
 from openrecycle.agent.protocol import (
     INTERIM_DOCUMENT,
+    Acknowledgement,
     Commands,
     Deployment,
     FailureReport,
@@ -35,7 +38,9 @@ from openrecycle.agent.protocol import (
     JobStatus,
     Message,
     Recovery,
+    Registration,
     VerdictReport,
+    clock_name,
 )
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
@@ -49,6 +54,10 @@ MAX_REPORTS = 200
 """Waiting at most; each may hold REPORTED_ITERATIONS, so that a console may be away for hours."""
 REPORTED_ITERATIONS = 1000
 LAST_TRIES_SECONDS = 0.2
+PHASE_SECONDS = 1.0
+"""So long an acknowledgement waits for workers that have not taken that step."""
+WORKERS_PATIENCE_SECONDS = 2.0
+"""For the last words of the workers, at the end of the job."""
 # For a console that is away at the end of a job: where it was stopped, somebody waits for the launcher to end.
 STOPPED_PATIENCE_SECONDS, ENDED_PATIENCE_SECONDS = 3.0, 60.0
 TRY_AGAIN_SECONDS = 1.0
@@ -125,12 +134,47 @@ def is_history(report: Report) -> bool:
     return isinstance(report.message, IterationReport)
 
 
+class Phases:
+    """Makes one acknowledgement of a generation's step out of those of all workers. No clock.
+
+    patience: seconds after which those that have taken a step are acknowledged without the others.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._generation = 0
+        self._expected: frozenset[str] = frozenset()
+        self._known: dict[tuple[int, str], set[str]] = {}
+        self._waiting: dict[tuple[int, str], tuple[float, list[Acknowledgement]]] = {}
+
+    def expect(self, generation: int, incarnations: Iterable[str]) -> None:
+        """`generation` is the newest, and those are to take each step of it at about the same time."""
+        self._generation, self._expected = generation, frozenset(incarnations)
+        self._known = {}
+
+    def add(self, acknowledgement: Acknowledgement, now: float) -> None:
+        key = acknowledgement.generation, acknowledgement.state
+        self._known.setdefault(key, set()).add(acknowledgement.incarnation)
+        self._waiting.setdefault(key, (now, []))[1].append(acknowledgement)
+
+    def due(self, now: float) -> list[list[Acknowledgement]]:
+        """Those to be posted now, the oldest first: complete, of an older generation, or waiting for too long."""
+        out = []
+        for key, (since, waiting) in list(self._waiting.items()):
+            complete = key[0] != self._generation or self._expected <= self._known.get(key, set())
+            if complete or now - since >= self._patience:
+                out.append(waiting)
+                del self._waiting[key]
+        return out
+
+
 class ConsoleCoordination:
     """A Coordination whose decisions are the console's.
 
     wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
     console's sentence when the job does not train and nothing is announced. checkpoint: asked for
-    the checkpoint to go back to when the console says so; None: there is none.
+    the checkpoint to go back to when the console says so; None: there is none. interval: seconds between two
+    posts of the workers' heartbeats.
     """
 
     def __init__(
@@ -140,6 +184,7 @@ class ConsoleCoordination:
         say: Callable[[str], None],
         *,
         checkpoint: Callable[[], str | None] = lambda: None,
+        interval: float = 1.0,
     ) -> None:
         self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
         self._checkpoint = checkpoint
@@ -150,32 +195,61 @@ class ConsoleCoordination:
         os.set_blocking(self._wake_write, False)
         self._sender = threading.Thread(target=self._send_reports, name="reports", daemon=True)
         self._sender.start()
+        self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self._phases = Phases(min(interval, PHASE_SECONDS))
+        self._workers = WorkerReports(
+            connect(),
+            job_id,
+            interval=interval,
+            fenced=lambda incarnation: self._put(Fenced(incarnation)),
+            measure=lambda iteration: self._put(Measure(iteration)),
+        )
+        self._workers.start()
         for target in (self._follow_generations, self._follow_commands):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     # -- Coordination -------------------------------------------------------------------------
 
-    def ready(self, worker: Worker, incarnation: str) -> None:
-        """The worker registers itself."""
+    def ready(self, worker: Worker, incarnation: str, host: str, pid: int) -> None:
+        self._workers.add(Registration(worker=str(worker), incarnation=incarnation, host=host, pid=pid))
+
+    def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
+        match message["kind"]:
+            case "alive":
+                self._said[incarnation] = str(worker), message["beat"]
+            case "log":
+                self._workers.wrote(incarnation, message["lines"], message["skipped"])
+            case "measured":
+                fields = message["ops"] | {"worker": str(worker), "incarnation": incarnation}
+                same = fields["clock"] == clock_name()
+                self._workers.measured(fields, Offset(0, 0) if same else clock)
+            case "resumed":
+                self._acknowledge("resumed", worker, incarnation, message["generation"], message["iteration"])
 
     def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
+        self._workers.remove(incarnation)
         report = FailureReport(
             worker=str(worker), incarnation=incarnation, cause="exit", reporter="launcher", detail=detail[:2000]
         )
         self._report("/failures", report)
 
-    def broken(self, worker: Worker, generation: int, now: float, peer: str = "", detail: str = "") -> None:
-        """The worker reports it itself."""
+    def broken(
+        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
+    ) -> None:
+        self._workers.broken(str(worker), incarnation, generation, detail, peer)
 
     def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
         fields = {"incarnation": incarnation, "reporter": "launcher", "detail": text[:2000], "generation": generation}
         self._report("/failures", FailureReport(worker=str(worker), cause="exception", **fields))  # type: ignore[arg-type]
 
-    def adopted(self, worker: Worker, generation: int) -> None:
-        """The worker acknowledges it itself."""
+    def opened(self, generation: int, incarnations: Iterable[str]) -> None:
+        self._phases.expect(generation, incarnations)
 
-    def formed(self, worker: Worker, generation: int) -> None:
-        """The worker acknowledges it itself."""
+    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        self._acknowledge("adopted", worker, incarnation, generation, iteration)
+
+    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        self._acknowledge("formed", worker, incarnation, generation, iteration)
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
         text = plan.to_json() if plan.op_count <= INTERIM_OPS else ""
@@ -197,9 +271,13 @@ class ConsoleCoordination:
         self._report("/verdicts", report)
 
     def finished(self, state: str, reason: str) -> None:
+        self._tell(float("inf"))
+        self._workers.stop()
+        self._workers.join(WORKERS_PATIENCE_SECONDS)
         self._report("/finish", JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
 
     def poll(self, now: float) -> list[Event]:
+        self._tell(now)
         out = []
         while not self._events.empty():
             out.append(self._events.get())
@@ -225,6 +303,27 @@ class ConsoleCoordination:
             self._sender.join(LAST_TRIES_SECONDS)
         if self._sender.is_alive():
             self._say(f"the console was not told how the job ended; reports lost: {len(self._reports)}")
+
+    def _acknowledge(self, state: str, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        self._phases.add(
+            Acknowledgement(
+                worker=str(worker),
+                incarnation=incarnation,
+                generation=generation,
+                state=state,  # type: ignore[arg-type]
+                iteration=iteration,
+            ),
+            time.monotonic(),
+        )
+
+    def _tell(self, now: float) -> None:
+        """What all workers have said in a turn of the launcher is passed on together: a launcher that stood still has
+        heard all of them when it tells the console of any."""
+        said, self._said = self._said, {}
+        if said:
+            self._workers.heard(said)
+        for acknowledgements in self._phases.due(now):
+            self._workers.acknowledge(acknowledgements)
 
     # -- threads ------------------------------------------------------------------------------
 

@@ -5,11 +5,12 @@ Both take reports without blocking and hand out what was decided as events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from openrecycle.agent.blame import Complaint, Limits, Links, judge
+from openrecycle.agent.clock import Offset
 from openrecycle.agent.protocol import Command, Deployment, Iteration, Recovery, VerdictReport
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
@@ -48,29 +49,52 @@ class Remark:
     refused: Worker | None = None
 
 
-Event = Deploy | Halt | Command | Remark
+@dataclass(frozen=True)
+class Measure:
+    """An iteration, not begun yet, whose ops all workers are to record."""
+
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """That process no longer counts, and must end."""
+
+    incarnation: str
+
+
+Event = Deploy | Halt | Command | Remark | Measure | Fenced
 
 
 class Coordination(Protocol):
     """Takes the launcher's reports; `poll` returns what is to be done. None of them blocks."""
 
-    def ready(self, worker: Worker, incarnation: str) -> None:
+    def ready(self, worker: Worker, incarnation: str, host: str, pid: int) -> None:
         """A worker process is up and waits for a generation."""
+
+    def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
+        """What a worker says for people to see: `alive`, `log`, `measured`, and that it has `resumed`. clock: from
+        its to this process's."""
 
     def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
         """A worker process has ended."""
 
-    def broken(self, worker: Worker, generation: int, now: float, peer: str = "", detail: str = "") -> None:
+    def broken(
+        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
+    ) -> None:
         """A worker could not exchange data in `generation`, with `peer`; "": it can't tell with whom."""
 
     def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
         """An op of a micro-batch raised in a worker, in `generation`: all must form anew."""
 
-    def adopted(self, worker: Worker, generation: int) -> None:
-        """A worker has left what it was at, for `generation`."""
+    def opened(self, generation: int, incarnations: Iterable[str]) -> None:
+        """Members of `generation` have been told of it. incarnations: those with all of their stage's state."""
 
-    def formed(self, worker: Worker, generation: int) -> None:
-        """A worker is in the groups of `generation`."""
+    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        """A worker has left what it was at, for `generation`, with so many iterations committed."""
+
+    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        """A worker is in the groups of `generation`, with `iteration` agreed on."""
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
         """What the members of `generation` run until those who take their state from a peer have it."""
@@ -125,7 +149,7 @@ class LocalCoordination:
         self._re_form_at: float | None = None
         self._events: list[Event] = []
 
-    def ready(self, worker: Worker, incarnation: str) -> None:
+    def ready(self, worker: Worker, incarnation: str, host: str = "", pid: int = 0) -> None:
         self._cells[incarnation] = worker
         if str(worker) in self._links.barred:
             self._events.append(Remark(f"{worker} may not re-join: its links broke again after it had", worker))
@@ -138,11 +162,17 @@ class LocalCoordination:
             self._back.add(worker)
             self._let_in()
 
-    def adopted(self, worker: Worker, generation: int) -> None:
+    def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
+        """Nobody looks."""
+
+    def opened(self, generation: int, incarnations: Iterable[str]) -> None:
+        """It is known."""
+
+    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int = 0) -> None:
         if generation == self._generation:
             self._late.discard(worker)
 
-    def formed(self, worker: Worker, generation: int) -> None:
+    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int = 0) -> None:
         if generation == self._generation:
             self._unformed.discard(worker)
             self._holders.add(worker)
@@ -162,7 +192,9 @@ class LocalCoordination:
         else:
             self._events.append(Halt(f"{worker} {detail} before training began"))
 
-    def broken(self, worker: Worker, generation: int, now: float, peer: str = "", detail: str = "") -> None:
+    def broken(
+        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
+    ) -> None:
         if generation == self._generation:
             self._complaints.setdefault(str(worker), Complaint(str(worker), peer, detail))
             self._re_form_at = now + self._grace if self._re_form_at is None else self._re_form_at

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from openrecycle.agent import channel, poison, worker
-from openrecycle.agent.coordination import Coordination, Deploy, Halt, Remark
+from openrecycle.agent.coordination import Coordination, Deploy, Fenced, Halt, Measure, Remark
 from openrecycle.agent.holding import Hold
 from openrecycle.agent.liveness import CurrentOp, Silences, Turns, boot_clock
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
@@ -167,6 +167,13 @@ class Launcher:
                 entry = self._pool.running.get(event.refused) if event.refused else None
                 if entry is not None and not entry.member:
                     self._pool.fence(entry, event.text)
+            elif isinstance(event, Measure):
+                for entry in self._pool.running.values():
+                    entry.post("measure", iteration=event.iteration)
+            elif isinstance(event, Fenced):
+                for entry in self._pool.entries:
+                    if entry.incarnation == event.incarnation:
+                        entry.post("fenced")
             else:
                 self._obey(event)
         self._judge(timeout)
@@ -194,7 +201,9 @@ class Launcher:
         cell, at = entry.worker, message["at"]
         match message["kind"]:
             case "ready":
-                self._coordination.ready(cell, entry.incarnation)
+                self._coordination.ready(cell, entry.incarnation, message["host"], message["pid"])
+            case "log" | "measured" | "resumed":
+                self._coordination.said(cell, entry.incarnation, message, entry.clock)
             case "dying":
                 self._record.dying(cell, at)
             case "left":
@@ -202,8 +211,11 @@ class Launcher:
             case "alive":
                 entry.op_limit = message["op_limit"]
                 self._heard_of(entry, message["current"])
+                if "beat" in message:
+                    self._coordination.said(cell, entry.incarnation, message, entry.clock)
             case "adopted" if self._deployed is not None:
-                self._coordination.adopted(cell, message["generation"])
+                if str(cell) in self._deployed.deployment.living:
+                    self._coordination.adopted(cell, entry.incarnation, message["generation"], message["iteration"])
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
@@ -213,7 +225,7 @@ class Launcher:
             case "formed":
                 entry.whole = True
                 self._certain(self._record.formed(cell, message["generation"], message["iteration"], at))
-                self._coordination.formed(cell, message["generation"])
+                self._coordination.formed(cell, entry.incarnation, message["generation"], message["iteration"])
                 if self._record.formed_by_all:
                     self._release_the_leaving()
             case "committed":
@@ -229,7 +241,8 @@ class Launcher:
                 self._record.done(cell, message["sha256"])
             case "broken":
                 peer, detail = message.get("peer", ""), message.get("detail", "")
-                self._coordination.broken(cell, message["generation"], time.monotonic(), peer, detail)
+                generation, now = message["generation"], time.monotonic()
+                self._coordination.broken(cell, entry.incarnation, generation, now, peer, detail)
                 if (
                     self._after is not None
                     and self._deployed
@@ -376,6 +389,8 @@ class Launcher:
         self._interim = None if runs else self._plan_meanwhile(event)
         if self._interim is not None:
             self._coordination.meanwhile(deployment.generation, self._interim)
+        members = (self._pool.running[w] for w in living if w in self._pool.running)
+        self._coordination.opened(deployment.generation, [e.incarnation for e in members if e.whole])
         self._send_deployments(after)
 
     def _plan_meanwhile(self, event: Deploy) -> Plan | None:

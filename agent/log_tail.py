@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TextIO
 
 from openrecycle.agent.protocol import LOG_LINE, LOG_LINES, LogLine
@@ -27,6 +28,14 @@ class LogTail:
                 with self._lock:
                     self._lines.append(LogLine(at=at, text=clean[:LOG_LINE]))
                     self._added += 1
+
+    def extend(self, lines: Iterable[tuple[float, str]], skipped: int) -> None:
+        """Lines that another tail had taken, with their POSIX seconds, and how many it had dropped before them."""
+        with self._lock:
+            for at, text in lines:
+                self._lines.append(LogLine(at=at, text=text))
+                self._added += 1
+            self._added += skipped
 
     def take(self) -> tuple[tuple[LogLine, ...], int]:
         """The lines since the last call, and how many before them were dropped."""

@@ -26,10 +26,11 @@ from openrecycle.agent.communicator import Communicator, Groups
 from openrecycle.agent.devices import kind_number
 from openrecycle.agent.executor import Executor, Interrupted, OpError
 from openrecycle.agent.faults import FaultInjector, slowness
-from openrecycle.agent.heartbeat import HeartbeatThread, Status
+from openrecycle.agent.heartbeat import Status
 from openrecycle.agent.ledger import Redo, decode, encode
 from openrecycle.agent.ledger import redo as plan_redo
 from openrecycle.agent.liveness import AT_REST
+from openrecycle.agent.log_tail import LogTail
 from openrecycle.agent.optimizer import stage_optimizer
 from openrecycle.agent.pacing import profile_pace
 from openrecycle.agent.post_validation import ValidationResult
@@ -56,8 +57,8 @@ TRACEBACK_LINES = 12
 class WorkerLoop:
     """Trains one stage of one pipeline until the job is over.
 
-    channel brings generations and takes reports; heartbeat, where there is a console, tells it how each
-    generation was taken up. device: where the stage computes.
+    channel brings generations and takes reports; log is told how each generation was taken up. device: where the
+    stage computes.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class WorkerLoop:
         communicator: Communicator,
         channel: WorkerChannel,
         status: Status,
-        heartbeat: HeartbeatThread | None = None,
+        log: LogTail | None = None,
         device: torch.device = CPU,
     ) -> None:
         options, me, origin = spec.run.options, spec.worker, spec.run.origin
         self._options, self._origin, self._workload = options, origin, workload
         self._communicator, self._channel = communicator, channel
-        self._status, self._heartbeat = status, heartbeat
+        self._status, self._log = status, log or LogTail()
         self._stage_io = spec.run.stage_io
         if self._stage_io is None:
             self._stage_io = stage_io_of(
@@ -141,8 +142,6 @@ class WorkerLoop:
         """
         if orders.cell != self._me:
             self._kills = ()  # wishes for faults at a place were meant for the worker that began there
-            if self._heartbeat is not None:
-                self._heartbeat.moved(str(orders.cell))
         origin = self._origin
         if orders.restore is None:
             self._take_place(orders.cell, origin)
@@ -164,7 +163,7 @@ class WorkerLoop:
             orders = self._channel.wait_for_generation(self._generation)
             if orders is None:
                 return
-            self._channel.take_up(orders.generation)
+            self._channel.take_up(orders.generation, self._optimizer.committed)
             if str(orders.cell) not in orders.deployment.living:
                 # It was asked to leave, and has: the launcher ends it when nobody needs it any more.
                 self._generation, self._status.phase = orders.generation, "draining"
@@ -191,7 +190,7 @@ class WorkerLoop:
         """One generation, until it is superseded, broken or over; returns when it was left at a boundary,
         with its groups still up."""
         self._generation = self._status.generation = orders.generation
-        self._acknowledge("adopted", self._optimizer.committed)
+        self._log_step("adopted", self._optimizer.committed)
         self._status.phase = "forming"
         if orders.cell != self._me or orders.restore is not None:
             self._move(orders)
@@ -240,7 +239,8 @@ class WorkerLoop:
             self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
             if iteration == formed:
-                self._acknowledge("resumed", iteration)
+                self._channel.say("resumed", generation=self._generation, iteration=iteration)
+                self._log_step("resumed", iteration)
         self._steps.settle()
         self._checkpoint(whole)
         # Others may still be at work, and a death among them may need this worker once more.
@@ -360,7 +360,7 @@ class WorkerLoop:
 
     def _say_formed(self, iteration: int) -> int:
         self._channel.say("formed", generation=self._generation, iteration=iteration)
-        self._acknowledge("formed", iteration)
+        self._log_step("formed", iteration)
         return iteration
 
     def _checkpoint(self, whole: list[Worker]) -> None:
@@ -393,9 +393,8 @@ class WorkerLoop:
     def _say_verdict(self, iteration: int, verdict: ValidationResult, redone: bool) -> None:
         self._channel.say("verdict", iteration=iteration, coefficient=verdict.coefficient, redone=redone)
 
-    def _acknowledge(self, state: str, iteration: int) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.acknowledge(self._generation, state, iteration)
+    def _log_step(self, state: str, iteration: int) -> None:
+        self._log.add(f"generation {self._generation}: {state}, iteration {iteration}")
 
     def _say_raised(self, end: OpError) -> None:
         """Raises what the op raised, where this process is of no use any more."""
@@ -422,8 +421,7 @@ class WorkerLoop:
             detail = f"{detail} (this process did not run for {stood_still:.0f} s)"
         name = "" if peer is None else str(peer)
         self._channel.say("broken", generation=self._generation, detail=detail, peer=name, stood_still=stood_still)
-        if self._heartbeat is not None:
-            self._heartbeat.report_broken(self._generation, detail, name)
+        self._log.add(f"generation {self._generation}: {detail}")
 
 
 def _runs_ops(plan: Plan, workers: frozenset[Worker]) -> bool:

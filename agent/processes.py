@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from openrecycle.agent import channel
+from openrecycle.agent.clock import Offset
 from openrecycle.agent.liveness import Activity, CurrentOp, activity
 from openrecycle.agent.protocol import TOKEN_VARIABLE
 from openrecycle.agent.workload import WorkloadSource
@@ -84,6 +85,11 @@ class WorkerProcess:
     current: CurrentOp | None = None
     excused_until: float = float("-inf")
     _activity: Activity | None = None
+
+    @property
+    def clock(self) -> Offset:
+        """From its monotonic clock to this process's."""
+        return Offset(0, 0)
 
     def look(self, now: float) -> None:
         """Asks the system what the process does; of one on another node its launcher does that."""

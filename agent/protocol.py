@@ -39,6 +39,8 @@ TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
 MEASURED_OPS = 100_000
 # Of one post of a worker's log: lines, and characters in each.
 LOG_LINES, LOG_LINE = 100, 500
+# Of one post of heartbeats or acknowledgements.
+BATCH = 8_192
 # Characters of an interim plan that is sent to the console.
 INTERIM_DOCUMENT = 6_000_000
 
@@ -202,7 +204,7 @@ class Doing(Message):
 
 
 class Heartbeat(Message):
-    """POST /jobs/{job_id}/heartbeats -> HeartbeatReply. `seq` rises by one per incarnation.
+    """Of one worker. `seq` rises by one per incarnation.
 
     generation: the worker's own. iteration: the one it works on. op_milliseconds: mean duration of
     each kind (F, I, W, B, O) since the last heartbeat. doing: at the moment.
@@ -219,12 +221,31 @@ class Heartbeat(Message):
     doing: Annotated[Doing | None, Field(exclude_if=lambda value: value is None)] = None
 
 
-class HeartbeatReply(Message):
+class Heartbeats(Message):
+    """POST /jobs/{job_id}/heartbeats -> BatchReply. From a launcher: what it has heard of its workers since the last
+    one. A worker without a launcher posts its own. Each is taken or refused by itself."""
+
+    heartbeats: Annotated[tuple[Heartbeat, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
+
+
+class RefusedReport(Message):
+    """index: in the request, from 0. code, detail: as a Problem has them; `fenced`: that process no longer counts,
+    and must end."""
+
+    index: Count
+    worker: WorkerName
+    code: str
+    detail: str
+
+
+class BatchReply(Message):
     """generation: the newest generation of the job. measure: an iteration, not begun yet, whose ops all workers
-    record and post as a MeasuredOps. A fenced worker gets 409 with `code: fenced` instead."""
+    record and post as a MeasuredOps. taken: how many reports counted; the others are in refused."""
 
     generation: Count
     measure: Count | None = None
+    taken: Count
+    refused: tuple[RefusedReport, ...] = ()
 
 
 class ClockReading(Message):
@@ -313,7 +334,7 @@ class InterimPlan(Message):
 
 
 class Acknowledgement(Message):
-    """POST /jobs/{job_id}/acknowledgements. A worker's progress in taking up a generation.
+    """A worker's progress in taking up a generation.
 
     adopted: has the plan. formed: is in the generation's process groups. resumed: committed its first
     iteration in it. iteration: the one agreed on (formed) or committed (resumed).
@@ -324,6 +345,13 @@ class Acknowledgement(Message):
     generation: Annotated[int, Field(ge=1), INTEGER]
     state: Literal["adopted", "formed", "resumed"]
     iteration: Count = 0
+
+
+class Acknowledgements(Message):
+    """POST /jobs/{job_id}/acknowledgements -> BatchReply. From a launcher: one for each step, of all its workers that
+    have taken it. Each is taken or refused by itself."""
+
+    acknowledgements: Annotated[tuple[Acknowledgement, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
 
 
 class FailureReport(Message):

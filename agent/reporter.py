@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
+import socket
 import threading
 import time
 import uuid
@@ -26,17 +28,19 @@ from typing import get_args
 
 from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
 from openrecycle.agent.console_link import LONG_POLL_SECONDS, next_deployment
-from openrecycle.agent.heartbeat import HeartbeatThread, Status
+from openrecycle.agent.heartbeat import Status, WorkerReports
 from openrecycle.agent.liveness import AT_REST
 from openrecycle.agent.op_times import OpTimes
 from openrecycle.agent.options import with_profile
 from openrecycle.agent.protocol import (
+    Acknowledgement,
     Deployment,
     Iteration,
     IterationReport,
     JobCreated,
     JobFinished,
     OpKind,
+    Registration,
 )
 from openrecycle.agent.settings import spelled
 from openrecycle.agent.start import job_spec
@@ -109,7 +113,7 @@ class Reporter:
         self._incarnation = uuid.uuid4().hex[:16]
         self._times = OpTimes()
         self._status = Status(phase="waiting", take_op_milliseconds=self._times.take)
-        self._heartbeat: HeartbeatThread | None = None
+        self._reports: WorkerReports | None = None
         self._deployment: Deployment | None = None
         self._resumed = 0
         self._unsent: deque[tuple[int, float, float, int, float]] = deque(maxlen=MAX_ITERATIONS)
@@ -144,10 +148,10 @@ class Reporter:
         now = time.monotonic()
         seconds, self._last_at = now - self._last_at, now
         self._status.iteration, self._status.phase = number + 1, "training"
-        deployment, heartbeat = self._deployment, self._heartbeat
-        if deployment is not None and heartbeat is not None and self._resumed < deployment.generation:
+        deployment = self._deployment
+        if deployment is not None and self._resumed < deployment.generation:
             self._resumed = deployment.generation
-            heartbeat.acknowledge(deployment.generation, "resumed", number)
+            self._acknowledge(deployment.generation, "resumed", number)
         if loss is None or self._me.stage != self._last_stage:
             return
         if not math.isfinite(loss):
@@ -169,9 +173,9 @@ class Reporter:
         self._delivery.join(_CLOSE_SECONDS)
         if done and self._speaks_for_all():
             self._finish()
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat.join(max(0.0, deadline - time.monotonic()))
+        if self._reports is not None:
+            self._reports.stop()
+            self._reports.join(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Reporter:
         return self
@@ -189,7 +193,7 @@ class Reporter:
         generation, plans = 0, dict[str, Plan]()
         while not self._closing.is_set():
             try:
-                if self._heartbeat is None:
+                if self._reports is None:
                     self._join(client)
                 found = next_deployment(client, self._job_path, generation, plans, LONG_POLL_SECONDS)
                 backoff.reset()
@@ -207,23 +211,26 @@ class Reporter:
         created = client.post("/jobs", self._spec, JobCreated, key=self._run)
         assert created is not None
         self._job_path, self._pause = f"/jobs/{created.job_id}", created.heartbeat_seconds
-        self._heartbeat = HeartbeatThread(
+        reports = WorkerReports(
             ConsoleClient(self._url, token=self._token),
             created.job_id,
-            str(self._me),
-            self._incarnation,
-            self._status,
             interval=created.heartbeat_seconds,
-            fenced=self._give_up,
+            fenced=lambda _incarnation: self._give_up(),
+            gather=lambda: reports.heard({self._incarnation: (str(self._me), self._status.take())}),
         )
-        self._heartbeat.start()
+        reports.add(
+            Registration(
+                worker=str(self._me), incarnation=self._incarnation, host=socket.gethostname(), pid=os.getpid()
+            )
+        )
+        self._reports = reports
+        reports.start()
 
     def _take_up(self, deployment: Deployment, plan: Plan) -> None:
         if str(self._me) not in deployment.living:
             return  # the heartbeats will be told that this process is fenced
-        assert self._heartbeat is not None
         iteration = self._status.iteration
-        self._heartbeat.acknowledge(deployment.generation, "adopted", iteration)
+        self._acknowledge(deployment.generation, "adopted", iteration)
         if self._on_plan is not None:
             try:
                 self._on_plan(deployment, plan)
@@ -231,7 +238,7 @@ class Reporter:
                 log.exception("on_plan failed for generation %d", deployment.generation)
         self._status.generation = deployment.generation
         self._deployment = deployment
-        self._heartbeat.acknowledge(deployment.generation, "formed", iteration)
+        self._acknowledge(deployment.generation, "formed", iteration)
         self._there_is_news.set()  # it may be this worker's turn to report iterations
 
     def _deliver(self) -> None:
@@ -285,6 +292,13 @@ class Reporter:
 
     # -- what they share ----------------------------------------------------------------------
 
+    def _acknowledge(self, generation: int, state: str, iteration: int) -> None:
+        assert self._reports is not None
+        me, incarnation = str(self._me), self._incarnation
+        self._reports.wrote(incarnation, [(time.time(), f"generation {generation}: {state}, iteration {iteration}")], 0)
+        fields = {"generation": generation, "state": state, "iteration": iteration}
+        self._reports.acknowledge([Acknowledgement(worker=me, incarnation=incarnation, **fields)])  # type: ignore[arg-type]
+
     def _speaks_for_all(self) -> bool:
         """Is this the first living worker of the last stage?"""
         deployment = self._deployment
@@ -297,6 +311,8 @@ class Reporter:
         self.fenced = True
         self._closing.set()
         self._there_is_news.set()
+        if self._reports is not None:
+            self._reports.stop()
         self._say_once(f"the console goes on without {self._me}: it was silent for too long, or another took its place")
         if self._on_fenced is not None:
             try:

@@ -13,28 +13,18 @@ from openrecycle.planner.job import Worker
 
 
 @dataclass(frozen=True)
-class ConsoleLink:
-    """Where a worker reports to."""
-
-    url: str
-    job_id: str
-    token: str | None
-    heartbeat_seconds: float
-
-
-@dataclass(frozen=True)
 class RunSpec:
     """What is the same for all workers: the options, and what was found out from them before the start.
 
     stage_io: what passes between stages; None: each worker finds out. origin: of the job's checkpoints, where it
-    writes any. console: where there is one.
+    writes any. heartbeat_seconds: how often a console is told of each; None: there is none.
     """
 
     options: TrainingOptions
     workload: WorkloadSource
     stage_io: StageIO | None = None
     origin: Origin | None = None
-    console: ConsoleLink | None = None
+    heartbeat_seconds: float | None = None
 
 
 @dataclass(frozen=True)

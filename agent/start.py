@@ -80,7 +80,7 @@ def make_launcher(
     from openrecycle.agent.coordination import Coordination, LocalCoordination
     from openrecycle.agent.nodes.pool import open_pool
     from openrecycle.agent.preflight import check_workload
-    from openrecycle.agent.spec import ConsoleLink, RunSpec
+    from openrecycle.agent.spec import RunSpec
     from openrecycle.agent.stage_io import stage_io_of
 
     _make_folder("checkpoints.directory", options.checkpoints.folder)
@@ -96,7 +96,7 @@ def make_launcher(
         options = _with_step(options, source, say)
     origin = _origin(options, source, say)
     pool = open_pool(role, options.job, source, options.console.token, say) if role else None
-    link: ConsoleLink | None = None
+    heartbeat_seconds: float | None = None
     technique, memory = options.planning.limits
     coordination: Coordination
     catalog = Catalog(options.job, technique, memory)
@@ -127,15 +127,19 @@ def make_launcher(
         timeouts.check_above(created.dead_seconds)
         timeouts = replace(timeouts, silence=max(timeouts.silence, created.dead_seconds))
         options = replace(options, faults=replace(options.faults, timeouts=timeouts))
-        # From here on with the job's own token: what workers hold must open nothing else.
+        # From here on with the job's own token: what a launcher holds must open nothing else.
         token = client.issued or token
-        link = ConsoleLink(url, created.job_id, token, created.heartbeat_seconds)
+        heartbeat_seconds = created.heartbeat_seconds
         coordination = ConsoleCoordination(
-            lambda: ConsoleClient(url, token=token), created.job_id, say, checkpoint=restore
+            lambda: ConsoleClient(url, token=token),
+            created.job_id,
+            say,
+            checkpoint=restore,
+            interval=created.heartbeat_seconds,
         )
         say(f"job {created.job_id} at {url}")
     options = replace(options, console=replace(options.console, token=None))
-    run = RunSpec(options, source, stage_io, origin, link)
+    run = RunSpec(options, source, stage_io, origin, heartbeat_seconds)
     return launch.Launcher(run, coordination, listener, catalog, pool)
 
 

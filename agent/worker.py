@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -14,9 +15,8 @@ import torch
 
 from openrecycle.agent.channel import WorkerChannel
 from openrecycle.agent.checkpoints.weights import WeightsError
-from openrecycle.agent.client import ConsoleClient
 from openrecycle.agent.communicator import Communicator
-from openrecycle.agent.heartbeat import HeartbeatThread, Status
+from openrecycle.agent.heartbeat import Status, measured_ops
 from openrecycle.agent.liveness import Progress, Turns
 from openrecycle.agent.log_tail import Followed, LogTail
 from openrecycle.agent.loop import WorkerLoop
@@ -44,18 +44,17 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     options = spec.run.options
     platform, timeouts = options.platform, options.faults.timeouts
     communicator = Communicator(timeouts, address=spec.address, transport=platform.carrier)
-    channel = WorkerChannel(pipe, communicator.cancel, lambda: os._exit(FENCED))
     status, log = Status(progress=Progress(timeouts)), LogTail()
-    heartbeat = _heartbeat(spec, status, log)
-    if heartbeat is not None:
+    channel = WorkerChannel(
+        pipe, communicator.cancel, lambda: os._exit(FENCED), lambda iteration: status.timeline.want(iteration)
+    )
+    if spec.run.heartbeat_seconds is not None:
         sys.stdout, sys.stderr = Followed(sys.stdout, log), Followed(sys.stderr, log)  # type: ignore[assignment]
-    threading.Thread(target=_say_alive, args=(channel, status, log), name="alive", daemon=True).start()
+    threading.Thread(target=_say_alive, args=(channel, status, log, spec), name="alive", daemon=True).start()
     try:
         device = platform.take(spec.slot, deterministic=options.optimization.mode == "deterministic")
-        loop = WorkerLoop(spec, spec.run.workload.load(), communicator, channel, status, heartbeat, device)
-        channel.say("ready", incarnation=spec.incarnation, pid=os.getpid())
-        if heartbeat is not None:
-            heartbeat.start()
+        loop = WorkerLoop(spec, spec.run.workload.load(), communicator, channel, status, log, device)
+        channel.say("ready", incarnation=spec.incarnation, host=socket.gethostname(), pid=os.getpid())
         loop.run()
     except (NonFiniteError, NoAgreementError, StageIOError, WeightsError, StateError) as error:
         # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
@@ -65,35 +64,19 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
         channel.say("error", text=told(error), traceback=traceback.format_exc())
         sys.stdout.flush()
         os._exit(FAILED)
-    if heartbeat is not None and heartbeat.is_alive():
-        heartbeat.stop()
-        heartbeat.join(2.0)
     # Not sys.exit: gloo's threads may still sit in a group that was given up.
     os._exit(0)
 
 
-def _heartbeat(spec: WorkerSpec, status: Status, log: LogTail) -> HeartbeatThread | None:
-    link = spec.run.console
-    if link is None:
-        return None
-    return HeartbeatThread(
-        ConsoleClient(link.url, token=link.token),
-        link.job_id,
-        str(spec.worker),
-        spec.incarnation,
-        status,
-        interval=link.heartbeat_seconds,
-        fenced=lambda: os._exit(FENCED),
-        log=log,
-    )
-
-
-def _say_alive(channel: WorkerChannel, status: Status, log: LogTail) -> None:
-    """Tells the launcher once a second that the process still runs, and what its training thread is at. And where its
-    threads stand, when it is at something for too long, or does not take up a generation."""
+def _say_alive(channel: WorkerChannel, status: Status, log: LogTail, spec: WorkerSpec) -> None:
+    """Tells the launcher once a second that the process still runs, and what its training thread is at; for a console
+    twice as often as that is told, and with what it is told. And where its threads stand, when it is at something for
+    too long, or does not take up a generation."""
+    seconds = spec.run.heartbeat_seconds
+    console, every = seconds is not None, ALIVE_SECONDS if seconds is None else min(ALIVE_SECONDS, seconds / 2)
     pause, due, turns = threading.Event(), STUCK_SECONDS, Turns()
-    while not pause.wait(ALIVE_SECONDS):
-        current = status.progress.beat(turns.late(ALIVE_SECONDS))
+    while not pause.wait(every):
+        current = status.progress.beat(turns.late(every))
         told = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})
         channel.say(
             "alive",
@@ -101,7 +84,10 @@ def _say_alive(channel: WorkerChannel, status: Status, log: LogTail) -> None:
             iteration=status.iteration,
             current=told,
             op_limit=status.progress.longest_limit,
+            **({"beat": status.take()} if console else {}),
         )
+        if console:
+            _say_for_people(channel, status, log, spec)
         pending = channel.pending
         if pending < STUCK_SECONDS:
             due = STUCK_SECONDS
@@ -110,3 +96,13 @@ def _say_alive(channel: WorkerChannel, status: Status, log: LogTail) -> None:
             text = f"a generation waits for {pending:.0f} s to be taken up; {thread_stacks()}"
             log.add(text)
             channel.say("stuck", text=text)
+
+
+def _say_for_people(channel: WorkerChannel, status: Status, log: LogTail, spec: WorkerSpec) -> None:
+    """What a console shows: the ops that it has asked for, and what the process has written."""
+    recorded = status.timeline.take()
+    if recorded is not None and (ops := measured_ops(recorded, str(spec.worker), spec.incarnation)) is not None:
+        channel.say("measured", ops=ops.model_dump())
+    lines, skipped = log.take()
+    if lines:
+        channel.say("log", lines=[(line.at, line.text) for line in lines], skipped=skipped)

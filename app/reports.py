@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from openrecycle.agent.protocol import (
     Acknowledgement,
+    BatchReply,
     Command,
     Deployment,
     FailureReport,
@@ -21,6 +22,7 @@ from openrecycle.agent.protocol import (
     JobFinished,
     JobState,
     Recovery,
+    RefusedReport,
     Registered,
     Registration,
 )
@@ -30,6 +32,7 @@ from openrecycle.app.coordination.together import Report
 from openrecycle.app.errors import ConsoleError, storing
 from openrecycle.app.live import LiveJob
 from openrecycle.app.observing.goodput import Accounts
+from openrecycle.app.observing.measuring import Measuring
 from openrecycle.app.plans.stored import stored_plan
 from openrecycle.db.store import Store
 from openrecycle.planner.check import check
@@ -51,6 +54,7 @@ class Reports(ABC):
 
     _store: Store
     accounts: Accounts
+    measuring: Measuring
 
     @abstractmethod
     def job(self, job_id: str) -> LiveJob:
@@ -70,9 +74,28 @@ class Reports(ABC):
         process = plain(message.host), message.pid
         return self.job(job_id), Report(happening.Registered(message.worker, message.incarnation), process)
 
-    def heartbeat(self, job_id: str, message: Heartbeat) -> int:
-        """Touches no database and waits for nothing: may be called from the event loop."""
-        return self.job(job_id).heard(message)
+    def heartbeats(self, job_id: str, beats: Sequence[Heartbeat]) -> BatchReply:
+        """Each is taken or refused by itself. Touches no database and waits for nothing."""
+        job, answers = self.job(job_id), list[int | ConsoleError]()
+        for beat in beats:
+            try:
+                answers.append(job.heard(beat))
+            except ConsoleError as error:
+                answers.append(error)
+        return self.answer_batch(job, beats, answers)
+
+    def answer_batch(
+        self, job: LiveJob, reports: Sequence[Heartbeat | Acknowledgement], answers: Sequence[object]
+    ) -> BatchReply:
+        """answers: for each report what came of it; a ConsoleError: it was refused."""
+        refused = [
+            RefusedReport(index=index, worker=report.worker, code=answer.code, detail=answer.detail)
+            for index, (report, answer) in enumerate(zip(reports, answers, strict=True))
+            if isinstance(answer, ConsoleError)
+        ]
+        taken = len(reports) - len(refused)
+        measure = self.measuring.wanted(job.job_id)
+        return BatchReply(generation=job.state.generation, measure=measure, taken=taken, refused=tuple(refused))
 
     def failure(self, job_id: str, message: FailureReport) -> str:
         """Returns what the coordinator makes of it."""

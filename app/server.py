@@ -31,8 +31,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
 from openrecycle.agent.protocol import API
-from openrecycle.app.api.express import express
-from openrecycle.app.api.lane import Lane
+from openrecycle.app.api.connection import connections
 from openrecycle.app.api.problems import problem
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console import Console
@@ -70,7 +69,7 @@ END_SECONDS = 20.0
 GRACE = 1
 
 
-def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Lane:
+def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starlette:
     """The whole application. The host is started and closed by its caller. standby: who may ask a console
     that does not lead."""
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] = _no_lifespan
@@ -92,7 +91,7 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Lane:
 
     whole = Starlette(lifespan=lifespan)
     whole.router.default = Gate(host, leading, guarded, pages)  # a Mount takes no path with a line break
-    return Lane(whole, lambda: host.console)
+    return whole
 
 
 def _application(console: Console, settings: Settings, pages: ASGIApp | None) -> Starlette:
@@ -140,7 +139,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=express(app, settings.connections_per_address or None, settings.is_proxy),
+            http=connections(settings.connections_per_address or None, settings.is_proxy),
             ws="websockets-sansio",
             lifespan="on",
             log_config=None,

@@ -85,25 +85,6 @@ class Frames:
             raise NotTrusted("a message is not a JSON object")
         return message
 
-    def seal(self, text: str) -> str:
-        """Hexadecimal, and of no use to whoever listens in. text: ASCII."""
-        nonce = secrets.token_bytes(_NONCE)
-        return (nonce + self._veil(nonce, text.encode("ascii"))).hex()
-
-    def unseal(self, sealed: str) -> str:
-        """Raises NotTrusted for what no `seal` of the other side made."""
-        try:
-            data = bytes.fromhex(sealed)
-            return self._veil(data[:_NONCE], data[_NONCE:]).decode("ascii")
-        except ValueError:
-            raise NotTrusted("a sealed text can't be read") from None
-
-    def _veil(self, nonce: bytes, data: bytes) -> bytes:
-        """XOR with HMACs over a nonce that is used once and a counter, under the session's key."""
-        blocks = range(-(-len(data) // _MAC))
-        pad = b"".join(_hmac(self._key, b"seal", nonce, block.to_bytes(4, "big")) for block in blocks)
-        return bytes(a ^ b for a, b in zip(data, pad, strict=False))
-
     def close(self) -> None:
         """Also wakes a thread that waits in `receive`."""
         with contextlib.suppress(OSError):

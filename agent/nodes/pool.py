@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from openrecycle.agent.clock import Offset
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.placement import place, stand_in
 from openrecycle.agent.nodes.role import NodeRole
@@ -87,6 +88,12 @@ class RemoteWorker(WorkerProcess):
         self.process.kill()
 
     @property
+    def clock(self) -> Offset:
+        if self.node is None:
+            return Offset(0, 0)
+        return Offset(self.node.clock_offset // 1000, round(self.node.round_trip * 5e5) + 1)
+
+    @property
     def ending(self) -> str:
         rank = self.node.rank if self.node else 0
         if self.process.exitcode is None:
@@ -126,9 +133,7 @@ class NodeLink:
         if not self.alive:
             pipe.close()
             process.ended(None)
-        token = spec.run.console.token if spec.run.console is not None else None
-        sealed = {} if token is None else {"token": self._frames.seal(token)}
-        self.post({"kind": "start", "spec": encode_spec(spec), **sealed})
+        self.post({"kind": "start", "spec": encode_spec(spec)})
         return process
 
     def close(self) -> None:

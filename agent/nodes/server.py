@@ -28,7 +28,7 @@ class LeadLost(Exception):
 
 
 class NodeServer:
-    """token: shared by the job's nodes; the lead says with which one workers report. address: under which this
+    """token: shared by the job's nodes. address: under which this
     node's workers can be reached; the one this host reaches the lead from, unless given."""
 
     def __init__(self, rank: int, lead: tuple[str, int], token: str | None, address: str | None, say: Say) -> None:
@@ -160,8 +160,7 @@ class NodeServer:
         entry = self._entries.get(str(message.get("incarnation")))
         match message["kind"]:
             case "start":
-                token = message.get("token")
-                self._start(message["spec"], self._token if token is None else frames.unseal(str(token)))
+                self._start(message["spec"])
             case "to" if entry is not None:
                 entry.post(**message["message"])
             case "kill" if entry is not None:
@@ -173,8 +172,8 @@ class NodeServer:
             case "bye":
                 raise _Bye
 
-    def _start(self, document: dict[str, Any], token: str | None) -> None:
-        spec = decode_spec(document, token)
+    def _start(self, document: dict[str, Any]) -> None:
+        spec = decode_spec(document)
         if self._pool is None:
             self._pool = ProcessPool(worker.main, preload(spec.run.workload))
         # The pool files processes by cell; here one cell may have several, as workers migrate.

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.checkpoints.checkpointing import Origin
 from openrecycle.agent.options import TrainingOptions
-from openrecycle.agent.spec import ConsoleLink, RunSpec, WorkerSpec
+from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.stage_io import StageIO
 from openrecycle.agent.workload import NamedWorkload, WorkloadSource
 from openrecycle.planner.errors import InputError
@@ -60,9 +60,9 @@ def by_name(workload: WorkloadSource) -> NamedWorkload:
 
 
 def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
-    """Without tokens: that of the console travels sealed. Raises InputError as `by_name` does."""
+    """Raises InputError as `by_name` does."""
     run = spec.run
-    workload, console = by_name(run.workload), run.console
+    workload = by_name(run.workload)
     return {
         "worker": str(spec.worker),
         "incarnation": spec.incarnation,
@@ -71,18 +71,18 @@ def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
         "address": spec.address,
         "workload": workload.path,
         "workload_options": dict(workload.options),
-        "console": [console.url, console.job_id, console.heartbeat_seconds] if console else None,
+        "heartbeat_seconds": run.heartbeat_seconds,
         **{name: form.dump_python(getattr(run, name), mode="json") for name, form in _FORMS.items()},
     }
 
 
-def decode_spec(document: dict[str, Any], token: str | None) -> WorkerSpec:
-    """token: what the worker reports to the console with. Raises ValueError when it is no such document."""
+def decode_spec(document: dict[str, Any]) -> WorkerSpec:
+    """Raises ValueError when it is no such document."""
     try:
-        console = document["console"]
+        seconds = document["heartbeat_seconds"]
         run = RunSpec(
             workload=NamedWorkload(str(document["workload"]), document["workload_options"]),
-            console=ConsoleLink(console[0], console[1], token, console[2]) if console else None,
+            heartbeat_seconds=None if seconds is None else float(seconds),
             **{name: form.validate_python(document[name]) for name, form in _FORMS.items()},
         )
         return WorkerSpec(

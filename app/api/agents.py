@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import BaseModel
 
 from openrecycle.agent.protocol import (
     AGENT_TOKEN,
-    Acknowledgement,
+    Acknowledgements,
+    BatchReply,
     Commands,
     Deployment,
     FailureReport,
+    Heartbeats,
     InterimPlan,
     IterationReport,
     JobCreated,
@@ -22,9 +26,8 @@ from openrecycle.agent.protocol import (
     Registration,
 )
 from openrecycle.app.api.intake import Intake
-from openrecycle.app.api.lean import AgentEndpoints
 from openrecycle.app.api.models import Outcome
-from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.parsing import ReadBeside, beside
 from openrecycle.app.api.profiles import ProfileName
 from openrecycle.app.api.runner import in_thread, in_turn
 from openrecycle.app.console import Console
@@ -36,6 +39,8 @@ from openrecycle.planner.plan import job_doc
 After = Annotated[int, Query(ge=0, le=2**53)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
+# Heartbeats that take less than a change of threads does.
+AT_ONCE = 64
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
@@ -45,8 +50,8 @@ class JobWanted(JobSpec):
     profile_name: ProfileName | None = None
 
 
-def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRouter:
-    """endpoints: answer most of some of these routes before they come here (app.api.lean)."""
+def router(console: Console) -> APIRouter:
+    intake, deployments = Intake(), Deployments(console)
     api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside)
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
@@ -83,12 +88,26 @@ def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRo
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
         """The newest deployment with a generation above `after`, as soon as there is one; 204: none in time."""
-        found = await endpoints.next_deployment(job_id, after, wait)
+        found = await deployments.next(job_id, after, wait)
         return Response(status_code=204) if found is None else Response(found, media_type="application/json")
 
-    @api.post("/{job_id}/acknowledgements")
-    async def acknowledge(job_id: str, message: Acknowledgement) -> Outcome:
-        return Outcome(reason=await intake.take(*console.acknowledgement(job_id, message)))
+    @api.post("/{job_id}/heartbeats", response_model=BatchReply)
+    async def heartbeats(job_id: str, message: Heartbeats) -> Response:
+        """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
+        if len(message.heartbeats) <= AT_ONCE:
+            return _json(console.heartbeats(job_id, message.heartbeats))
+        return _json(await beside(console.heartbeats, job_id, message.heartbeats))
+
+    @api.post("/{job_id}/acknowledgements", response_model=BatchReply)
+    async def acknowledge(job_id: str, message: Acknowledgements) -> Response:
+        """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
+        said = message.acknowledgements
+        job, reports = console.job(job_id), [console.acknowledgement(job_id, one)[1] for one in said]
+        answers = await asyncio.gather(*(intake.take(job, report) for report in reports), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not (isinstance(answer, ConsoleError) and answer.status != 503):
+                raise answer  # nobody knows what is stored: all of it is to be sent again
+        return _json(console.answer_batch(job, said, answers))
 
     @api.post("/{job_id}/failures")
     async def failure(job_id: str, message: FailureReport) -> Outcome:
@@ -119,6 +138,30 @@ def router(console: Console, endpoints: AgentEndpoints, intake: Intake) -> APIRo
         await in_thread(console.finish, job_id, message)
 
     return api
+
+
+class Deployments:
+    """Of one console. What many ask for is rendered once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rendered: dict[str, tuple[Deployment, bytes]] = {}
+
+    async def next(self, job_id: str, after: int, wait: float) -> bytes | None:
+        """The newest with a generation above `after`, as soon as there is one; None: none in `wait` seconds, or in less
+        where many wait. Raises ConsoleError."""
+        topic = self._console.job(job_id).generation_topic
+        found = await topic.wait_for(lambda: self._console.deployment(job_id, after), wait)
+        if found is None:
+            return None
+        rendered = self._rendered.get(job_id)
+        if rendered is None or rendered[0] is not found:
+            rendered = self._rendered[job_id] = found, found.model_dump_json().encode()
+        return rendered[1]
+
+
+def _json(message: BaseModel) -> Response:
+    return Response(message.model_dump_json(), media_type="application/json")
 
 
 def _spec(console: Console, wanted: JobWanted) -> JobSpec:

@@ -29,7 +29,7 @@ MOST_BYTES = 1 << 20
 
 def keeps_keys(path: str) -> bool:
     """path: as in the OpenAPI document, or of a request, below /api/v1."""
-    return path != "/jobs" and not path.endswith(("/heartbeats", "/heartbeats/batch", "/history/import"))
+    return path != "/jobs" and not path.endswith(("/heartbeats", "/history/import"))
 
 
 class Idempotency:

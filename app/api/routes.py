@@ -1,4 +1,4 @@
-"""The API as Starlette routes: FastAPI below /api/v1, the heartbeat beside it, health at the root."""
+"""The API as Starlette routes: FastAPI below /api/v1, health at the root."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from openrecycle.agent.protocol import API, Heartbeat, HeartbeatReply, Problem
+from openrecycle.agent.protocol import API, Problem
 from openrecycle.app.api import (
     access,
     agents,
     catalogs,
     document,
     exports,
-    heartbeats,
     history,
     jobs,
     measured,
@@ -29,8 +28,6 @@ from openrecycle.app.api import (
     streams,
 )
 from openrecycle.app.api.idempotency import Idempotency
-from openrecycle.app.api.intake import Intake
-from openrecycle.app.api.lean import AgentEndpoints, Lean
 from openrecycle.app.api.parsing import ReadBeside, known_query
 from openrecycle.app.api.reference import POLICY, page
 from openrecycle.app.api.runner import in_thread
@@ -40,10 +37,7 @@ from openrecycle.app.metrics.requests import Named
 from openrecycle.db.idempotency import IdempotentRequests
 
 
-def create_api(console: Console, endpoints: AgentEndpoints | None = None, intake: Intake | None = None) -> FastAPI:
-    """endpoints, intake: shared with the routes that answer before FastAPI."""
-    intake = intake or Intake()
-    endpoints = endpoints or AgentEndpoints(console, intake)
+def create_api(console: Console) -> FastAPI:
     api = FastAPI(
         title="OpenReCycle",
         version="1",
@@ -61,8 +55,7 @@ def create_api(console: Console, endpoints: AgentEndpoints | None = None, intake
     api.router.route_class = ReadBeside
     problems.install(api)
     document.install(api)
-    api.include_router(agents.router(console, endpoints, intake))
-    api.include_router(heartbeats.router(console))
+    api.include_router(agents.router(console))
     api.include_router(streams.router(console))
     api.include_router(jobs.router(console))
     api.include_router(history.router(console))
@@ -74,25 +67,12 @@ def create_api(console: Console, endpoints: AgentEndpoints | None = None, intake
     api.include_router(exports.router(console))
     api.include_router(catalogs.router(console))
     api.include_router(access.router(console))
-
-    # Answered by a lean route of `create_routes`, unless something is wrong with it.
-    @api.post("/jobs/{job_id}/heartbeats", tags=["agents"])
-    async def heartbeat(job_id: str, message: Heartbeat) -> HeartbeatReply:
-        return HeartbeatReply(generation=console.heartbeat(job_id, message), measure=console.measuring.wanted(job_id))
-
     return api
 
 
 def create_routes(console: Console) -> list[BaseRoute]:
-    intake = Intake()
-    endpoints = AgentEndpoints(console, intake)
-    api = create_api(console, endpoints, intake)
+    api = create_api(console)
     usual = Mount(API, Named(Idempotency(api, IdempotentRequests(console.database))))
-
-    async def through_fastapi(scope: Scope, receive: Receive, send: Send) -> None:
-        """What a lean route does not take."""
-        _, below = usual.matches(scope)
-        await usual.handle({**scope, **below}, receive, send)
 
     async def healthz(request: Request) -> Response:
         """The process serves requests, and none of its threads stands still: else it is to be started again."""
@@ -121,14 +101,6 @@ def create_routes(console: Console) -> list[BaseRoute]:
         _Whole("/readyz", readyz),
         _Whole("/metrics", metrics),
         _Whole(f"{API}/docs", docs),
-        *(
-            Route(f"{API}/jobs/{{job_id}}/{name}", Lean(take, through_fastapi, at_once), methods=[method])
-            for method, name, take, at_once in (
-                ("POST", "heartbeats", endpoints.heartbeat, endpoints.heartbeat_at_once),
-                ("POST", "acknowledgements", endpoints.acknowledge, None),
-                ("GET", "deployment", endpoints.deployment, None),
-            )
-        ),
         usual,
         _Nothing(),
     ]

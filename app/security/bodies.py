@@ -24,7 +24,8 @@ _KIB, _MIB = 1024, 1024 * 1024
 _LARGER = {
     "/plans": PLAN_MIB * _MIB,
     "/measured": 4 * _MIB,
-    "/heartbeats/batch": 4 * _MIB,
+    "/heartbeats": 4 * _MIB,
+    "/acknowledgements": 4 * _MIB,
     "/jobs": 2 * _MIB,
     "/solves": 2 * _MIB,
     "/catalogs": 2 * _MIB,

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.app.api.lane import PASS
 from openrecycle.app.api.problems import problem
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.security.access import Access
@@ -110,8 +109,6 @@ class AccessGuard:
         elif why := refusal(caller, method, path):
             await refuse(scope, receive, send, problem(403, "forbidden", why))
         else:
-            if PASS in scope:
-                scope[PASS].still.append(lambda: self.access.used(caller) and not self.limits.take(rate, key))
             inner = {**_as(scope, caller, headers.get(ACTOR)), STILL: lambda: self.access.still(caller)}
             await self.app(inner, receive, self._while_valid(scope, caller, send))
 

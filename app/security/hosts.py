@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.app.api.lane import PASS
 from openrecycle.app.api.problems import problem
 from openrecycle.app.security.refusing import refuse
 
@@ -61,8 +60,6 @@ class HostGuard:
             await refuse(scope, receive, send, problem(403, "wrong_origin", detail))
             return
         encrypted = scope["scheme"] in ("https", "wss")
-        if PASS in scope:
-            scope[PASS].headers += [(name.lower().encode(), value.encode()) for name, value in _HARDENING]
 
         async def hardened(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -162,14 +162,14 @@ class Run:
             if isinstance(event, Deploy):
                 self.generation, self.living = event.deployment.generation, event.deployment.living
                 for name in self.living:
-                    self.coordination.adopted(Worker.parse(name), self.generation)
-                    self.coordination.formed(Worker.parse(name), self.generation)
+                    self.coordination.adopted(Worker.parse(name), name, self.generation)
+                    self.coordination.formed(Worker.parse(name), name, self.generation)
         return ""
 
     def broken(self, *pairs: str) -> str:
         for pair in pairs:
             reporter, _, peer = pair.partition(">")
-            self.coordination.broken(Worker.parse(reporter), self.generation, self.now, peer, "timed out")
+            self.coordination.broken(Worker.parse(reporter), reporter, self.generation, self.now, peer, "timed out")
         return self.take()
 
 

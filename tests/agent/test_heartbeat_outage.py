@@ -1,5 +1,5 @@
 """A console that does not answer is asked again as often as it expects heartbeats: when it is back, it must not take
-the pause between two tries for a death."""
+the pause between two tries for a death. And what all workers of a launcher say is posted together."""
 
 from __future__ import annotations
 
@@ -9,47 +9,49 @@ from typing import Any
 
 import pytest
 
+from openrecycle.agent import heartbeat
 from openrecycle.agent.client import ConsoleClient, ConsoleUnavailable
-from openrecycle.agent.heartbeat import HeartbeatThread, Status
-from openrecycle.agent.protocol import Message
+from openrecycle.agent.heartbeat import Status, WorkerReports
+from openrecycle.agent.protocol import Acknowledgement, BatchReply, Heartbeats, Message, RefusedReport, Registration
 
 TRIES = 12
+NAMES = ("W0_0", "W0_1", "W1_0", "W1_1")
+
+
+def registration(name: str) -> Registration:
+    return Registration(worker=name, incarnation=f"{name}-a", host="h", pid=1)
 
 
 @pytest.mark.parametrize("interval", [0.1, 0.5, 30.0])
 def test_tries_are_no_further_apart_than_heartbeats(interval: float, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    thread = HeartbeatThread(
-        ConsoleClient(f"http://127.0.0.1:{port}"),
-        "job",
-        "W0_0",
-        "i1",
-        Status(),
-        interval=interval,
-        fenced=lambda: None,
-    )
+    client = ConsoleClient(f"http://127.0.0.1:{port}")
+    reports = WorkerReports(client, "job", interval=interval, fenced=lambda incarnation: None)
+    reports.add(registration("W0_0"))
     waits: list[float] = []
 
     def wait(seconds: float) -> None:
         waits.append(seconds)
         if len(waits) == TRIES:
-            thread.stop()
+            reports.stop()
 
-    monkeypatch.setattr(thread._wake, "wait", wait)
-    thread.run()
+    monkeypatch.setattr(reports._wake, "wait", wait)
+    reports.run()
     assert len(waits) == TRIES
     assert max(waits) <= interval
     assert min(waits[4:]) >= min(interval, 2.0) / 2  # and not all the time
 
 
 class Recording(ConsoleClient):
-    """Takes everything but those that are `lost`: so many messages of a kind are not answered at first."""
+    """Takes everything but those that are `lost` (so many messages of a kind are not answered at first), and the
+    heartbeats of those that are `fenced`."""
 
-    def __init__(self, **lost: int) -> None:
+    def __init__(self, fenced: frozenset[str] = frozenset(), measure: int | None = None, **lost: int) -> None:
         super().__init__("http://127.0.0.1:9")
-        self.lost = lost
+        self.lost, self.fenced, self.measure = lost, fenced, measure
         self.posted: list[str] = []
+        self.messages: list[Message] = []
 
     def post(self, path: str, message: Message, reply: Any = None, *, key: str | None = None) -> Any:
         kind = path.rsplit("/", 1)[1]
@@ -57,44 +59,144 @@ class Recording(ConsoleClient):
         if self.lost.get(kind):
             self.lost[kind] -= 1
             raise ConsoleUnavailable("away")
+        self.messages.append(message)
+        if not isinstance(message, Heartbeats):
+            return None
+        refused = [
+            RefusedReport(index=i, worker=beat.worker, code="fenced", detail="")
+            for i, beat in enumerate(message.heartbeats)
+            if beat.worker in self.fenced
+        ]
+        taken = len(message.heartbeats) - len(refused)
+        return BatchReply(generation=1, measure=self.measure, taken=taken, refused=tuple(refused))
+
+
+Turn = Callable[[WorkerReports], None]
 
 
 def reporting(
     client: Recording,
     monkeypatch: pytest.MonkeyPatch,
-    turns: list[Callable[[HeartbeatThread], None]],
+    turns: list[Turn],
     interval: float = 3600.0,
-) -> None:
-    """Runs the thread's loop here; each of `turns` is what happens in one of its waits, the last of which ends it."""
-    thread = HeartbeatThread(client, "job", "W0_0", "i1", Status(), interval=interval, fenced=lambda: None)
+    names: tuple[str, ...] = ("W0_0",),
+    speaking: tuple[str, ...] | None = None,
+) -> dict[str, list[Any]]:
+    """Runs the thread's loop here; each of `turns` is what happens in one of its waits, the last of which ends it.
+    speaking: who says how it is, before each batch. Returns what it was called with."""
+    said: dict[str, list[Any]] = {"fenced": [], "measure": []}
+    status = Status()
+
+    def gather() -> None:
+        reports.heard({f"{name}-a": (name, status.take()) for name in speaking or names})
+
+    reports = WorkerReports(
+        client,
+        "job",
+        interval=interval,
+        fenced=said["fenced"].append,
+        measure=said["measure"].append,
+        gather=gather,
+    )
+    for name in names:
+        reports.add(registration(name))
     left = iter(turns)
 
     def wait(seconds: float) -> None:
         turn = next(left, None)
         if turn is None:
-            thread.stop()
+            reports.stop()
         else:
-            turn(thread)
+            turn(reports)
 
-    monkeypatch.setattr(thread._wake, "wait", wait)
-    thread.run()
+    monkeypatch.setattr(reports._wake, "wait", wait)
+    reports.run()
+    return said
+
+
+def taken(state: str, names: tuple[str, ...] = ("W0_0",)) -> Turn:
+    """They have all taken that step."""
+    said = [
+        Acknowledgement(worker=name, incarnation=f"{name}-a", generation=1, state=state)  # type: ignore[arg-type]
+        for name in names
+    ]
+    return lambda reports: reports.acknowledge(said)
+
+
+def nothing(reports: WorkerReports) -> None: ...
 
 
 def test_an_acknowledgement_brings_no_heartbeat_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Recording()
-    acknowledge = [lambda t, state=state: t.acknowledge(1, state, 0) for state in ("adopted", "formed", "resumed")]
-    reporting(client, monkeypatch, acknowledge)
+    reporting(client, monkeypatch, [taken(state) for state in ("adopted", "formed", "resumed")])
     assert client.posted == ["workers", "heartbeats", *3 * ["acknowledgements"]]
 
 
 def test_a_heartbeat_that_was_lost_is_sent_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Recording(heartbeats=2)
-    reporting(client, monkeypatch, [lambda t: None, lambda t: None])
+    reporting(client, monkeypatch, [nothing, nothing])
     assert client.posted == ["workers", *3 * ["heartbeats"]]
 
 
 def test_a_report_that_hangs_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Recording(acknowledgements=3)
-    turns: list[Callable[[HeartbeatThread], None]] = [lambda t: t.acknowledge(1, "adopted", 0), *3 * [lambda t: None]]
-    reporting(client, monkeypatch, turns, interval=0.0)
-    assert client.posted == ["workers", "heartbeats", *4 * ["heartbeats", "acknowledgements"], "logs"]
+    reporting(client, monkeypatch, [taken("adopted"), *3 * [nothing]], interval=0.0)
+    assert client.posted == ["workers", "heartbeats", *4 * ["heartbeats", "acknowledgements"]]
+
+
+def test_many_reports_do_not_hold_up_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording()
+
+    def broken(reports: WorkerReports) -> None:
+        for peer in NAMES[1:]:
+            reports.broken("W0_0", "W0_0-a", 1, "timed out", peer)
+
+    reporting(client, monkeypatch, [broken, nothing, nothing], interval=0.0)
+    assert client.posted == ["workers", "heartbeats", *3 * ["heartbeats", "failures"]]
+
+
+def test_all_workers_of_a_launcher_are_posted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording(measure=7)
+    said = reporting(client, monkeypatch, [taken("adopted", NAMES), taken("formed", NAMES)], names=NAMES)
+    assert client.posted == [*4 * ["workers"], "heartbeats", *2 * ["acknowledgements"]]
+    batch = client.messages[4]
+    assert isinstance(batch, Heartbeats)
+    assert [(b.worker, b.incarnation, b.seq) for b in batch.heartbeats] == [(n, f"{n}-a", 1) for n in NAMES]
+    assert said == {"fenced": [], "measure": [7]}
+
+
+def test_who_says_nothing_is_not_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording()
+    reporting(client, monkeypatch, [nothing], interval=0.0, names=NAMES, speaking=NAMES[:2])
+    batches = [m for m in client.messages if isinstance(m, Heartbeats)]
+    assert [[beat.worker for beat in batch.heartbeats] for batch in batches] == 2 * [list(NAMES[:2])]
+    assert [batch.heartbeats[0].seq for batch in batches] == [1, 2]
+
+
+def test_what_was_said_long_ago_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console that was away must not take a worker for alive that has been silent since."""
+    client, now = Recording(heartbeats=1), [100.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    reports = WorkerReports(client, "job", interval=1.0, fenced=lambda incarnation: None)
+    reports.add(registration("W0_0"))
+    reports.heard({"W0_0-a": ("W0_0", Status().take())})
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += 60.0
+        if len(waits) == 2:
+            reports.stop()
+
+    monkeypatch.setattr(reports._wake, "wait", wait)
+    reports.run()
+    assert client.posted == ["workers", "heartbeats"]
+
+
+def test_one_that_is_fenced_ends_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording(frozenset({"W0_1"}))
+    said = reporting(client, monkeypatch, [nothing], interval=0.0, names=NAMES)
+    assert said["fenced"] == ["W0_1-a"]
+    last = client.messages[-1]
+    assert isinstance(last, Heartbeats)
+    assert [beat.worker for beat in last.heartbeats] == ["W0_0", "W1_0", "W1_1"]

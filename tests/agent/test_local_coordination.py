@@ -31,7 +31,7 @@ def _only(events: list[object]) -> Deploy:
 
 def _all_form(coordination: LocalCoordination, deployment: Deployment) -> None:
     for name in deployment.living:
-        coordination.formed(Worker.parse(name), deployment.generation)
+        coordination.formed(Worker.parse(name), name, deployment.generation)
 
 
 def test_the_first_generation_opens_when_all_are_ready() -> None:
@@ -90,16 +90,16 @@ def test_a_stage_without_a_living_peer_halts_the_job() -> None:
 def test_a_broken_transfer_waits_for_its_explanation() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.broken(Worker(0, 0), 1, now=10.0)
-    coordination.broken(Worker(0, 1), 1, now=10.1)
+    coordination.broken(Worker(0, 0), "", 1, now=10.0)
+    coordination.broken(Worker(0, 1), "", 1, now=10.1)
     assert coordination.poll(11.9) == []
     coordination.exited(Worker(1, 0), "a", "died")
     assert _only(coordination.poll(12.1)).deployment.generation == 2
     # A report about a generation that is over changes nothing.
-    coordination.broken(Worker(0, 0), 1, now=12.2)
+    coordination.broken(Worker(0, 0), "", 1, now=12.2)
     assert coordination.poll(20.0) == []
     # Without an explanation the same members form anew.
-    coordination.broken(Worker(0, 0), 2, now=30.0)
+    coordination.broken(Worker(0, 0), "", 2, now=30.0)
     deployment = _only(coordination.poll(32.0)).deployment
     assert deployment.generation == 3 and len(deployment.living) == 3
 
@@ -116,11 +116,11 @@ def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
     assert set(deploy.deployment.living) == {str(to), str(Worker(1 - source.pipeline, 0))}
     assert deploy.deployment.joining == (str(to),) and "takes the place of" in deploy.deployment.reason
     # Superseded before all were back on the checkpoint: the next generation goes back to it too.
-    coordination.broken(to, 3, now=1.0)
+    coordination.broken(to, "", 3, now=1.0)
     again = _only(coordination.poll(9.0))
     assert again.restore == "point-7" and again.moves == ()
     _all_form(coordination, again.deployment)
-    coordination.broken(to, 4, now=10.0)
+    coordination.broken(to, "", 4, now=10.0)
     assert _only(coordination.poll(19.0)).restore is None
     # The process that moved is known by its incarnation, not by the place that it began at.
     coordination.exited(source, str(source), "died")

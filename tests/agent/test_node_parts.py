@@ -25,7 +25,7 @@ from openrecycle.agent.nodes.placement import place, stand_in
 from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool
 from openrecycle.agent.nodes.role import NodeRole, check_token, first_host, role_of
 from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
-from openrecycle.agent.spec import ConsoleLink, RunSpec, WorkerSpec
+from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.stage_io import TensorSpec
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.errors import InputError
@@ -222,26 +222,26 @@ def spec_of(workload: Any) -> WorkerSpec:
     stage_io = ((TensorSpec((2, 3), "float32"), TensorSpec((2,), "int64", False)),) * 2
     options = everything_changed(job=job)
     origin = Origin(Identity("a:b", 3, 2, 4, 1, {"mode": "fast"}), "folder/3", 3)
-    console = ConsoleLink("http://127.0.0.1:1", "job", "secret", 0.5)
-    run = RunSpec(options, workload, stage_io, origin, console)
+    run = RunSpec(options, workload, stage_io, origin, 0.5)
     return WorkerSpec(Worker(1, 2), "abc", run, True, threads=2, address="10.0.0.7")
 
 
-def test_a_worker_is_described_in_json_and_the_token_stays_here() -> None:
+def test_a_worker_is_described_in_json() -> None:
     spec = spec_of(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32}))
     document = encode_spec(spec)
     text = json.dumps(document)
-    assert "secret" not in text
     # The slot is the affair of the node that starts the process.
     told = {field.name for kind in (WorkerSpec, RunSpec) for field in dataclasses.fields(kind)} - {"slot", "run"}
     assert set(document) - {"workload_options"} == told
-    assert decode_spec(json.loads(text), "secret") == spec
+    assert decode_spec(json.loads(text)) == spec
 
 
-@pytest.mark.parametrize("change", [{"worker": "X"}, {"options": {}}, {"console": [1]}, {"threads": "many"}])
+@pytest.mark.parametrize(
+    "change", [{"worker": "X"}, {"options": {}}, {"heartbeat_seconds": "often"}, {"threads": "many"}]
+)
 def test_what_describes_no_worker_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
-        decode_spec(encode_spec(spec_of(NamedWorkload("a:b"))) | change, None)
+        decode_spec(encode_spec(spec_of(NamedWorkload("a:b"))) | change)
 
 
 def test_a_workload_without_a_name_stays_on_one_node() -> None:

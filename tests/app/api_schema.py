@@ -35,7 +35,6 @@ CURSOR = "a cursor is one that the console has given"
 # refuse that the document allows is a 422 all the same, which the other checks see to.
 RELATIONS = {
     "POST /jobs": "pipelines x stages and the ops have limits; memory and profile must fit together",
-    "POST /jobs/{job_id}/acknowledgements": "a generation is at most the newest",
     "POST /jobs/{job_id}/iterations": "an iteration must be below the number that the job runs",
     "POST /jobs/{job_id}/measured": "columns have one entry per op",
     "POST /plans": "either a plan or a solve",

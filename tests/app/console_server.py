@@ -130,18 +130,18 @@ class Agents:
             "phase": "training",
             **more,
         }
-        return self.server.post(self.path("/heartbeats"), body)
+        return self.server.post(self.path("/heartbeats"), {"heartbeats": [body]})
 
     def acknowledge(self, name: str, generation: int, state: str) -> requests.Response:
         body = {"worker": name, "incarnation": self.incarnations[name], "generation": generation, "state": state}
-        return self.server.post(self.path("/acknowledgements"), body)
+        return self.server.post(self.path("/acknowledgements"), {"acknowledgements": [body]})
 
     def resume(self, names: list[str], generation: int) -> None:
         """Takes all of `names` through adopted, formed and resumed."""
         for state in ("adopted", "formed", "resumed"):
             for name in names:
                 answer = self.acknowledge(name, generation, state)
-                assert answer.status_code == 200, answer.text
+                assert answer.status_code == 200 and not answer.json()["refused"], answer.text
 
     def exit(self, name: str, incarnation: str | None = None) -> requests.Response:
         body = {

@@ -131,11 +131,10 @@ def test_a_refused_method_names_all_that_the_path_takes(server: ConsoleServer) -
             assert answer.headers["Allow"] == ", ".join(sorted(methods)), path
 
 
-@pytest.mark.parametrize("path", ["/workers", "/acknowledgements", "/failures"])
+@pytest.mark.parametrize("path", ["/workers", "/failures"])
 def test_a_worker_outside_the_grid(agents: Agents, path: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "/workers": {"worker": "W9_9", "incarnation": "a", "host": "h", "pid": 1},
-        "/acknowledgements": {"worker": "W9_9", "incarnation": "a", "generation": 1, "state": "adopted"},
         "/failures": {"worker": "W9_9", "incarnation": "a", "cause": "exit", "reporter": "launcher"},
     }
     answer = agents.server.post(agents.path(path), bodies[path])
@@ -146,17 +145,22 @@ def test_a_worker_outside_the_grid(agents: Agents, path: str) -> None:
 
 def test_a_heartbeat_of_a_stranger(agents: Agents) -> None:
     beat = {"worker": "W9_9", "incarnation": "a", "seq": 1, "generation": 0, "iteration": 0, "phase": "starting"}
-    assert_problem(agents.server.post(agents.path("/heartbeats"), beat), 404, "unknown_worker", "W9_9")
-    assert_problem(agents.server.post("/jobs/none/heartbeats", beat), 404, "unknown_job", "'none'")
-    beat["worker"] = "W0_0"
-    detail = "W0_0: incarnation 'a' has not registered"
-    assert_problem(agents.server.post(agents.path("/heartbeats"), beat), 409, "fenced", detail)
+    known = {**beat, "worker": "W0_0"}
+    ack = {"incarnation": "a", "generation": 1, "state": "adopted"}
+    for path, batch in (
+        ("/heartbeats", {"heartbeats": [beat, known]}),
+        ("/acknowledgements", {"acknowledgements": [{**ack, "worker": "W9_9"}, {**ack, "worker": "W0_0"}]}),
+    ):
+        answer = agents.server.post(agents.path(path), batch).json()
+        codes = [(r["index"], r["worker"], r["code"]) for r in answer["refused"]]
+        assert (codes, answer["taken"]) == ([(0, "W9_9", "unknown_worker"), (1, "W0_0", "fenced")], 0)
+        assert_problem(agents.server.post(f"/jobs/none{path}", batch), 404, "unknown_job", "'none'")
 
 
 def test_bodies_have_limits(agents: Agents) -> None:
     server = agents.server
-    assert_problem(raw(server, agents.path("/heartbeats"), b" " * (64 * 1024 + 1)), 413, "too_large", "65,536 bytes")
-    assert raw(server, agents.path("/heartbeats"), b" " * (64 * 1024)).status_code == 422
+    assert_problem(raw(server, agents.path("/failures"), b" " * (64 * 1024 + 1)), 413, "too_large", "65,536 bytes")
+    assert raw(server, agents.path("/failures"), b" " * (64 * 1024)).status_code == 422
     assert_problem(raw(server, "/jobs", b" " * (2 * 1024 * 1024 + 1)), 413, "too_large", "2,097,152 bytes")
     assert_problem(
         raw(server, "/measured-by-nobody/measured", b" " * (4 * 1024 * 1024 + 1)), 413, "too_large", "4,194,304"
@@ -167,7 +171,7 @@ def test_bodies_have_limits(agents: Agents) -> None:
             yield b" " * 1024
 
     # Without a Content-Length the limit is found while reading.
-    answer = requests.post(server.base + agents.path("/heartbeats"), data=chunks(), timeout=30)
+    answer = requests.post(server.base + agents.path("/failures"), data=chunks(), timeout=30)
     assert_problem(answer, 413, "too_large", "65,536 bytes")
 
 

@@ -120,9 +120,9 @@ def test_a_worker_is_drained(server: ConsoleServer) -> None:
     worker = next(w for w in server.get(agents.path("/workers")).json()["workers"] if w["name"] == "W2_1")
     assert (worker["state"], worker["detail"]) == ("leaving", "asked to leave by ada")
     # It still counts until it has left.
-    assert agents.heartbeat("W2_1").status_code == 200
+    assert not agents.heartbeat("W2_1").json()["refused"]
     agents.exit("W2_1")
-    assert agents.heartbeat("W2_1").status_code == 409
+    assert agents.heartbeat("W2_1").json()["refused"][0]["code"] == "fenced"
 
 
 def test_a_job_is_paused_and_goes_on(server: ConsoleServer) -> None:

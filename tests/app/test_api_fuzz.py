@@ -69,19 +69,29 @@ BODIES = {
     ),
     "/{job}/workers": message(worker=worker, incarnation=incarnation, host=short, pid=number),
     "/{job}/heartbeats": message(
-        worker=worker,
-        incarnation=incarnation,
-        seq=number,
-        generation=number,
-        iteration=number,
-        phase=st.sampled_from(["training", "draining", "asleep"]),
+        heartbeats=st.lists(
+            message(
+                worker=worker,
+                incarnation=incarnation,
+                seq=number,
+                generation=number,
+                iteration=number,
+                phase=st.sampled_from(["training", "draining", "asleep"]),
+            ),
+            max_size=3,
+        )
     ),
     "/{job}/acknowledgements": message(
-        worker=worker,
-        incarnation=incarnation,
-        generation=number,
-        state=st.sampled_from(["adopted", "formed", "resumed", ""]),
-        iteration=number,
+        acknowledgements=st.lists(
+            message(
+                worker=worker,
+                incarnation=incarnation,
+                generation=number,
+                state=st.sampled_from(["adopted", "formed", "resumed", ""]),
+                iteration=number,
+            ),
+            max_size=3,
+        )
     ),
     "/{job}/failures": message(
         worker=worker,

@@ -113,7 +113,7 @@ def test_heartbeats_in_one_request_stand_for_themselves(agents: Agents) -> None:
     beats = [beat(name, 1, iteration=7) for name in agents.names]
     beats[4]["incarnation"] = "another"
     beats[5]["worker"] = "W9_9"
-    answer = agents.server.post(agents.path("/heartbeats/batch"), {"heartbeats": beats})
+    answer = agents.server.post(agents.path("/heartbeats"), {"heartbeats": beats})
     assert answer.status_code == 200
     body = answer.json()
     assert (body["generation"], body["measure"], body["taken"]) == (1, None, 10)
@@ -132,11 +132,11 @@ def test_heartbeats_in_one_request_stand_for_themselves(agents: Agents) -> None:
 
 def test_a_malformed_heartbeat_refuses_the_request(agents: Agents) -> None:
     beats = [beat(agents.names[0], 1), beat(agents.names[1], -1)]
-    answer = agents.server.post(agents.path("/heartbeats/batch"), {"heartbeats": beats})
+    answer = agents.server.post(agents.path("/heartbeats"), {"heartbeats": beats})
     assert answer.status_code == 422
     assert answer.json()["detail"].startswith("heartbeats.1.seq: got -1")
-    assert agents.server.post(agents.path("/heartbeats/batch"), {"heartbeats": []}).status_code == 422
-    assert agents.server.post("/jobs/none/heartbeats/batch", {"heartbeats": beats[:1]}).status_code == 404
+    assert agents.server.post(agents.path("/heartbeats"), {"heartbeats": []}).status_code == 422
+    assert agents.server.post("/jobs/none/heartbeats", {"heartbeats": beats[:1]}).status_code == 404
 
 
 def test_streams_end_when_the_console_does(server: ConsoleServer) -> None:

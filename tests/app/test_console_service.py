@@ -237,8 +237,8 @@ def test_a_view_shows_what_is_known(console: Console) -> None:
         op_milliseconds={"F": 1.5},
         resident_bytes=10,
     )
-    console.heartbeat(job_id, beat)
-    console.heartbeat(job_id, beat.model_copy(update={"seq": 4, "iteration": 8}))
+    console.heartbeats(job_id, [beat])
+    console.heartbeats(job_id, [beat.model_copy(update={"seq": 4, "iteration": 8})])
     until(lambda: console.view(job_id).workers[0].iteration > 0)
     view = console.view(job_id)
     first = view.workers[0]
@@ -262,7 +262,7 @@ def test_heartbeats_are_stored_some_at_a_time_and_none_is_forgotten(store: Store
     def hear(seq: int, *names: str) -> None:
         for name in names:
             beat = Heartbeat(worker=name, incarnation=f"{name}-a", seq=seq, generation=1, iteration=2, phase="training")
-            console.heartbeat(created.job_id, beat)
+            console.heartbeats(created.job_id, [beat])
         job.take_heartbeats()
 
     hear(1, *NAMES)

@@ -73,7 +73,7 @@ class Workers:
                     phase="training",
                     op_milliseconds=took,  # type: ignore[arg-type]
                 )
-                self.console.heartbeat(self.job_id, beat)
+                self.console.heartbeats(self.job_id, [beat])
             until(lambda: set(names) <= self.heard() and not self.job.op_times._fresh)
 
 

@@ -63,7 +63,7 @@ def test_the_workers_of_a_job_get_a_token_that_can_do_nothing_else(app: TestClie
     registration = {"worker": "W0_0", "incarnation": "a", "host": "node1", "pid": 1}
     beat = {"worker": "W0_0", "incarnation": "a", "seq": 1, "generation": 0, "iteration": 0, "phase": "training"}
     assert app.post(f"{path}/workers", json=registration, headers=worker).status_code == 201
-    assert app.post(f"{path}/heartbeats", json=beat, headers=worker).status_code == 200
+    assert app.post(f"{path}/heartbeats", json={"heartbeats": [beat]}, headers=worker).status_code == 200
     for method, where in (
         ("POST", f"{path}/workers/W0_0/kill"),
         ("POST", f"{path}/pause"),

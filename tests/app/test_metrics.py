@@ -226,7 +226,6 @@ def test_bounds_belong_to_the_bucket_below() -> None:
 
 
 def test_a_path_that_somebody_made_up_is_no_label() -> None:
-    assert route_of("/api/v1/jobs/x/heartbeats", 200) == "/api/v1/jobs/{job_id}/heartbeats"
-    assert route_of("/api/v1/x/y/z/heartbeats", 404) == "other"
-    assert route_of("/_stcore/stream", 200) == "pages"
+    assert route_of("/api/v1/jobs/x/heartbeats") == "other"
+    assert route_of("/_stcore/stream") == "pages"
     assert recent_rate(()) is None

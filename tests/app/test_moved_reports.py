@@ -28,7 +28,7 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
         assert live.state.generation == 4 and live.state.members["W0_2"].incarnation == "W2_1-a"
         mover = {"worker": "W2_1", "incarnation": "W2_1-a"}
         beat = Heartbeat(**mover, seq=9, generation=3, iteration=1, phase="waiting")  # type: ignore[arg-type]
-        assert console.heartbeat(job.job_id, beat) is not None
+        assert not console.heartbeats(job.job_id, [beat]).refused
         console.logs.take(live, LogLines(**mover, lines=(LogLine(at=1.0, text="moves"),)))
         assert [line.text for line in console.logs.lines(job.job_id, "W0_2")] == ["moves"]
         ops = MeasuredOps(

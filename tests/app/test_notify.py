@@ -94,3 +94,19 @@ def test_a_publication_that_is_not_for_us_is_no_answer() -> None:
         assert waiting.result() == 3
 
     asyncio.run(main())
+
+
+def test_thousands_that_wait_are_woken_some_at_a_time() -> None:
+    async def run() -> list[int]:
+        topic, told, steps = Topic(), [False], list[int]()
+        waiting = [asyncio.create_task(topic.wait_for(lambda: told[0] or None, 60)) for _ in range(3 * notify.AT_ONCE)]
+        await asyncio.sleep(0)
+        told[0] = True
+        topic.publish()
+        while not all(task.done() for task in waiting):
+            await asyncio.sleep(0)
+            steps.append(sum(task.done() for task in waiting))
+        return steps
+
+    steps = asyncio.run(run())
+    assert max(b - a for a, b in zip([0, *steps], steps, strict=False)) <= notify.AT_ONCE

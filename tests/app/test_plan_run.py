@@ -124,7 +124,7 @@ def test_paused_is_said_once_the_workers_have_stopped(here: ConsoleHere) -> None
     def beat(names: list[str], phase: str, seq: int) -> None:
         for name in names:
             at = {"worker": name, "incarnation": f"{name}-a", "seq": seq, "generation": 1, "iteration": 7}
-            console.heartbeat(job.job_id, Heartbeat(**at, phase=phase))  # type: ignore[arg-type]
+            console.heartbeats(job.job_id, [Heartbeat(**at, phase=phase)])  # type: ignore[arg-type]
 
     def states() -> dict[str, RoleState]:
         return {w.name: w.state for w in console.view(job.job_id).workers}

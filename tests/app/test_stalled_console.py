@@ -158,7 +158,9 @@ def test_nobody_is_lost_while_the_event_loop_stands_still(tmp_path: Path) -> Non
         def beat(name: str) -> int:
             body = {"worker": name, "incarnation": f"{name}-a", "seq": next(seq), "generation": 1}
             body |= {"iteration": 0, "phase": "training"}
-            return requests.post(f"{deaf.root}/api/v1/jobs/{here.job_id}/heartbeats", json=body, timeout=60).status_code
+            return requests.post(
+                f"{deaf.root}/api/v1/jobs/{here.job_id}/heartbeats", json={"heartbeats": [body]}, timeout=60
+            ).status_code
 
         with ThreadPoolExecutor(13) as agents:
             assert set(agents.map(beat, here.names)) == {200}

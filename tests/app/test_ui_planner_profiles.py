@@ -116,7 +116,7 @@ def test_what_a_job_measures_is_a_profile(console: Console) -> None:
             phase="training",
             op_milliseconds=beats,
         )
-        console.heartbeat(job.job_id, beat)
+        console.heartbeats(job.job_id, [beat])
     until(lambda: measured_profile(console.job(job.job_id)) is not None, "the heartbeats are taken in")
     choose(run(test), option)
     assert "medians of a stage's peers" in words(test) and selected(test) == "own"

@@ -94,19 +94,17 @@ class JobHere:
 
     def beat(self, iteration: int, generation: int, phase: str = "training") -> JobHere:
         for name in self.living:
-            self.console.heartbeat(
-                self.job_id,
-                Heartbeat(
-                    worker=name,
-                    incarnation=name + "-a",
-                    seq=iteration + 1,
-                    generation=generation,
-                    iteration=iteration,
-                    phase=phase,  # type: ignore[arg-type]
-                    op_milliseconds={"F": 40.5},
-                    resident_bytes=300 * 2**20,
-                ),
+            beat = Heartbeat(
+                worker=name,
+                incarnation=name + "-a",
+                seq=iteration + 1,
+                generation=generation,
+                iteration=iteration,
+                phase=phase,  # type: ignore[arg-type]
+                op_milliseconds={"F": 40.5},
+                resident_bytes=300 * 2**20,
             )
+            self.console.heartbeats(self.job_id, [beat])
         return self
 
     def die(self, name: str) -> JobHere:

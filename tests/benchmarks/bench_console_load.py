@@ -1,4 +1,4 @@
-"""How many workers one console bears: simulated agents at 1 Hz over real HTTP, deaths and returns meanwhile.
+"""How many workers one console bears: simulated launchers at 1 Hz over real HTTP, deaths and returns meanwhile.
 
 Prints heartbeat latencies, what a recovery costs, and what the console's process uses of the machine
 (instructions too, which a busy machine does not change), while somebody looks at the Live page. SQLite,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import multiprocessing
 import os
 import shutil
@@ -116,16 +117,19 @@ def _look(pipe: Pipe, port: int, job: str) -> list[tuple[float, int]]:
 
 
 def report(load: Load, told: Told) -> None:
-    count = len(told.latency)
+    count, batches = told.heartbeats, len(told.latency)
     rate = load.pipelines * load.stages / load.heartbeat
-    print(f"heartbeats: {count:,} in {load.seconds:.0f} s ({count / load.seconds:.0f}/s of {rate:.0f}/s due)")
+    print(
+        f"heartbeats: {count:,} in {load.seconds:.0f} s ({count / load.seconds:.0f}/s of {rate:.0f}/s due), "
+        f"in {batches:,} batches"
+    )
     print(f"  sent to answered, ms:   {_percentiles(told.answered)}")
     print(f"  due to answered, ms:    {_percentiles(told.latency)}")
     print(f"  of those in recoveries: {_percentiles(told.in_recovery)}")
     print(f"  sent late by, ms:      {_percentiles(told.late)}  (the generator's doing)")
     print(f"all requests: {told.requests:,}; generator: {told.processor:.1f} s of processor time")
     if told.detected:
-        waiting = f"the last of {load.polls:,} long-polls" if load.polls else "the launcher"
+        waiting = f"the last of {math.ceil(load.pipelines * load.stages / load.launcher):,} launchers"
         print(
             f"deaths: {len(told.detected)}; end reported -> new generation at {waiting}: "
             f"median {1000 * statistics.median(told.detected):.0f} ms, longest {1000 * max(told.detected):.0f} ms; "
@@ -150,7 +154,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--failures", type=int, default=3)
-    parser.add_argument("--polls", type=int, help="workers that long-poll for generations themselves; default: all")
+    parser.add_argument("--launcher", type=int, default=8, help="workers of each launcher; 1: Reporter's")
     parser.add_argument("--postgres", action="store_true")
     parser.add_argument("--unseen", action="store_true", help="nobody looks at the Live page")
     options = parser.parse_args()
@@ -158,9 +162,9 @@ def main() -> None:
         print("no PostgreSQL found: skipped")
         return
     pipelines, stages = (int(text) for text in options.grid.split("x"))
-    polls = pipelines * stages if options.polls is None else options.polls
     print(describe())
-    print(f"{pipelines * stages:,} workers, {polls:,} long-polls, {'PostgreSQL' if options.postgres else 'SQLite'}")
+    store = "PostgreSQL" if options.postgres else "SQLite"
+    print(f"{pipelines * stages:,} workers, {options.launcher} to a launcher, {store}")
     with database(options.postgres) as url:
         server = ConsoleServer(url, *(("--api-only",) if options.unseen else ()))
         try:
@@ -171,7 +175,7 @@ def main() -> None:
                 options.micro_batches,
                 options.seconds,
                 options.failures,
-                polls,
+                options.launcher,
             )
             report(load, measure(server, load, look=not options.unseen))
         finally:

@@ -46,8 +46,8 @@ def documents() -> list[tuple[str, str, int, bytes]]:
         ("wrong times", "/jobs", 422, json.dumps({**spec, "profile": {**job, "transfers": [-1] * 400_000}}).encode()),
         ("wrong stages", "/jobs", 422, json.dumps({**spec, "profile": {**job, "profiles": [{}] * 400_000}}).encode()),
         ("wrong fields", "/jobs", 422, json.dumps({**spec, **{str(i): 1 for i in range(130_000)}}).encode()),
-        ("wrong heartbeats", "/jobs/x/heartbeats/batch", 422, json.dumps({"heartbeats": [{}] * 8_192}).encode()),
-        ("heartbeats", "/jobs/x/heartbeats/batch", 404, json.dumps({"heartbeats": [beat] * 8_192}).encode()),
+        ("wrong heartbeats", "/jobs/x/heartbeats", 422, json.dumps({"heartbeats": [{}] * 8_192}).encode()),
+        ("heartbeats", "/jobs/x/heartbeats", 404, json.dumps({"heartbeats": [beat] * 8_192}).encode()),
         ("a profile", "/solves", 422, json.dumps({"kind": "plan", "job": {**job, "pipelines": 10**6}}).encode()),
     ]
 

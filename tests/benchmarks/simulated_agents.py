@@ -1,11 +1,10 @@
-"""A job's agents without their training: they speak to a console as real ones do, thousands in one process.
+"""A job's launchers without their training: they speak to a console as real ones do, thousands of workers in a process.
 
-Each worker has a connection of its own: it registers, sends a heartbeat per interval, and takes a generation
-up in three acknowledgements, as agent.heartbeat does. On a second connection
-it long-polls for generations, as agent.reporter does; of a launcher's job only the launcher would. The
-launcher reports ends of processes and, once a second, iterations.
+Each launcher has a connection for its workers: it registers them, sends one batch of heartbeats per interval, and takes
+a generation up in three acknowledgements, as agent.heartbeat does. On a second connection it long-polls for
+generations. The first one also reports ends of processes and, once a second, iterations.
 
-A heartbeat's latency counts from the time it was due, so that a generator that falls behind does not
+A batch's latency counts from the time it was due, so that a generator that falls behind does not
 make the console look quick; how far it fell behind is counted apart.
 """
 
@@ -17,9 +16,9 @@ import json
 import random
 import re
 import time
-import zlib
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -41,8 +40,7 @@ _CONNECTIONS_PER_ADDRESS = 20_000
 @dataclass(frozen=True)
 class Load:
     """What to simulate. seconds: of heartbeats, from when all have resumed the first generation. failures: ends of
-    processes in that time, evenly spread; each is followed by the worker's return. polls: workers that
-    long-poll for generations."""
+    processes in that time, evenly spread; each is followed by the worker's return. launcher: workers of each one."""
 
     port: int
     pipelines: int
@@ -50,16 +48,16 @@ class Load:
     micro_batches: int
     seconds: float
     failures: int
-    polls: int
+    launcher: int = 8
     heartbeat: float = 1.0
 
 
 @dataclass
 class Told:
-    """What came of it. Seconds. latency: of heartbeats, from when they were due. late: of sending them. answered:
-    from then on.
+    """What came of it. Seconds. latency: of batches of heartbeats, from when they were due. late: of sending them.
+    answered: from then on. heartbeats: in them.
     in_recovery: those latencies in which a generation was being taken up. errors: by what went wrong.
-    detected: from a reported end to the new generation at the last worker that waits for one."""
+    detected: from a reported end to the new generation at the last launcher."""
 
     latency: array[float] = field(default_factory=lambda: array("d"))
     in_recovery: array[float] = field(default_factory=lambda: array("d"))
@@ -70,59 +68,78 @@ class Told:
     detected: list[float] = field(default_factory=list)
     resumed: list[float] = field(default_factory=list)
     requests: int = 0
+    heartbeats: int = 0
     processor: float = 0.0
 
 
+@dataclass
 class Worker:
     """One simulated worker process."""
 
-    def __init__(self, crowd: Crowd, name: str, number: int) -> None:
-        self.crowd, self.name, self.number = crowd, name, number
-        self.incarnation = f"{name}-1"
+    name: str
+    incarnation: str
+    alive: bool = True
+    seq: int = 0
+
+
+class Launcher:
+    """Of some workers of a job, as if it were all of a node's."""
+
+    def __init__(self, crowd: Crowd, number: int, names: Sequence[str]) -> None:
+        self.crowd, self.number = crowd, number
+        self.workers = {name: Worker(name, f"{name}-1") for name in names}
         self.generation = 0
-        self.alive = True
-        self.polls = number < crowd.load.polls
-        self._seq = 0
         self._due = 0.0
         self._wire, self._polling = crowd.wire(number), crowd.wire(number)
         self._head = b""
 
-    async def run(self, registered: asyncio.Event) -> None:
+    @property
+    def living(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.alive]
+
+    async def run(self) -> None:
         self._head = self.crowd.head("POST", "/heartbeats")
-        body = {"worker": self.name, "incarnation": self.incarnation, "host": f"node{self.number // 8}", "pid": 4242}
-        async with self.crowd.gate:
-            await self.crowd.post(self._wire, "/workers", body, expected=201)
-        registered.set()
-        if self.polls:
-            self.crowd.spawn(self.poll_on())
-        # At this worker's own moment of the interval.
+        for worker in self.living:
+            await self.register(worker)
+        self.crowd.spawn(self._poll())
+        # At this launcher's own moment of the interval.
         self._due = self.crowd.loop.time() + self.crowd.load.heartbeat * random.random()
         self.crowd.loop.call_at(self._due, self._beat)
 
+    async def register(self, worker: Worker) -> None:
+        body = {"worker": worker.name, "incarnation": worker.incarnation, "host": f"node{self.number}", "pid": 4242}
+        async with self.crowd.gate:
+            await self.crowd.post(self._wire, "/workers", body, expected=201)
+
+    async def replace(self, name: str) -> None:
+        """A new process in the place of one that has ended."""
+        number = int(self.workers[name].incarnation.rpartition("-")[2]) + 1
+        worker = Worker(name, f"{name}-{number}")
+        await self.register(worker)
+        self.workers[name] = worker
+
     def _beat(self) -> None:
-        """The heartbeat of this interval; it waits for what the connection is busy with."""
+        """The heartbeats of this interval; they wait for what the connection is busy with."""
         crowd, due = self.crowd, self._due
-        if not self.alive or crowd.over.is_set():
+        if crowd.over.is_set():
             return
         self._due = due + crowd.load.heartbeat
         crowd.loop.call_at(self._due, self._beat)
+        living = self.living
+        if not living:
+            return
         if self._wire.waits_since() < due - PATIENCE_SECONDS:
             self._wire.give_up("no answer")
-        self._seq += 1
-        body = (
-            f'{{"worker":"{self.name}","incarnation":"{self.incarnation}","seq":{self._seq},'
-            f'"generation":{self.generation},"iteration":{crowd.iteration},"phase":"training","op_milliseconds":'
-            f'{{"F":{random.uniform(39, 41)},"I":{random.uniform(39, 41)},"W":{random.uniform(39, 41)}}},'
-            f'"resident_bytes":{300_000_000 + self._seq * 4096}}}'
-        ).encode()
-        sent, told, recovering = crowd.loop.time(), crowd.told, crowd.recovering
+        body = ('{"heartbeats":[' + ",".join(map(self._said, living)) + "]}").encode()
+        sent, told, recovering, count = crowd.loop.time(), crowd.told, crowd.recovering, len(living)
         told.requests += 1
 
         def answered(status: int, answer: bytes) -> None:
-            if status != 200:
+            if status != 200 or b'"refused":[]' not in answer:
                 crowd.failed("/heartbeats", status, answer)
             elif due >= crowd.measured_since:
                 now = crowd.loop.time()
+                told.heartbeats += count
                 told.late.append(sent - due)
                 told.answered.append(now - sent)
                 told.latency.append(now - due)
@@ -131,41 +148,42 @@ class Worker:
 
         self._wire.send(b"%b%d\r\n\r\n%b" % (self._head, len(body), body), answered)
 
-    async def poll_on(self) -> None:
-        while self.alive and not self.crowd.over.is_set():
+    def _said(self, worker: Worker) -> str:
+        worker.seq += 1
+        return (
+            f'{{"worker":"{worker.name}","incarnation":"{worker.incarnation}","seq":{worker.seq},'
+            f'"generation":{self.generation},"iteration":{self.crowd.iteration},"phase":"training","op_milliseconds":'
+            f'{{"F":{random.uniform(39, 41)},"I":{random.uniform(39, 41)},"W":{random.uniform(39, 41)}}},'
+            f'"resident_bytes":{300_000_000 + worker.seq * 4096}}}'
+        )
+
+    async def _poll(self) -> None:
+        while not self.crowd.over.is_set():
             status, body = await self.crowd.get(
                 self._polling, f"/deployment?after={self.generation}&wait={LONG_POLL_SECONDS:g}", (200, 204)
             )
-            found = _GENERATION.search(_start(body)) if status == 200 else None
+            found = _GENERATION.search(body) if status == 200 else None
             if status not in (200, 204):
                 await asyncio.sleep(1.0)
-            elif found and self.alive:
-                await self.take_up(int(found[1]))
+            elif found:
+                self.generation = int(found[1])
+                self.crowd.reached(self.generation)
+                self.crowd.spawn(self._take_up(self.generation))
 
-    async def take_up(self, generation: int) -> None:
-        self.generation = generation
-        self.crowd.reached(generation)
+    async def _take_up(self, generation: int) -> None:
         for state, seconds in (("adopted", 0.0), ("formed", FORM_SECONDS), ("resumed", RESUME_SECONDS)):
             await asyncio.sleep(seconds * random.uniform(0.8, 1.2))
-            if self.generation != generation or not self.alive:
+            if self.generation != generation:
                 return
-            body = {"worker": self.name, "incarnation": self.incarnation, "generation": generation, "state": state}
-            await self.crowd.post(self._wire, "/acknowledgements", body)
+            said = [{"worker": w.name, "incarnation": w.incarnation} for w in self.living]
+            body = {"acknowledgements": [{**who, "generation": generation, "state": state} for who in said]}
+            if said:
+                await self.crowd.post(self._wire, "/acknowledgements", body)
         self.crowd.has_resumed(generation)
-
-    def die(self) -> None:
-        self.alive = False
-        self._wire.close()
-        self._polling.close()
-
-    def reborn(self) -> Worker:
-        twin = Worker(self.crowd, self.name, self.number)
-        twin.incarnation = f"{self.name}-{int(self.incarnation.rpartition('-')[2]) + 1}"
-        return twin
 
 
 class Crowd:
-    """All workers of a job and their launcher."""
+    """All launchers of a job."""
 
     def __init__(self, load: Load) -> None:
         self.load, self.told = load, Told()
@@ -179,9 +197,11 @@ class Crowd:
         self._settled = asyncio.Event()
         self._there = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._launcher = self.wire(0)
+        self._first = self.wire(0)
         names = [f"W{p}_{s}" for p in range(load.pipelines) for s in range(load.stages)]
-        self.workers = {name: Worker(self, name, number) for number, name in enumerate(names)}
+        nodes = [names[at : at + load.launcher] for at in range(0, len(names), load.launcher)]
+        self.launchers = [Launcher(self, number, node) for number, node in enumerate(nodes)]
+        self.launcher_of = {name: launcher for launcher in self.launchers for name in launcher.workers}
 
     def wire(self, number: int) -> Wire:
         return Wire(self.load.port, f"127.0.0.{2 + 2 * number // _CONNECTIONS_PER_ADDRESS}")
@@ -229,7 +249,7 @@ class Crowd:
         load, told = self.load, self.told
         began = self.loop.time()
         spec = {
-            "name": f"{len(self.workers)} simulated workers",
+            "name": f"{len(self.launcher_of)} simulated workers",
             "pipelines": load.pipelines,
             "stages": load.stages,
             "micro_batches": load.micro_batches,
@@ -237,13 +257,11 @@ class Crowd:
             "durations": {"F": 40, "I": 40, "W": 40},
             "paced": True,
         }
-        if not await self.post(self._launcher, "", spec, expected=201):
+        if not await self.post(self._first, "", spec, expected=201):
             return told
         self._expect(1)
-        for registered in [self._start(worker) for worker in self.workers.values()]:
-            await registered.wait()
+        await asyncio.gather(*(launcher.run() for launcher in self.launchers))
         pipe.send(("registered", self.job[1:], self.loop.time() - began))
-        await self._take_up_without_poll()
         await self._settled.wait()
         told.started = self.loop.time() - began
         pipe.send(("started", self.job[1:], told.started))
@@ -271,14 +289,14 @@ class Crowd:
                 "seconds": 1.0,
                 "generation": self._generation,
             }
-            body = {"iterations": [{**row, "living": sum(w.alive for w in self.workers.values())}]}
+            body = {"iterations": [{**row, "living": sum(len(launcher.living) for launcher in self.launchers)}]}
             if await self.post(wire, "/iterations", body, expected=204):
                 first += 1
                 self.iteration = first
 
     async def _fail(self, begin: float) -> None:
         load = self.load
-        victims = random.Random(7).sample(list(self.workers), load.failures)
+        victims = random.Random(7).sample(list(self.launcher_of), load.failures)
         for number, name in enumerate(victims):
             due = begin + load.seconds * (number + 0.5) / load.failures
             await asyncio.sleep(max(0.0, due - self.loop.time()))
@@ -289,8 +307,9 @@ class Crowd:
 
     async def _lose(self, name: str) -> None:
         """A worker dies, and comes back when the others train again."""
-        worker = self.workers[name]
-        worker.die()
+        launcher = self.launcher_of[name]
+        worker = launcher.workers[name]
+        worker.alive = False
         self._expect(self._generation + 1)
         began = self.loop.time()
         body = {
@@ -300,31 +319,14 @@ class Crowd:
             "reporter": "launcher",
             "detail": "was killed by SIGKILL",
         }
-        await self.post(self._launcher, "/failures", body)
+        await self.post(self._first, "/failures", body)
         await self._there.wait()
         self.told.detected.append(self.loop.time() - began)
-        await self._take_up_without_poll()
         await self._settled.wait()
         self.told.resumed.append(self.loop.time() - began)
-        twin = self.workers[name] = worker.reborn()
         self._expect(self._generation + 1)
-        self._start(twin)
+        await launcher.replace(name)
         await self._there.wait()
-        await self._take_up_without_poll()
-
-    async def _take_up_without_poll(self) -> None:
-        """Those that do not long-poll are told by their launcher, which does."""
-        told = [w for w in self.workers.values() if not w.polls and w.alive]
-        if not told:
-            return
-        wire, after, generation = self.wire(0), self._generation - 1, 0
-        while not generation:
-            status, body = await self.get(wire, f"/deployment?after={after}&wait=20", (200, 204))
-            found = _GENERATION.search(_start(body)) if status == 200 else None
-            generation = int(found[1]) if found else 0
-        wire.close()
-        for worker in told:
-            self.spawn(worker.take_up(generation))
 
     # -- generations -------------------------------------------------------------------------------
 
@@ -333,14 +335,11 @@ class Crowd:
         return not self._settled.is_set()
 
     def _expect(self, generation: int) -> None:
-        """That all who live now will take up `generation`."""
+        """That all launchers will take up `generation`."""
         self._generation = generation
-        living = [worker for worker in self.workers.values() if worker.alive]
-        self._to_reach, self._to_resume = sum(worker.polls for worker in living), len(living)
+        self._to_reach = self._to_resume = len(self.launchers)
         self._settled.clear()
         self._there.clear()
-        if not self._to_reach:
-            self._there.set()
 
     def reached(self, generation: int) -> None:
         if generation == self._generation:
@@ -354,20 +353,10 @@ class Crowd:
             if self._to_resume == 0:
                 self._settled.set()
 
-    def _start(self, worker: Worker) -> asyncio.Event:
-        registered = asyncio.Event()
-        self.spawn(worker.run(registered))
-        return registered
-
     def spawn(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _start(body: bytes) -> bytes:
-    """Of an answer that may be compressed: the generator need not know the rest."""
-    return zlib.decompressobj(31).decompress(body, 64) if body[:2] == b"\x1f\x8b" else body
 
 
 def simulate(load: Load, pipe: Pipe) -> None:

@@ -111,14 +111,18 @@ ODD: list[tuple[str, str, Any]] = [
         "POST",
         "/jobs/{job}/heartbeats",
         {
-            "worker": "W1_0",
-            "incarnation": "a",
-            "seq": MOST,
-            "generation": 1,
-            "iteration": MOST,
-            "phase": "training",
-            "resident_bytes": MOST,
-            "op_milliseconds": {"F": 1e9},
+            "heartbeats": [
+                {
+                    "worker": "W1_0",
+                    "incarnation": "a",
+                    "seq": MOST,
+                    "generation": 1,
+                    "iteration": MOST,
+                    "phase": "training",
+                    "resident_bytes": MOST,
+                    "op_milliseconds": {"F": 1e9},
+                }
+            ]
         },
     ),
     (

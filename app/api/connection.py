@@ -1,32 +1,22 @@
-"""Answers the heartbeats of thousands of workers where they come in, before anything is made of them.
-
-To find out what a request is costs three times what a heartbeat does itself: parser, task, scope, events. A heartbeat
-is the same bytes as the one before it but for its body; so when the Lane has let one through, the next that begins
-with the same bytes, over a connection from the same address, is answered from here with what the Lane has learned of
-it. Whatever is not exactly one such request, or not as usual, goes the ordinary way.
+"""One HTTP connection, and what it may take of the console: uvicorn has no limits of its own on heads, on time, or on
+answers that nobody reads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import re
 import socket
 import struct
 import termios
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 
-from pydantic import ValidationError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from openrecycle.app.api.crowd import PATIENCE, Crowd
-from openrecycle.app.api.lane import RAW, Lane, Raw
-from openrecycle.app.api.lean import Unusual
 from openrecycle.app.api.problems import problem
-from openrecycle.app.errors import ConsoleError
 
 # Of a request's head: bytes, and seconds from its first one, or from the beginning of the connection.
 HEAD_BYTES, HEAD_SECONDS = 64 * 1024, 30.0
@@ -36,27 +26,20 @@ SEND_BYTES, SEND_SECONDS = 64 * 1024, 30.0
 MOST_THROWN_AWAY = 1024 * 1024
 
 _AT_ONCE = struct.pack("ii", 1, 0)  # of SO_LINGER: on, for no time
-_LENGTH = b"\r\nContent-Length: "
-_END = b"\r\n\r\n"
-_DIGITS = 5
-# What asks for more than an answer.
-_OTHER = re.compile(rb"\r\n(?:connection *:(?! *keep-alive\r)|expect|upgrade|transfer-encoding)", re.IGNORECASE)
 
 
-class ExpressProtocol(HttpToolsProtocol):
-    """One connection. lane, crowd: set by `express`.
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. crowd: set by `connections`.
 
     A request's head has HEAD_BYTES and HEAD_SECONDS at most, from its first byte, or from the connection's beginning;
     so has what is neither head nor body (trailers, sizes of chunks). A request that has been accepted takes its time;
     its answer is read, or given up (SEND_BYTES, SEND_SECONDS).
     """
 
-    lane: Lane
     crowd: Crowd
     address = ""
     _refused = False
     _in_message = False  # has the parser had a part of a request?
-    _raw: Raw | None = None
     _no_head_in_time: asyncio.TimerHandle | None = None
     _idle_bytes = 0  # that were neither the end of a head nor a part of a body
     _too_large = False
@@ -178,15 +161,8 @@ class ExpressProtocol(HttpToolsProtocol):
                 self.transport.write(self.crowd.answer)
                 self.transport.close()
             return
-        if not self._in_message and data.startswith(b"POST /api/") and (parts := _whole(data)):
-            head, rest, body = parts
-            raw = (head, rest, self.scheme, self.client and self.client[0])
-            if self._answered(raw, body):
-                return
-            self._raw = raw if b" HTTP/1.1\r\n" in head and not _OTHER.search(head + rest) else None
         self._idle_bytes += len(data)
         super().data_received(data)
-        self._raw = None
         if self._thrown_away or self._left:
             return
         if self._idle_bytes > HEAD_BYTES:
@@ -194,29 +170,6 @@ class ExpressProtocol(HttpToolsProtocol):
             self.send_400_response("")
         elif self._head_open or (self._idle_bytes and not self._in_message):
             self._await_head()
-
-    def _answered(self, raw: Raw, body: bytes) -> bool:
-        known = self.lane.express.get(raw)
-        if known is None or known.at_once is None or self.flow.write_paused:
-            return False
-        if self.cycle is not None and not self.cycle.response_complete:
-            return False
-        if not all(still() for still in known.still):
-            return False
-        began = time.perf_counter()
-        try:
-            answer = known.at_once(body)
-        except (ConsoleError, ValidationError, Unusual):
-            return False  # nothing has come of it: said once more, it is refused with all due words
-        head = [b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d" % len(answer)]
-        head += [b"%b: %b" % header for header in (*known.headers, *self.server_state.default_headers)]
-        self.transport.write(b"\r\n".join(head) + _END + answer)
-        if known.meter is not None:
-            known.meter(200, time.perf_counter() - began)
-        self._unset_keepalive_if_required()
-        self._head_came()
-        self.on_response_complete()
-        return True
 
     def on_response_complete(self) -> None:
         if not self._left:
@@ -248,21 +201,19 @@ class ExpressProtocol(HttpToolsProtocol):
         self._in_message = self._head_open = True
         self._head_bytes = 0
         super().on_message_begin()
-        if self._raw is not None:
-            self.scope[RAW] = self._raw  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         self._in_message, self._idle_bytes = False, 0
         super().on_message_complete()
 
 
-def express(
-    lane: Lane, share: int | None = None, exempt: Callable[[str], bool] = lambda address: False
-) -> type[ExpressProtocol]:
-    """The protocol of an application with this lane, for uvicorn's `http`; after app.process.prepare.
+def connections(
+    share: int | None = None, exempt: Callable[[str], bool] = lambda address: False
+) -> type[LimitedProtocol]:
+    """The protocol for uvicorn's `http`; after app.process.prepare.
 
     share, exempt: see Crowd."""
-    return type("Express", (ExpressProtocol,), {"lane": lane, "crowd": Crowd.of_process(share, exempt)})
+    return type("Connection", (LimitedProtocol,), {"crowd": Crowd.of_process(share, exempt)})
 
 
 def _answer(status: int, code: str, detail: str) -> bytes:
@@ -274,18 +225,3 @@ def _answer(status: int, code: str, detail: str) -> bytes:
         head,
         bytes(refused.body),
     )
-
-
-def _whole(data: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """A request's head up to the value of its Content-Length, what follows of the head, and the body; None: it is not
-    exactly one request."""
-    at = data.find(_LENGTH)
-    end = data.find(_END)
-    if at < 0 or end < at:
-        return None
-    at += len(_LENGTH)
-    over = data.find(b"\r", at, at + _DIGITS + 1)
-    value = data[at:over]
-    if over < 0 or not value.isdigit() or len(data) != end + len(_END) + int(value):
-        return None
-    return data[:at], data[over:end], data[end + len(_END) :]

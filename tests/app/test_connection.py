@@ -1,4 +1,4 @@
-"""Heartbeats that are answered where they come in: only those that are exactly like one that was let through."""
+"""Connections to the console: how many there may be, and requests that come in pieces."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import uvicorn
-from lane_served import HARDENED, Served, heartbeat
+from guarded_console import Served, heartbeat
 from ui_console import ConsoleHere, JobHere
 from uvicorn.server import ServerState
 
 from openrecycle.agent.protocol import API
+from openrecycle.app.api.connection import connections
 from openrecycle.app.api.crowd import Crowd
-from openrecycle.app.api.express import express
 from openrecycle.app.security.access import Access
 
 
@@ -29,10 +29,10 @@ class Connection(asyncio.Transport):
     def __init__(self, served: Served, beside: Connection | None = None) -> None:
         super().__init__({"peername": ("127.0.0.1", 50000), "sockname": ("127.0.0.1", 8501)})
         self.out, self.closing = b"", False
-        config = uvicorn.Config(served.lane, log_config=None, lifespan="off", proxy_headers=False)
+        config = uvicorn.Config(served.app, log_config=None, lifespan="off", proxy_headers=False)
         config.load()
         self.state = beside.state if beside else ServerState()
-        self.kind = beside.kind if beside else express(served.lane)
+        self.kind = beside.kind if beside else connections()
         self.protocol = self.kind(config, self.state, {})
         self.protocol.connection_made(self)
 
@@ -76,13 +76,12 @@ def parsed(data: bytes) -> list[tuple[int, dict[str, str], Any]]:
     return out
 
 
-def request(served: Served, seq: int, *more: str, worker: str = "W0_1", **fields: Any) -> bytes:
-    body = json.dumps(heartbeat(worker, seq) | fields).encode()
+def request(served: Served, seq: int) -> bytes:
+    body = json.dumps(heartbeat("W0_1", seq)).encode()
     lines = [
         f"POST {API}/jobs/{served.job.job_id}/heartbeats HTTP/1.1",
         "Host: localhost:8501",
         *(f"{name}: {value}" for name, value in served.headers.items()),
-        *more,
         f"Content-Length: {len(body)}",
         "Content-Type: application/json",
     ]
@@ -91,7 +90,7 @@ def request(served: Served, seq: int, *more: str, worker: str = "W0_1", **fields
 
 @pytest.fixture
 def served(here: ConsoleHere) -> Iterator[Served]:
-    yield Served(here.console, JobHere(here.console, "express").register())
+    yield Served(here.console, JobHere(here.console, "connections").register())
     here.console.access = Access()
 
 
@@ -104,23 +103,16 @@ def run(served: Served, case: Case) -> None:
     async def whole() -> None:
         connection = Connection(served)
         ((status, _, body),) = await connection.ask(request(served, 1))
-        assert (status, body) == (200, {"generation": 1})
+        assert (status, body["generation"], body["taken"]) == (200, 1, 1)
         await case(connection)
 
     asyncio.run(whole())
 
 
-async def straight(connection: Connection, data: bytes) -> tuple[int, dict[str, str], Any] | None:
-    """The answer, if it was there before anything else could run."""
-    connection.out = b""
-    connection.protocol.data_received(data)
-    return parsed(connection.out)[0] if connection.out else None
-
-
 def test_beyond_the_open_files_it_is_said_and_those_before_are_served(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.api.express.PATIENCE", 0)
+    monkeypatch.setattr("openrecycle.app.api.connection.PATIENCE", 0)
 
     async def case(first: Connection) -> None:
         first.kind.crowd = Crowd(1)
@@ -164,39 +156,13 @@ def test_some_files_are_kept_for_the_console_itself(monkeypatch: pytest.MonkeyPa
         assert Crowd.of_process().most == most
 
 
-def counted(served: Served) -> float:
-    """Heartbeats that were answered, as the metrics tell."""
-    lines = served.console.metrics.text("")[0].decode().splitlines()
-    said = [line for line in lines if "requests_total" in line and "/heartbeats" in line and '"2xx"' in line]
-    return sum(float(line.rpartition(" ")[2]) for line in said)
-
-
-def test_the_second_is_answered_at_once(served: Served) -> None:
-    already = counted(served)
-
-    async def case(connection: Connection) -> None:
-        before = served.whole
-        answer = await straight(connection, request(served, 2))
-        assert answer is not None and (answer[0], answer[2]) == (200, {"generation": 1})
-        assert all(name in answer[1] for name in HARDENED)
-        other = await straight(Connection(served), request(served, 7, worker="W1_1"))
-        assert other is not None, "on another connection, of another worker"
-        assert served.whole == before
-
-    run(served, case)
-    job = served.console.job(served.job.job_id)
-    job.take_heartbeats()
-    assert (job.contacts["W0_1"].beat.seq, job.contacts["W1_1"].beat.seq) == (2, 7)
-    assert counted(served) == already + 3, "that which went the ordinary way, and two"
-
-
-def test_pieces_and_several_at_once_go_the_ordinary_way(served: Served) -> None:
+def test_pieces_and_several_at_once_are_answered(served: Served) -> None:
     async def case(connection: Connection) -> None:
         data = request(served, 2)
         for cut in (1, 20, data.index(b"Host"), data.index(b"\r\n\r\n") + 2, len(data) - 1):
             assert [a[0] for a in await connection.ask(data[:cut], data[cut:])] == [200]
         assert [a[0] for a in await connection.ask(data + request(served, 3), answers=2)] == [200, 200]
-        assert await straight(connection, request(served, 4)) is not None, "and then it goes on as before"
+        assert [a[0] for a in await connection.ask(request(served, 4))] == [200], "and then it goes on as before"
 
     run(served, case)
 
@@ -207,59 +173,14 @@ def test_what_looks_like_a_request_inside_of_one_is_none(served: Served) -> None
 
     async def case(connection: Connection) -> None:
         # The parser waits for the rest of a header: together they are one request.
-        connection.protocol.data_received(start + b"X-Note: ")
-        assert await straight(connection, request(served, 50)) is None
-        assert [a[0] for a in await connection.ask()] == [200]
+        assert [a[0] for a in await connection.ask(start + b"X-Note: ", request(served, 50))] == [200]
         # The body of one that has no token.
         inner = request(served, 60)
         fresh = Connection(served)
-        fresh.protocol.data_received(start + host + f"Content-Length: {len(inner)}\r\n\r\n".encode())
-        assert await straight(fresh, inner) is None
-        assert [a[0] for a in await fresh.ask()] == [401]
+        head = start + host + f"Content-Length: {len(inner)}\r\n\r\n".encode()
+        assert [a[0] for a in await fresh.ask(head, inner)] == [401]
 
     run(served, case)
     job = served.console.job(served.job.job_id)
     job.take_heartbeats()
     assert job.contacts["W0_1"].beat.seq == 50
-
-
-def test_the_guards_are_still_asked(served: Served) -> None:
-    async def case(connection: Connection) -> None:
-        assert await straight(connection, request(served, 2)) is not None
-        served.console.tokens.revoke(served.token.id)
-        assert [a[0] for a in await connection.ask(request(served, 3))] == [401]
-        assert [a[0] for a in await connection.ask(request(served, 4))] == [401]
-
-    run(served, case)
-
-
-def test_another_leader_is_asked_anew(served: Served) -> None:
-    async def case(connection: Connection) -> None:
-        served.leader = None
-        assert await straight(connection, request(served, 2)) is None
-
-    run(served, case)
-
-
-def test_what_is_wrong_is_refused_as_ever(served: Served) -> None:
-    async def case(connection: Connection) -> None:
-        (answer,) = await connection.ask(request(served, -1))
-        assert answer[0] == 422 and answer[2]["detail"].startswith("seq: got -1, expected")
-        (answer,) = await connection.ask(request(served, 2, incarnation="somebody-else"))
-        assert (answer[0], answer[2]["code"]) == (409, "fenced")
-        assert await straight(connection, request(served, 3)) is not None
-
-    run(served, case)
-
-
-def test_who_asks_for_more_than_an_answer_goes_the_ordinary_way(served: Served) -> None:
-    async def case(connection: Connection) -> None:
-        for line in ("Connection: close", "Expect: 100-continue", "Idempotency-Key: k"):
-            other = Connection(served)
-            other.protocol.data_received(request(served, 2, line))
-            async with asyncio.timeout(60):
-                while b"HTTP/1.1 200" not in other.out:
-                    await asyncio.sleep(0.001)
-            assert await straight(Connection(served), request(served, 3, line)) is None, line
-
-    run(served, case)

@@ -1,0 +1,40 @@
+"""A console behind its guards, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from ui_console import JobHere
+
+from openrecycle.app.api.routes import create_routes
+from openrecycle.app.console import Console
+from openrecycle.app.metrics.requests import Metering
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.bodies import BodyLimit
+from openrecycle.app.security.guard import AccessGuard
+from openrecycle.app.security.hosts import HostGuard
+
+
+class Served:
+    """A console behind its guards."""
+
+    def __init__(self, console: Console, job: JobHere) -> None:
+        self.console, self.job = console, job
+        console.access = Access("the console's own", console.tokens)
+        guards = [
+            Middleware(Metering, metrics=console.metrics),
+            Middleware(HostGuard, allowed=("localhost",)),
+            Middleware(AccessGuard, access=console.access),
+            Middleware(BodyLimit),
+        ]
+        self.app = Starlette(routes=create_routes(console), middleware=guards)
+        self.token, text = console.tokens.create("agent", created_by="ada", job_id=job.job_id)
+        self.headers = {"Authorization": f"Bearer {text}"}
+
+
+def heartbeat(worker: str, seq: int) -> dict[str, Any]:
+    """A batch of one."""
+    said = {"generation": 1, "iteration": 3, "phase": "training"}
+    return {"heartbeats": [{"worker": worker, "incarnation": f"{worker}-a", "seq": seq, **said}]}
