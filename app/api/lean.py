@@ -43,7 +43,8 @@ class Lean:
         self._take, self._other, self._at_once = take, other, at_once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "HEAD" or any(name == b"idempotency-key" for name, _ in scope["headers"]):
+        odd = scope["method"] == "HEAD" or (scope["method"] == "POST" and scope["query_string"])
+        if odd or any(name == b"idempotency-key" for name, _ in scope["headers"]):
             await self._other(scope, receive, send)
             return
         job_id = scope["path_params"]["job_id"]
