@@ -8,14 +8,17 @@ from fastapi import APIRouter, Query, Response
 
 from openrecycle.app.api.runner import in_thread
 from openrecycle.app.console import Console
-from openrecycle.app.plans.exporting import BUNDLE, offer_named, render
+from openrecycle.app.plans.exporting import BUNDLE, BUNDLE_TYPE, offer_named, render
 from openrecycle.app.plans.references import OfJob, Reference, Saved
 from openrecycle.app.plans.sources import Source, export_of, find
 from openrecycle.planner.export import EXPORTERS
 
 Format = Annotated[str, Query(json_schema_extra={"enum": [*EXPORTERS, BUNDLE]})]
 Pipeline = Annotated[int | None, Query(ge=0, le=2**20)]
-FILE: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}, "description": "The file."}}
+_MEDIA_TYPES = sorted({*(entry.media_type for entry in EXPORTERS.values()), BUNDLE_TYPE})
+FILE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {name: {} for name in _MEDIA_TYPES}, "description": "The file, of the format's media type."}
+}
 
 
 def router(console: Console) -> APIRouter:

@@ -38,6 +38,7 @@ RELATIONS = {
     "POST /jobs": "pipelines x stages and the ops have limits; memory and profile must fit together",
     "POST /jobs/{job_id}/acknowledgements": "a generation is at most the newest",
     "POST /jobs/{job_id}/iterations": "an iteration must be below the number that the job runs",
+    "POST /jobs/{job_id}/interim": "the text of a document is a plan",
     "POST /jobs/{job_id}/measured": "columns have one entry per op",
     "POST /plans": "either a plan or a solve",
     "POST /solves": "profile, grid and technique must make a job",

@@ -16,7 +16,7 @@ EXAMPLES = 100
 STATEFUL_EXAMPLES = 300
 # Operations that follow from others' answers, of 71, by what is sent: right requests, wrong ones, or both. From wrong
 # ones alone, which are refused, little follows.
-FOLLOWING = {"positive": 40, "negative": 10, "all": 40}
+FOLLOWING = {"positive": 30, "negative": 10, "all": 30}
 _LOOSE = "checks.positive_data_acceptance.enabled = false"
 # Streams end with their job; a file with a history takes a process each.
 LEFT_OUT = "(stream|import|history\\.zip)$"
