@@ -98,6 +98,8 @@ def _kind(scope: Scope) -> tuple[object, ...] | None:
     path: str = scope["path"]
     if not path.endswith(_ENDS.get(scope["method"], ())) or not path.startswith(_JOBS):
         return None
+    if scope["method"] == "POST" and scope["query_string"]:
+        return None  # these have none: it is refused where all are
     headers: list[object] = []
     sized = scope["method"] == "GET"
     for name, value in scope["headers"]:

@@ -101,6 +101,7 @@ def test_acknowledgements_and_deployments_too(served: Served) -> None:
     )
     assert served.client.get(f"{path}?after=x", headers=served.headers).status_code == 422
     assert served.client.get(f"{path}?after=0&wait=61", headers=served.headers).status_code == 422
+    assert served.post("acknowledgements?misspelt=1", said)[0] == 422
     operator = {"Authorization": "Bearer the console's own"}
     assert served.client.head(path, headers=operator).status_code == 405
 
