@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plan import JobDoc, MetricsDoc, Plan, PlanError, SolverDoc, first_problem
+from openrecycle.planner.plan import INTEGER, JobDoc, MetricsDoc, Plan, PlanError, SolverDoc, first_problem, read_model
 from openrecycle.planner.plan_arrays import ColumnarPlan, Columns, F, I, Ints, NotColumnar, problem_of
 from openrecycle.planner.solvers.base import Solution
 from openrecycle.planner.solvers.portfolio import metrics_of, plan_of, solver_of
@@ -66,6 +66,9 @@ class Asked(BaseModel):
         return Question(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
 
+_Int = Annotated[int, INTEGER]
+
+
 class Header(BaseModel):
     """failed: by stage, the pipelines whose worker is dead. metrics: without peak_activations.
 
@@ -75,15 +78,15 @@ class Header(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    failed: tuple[tuple[int, ...], ...]
+    failed: tuple[tuple[_Int, ...], ...]
     metrics: MetricsDoc
     solver: SolverDoc
     effort: Effort
     form: Literal["columns", "json"]
-    rows: tuple[int, ...] = ()
+    rows: tuple[_Int, ...] = ()
     types: tuple[Literal["i1", "i2", "i4", "i8"], ...] = ()
     fingerprint: str | None = Field(default=None, max_length=64)
-    peaks: tuple[int, ...] = ()
+    peaks: tuple[_Int, ...] = ()
     asked: Annotated[Asked | None, Field(exclude_if=lambda value: value is None)] = None
 
     @property
@@ -394,7 +397,7 @@ def _opened(blob: bytes, source: str) -> tuple[Header, bytes]:
         raise PlanError(f"{source} is damaged (its checksum differs); make the catalog again to replace it")
     (length,) = struct.unpack("<I", body[len(MAGIC) : begin])
     try:
-        header = Header.model_validate_json(_inflate(body[begin : begin + length], MAX_HEADER))
+        header = read_model(Header, _inflate(body[begin : begin + length], MAX_HEADER))
     except ValidationError as error:
         raise PlanError(f"{source} is not a stored plan: {first_problem(error)}") from None
     except (zlib.error, ValueError, json.JSONDecodeError) as error:

@@ -148,9 +148,9 @@ class OpDoc(_Model):
     """`micro_batch` counts from 0 inside its home `pipeline`; null for O, which belongs to none."""
 
     kind: Literal["F", "I", "W", "B", "O"]
-    pipeline: StrictInt
-    micro_batch: StrictInt | None
-    stage: StrictInt
+    pipeline: Annotated[int, INTEGER]
+    micro_batch: Annotated[int | None, INTEGER]
+    stage: Annotated[int, INTEGER]
     start: Time
     duration: Time
 
@@ -201,7 +201,7 @@ class MetricsDoc(_Model):
     # Against planner.fault_free.best_fault_free; against this very plan where it is shorter than that, since
     # a plan around failures is one without them too.
     slowdown_vs_best: StrictFloat
-    peak_activations: dict[WorkerName, StrictInt]
+    peak_activations: dict[WorkerName, Annotated[int, INTEGER]]
 
 
 # Solvers whose search may prove a bound above those of planner.bounds. The proof is not in the document.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
@@ -87,11 +87,11 @@ class FreezeWanted(BaseModel):
 
 
 class ReplanWanted(BaseModel):
-    """solver: auto, list, cp-sat or milp. seconds: that it may take at most."""
+    """seconds: that it may take at most."""
 
     model_config = ConfigDict(extra="forbid")
 
-    solver: Annotated[str, Field(max_length=20)] = "auto"
+    solver: Literal["auto", "list", "cp-sat", "milp"] = "auto"
     seconds: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
 
 

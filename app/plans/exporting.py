@@ -19,7 +19,7 @@ from openrecycle.planner.export.gantt import MAX_ROWS, MAX_STAGES
 from openrecycle.planner.plan import MEASURED, Plan
 from openrecycle.planner.plan_arrays import ColumnarPlan
 
-BUNDLE = "bundle"
+BUNDLE, BUNDLE_TYPE = "bundle", "application/zip"
 MAX_OPS = 2_000_000
 # Above this a file takes so long that the console's own work would wait for it: a child makes it.
 OPS_HERE = 20_000
@@ -76,7 +76,7 @@ def offers(plan: Plan, name: str, job_id: str | None = None) -> list[Offer]:
         title = entry.title + (", pipeline 0" if pipeline == 0 and plan.job.pipelines > 1 else "")
         refusal = _refusal(plan, entry.name)
         out.append(Offer(entry.name, title, entry.media_type, stem + entry.suffix, pipeline, refusal))
-    bundle = Offer(BUNDLE, "Job bundle (zip)", "application/zip", stem + ".zip", refusal=_refusal(plan, BUNDLE))
+    bundle = Offer(BUNDLE, "Job bundle (zip)", BUNDLE_TYPE, stem + ".zip", refusal=_refusal(plan, BUNDLE))
     return [*out, bundle]
 
 

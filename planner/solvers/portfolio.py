@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from heapq import heappop, heappush
 from typing import Protocol
 
 from openrecycle.planner.baseline import reference_period
@@ -114,18 +115,19 @@ def best_solution(
 def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled | None = None) -> Solution:
     """The list scheduler's plan for more failures, which is one for these too, where it is shorter.
 
-    Looked at, while that may be shorter: plans for one failure more, those of the lowest bounds first; and those for
-    one more than any that was shorter. How many depends on the job alone; `until` (perf_counter) ends it early.
+    Looked at, while that may be shorter: plans for one failure more, those of the lowest bounds first; then for one
+    more than those, from the shortest plan on, since what is reached from a set of failures must be reached from each
+    of its subsets. How many depends on the job alone; `until` (perf_counter) ends it early.
     """
     problem = solution.schedule.problem
     looks = _looks(problem.job) if problem.failed else 0
-    seen: set[frozenset[Worker]] = set()
-    here: frozenset[Worker] | None = problem.failed
-    while here is not None:
-        start, here = here, None
+    seen: set[frozenset[Worker]] = {problem.failed}
+    # Sets of failures to go on from, by how long their plan is, and when it was made.
+    waiting: list[tuple[int, int, frozenset[Worker]]] = [(solution.schedule.period, 0, problem.failed)]
+    while waiting:
+        _, _, start = heappop(waiting)
         more = [replace(problem, failed=failed) for failed in _one_more(start, problem.job) if failed not in seen]
-        ranked = sorted(more, key=period_bound)
-        for wider in ranked:
+        for wider in sorted(more, key=period_bound):
             if solution.optimal or not looks or time.perf_counter() > until or (cancelled and cancelled()):
                 return solution
             if period_bound(wider) >= solution.schedule.period:
@@ -134,8 +136,9 @@ def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled |
             seen.add(wider.failed)
             left = until - time.perf_counter()
             other = ListScheduler().solve(wider, time_limit=left, cancelled=cancelled).schedule.for_fewer(problem)
+            heappush(waiting, (other.period, len(seen), wider.failed))
             if other.period < solution.schedule.period:
-                solution, here = replace(solution, schedule=other), wider.failed
+                solution = replace(solution, schedule=other)
     return solution
 
 

@@ -31,11 +31,13 @@ from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
 
 CURSOR = "a cursor is one that the console has given"
+PIPELINE = "a pipeline is one of the plan's, and not every format holds one alone"
 # Rules between fields, and sizes that only their product says, which JSON Schema has no words for. What these
 # refuse that the document allows is a 422 all the same, which the other checks see to.
 RELATIONS = {
     "POST /jobs": "pipelines x stages and the ops have limits; memory and profile must fit together",
     "POST /jobs/{job_id}/iterations": "an iteration must be below the number that the job runs",
+    "POST /jobs/{job_id}/interim": "the text of a document is a plan",
     "POST /jobs/{job_id}/measured": "columns have one entry per op",
     "POST /plans": "either a plan or a solve",
     "POST /solves": "profile, grid and technique must make a job",
@@ -45,6 +47,8 @@ RELATIONS = {
     "PUT /profiles/{name}": "op times and grid must make a job",
     "GET /jobs": CURSOR,
     "GET /jobs/{job_id}/plans": CURSOR,
+    "GET /jobs/{job_id}/plans/{fingerprint}/export": PIPELINE,
+    "GET /plans/{fingerprint}/export": PIPELINE,
     "GET /jobs/{job_id}/workers/{worker}/history": "the time between since and until, in steps, has a limit",
     "GET /plans": CURSOR,
     "GET /solves": CURSOR,

@@ -100,3 +100,18 @@ def test_whole_numbers_are_as_json_schema_has_them(plan: Plan, tmp_path: Path) -
         else:
             with pytest.raises(PlannerError):
                 load_profile(_file(text, tmp_path))
+
+
+def test_whole_numbers_of_an_op_are_too(plan: Plan) -> None:
+    document = json.loads(plan.to_json())
+    op = next(ops[0] for ops in document["workers"].values() if ops[0]["stage"] == 1)
+    assert (op["pipeline"], op["micro_batch"]) == (0, 0)
+    for name, whole in (("stage", 1), ("pipeline", 0), ("micro_batch", 0)):
+        for value, taken in ((float(whole), True), (whole + 0.5, False), (str(whole), False), (bool(whole), False)):
+            op[name] = value
+            if taken:
+                assert Plan.from_json(json.dumps(document)) == plan
+            else:
+                with pytest.raises(PlannerError):
+                    Plan.from_json(json.dumps(document))
+        op[name] = whole

@@ -120,6 +120,8 @@ STEPS = [
     ((3, 3, 6), UNEVEN, Technique.STAGGERED, "8", "W1_0 W2_2", "W2_1"),
     ((3, 4, 6), UNEVEN, Technique.STAGGERED, "8", "W0_2 W2_3", "W2_1"),
     ((3, 4, 6), UNEVEN, Technique.STAGGERED, "1f1b", "W1_3 W2_2", "W2_1"),
+    # Shorter only with two failures more than these.
+    ((3, 4, 6), UNEVEN, Technique.DECOUPLED, "uniform", "W0_1 W2_0 W2_1", "W2_2"),
 ]
 
 
