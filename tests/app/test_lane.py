@@ -15,6 +15,8 @@ from openrecycle.app.api import lean
 from openrecycle.app.notify import AT_ONCE, Topic
 from openrecycle.app.security.access import Access
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def served(here: ConsoleHere) -> Iterator[Served]:

@@ -82,6 +82,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert out.read_bytes() == b"before" and list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["-", "/dev/stdout"])
 def test_standard_output_gets_the_document(name: str, plan_file: Path) -> None:
     made = planner("plan", *SIZES, "--out", name)
@@ -105,6 +106,7 @@ def test_a_device_in_the_place_of_a_file_stays_a_device() -> None:
     assert done.stderr.count(b"\n") == 1 and stat.S_ISCHR(Path("/dev/full").stat().st_mode)
 
 
+@pytest.mark.processes
 def test_a_table_in_a_pipe_is_not_cut(plan_file: Path) -> None:
     table = planner("compare", plan_file, plan_file).stdout.decode()
     lines = [line for line in table.splitlines() if "fingerprint" in line or line.count(plan_file.name) > 1]
