@@ -3,6 +3,8 @@ PYTHON ?= python3
 PORT ?= 8501
 # Two test processes: many tests start a dozen processes of their own.
 JOBS ?= 2
+# FAST=1: without the tests that start processes, or need a browser or PostgreSQL.
+FAST ?=
 BIN := .venv/bin
 export PYTHON
 
@@ -11,8 +13,8 @@ export PYTHON
 run: setup  ## the console and a real training job on this machine
 	@exec $(BIN)/python -m app demo --port $(PORT)
 
-test: setup-tests  ## all tests
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests --ignore tests/chaos
+test: setup-tests  ## all tests but the long ones; FAST=1: those without processes
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(if $(FAST),--fast) -m "not chaos" tests --ignore tests/chaos
 
 lint: setup-tests  ## style and types
 	@$(BIN)/ruff check .
@@ -22,7 +24,7 @@ lint: setup-tests  ## style and types
 	@$(BIN)/mypy
 
 chaos: setup-tests  ## hundreds of kills, every bit compared (about half an hour)
-	@$(BIN)/python -m pytest -n $(JOBS) tests/chaos
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m chaos tests
 
 bench: setup-tests  ## every benchmark, with the machine's load beside each figure
 	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m tests.benchmarks.$$(basename $$file .py) || exit 1; done

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import settings
@@ -27,18 +30,68 @@ settings.register_profile("tests", deadline=None, derandomize=True, database=Non
 settings.load_profile("tests")
 
 
+# What `make test FAST=1` leaves out.
+_SLOW = ("processes", "browser", "postgresql", "chaos")
+
+
+def at_length(*values: Any) -> Any:
+    """A parameter's value that `make test` spares itself, as another one goes the same way; `make chaos` does not."""
+    return pytest.param(*values, marks=pytest.mark.chaos)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help=f"without the tests marked {', '.join(_SLOW)}")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Whoever distributes the tests has none to run.
+    if session.config.getoption("--fast") and session.items:
+        _refuse_processes()
+
+
+def _refuse_processes() -> None:
+    """A test that starts one without the mark fails; what it starts is not started."""
+
+    def refuse(*_: Any) -> NoReturn:
+        # Not an Exception, which the program may catch.
+        pytest.fail("this test starts a process: mark it with pytest.mark.processes")
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
+            refuse()
+
+    sys.addaudithook(hear)
+    # multiprocessing starts its processes below what Python audits.
+    multiprocessing.process.BaseProcess.start = refuse  # type: ignore[method-assign]
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is set up once for a module is set up in one test process, not in each."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what runs on PostgreSQL and what lies in tests/chaos, and keeps together what shares a fixture:
+    what is set up once for a module, or once in all with a parameter, is set up in one test process, not in each."""
     for item in items:
-        if not isinstance(item, pytest.Function) or item.get_closest_marker("xdist_group"):
+        if "chaos" in item.path.parts:
+            item.add_marker(pytest.mark.chaos)
+        if not isinstance(item, pytest.Function):
+            continue
+        values = item.callspec.params if hasattr(item, "callspec") else {}
+        if "postgres_url" in item.fixturenames or any(str(value) == "postgresql" for value in values.values()):
+            item.add_marker(pytest.mark.postgresql)
+        if item.get_closest_marker("xdist_group"):
             continue
         found = item._fixtureinfo.name2fixturedefs
-        shared = sorted(name for name, definitions in found.items() if definitions[-1].scope == "module")
-        if shared:
-            values = item.callspec.params if hasattr(item, "callspec") else {}
+        scopes = {name: definitions[-1].scope for name, definitions in found.items()}
+        shared = sorted(name for name, scope in scopes.items() if scope == "module")
+        wide = sorted(name for name, scope in scopes.items() if scope == "session" and name in values)
+        if wide:
+            item.add_marker(pytest.mark.xdist_group("-".join(f"{name}-{values[name]}" for name in wide)))
+        elif shared:
             kinds = [str(values[name]) for name in shared if name in values]
             item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *kinds])))
+    if config.getoption("--fast"):
+        slow = [item for item in items if any(map(item.get_closest_marker, _SLOW))]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
 
 
 def _postgres_bin() -> Path | None:

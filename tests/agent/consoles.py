@@ -47,7 +47,8 @@ def until(condition: Callable[[], T], what: str, timeout: float = 60.0) -> T:
             answer = condition()
             if answer:
                 return answer
-        time.sleep(0.02)
+        # Each answer costs the console as much as a worker of these jobs needs for an iteration.
+        time.sleep(0.1)
     raise AssertionError(f"waited {timeout:.0f} s for {what}")
 
 

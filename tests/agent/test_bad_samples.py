@@ -20,6 +20,7 @@ from tests.agent.consoles import console
 from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses
 from tests.agent.poisoned import Poisoned
 from tests.agent.runs import forked
+from tests.conftest import at_length
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
 
@@ -73,8 +74,10 @@ def test_the_mean_is_over_the_others() -> None:
     assert float.fromhex(job.losses[0]) == pytest.approx(sum(losses) / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("transport", ["tagged", "ordered"])
-@pytest.mark.parametrize("keep", [False, True], ids=["redo all", "keep finished"])
+@pytest.mark.parametrize(
+    ("keep", "transport"),
+    [(False, "tagged"), (True, "ordered"), at_length(False, "ordered"), at_length(True, "tagged")],
+)
 def test_deaths_do_not_show_in_the_bits(undisturbed: LocalJob, keep: bool, transport: Transport) -> None:
     """A worker dies in the iteration that is poisoned, another one after it, and one comes back."""
 

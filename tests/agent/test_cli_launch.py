@@ -61,6 +61,7 @@ def test_bad_input(arguments: list[str], words: list[str]) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.processes
 def test_as_a_user_sees_it() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "agent", "launch", "--kill", "W9_9@1:F0"],

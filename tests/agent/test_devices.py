@@ -59,6 +59,7 @@ def test_without_cuda_in_torch_one_sentence_says_so() -> None:
     assert "is built without CUDA" in done.stderr
 
 
+@pytest.mark.processes
 @WITHOUT_CUDA
 def test_the_trainer_names_its_argument() -> None:
     with pytest.raises(InputError, match=r"^platform\.device: got 'cuda', expected cpu, since"):

@@ -48,6 +48,7 @@ def test_a_full_disk_is_said_at_once_and_training_goes_on() -> None:
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+@pytest.mark.processes
 def test_a_disk_that_has_space_again_gets_the_whole_record(tmp_path: Path) -> None:
     """In a process of its own, whose files may not grow until it has said that they can't."""
     script = tmp_path / "script.py"

@@ -11,6 +11,7 @@ from openrecycle.agent.options import HandOver, Optimization
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
+from tests.conftest import at_length
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
 
@@ -28,7 +29,7 @@ def _job(**options: Any) -> LocalJob:
         hand_over=SLOW,
         timeouts=SHORT,
         kills=("W1_1@1:I1",),
-        pace=0.005,
+        pace=0.02,
         **options,
     )
 
@@ -80,7 +81,7 @@ def test_the_others_train_on_while_the_state_comes(optimization: Optimization) -
     assert {i["generation"] for i in job.iterations} == {1, 2, 3}
 
 
-@pytest.mark.parametrize("victim", ["W1_1", "W0_1", "W2_0"])
+@pytest.mark.parametrize("victim", ["W1_1", at_length("W0_1"), at_length("W2_0")])
 def test_a_death_while_the_state_comes(victim: str) -> None:
     """Of the newcomer, of a peer that may be the one that gives it, of somebody else: what has come stays good."""
     struck: list[str] = []

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import requests
 
+pytestmark = pytest.mark.processes
+
 PLAIN = ("pydantic", "requests", "rich", "typer")
 ROOT = Path(__file__).resolve().parents[2]
 TRAINS = """
@@ -115,6 +117,7 @@ def test_it_trains_through_a_death_and_reports(bare: Path, tmp_path: Path) -> No
     assert done.stdout.splitlines() == ["3 W0_1 ['0.bias', '0.weight', '2.bias', '2.weight']", "[]"]
 
 
+@pytest.mark.processes
 def test_reporting_needs_no_torch(bare: Path) -> None:
     done = run(bare, "-c", "import sys, openrecycle.agent.reporter; print('torch' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
@@ -132,6 +135,7 @@ def test_the_command_line_trains_through_a_death(bare: Path, tmp_path: Path) -> 
     assert [line["failure"]["worker"] for line in lines if "failure" in line] == ["W0_1"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
@@ -156,6 +160,7 @@ def test_what_pip_installs_is_declared() -> None:
     assert pinned - extras - {"torch", "openrecycle", *PLAIN} == set()
 
 
+@pytest.mark.processes
 def test_the_wheel_has_one_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert {name.partition("/")[0].partition("-")[0] for name in archive.namelist()} == {"openrecycle"}

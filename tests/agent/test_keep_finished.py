@@ -8,6 +8,7 @@ import pytest
 
 from openrecycle.agent.options import Faults, Optimization
 from tests.agent.local_jobs import LocalJob, fault_free_losses
+from tests.conftest import at_length
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
 
@@ -25,7 +26,9 @@ def _run(*kills: str, **options: Any) -> LocalJob:
     return LocalJob(**GRID, iterations=ITERATIONS, kills=kills, faults=KEEP, optimization=Optimization(**options)).run()
 
 
-@pytest.mark.parametrize("kill", ["W1_1@2:F0", "W0_1@2:I2", "W1_0@2:W3", "W1_0@2:R", "W0_1@2:O"])
+@pytest.mark.parametrize(
+    "kill", [at_length("W1_1@2:F0"), "W0_1@2:I2", at_length("W1_0@2:W3"), "W1_0@2:R", at_length("W0_1@2:O")]
+)
 def test_the_bits_stay(kill: str, losses: list[str]) -> None:
     """Wherever it falls: nothing finished yet, half of it, sums that a reduction has begun to mix, a stage that
     has stepped."""

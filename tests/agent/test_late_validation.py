@@ -20,6 +20,7 @@ from openrecycle.agent.validation_exchange import Steps
 from openrecycle.planner.job import Worker
 from tests.agent.nan_model import NanModel
 from tests.agent.runs import Run, nan_model
+from tests.conftest import at_length
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("nan_model")]
 
@@ -80,7 +81,7 @@ def test_steps_taken_before_their_verdict_end_in_the_same_bits(synchronous: Run,
     [
         ("W0_1@1:V",),  # between the step and its verdict, which is to clip it
         ("W1_0@20:V", "W0_1@40:I1"),  # which is to skip it; and one more while the stages wait for verdicts
-        ("W1_1@55:V",),  # after the last step
+        at_length(("W1_1@55:V",)),  # after the last step
         ("W0_0@1:O",),  # some have stepped, and the verdict on what they did is never heard
     ],
 )

@@ -277,6 +277,7 @@ def test_what_a_worker_is_at_travels_with_its_heartbeat() -> None:
 # -- what the system says ------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_a_process_that_computes_sleeps_or_is_stopped_is_told_apart() -> None:
     def until(good: object, pid: int) -> bool:
@@ -311,6 +312,7 @@ class Sent(list[dict[str, object]]):
         self.append(message)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_a_node_s_launcher_vouches_for_a_worker_that_computes_and_for_no_other() -> None:
     """The lead can't look at processes of another host."""

@@ -12,6 +12,7 @@ from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from openrecycle.agent.launch import JobFailed
 from openrecycle.agent.options import Checkpoints
 from tests.agent.local_jobs import LocalJob, fault_free_losses
+from tests.conftest import at_length
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
 
@@ -113,7 +114,7 @@ def test_two_that_return_at_once_both_find_a_place() -> None:
     assert job.losses == fault_free_losses(len(job.losses), **grid)
 
 
-@pytest.mark.parametrize("victim", ["mover", "W2_1"])
+@pytest.mark.parametrize("victim", ["mover", at_length("W2_1")])
 def test_a_death_during_a_move(victim: str) -> None:
     """Of the worker that moves, or of one on the stage that it leaves."""
     grid = GRID | {"pipelines": 4}

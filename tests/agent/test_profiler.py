@@ -133,6 +133,7 @@ def test_what_can_not_be_measured_is_said(arguments: list[str], field: str, tmp_
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.processes
 def test_times_that_vary_too_much_are_not_written(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     command = [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.runs import ITERATIONS, Run, fault_free, small
+from tests.conftest import at_length
 
 # One test process for all of these: they share the fault-free run they compare with.
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
@@ -28,14 +29,14 @@ def _same_bits(run: Run, reference: Run) -> None:
     ("moment", "kill"),
     [
         ("before anything else", "W0_0@0:F0"),
-        ("warm-up", "W1_0@2:F1"),
+        at_length("warm-up", "W1_0@2:F1"),
         ("steady state", "W0_1@3:I1"),
-        ("steady state, a weight gradient", "W1_2@3:W2"),
-        ("cool-down", "W0_2@3:W3"),
-        ("cool-down of the first stage", "W1_0@2:I3"),
+        at_length("steady state, a weight gradient", "W1_2@3:W2"),
+        at_length("cool-down", "W0_2@3:W3"),
+        at_length("cool-down of the first stage", "W1_0@2:I3"),
         ("during the reduction", "W1_1@3:R"),
         ("right before the step", "W0_1@3:O"),
-        ("right before the first stage's last step", "W0_0@5:O"),
+        at_length("right before the first stage's last step", "W0_0@5:O"),
     ],
 )
 def test_one_death(moment: str, kill: str, reference: Run, tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_a_death_and_a_return(reference: Run, tmp_path: Path) -> None:
     assert [line["living"] for line in run.iterations][:2] == [6, 5]
 
 
-@pytest.mark.parametrize("technique", ["fault-free", "adaptive", "decoupled"])
+@pytest.mark.parametrize("technique", [at_length("fault-free"), "adaptive", at_length("decoupled")])
 def test_the_technique_does_not_show_in_the_numbers(technique: str, reference: Run, tmp_path: Path) -> None:
     _same_bits(small(tmp_path / "run.jsonl", "--technique", technique, "--memory", "1f1b"), reference)
 

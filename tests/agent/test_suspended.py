@@ -12,6 +12,7 @@ import pytest
 
 from openrecycle.agent.timeouts import Timeouts
 from tests.agent.local_jobs import LocalJob, fault_free_losses
+from tests.conftest import at_length
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
 
@@ -75,7 +76,7 @@ def test_workers_that_are_woken_later_than_the_launcher() -> None:
     run(suspend)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, at_length(2)])
 def test_all_workers_while_the_launcher_runs(seed: int) -> None:
     dice = random.Random(seed)
 

@@ -17,6 +17,7 @@ from openrecycle.agent.trainer import TrainingResult
 from tests.agent import own_jobs, wrong_jobs
 from tests.agent.consoles import console
 from tests.agent.local_jobs import LocalJob, fault_free_losses
+from tests.conftest import at_length
 
 pytestmark = pytest.mark.processes
 ENDLESS = 100_000
@@ -168,7 +169,7 @@ def test_a_death_while_the_job_comes_to_its_early_end() -> None:
     assert job.lines[-1] == plain.lines[-1] and "final" in job.lines[-1]
 
 
-@pytest.mark.parametrize("mode", ["deterministic", "fast"])
+@pytest.mark.parametrize("mode", ["deterministic", at_length("fast")])
 def test_a_micro_batch_that_is_not_a_number_is_named(mode: Mode, tmp_path: Path) -> None:
     """The loss alone would look as if nothing had happened."""
     seen: list[tuple[int, tuple[int, ...]]] = []

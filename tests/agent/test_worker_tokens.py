@@ -22,6 +22,7 @@ raise SystemExit(worker.exitcode)
 """
 
 
+@pytest.mark.processes
 def test_workers_are_forked_without_the_token_in_their_environment() -> None:
     environment = {**os.environ, "OPENRECYCLE_TOKEN": "an-operators-token", "FOR_WORKERS": "as well"}
     done = subprocess.run(

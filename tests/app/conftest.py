@@ -10,9 +10,9 @@ from openrecycle.app.console import Console, set_console
 from tests.conftest import new_database
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
-    """A real console process, shared by the tests of a module: each makes a job of its own."""
+    """A real console process, shared by all tests that need no other one: each makes a job of its own."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path_factory.mktemp('console') / 'console.db'}"
     else:

@@ -24,6 +24,8 @@ from openrecycle.planner.plan import job_doc
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE, Advice, Option, best_option
 from openrecycle.planner.simulation.costs import RecoveryCosts
 
+pytestmark = pytest.mark.processes
+
 HOUR = 3600.0
 
 

@@ -9,6 +9,8 @@ import pytest
 import requests
 from console_server import Agents, ConsoleServer
 
+pytestmark = pytest.mark.processes
+
 STAGE = {"forward": 1, "input_backward": 1, "weight_backward": 1, "optimizer": 0}
 PROFILE = {"pipelines": 2, "stages": 2, "micro_batches": 2, "profiles": [STAGE, STAGE], "transfers": [0]}
 BYTES = {"memory": "bytes"}

@@ -20,6 +20,8 @@ from openrecycle.app.api.routes import create_routes
 from openrecycle.planner.check import check
 from openrecycle.planner.plan import Plan
 
+pytestmark = pytest.mark.processes
+
 API = "/api/v1"
 SMALL = {"pipelines": 2, "stages": 2, "micro_batches": 3, "tolerance": 1}
 
@@ -211,7 +213,7 @@ def test_no_body_breaks_it(here: ConsoleHere, client: TestClient) -> None:
         until(partial(begun, number_of), "there is room for another")
     seen: set[int] = set()
 
-    @settings(max_examples=150, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(body=st.one_of(junk, st.fixed_dictionaries({}, optional=FIELDS)))
     def send(body: Any) -> None:
         content = json.dumps(body).encode()

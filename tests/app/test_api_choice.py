@@ -12,6 +12,8 @@ import pytest
 from console_server import Agents, ConsoleServer
 from ui_console import until
 
+pytestmark = pytest.mark.processes
+
 MS = {"F": 40.0, "I": 40.0, "W": 40.0}
 # Nobody sends heartbeats here, and comparing the options takes its time on a busy machine.
 PATIENT = ("--api-only", "--suspect", "80000", "--dead", "86400")

@@ -14,6 +14,8 @@ import pytest
 import requests
 from console_server import ConsoleServer
 
+pytestmark = pytest.mark.processes
+
 DOCS = Path(__file__).resolve().parents[2] / "app" / "docs" / "api.md"
 
 

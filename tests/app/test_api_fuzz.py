@@ -19,6 +19,8 @@ from openrecycle.app.console import Console
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
+pytestmark = pytest.mark.processes
+
 NAMES = ["W0_0", "W0_1", "W1_0", "W1_1"]
 
 

@@ -16,6 +16,8 @@ from openrecycle.app.cli import cli
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def ended(agents: Agents) -> Agents:

@@ -12,6 +12,8 @@ from openrecycle.app.api.idempotency import keeps_keys
 from openrecycle.db.idempotency import KEPT_SECONDS, IdempotentRequests
 from openrecycle.db.session import Database
 
+pytestmark = pytest.mark.processes
+
 KEY = {"Idempotency-Key": "the operator's click"}
 
 

@@ -14,6 +14,8 @@ from console_server import Agents, ConsoleServer
 from openrecycle.planner.check import check
 from openrecycle.planner.plan import Plan
 
+pytestmark = pytest.mark.processes
+
 
 def plan_of(agents: Agents, fingerprint: str) -> Plan:
     answer = agents.server.get(agents.path(f"/plans/{fingerprint}"))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from console_server import Agents, ConsoleServer
 
 from openrecycle.agent.protocol import clock_name
+
+pytestmark = pytest.mark.processes
 
 
 def test_the_clock_of_the_console(server: ConsoleServer) -> None:

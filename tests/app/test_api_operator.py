@@ -3,8 +3,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 import requests
 from console_server import Agents, ConsoleServer
+
+pytestmark = pytest.mark.processes
 
 
 def test_a_kill_reaches_the_waiting_launcher_of_a_demo_job(server: ConsoleServer) -> None:

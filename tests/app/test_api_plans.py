@@ -23,6 +23,8 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem
 from openrecycle.planner.plan import Plan, job_doc
 from openrecycle.planner.solvers.portfolio import make_plan
 
+pytestmark = pytest.mark.processes
+
 API = "/api/v1"
 JOB = job_doc(Job.uniform(3, 4, 6)).model_dump(mode="json")
 HARD = job_doc(Job.uniform(6, 6, 12, durations={"F": 1, "I": 1.3, "W": 0.7, "transfer": 0.4})).model_dump(mode="json")

@@ -16,6 +16,8 @@ from openrecycle.planner.job import Job, Worker
 from openrecycle.planner.plan import job_doc
 from openrecycle.planner.profiles import load_profile, shipped
 
+pytestmark = pytest.mark.processes
+
 API = "/api/v1"
 UNEVEN = job_doc(Job.uniform(2, 3, 4, durations={"F": 2, "I": 3, "W": 1, "transfer": 0.5})).model_dump(mode="json")
 SPEC = {"name": "n", "pipelines": 4, "stages": 3, "micro_batches": 8, "iterations": 5}

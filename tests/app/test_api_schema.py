@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from api_schema import ENDLESS, Api, api_in
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:

@@ -14,6 +14,8 @@ from console_server import Agents, ConsoleServer
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
 
+pytestmark = pytest.mark.processes
+
 JOB = job_doc(Job.uniform(2, 2, 2)).model_dump(mode="json")
 
 

@@ -18,6 +18,8 @@ from openrecycle.app.coordination.events import Exited, PlanReady
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.applying import misfit, use_plan
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:

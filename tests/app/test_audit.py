@@ -19,6 +19,8 @@ from openrecycle.app.security.guard import AccessGuard
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
 
+pytestmark = pytest.mark.processes
+
 TOKEN = "a-token-for-the-tests"
 JOB = job_doc(Job.uniform(3, 4, 6)).model_dump(mode="json")
 SPEC = {"name": "job", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9}

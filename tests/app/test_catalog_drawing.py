@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from openrecycle.app.catalogs.report import CatalogReport, CountLine, PlanLine, whole_counts
 from openrecycle.app.ui import catalog_words
 from openrecycle.planner.job import Job, MemoryLimit, Technique
 from openrecycle.planner.packed import Question
+
+pytestmark = pytest.mark.processes
 
 QUESTION = Question(Job.uniform(3, 4, 6), Technique.STAGGERED, MemoryLimit("uniform"))
 

@@ -69,6 +69,7 @@ def reported(catalogs: Catalogs, question: Question, tolerance: int) -> CatalogR
     return found[-1]
 
 
+@pytest.mark.processes
 def test_filling_makes_every_pattern_and_stores_it(catalogs: Catalogs, store: Store) -> None:
     request = parse_request(**SMALL)
     seen: list[str] = []
@@ -93,6 +94,7 @@ def test_filling_makes_every_pattern_and_stores_it(catalogs: Catalogs, store: St
     assert (again.state, again.planned, again.done) == ("done", 0, 3), "nothing is planned twice"
 
 
+@pytest.mark.processes
 def test_several_processes_share_a_filling(store: Store) -> None:
     catalogs = Catalogs(store, processes=2)
     request = parse_request(pipelines=3, stages=3, micro_batches=3, tolerance=2)
@@ -102,6 +104,7 @@ def test_several_processes_share_a_filling(store: Store) -> None:
     catalogs.close()
 
 
+@pytest.mark.processes
 def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalogs, store: Store) -> None:
     request = parse_request(**LONG)
     filling = catalogs.fill(request)
@@ -125,6 +128,7 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
     assert kept.items() <= after.items()
 
 
+@pytest.mark.processes
 def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs, store: Store) -> None:
     filling = catalogs.fill(parse_request(**LONG))
     until(lambda: bool(store.catalog_blobs(filling.fingerprint).names()), "a plan is made")
@@ -134,6 +138,7 @@ def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs
     assert store.catalog_blobs(filling.fingerprint).names()
 
 
+@pytest.mark.processes
 def test_no_more_than_two_at_a_time(catalogs: Catalogs) -> None:
     fillings = [catalogs.fill(parse_request(**LONG | {"micro_batches": m})) for m in (6, 7)]
     with pytest.raises(ConsoleError, match="2 catalogs are being filled"):
@@ -164,6 +169,7 @@ def test_requests_name_the_field_that_is_wrong(values: dict[str, object], words:
     assert words in str(error.value)
 
 
+@pytest.mark.processes
 def test_large_grids_get_one_plan_per_count(catalogs: Catalogs) -> None:
     request = parse_request(pipelines=8, stages=6, micro_batches=8, tolerance=6)
     assert ended(catalogs.fill(request)).state == "done"
@@ -201,6 +207,7 @@ def test_a_better_plan_replaces_a_worse_one_and_no_other(catalogs: Catalogs) -> 
     assert catalogs.find(request.question, [Worker(0, 1)]) is None
 
 
+@pytest.mark.processes
 def test_damaged_plans_count_as_missing_and_are_made_again(catalogs: Catalogs, store: Store) -> None:
     request = parse_request(**SMALL)
     info = CatalogInfo.of(request.question)
@@ -235,6 +242,7 @@ def test_catalogs_of_other_op_times_or_planners_are_stale(catalogs: Catalogs, st
     assert summary({"info": "{}", "fingerprint": "x"}) is None
 
 
+@pytest.mark.processes
 def test_exports_hold_every_plan(catalogs: Catalogs, store: Store, tmp_path: Path) -> None:
     request = parse_request(**SMALL)
     fingerprint = ended(catalogs.fill(request)).fingerprint
@@ -264,6 +272,7 @@ def says_and_dies(channel: Channel, *messages: bytes) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, store: Store) -> None:
     request = parse_request(**SMALL)
     info = CatalogInfo.of(request.question)
@@ -278,6 +287,7 @@ def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, stor
 # -- what is drawn of it -----------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("colours", [LIGHT, DARK])
 @pytest.mark.parametrize(
     "values", [SMALL, {"pipelines": 8, "stages": 6, "micro_batches": 8, "tolerance": 4, "memory": "none"}]

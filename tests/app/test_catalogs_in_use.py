@@ -16,6 +16,8 @@ from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan, job_doc
 from openrecycle.planner.plan_arrays import ColumnarPlan
 
+pytestmark = pytest.mark.processes
+
 
 def wait(condition: Callable[[], bool]) -> None:
     until(condition, "it is so")

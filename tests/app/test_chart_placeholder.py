@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from xml.etree import ElementTree
 
+import pytest
 import ui_factory as factory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from openrecycle.app.ui.charts.rows import Rows
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.job import Worker
 from openrecycle.planner.schedule import Schedule
+
+pytestmark = pytest.mark.processes
 
 SVG = "{http://www.w3.org/2000/svg}"
 BAR = re.compile(r"M(-?\d+) ([\d.]+)h(\d+)V([\d.]+)h-?\d+z")

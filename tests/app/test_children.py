@@ -14,6 +14,8 @@ import pytest
 
 from openrecycle.app.children import Asked, Channel, ChildEnded, Children, begin_without_pages
 
+pytestmark = pytest.mark.processes
+
 PAGES = Path(__file__).resolve().parents[2] / "app" / "ui"
 PATIENCE = 120.0
 
@@ -25,6 +27,7 @@ def tell(channel: Channel) -> None:
     channel.say(f"{openrecycle.planner.errors.__file__} {str(PAGES) in sys.path} {'streamlit' in sys.modules}".encode())
 
 
+@pytest.mark.processes
 def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     page = ModuleType("__main__")  # what Streamlit puts there, and leaves there
     page.__file__ = str(PAGES / "main.py")
@@ -44,6 +47,7 @@ def hungry(channel: Channel, size: int) -> None:
         channel.say(b"no more")
 
 
+@pytest.mark.processes
 def test_a_child_takes_no_more_memory_than_it_may() -> None:
     children = Children(hungry, name="hungry", memory=256 << 20)
     assert children.ask(64 << 20, patience=PATIENCE) == b"%d" % (64 << 20)
@@ -71,6 +75,7 @@ def processes(messages: list[bytes]) -> set[bytes]:
     return {message.split()[1] for message in messages}
 
 
+@pytest.mark.processes
 def test_a_process_that_is_kept_answers_one_question_after_the_other_and_another_one_beside_it() -> None:
     children = Children(count, name="counting", keep=PATIENCE)
     children.prepare()
@@ -85,6 +90,7 @@ def test_a_process_that_is_kept_answers_one_question_after_the_other_and_another
     assert ended(second)
 
 
+@pytest.mark.processes
 def test_one_that_is_not_kept_ends_with_its_answer_and_takes_what_was_prepared() -> None:
     children = Children(count, name="counting")
     children.prepare()
@@ -96,6 +102,7 @@ def test_one_that_is_not_kept_ends_with_its_answer_and_takes_what_was_prepared()
     assert len(list(asked.messages())) == 1 and ended(asked)
 
 
+@pytest.mark.processes
 def test_what_is_not_wanted_any_more_ends_soon_and_its_process_goes_on() -> None:
     children = Children(count, name="counting", keep=PATIENCE)
     endless = children.begin(10**9, grace=PATIENCE)
@@ -111,6 +118,7 @@ def test_what_is_not_wanted_any_more_ends_soon_and_its_process_goes_on() -> None
     children.close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("question", "killed"), [(-1, True), (0, False)])
 def test_one_that_dies_or_fails_says_so_and_the_next_question_has_another(question: int, killed: bool) -> None:
     children = Children(count, name="counting", keep=PATIENCE)
@@ -135,6 +143,7 @@ def deaf(channel: Channel) -> None:
         time.sleep(60)
 
 
+@pytest.mark.processes
 def test_one_that_takes_too_long_is_ended_with_what_it_started() -> None:
     asked = Children(deaf, name="deaf").begin(grace=0.1)
     messages = asked.messages()
@@ -149,12 +158,14 @@ def test_one_that_takes_too_long_is_ended_with_what_it_started() -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.processes
 def test_a_question_has_its_time() -> None:
     with pytest.raises(ChildEnded) as error:
         Children(deaf, name="deaf").ask(patience=0.1)
     assert error.value.late
 
 
+@pytest.mark.processes
 def test_no_more_than_so_many_at_a_time() -> None:
     children = Children(deaf, name="deaf", most=1)
 

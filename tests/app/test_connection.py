@@ -19,6 +19,8 @@ from openrecycle.app.api.connection import connections
 from openrecycle.app.api.crowd import Crowd
 from openrecycle.app.security.access import Access
 
+pytestmark = pytest.mark.processes
+
 
 class Connection(asyncio.Transport):
     """The console's end of a connection from 127.0.0.1, without a network: what comes in when is the test's.

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from console_server import Agents, ConsoleServer
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[ConsoleServer]:

@@ -27,6 +27,8 @@ from openrecycle.app.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
+pytestmark = pytest.mark.processes
+
 SPEC = JobSpec(name="job", pipelines=3, stages=2, micro_batches=3, iterations=50)
 NAMES = [f"W{p}_{s}" for p in range(3) for s in range(2)]
 

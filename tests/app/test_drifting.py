@@ -18,6 +18,8 @@ from openrecycle.planner.drift import Limits
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 
+pytestmark = pytest.mark.processes
+
 NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
 TIMES = {"F": 10.0, "I": 10.0, "W": 10.0}
 SPEC = JobSpec(

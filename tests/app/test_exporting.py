@@ -32,6 +32,8 @@ from openrecycle.planner.packed import pack, unpack
 from openrecycle.planner.plan import JobDoc, Plan, job_doc
 from openrecycle.planner.solvers.portfolio import make_plan
 
+pytestmark = pytest.mark.processes
+
 
 def opened(name: str, content: bytes, plan: Plan) -> None:
     """Reads the file with somebody else's reader where there is one, and counts its ops."""

@@ -10,6 +10,8 @@ from openrecycle.app.errors import ConsoleError
 from openrecycle.app.observing import log_book
 from openrecycle.app.observing.log_book import LogBook
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(
     ("report", "severity", "words"),

@@ -14,6 +14,8 @@ from openrecycle.app.observing.folding import Folding
 from openrecycle.app.ui.event_feed import feed_html
 from openrecycle.app.view import EventView
 
+pytestmark = pytest.mark.processes
+
 
 def stood_still(seconds: float) -> Note:
     text = f"the console stood still for {seconds} s; that time is not held against the workers"

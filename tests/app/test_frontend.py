@@ -16,6 +16,8 @@ from starlette.testclient import TestClient
 
 from openrecycle.app.frontend import PAGES, PageBase
 
+pytestmark = pytest.mark.processes
+
 MAIN = Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py"
 HTML = "<!DOCTYPE html><html><head><title>x</title></head><body><p>y</p></body></html>"
 BROWSER = {"Accept": "text/html,application/xhtml+xml"}

@@ -18,6 +18,8 @@ from openrecycle.app.observing.waiting import Wait, segments
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 
+pytestmark = pytest.mark.processes
+
 PINNED = Baseline(18.0, "measured", 1, 20)
 
 

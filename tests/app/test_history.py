@@ -28,6 +28,8 @@ from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import new_database
 
+pytestmark = pytest.mark.processes
+
 
 def opened(url: str) -> Database:
     database = Database(url)

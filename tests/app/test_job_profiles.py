@@ -15,6 +15,8 @@ from openrecycle.db.store import Store
 from openrecycle.planner.job import Job, StageProfile, Worker
 from openrecycle.planner.plan import job_doc
 
+pytestmark = pytest.mark.processes
+
 BYTES = {"activation_bytes": 100, "weight_backward_bytes": 90, "weight_bytes": 1000}
 UNEVEN = Job(
     2,

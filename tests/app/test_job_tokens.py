@@ -21,6 +21,8 @@ from openrecycle.app.api.routes import create_routes
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.guard import AccessGuard
 
+pytestmark = pytest.mark.processes
+
 TOKEN = "a-token-for-the-tests"
 SPEC = {"name": "job", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9, "demo": True}
 

@@ -15,6 +15,8 @@ from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.errors import InputError
 
+pytestmark = pytest.mark.processes
+
 SPEC = JobSpec(name="a job", pipelines=1, stages=1, micro_batches=1, iterations=10)
 
 

@@ -26,6 +26,8 @@ from tests.app.console_server import ConsoleServer
 from tests.benchmarks.bench_api_stall import SHAPES, measure
 from tests.conftest import new_database
 
+pytestmark = pytest.mark.processes
+
 # What tests beside this one may take from the processor; measured alone, nothing takes 0.5 s (bench_api_stall).
 GENEROUS = 5.0
 

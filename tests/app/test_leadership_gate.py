@@ -17,6 +17,8 @@ from openrecycle.app.console import Console
 from openrecycle.app.leadership.gate import Gate
 from openrecycle.app.leadership.watch import LeaderStatus
 
+pytestmark = pytest.mark.processes
+
 
 class Seat:
     """A host whose console comes and goes as the test says."""

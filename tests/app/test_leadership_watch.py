@@ -21,6 +21,8 @@ from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
 from openrecycle.db.store import Store
 from tests.conftest import new_database
 
+pytestmark = pytest.mark.processes
+
 LONG = 60.0
 
 

@@ -11,6 +11,8 @@ from ui_factory import plan
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.library import Library
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:

@@ -17,6 +17,8 @@ from openrecycle.app.ui.charts.vega import arrow
 from openrecycle.app.ui.charts.worker_grid import worker_grid
 from openrecycle.app.ui.theme import LIGHT
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_quiet_grid_is_not_sent_again() -> None:
     """Streamlit sends a chart again if a byte of it differs, and 2,048 workers take 55 kB."""

@@ -40,6 +40,8 @@ from tests.app.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World
 
+pytestmark = pytest.mark.processes
+
 PIPELINES, STAGES = 3, 2
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
 SPEC = JobSpec(name="job", pipelines=PIPELINES, stages=STAGES, micro_batches=3, iterations=500, migrate=True, demo=True)

@@ -16,6 +16,8 @@ from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.schedule import Schedule
 
+pytestmark = pytest.mark.processes
+
 
 def parts_of(
     schedule: Schedule,

@@ -25,6 +25,8 @@ from openrecycle.app.observing.rates import recent_rate
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
+pytestmark = pytest.mark.processes
+
 UNITS = ("_seconds", "_bytes", "_ratio", "_total", "_info", "_per_second")
 BARE = {"jobs", "job_workers", "job_generation", "job_plans_ahead", "job_plans_ahead_wanted"}
 # Of Python and the process: prometheus_client's own.

@@ -12,6 +12,8 @@ from openrecycle.app.coordination.choices import Candidate, Offer, Offered
 from openrecycle.app.errors import ConsoleError
 from openrecycle.planner.policy import MIGRATE
 
+pytestmark = pytest.mark.processes
+
 OUT = ("W0_2", "W1_2")
 
 

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.xdist_group("nginx"),
     pytest.mark.skipif(NGINX is None, reason="no nginx found: install the package nginx-light to run its tests"),
     pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl found: it makes the test's certificate"),
+    pytest.mark.processes,
 ]
 
 

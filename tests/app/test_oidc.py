@@ -21,7 +21,7 @@ TOKEN = "a-token-for-the-tests"
 ADA = {"email": "ada@ops.example", "email_verified": True}
 GRACE = {"email": "Grace@Company.example", "email_verified": True}
 
-pytestmark = pytest.mark.xdist_group("oidc")
+pytestmark = [pytest.mark.xdist_group("oidc"), pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

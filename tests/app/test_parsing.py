@@ -24,6 +24,8 @@ from openrecycle.app.plans.uploading import answer
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import JobDoc, job_doc
 
+pytestmark = pytest.mark.processes
+
 API = "/api/v1"
 SPEC = {"name": "n", "pipelines": 1, "stages": 200, "micro_batches": 2, "iterations": 5}
 DOCUMENT = job_doc(Job.uniform(1, 200, 2)).model_dump(mode="json")

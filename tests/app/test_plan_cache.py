@@ -51,6 +51,7 @@ def test_small_plans_stay_documents(database: Database, plan: Plan) -> None:
     assert PlanColumns(database).get(plan.fingerprint) is None
 
 
+@pytest.mark.processes
 def test_a_large_plan_is_put_into_columns_once_it_was_read(
     database: Database, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import MemoryLimit, Technique, Worker
 from openrecycle.planner.plan import Plan
 
+pytestmark = pytest.mark.processes
+
 BACK = "W1_2"
 
 

@@ -13,6 +13,8 @@ from openrecycle.planner.check import check
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import Plan, job_doc
 
+pytestmark = pytest.mark.processes
+
 JOB = job_doc(Job.uniform(2, 2, 2))
 
 

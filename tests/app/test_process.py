@@ -3,7 +3,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from openrecycle.app.process import SWITCH_SECONDS
+
+pytestmark = pytest.mark.processes
 
 _CHILD = """
 import resource, sys

@@ -23,6 +23,8 @@ from openrecycle.db.heartbeats import Level
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
+pytestmark = pytest.mark.processes
+
 SPEC = JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=50)
 
 

@@ -16,6 +16,8 @@ from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.solvers.portfolio import make_plan
 
+pytestmark = pytest.mark.processes
+
 WORD = st.from_regex(r"[0-9A-Za-z_-]{1,64}", fullmatch=True)
 WORKER = st.builds("W{}_{}".format, st.integers(0, 99), st.integers(0, 99))
 MADE = st.builds(

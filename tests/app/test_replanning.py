@@ -20,6 +20,8 @@ from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
 
+pytestmark = pytest.mark.processes
+
 LOST = ("W1_2",)
 
 

@@ -22,6 +22,8 @@ from openrecycle.app.security.hosts import HostGuard
 from openrecycle.app.security.limits import AGENTS, UNKNOWN, WRONG_IN_ALL, WRONG_PER_ADDRESS, Limits, WrongTokens
 from openrecycle.app.security.login import COOKIE
 
+pytestmark = pytest.mark.processes
+
 # -- hosts and bodies ------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ import pytest
 import requests
 from console_server import ROOT, Agents, ConsoleServer
 
+pytestmark = pytest.mark.processes
+
 TOKEN = "a-token-for-the-tests"
 
 

@@ -18,6 +18,8 @@ from openrecycle.planner.plan import job_doc
 from openrecycle.planner.simulation.traces.public import public_traces
 from openrecycle.planner.simulation.traces.scaled import scaled
 
+pytestmark = pytest.mark.processes
+
 SMALL = {"model": "gpt-3-medium", "pipelines": 3, "stages": 2, "micro_batches": 4, "hours": 24.0, "mtbf": 30.0}
 
 

@@ -22,6 +22,8 @@ from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
 
+pytestmark = pytest.mark.processes
+
 SMALL = job_doc(Job.uniform(3, 4, 6))
 # Uneven stages, so that the bound is not met and a search goes on for as long as it may.
 HARD = job_doc(Job.uniform(6, 6, 12, durations={"F": 1, "I": 1.3, "W": 0.7, "transfer": 0.4}))

@@ -32,6 +32,8 @@ from tests.app.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
 
+pytestmark = pytest.mark.processes
+
 STOOD_STILL = 3 * LADDER.dead
 
 

@@ -15,6 +15,8 @@ from streamlit.web.server.starlette.starlette_static_routes import create_stream
 from openrecycle.app.frontend import ELEMENTS, LATER, WAITS, PageBase
 from openrecycle.app.static_files import AT_ONCE, StaticFiles
 
+pytestmark = pytest.mark.processes
+
 STATIC = Path(get_static_dir())
 JS = STATIC / "static" / "js"
 BROWSER = {"Accept": "text/html"}

@@ -23,6 +23,8 @@ from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
 from tests.conftest import new_database, postgres_cluster
 
+pytestmark = pytest.mark.processes
+
 SPEC = {"name": "x", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9}
 
 

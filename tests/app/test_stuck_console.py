@@ -21,6 +21,8 @@ from openrecycle.app.console import Console
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
+pytestmark = pytest.mark.processes
+
 HANGING = """
 import sys, threading, time
 from openrecycle.app.api import runner

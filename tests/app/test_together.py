@@ -21,6 +21,8 @@ from openrecycle.app.rows import read_processes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Change, Store
 
+pytestmark = pytest.mark.processes
+
 SPEC = JobSpec(name="a job", pipelines=2, stages=2, micro_batches=2, iterations=100)
 NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
 STATES = ("adopted", "formed", "resumed")

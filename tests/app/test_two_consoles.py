@@ -16,6 +16,8 @@ from sqlalchemy import create_engine, text
 
 from tests.conftest import new_database
 
+pytestmark = pytest.mark.processes
+
 DEADLINE = 60.0
 
 

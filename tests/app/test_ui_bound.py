@@ -15,6 +15,8 @@ from openrecycle.app.console import Console
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui import bound
 
+pytestmark = pytest.mark.processes
+
 
 def script() -> None:
     """A page with one control of each kind."""

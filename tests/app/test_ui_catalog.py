@@ -18,6 +18,8 @@ from openrecycle.planner.packed import Effort, encode_plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.version import PLANNER_VERSION
 
+pytestmark = pytest.mark.processes
+
 QUESTION = {"pipelines": 2, "stages": 2, "tolerance": 1}
 LONG = {"pipelines": 4, "stages": 4, "micro_batches": 6, "tolerance": 2, "solver": "cp-sat", "time_limit": 60.0}
 

@@ -22,6 +22,8 @@ from openrecycle.app.ui.theme import LIGHT, OP_WORDS
 from openrecycle.planner.export.compare import by_stage
 from openrecycle.planner.plan import Plan
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def job(here: ConsoleHere) -> JobHere:

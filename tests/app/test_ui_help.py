@@ -19,6 +19,8 @@ from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.app.ui.words import SECTIONS
 from openrecycle.planner.check import check
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:

@@ -21,6 +21,8 @@ from openrecycle.app.ui import live_now
 from openrecycle.app.ui.patience import Patience
 from openrecycle.db.store import Store
 
+pytestmark = pytest.mark.processes
+
 
 def open_live(job_id: str, **address: str) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=30)

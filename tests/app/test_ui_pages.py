@@ -17,6 +17,8 @@ from openrecycle.app.console import Console, set_console
 from openrecycle.app.coordination.ladder import Ladder
 from openrecycle.app.plans.references import OfJob, parse_reference
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT = 30
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
@@ -9,6 +10,8 @@ from openrecycle.agent.protocol import Acknowledgement
 from openrecycle.app.console import Console
 from openrecycle.app.observing.rollout import RollOut, Taken
 from openrecycle.app.ui.plan_control import roll_out_html
+
+pytestmark = pytest.mark.processes
 
 
 def open_live(job_id: str) -> AppTest:

@@ -18,6 +18,8 @@ from openrecycle.app.plans.whatif import WhatIf, parse
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def console(here: ConsoleHere) -> Iterator[Console]:

@@ -19,6 +19,8 @@ from openrecycle.app.security.callers import Caller, Role
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def console(here: ConsoleHere) -> Iterator[Console]:

@@ -23,6 +23,8 @@ from openrecycle.app.ui.charts import overview
 from openrecycle.app.ui.schedule_facts import critical_words
 from openrecycle.app.ui.theme import OP_WORDS
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def job(here: ConsoleHere) -> JobHere:

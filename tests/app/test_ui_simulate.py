@@ -13,7 +13,7 @@ from openrecycle.app.simulations import DRAWN, HISTORY
 from openrecycle.app.ui.simulate_words import ratio_words
 
 TIMEOUT, COVERS = 60, "covers"
-pytestmark = pytest.mark.usefixtures("console")
+pytestmark = [pytest.mark.usefixtures("console"), pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from openrecycle.app.console import Console
 from openrecycle.app.leadership.host import ConsoleHost, set_host
 from openrecycle.app.leadership.watch import LeaderStatus
 
+pytestmark = pytest.mark.processes
+
 
 class Waiting(ConsoleHost):
     """A host that says what the test wants it to, about a real console or none."""

@@ -18,7 +18,7 @@ import requests
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.layout_shifts import Shifts
-from tests.browser.watching import NEEDS_CHROMIUM, assert_it_fits, settle, watched
+from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
 
 ROOT = Path(__file__).resolve().parents[2]
 VICTIM = "W1_2"
@@ -247,8 +247,7 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+@pytest.mark.parametrize(("scheme", "width", "height"), SCREENS)
 def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any, width: int, height: int) -> None:
     """Both pages fit the screen's width in both themes, and say in words what their charts show."""
     with watched(browser, demo.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.app.console_server import ConsoleServer
-from tests.browser.watching import NEEDS_CHROMIUM, assert_it_fits, settle, watched
+from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
 
 pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -143,8 +143,7 @@ def test_a_click_on_the_map_of_a_large_grid_kills_and_revives(page: Page, server
     expect(page).to_have_url(re.compile(r"fail=W\d+_\d\.W\d+_\d$"))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+@pytest.mark.parametrize(("scheme", "width", "height"), SCREENS)
 def test_nothing_is_cut_or_pushed_out(
     browser: Browser, server: ConsoleServer, scheme: str, width: int, height: int
 ) -> None:

@@ -23,7 +23,8 @@ from openrecycle.planner.plan import Plan
 from tests.app.console_server import ConsoleServer
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.browser.layout_shifts import Shifts
-from tests.browser.watching import NEEDS_CHROMIUM, assert_it_fits, settle, watched
+from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
+from tests.conftest import at_length
 
 pytestmark = [*NEEDS_CHROMIUM, pytest.mark.timeout(420), pytest.mark.xdist_group("plans-in-a-browser")]
 
@@ -123,9 +124,9 @@ def made_by_the_command_line(path: Path, *, pipelines: int, stages: int, micro_b
 @pytest.mark.parametrize(
     ("name", "grid", "least"),
     [
-        ("schedule", {"pipelines": 64, "stages": 32, "micro_batches": 64}, 28_000_000),
+        at_length("schedule", {"pipelines": 64, "stages": 32, "micro_batches": 64}, 28_000_000),
         ("compare", {"pipelines": 32, "stages": 32, "micro_batches": 40}, 9_000_000),
-        ("planner", {"pipelines": 32, "stages": 32, "micro_batches": 40}, 9_000_000),
+        at_length("planner", {"pipelines": 32, "stages": 32, "micro_batches": 40}, 9_000_000),
     ],
 )
 def test_a_large_plan_of_the_command_line_opens(
@@ -344,10 +345,9 @@ def says_that_it_scrolls(page: Page, frame: str) -> bool | None:
     return said
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 390])
-def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int) -> None:
-    with watched(browser, site.root, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
+@pytest.mark.parametrize(("scheme", "width", "height"), SCREENS)
+def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int, height: int) -> None:
+    with watched(browser, site.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:
         shifts = Shifts(page)
         for path in (f"/schedule?job={site.small}", f"/compare?job={site.small}", "/simulate"):
             page.goto(site.root + path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from playwright.sync_api import Browser, Locator, Route, expect
 from tests.app.console_server import ConsoleServer
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.browser.watching import NEEDS_CHROMIUM, watched
+from tests.conftest import at_length
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -33,9 +35,24 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("path", ["/schedule", "/compare"])
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize(
+    ("path", "width", "scheme"),
+    [
+        ("/schedule", 1440, "light"),
+        ("/compare", 390, "dark"),
+        *itertools.starmap(
+            at_length,
+            [
+                ("/schedule", 1440, "dark"),
+                ("/schedule", 390, "light"),
+                ("/schedule", 390, "dark"),
+                ("/compare", 1440, "light"),
+                ("/compare", 1440, "dark"),
+                ("/compare", 390, "light"),
+            ],
+        ),
+    ],
+)
 def test_the_picture_stands_where_the_chart_will(
     browser: Browser, address: str, path: str, scheme: str, width: int
 ) -> None:

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from tests.conftest import at_length
+
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 # Loaded machines are slow.
 WAIT_MS = 60_000
+# Both widths, both colour schemes.
+SCREENS = [("light", 1440, 900), ("dark", 390, 844), at_length("dark", 1440, 900), at_length("light", 390, 844)]
 
 NEEDS_CHROMIUM = [
     pytest.mark.browser,

@@ -187,6 +187,7 @@ def test_a_large_grid_gets_one_plan_per_count() -> None:
     assert len(targets(SMALL, 2, "count")) == 3
 
 
+@pytest.mark.processes
 def test_processes_make_the_same_plans(tmp_path: Path) -> None:
     here = build(SMALL, 2, tmp_path / "a").catalog
     there = build_catalog(SMALL, 2, tmp_path / "b", engine=make_engine("local", jobs=2, address=None), effort=LIST)
@@ -275,6 +276,7 @@ SLOW = ["--pipelines", "6", "--stages", "4", "--micro-batches", "8", "--toleranc
 SLOW += ["--solver", "auto", "--time-limit", "1", "--jobs", "2"]
 
 
+@pytest.mark.processes
 def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "planner", "catalog", *SLOW, "--out", str(tmp_path)],
@@ -302,6 +304,7 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path: Path) -> None
         catalog.header(name)
 
 
+@pytest.mark.processes
 def test_a_killed_build_takes_its_processes_along_and_leaves_no_damaged_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "planner", "catalog", *SLOW, "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

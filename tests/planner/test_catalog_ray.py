@@ -15,6 +15,8 @@ from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MemoryLimit, Technique
 from openrecycle.planner.packed import Effort, Question
 
+pytestmark = pytest.mark.processes
+
 QUESTION = Question(Job.uniform(3, 3, 4), Technique.STAGGERED, MemoryLimit("uniform"))
 LIST = Effort(solver="list")
 

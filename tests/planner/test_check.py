@@ -304,6 +304,7 @@ def test_a_bound_of_nothing_is_none(plan: Plan) -> None:
     assert "no iteration takes no time" in sentences(plan.model_copy(update={"metrics": metrics}))
 
 
+@pytest.mark.processes
 def test_the_checker_shares_no_code_with_the_solvers() -> None:
     names = "{name for name in sys.modules if 'planner.solvers' in name or name.endswith(('.dispatch', '.bounds'))}"
     program = f"import sys, openrecycle.planner.check; print({names} - {{'openrecycle.planner.bounds'}})"

@@ -69,6 +69,7 @@ def test_the_document_has_what_is_promised(plan_file: Path) -> None:
     assert document["fingerprint"]
 
 
+@pytest.mark.processes
 def test_check_says_valid(plan_file: Path) -> None:
     done = run("check", str(plan_file))
     assert (done.returncode, done.stderr) == (0, "")
@@ -76,6 +77,7 @@ def test_check_says_valid(plan_file: Path) -> None:
     assert "period 27 slots, lower bound 27 (optimal)" in done.stdout
 
 
+@pytest.mark.processes
 def test_check_names_the_two_ops_that_clash(plan_file: Path) -> None:
     document = json.loads(plan_file.read_text())
     first, second = document["workers"]["W0_2"][4:6]
@@ -98,6 +100,7 @@ def test_check_of_what_is_no_plan_exits_2(tmp_path: Path, damage: str) -> None:
         Plan.load(path)
 
 
+@pytest.mark.processes
 def test_unreadable_files_exit_2_without_a_traceback(tmp_path: Path, plan_file: Path) -> None:
     plan_file.write_text(plan_file.read_text()[:500])
     for path in (tmp_path / "missing.json", plan_file, tmp_path):
@@ -158,6 +161,7 @@ def test_missing_sizes_are_asked_for(capsys: pytest.CaptureFixture[str], monkeyp
     assert "--stages" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_words_where_numbers_belong_exit_2() -> None:
     done = run("plan", "--pipelines", "three")
     assert done.returncode == 2
@@ -181,6 +185,7 @@ def test_json_goes_to_stdout_alone() -> None:
     assert Plan.from_json(result.stdout).metrics.period == 21
 
 
+@pytest.mark.processes
 def test_profile_file(tmp_path: Path, plan_file: Path) -> None:
     job = json.loads(plan_file.read_text())["job"]
     job["profiles"][1] = {"forward": 2, "input_backward": 1.5, "weight_backward": 1, "optimizer": 0.5}
@@ -195,6 +200,7 @@ def test_profile_file(tmp_path: Path, plan_file: Path) -> None:
     assert "stages" in done.stderr
 
 
+@pytest.mark.processes
 def test_the_published_schema_is_that_of_the_code() -> None:
     shipped = Path(planner.__file__ or "").parent / "plan.schema.json"
     assert shipped.read_text() == schema_text()
@@ -211,6 +217,7 @@ def test_the_first_ctrl_c_asks_to_stop_and_the_second_stops() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.processes
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     args = ["--pipelines", "16", "--stages", "16", "--micro-batches", "64", "--fail", "W1_2,W3_4,W5_6,W7_6"]

@@ -78,6 +78,7 @@ def test_the_table_has_every_technique_and_limit() -> None:
     assert len(CASES) >= 30 and len(set(map(name, CASES))) == len(CASES)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_milp_and_cp_sat_agree(case: tuple) -> None:
     problem = problem_of(case)

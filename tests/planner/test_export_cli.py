@@ -67,6 +67,7 @@ def test_every_format_to_a_file_and_to_standard_output(tmp_path: Path, plan_file
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "plan.json"]
 
 
+@pytest.mark.processes
 def test_a_real_process_writes_bytes(plan_file: Path) -> None:
     done = run("export", plan_file, "--format", "png")
     assert (done.returncode, done.stderr) == (0, b"")
@@ -86,6 +87,7 @@ def test_yaml_comes_back_in(tmp_path: Path, plan_file: Path) -> None:
     assert Plan.from_json(again.stdout) == Plan.load(plan_file)
 
 
+@pytest.mark.processes
 def test_a_reader_that_stops_early_is_no_error(plan_file: Path) -> None:
     read, write = os.pipe()
     os.close(read)

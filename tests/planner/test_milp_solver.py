@@ -13,6 +13,8 @@ from openrecycle.planner.solvers.base import Progress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver
 
+pytestmark = pytest.mark.processes
+
 
 def hard() -> Problem:
     """Small enough to be taken, and no matter of seconds."""

@@ -82,6 +82,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert out.read_bytes() == b"before" and list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["-", "/dev/stdout"])
 def test_standard_output_gets_the_document(name: str, plan_file: Path) -> None:
     made = planner("plan", *SIZES, "--out", name)
@@ -91,6 +92,7 @@ def test_standard_output_gets_the_document(name: str, plan_file: Path) -> None:
     assert exported.returncode == 0 and Plan.from_json(exported.stdout).metrics.period > 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("arguments", [("plan", *SIZES), ("plan", *SIZES, "--json"), ("schema",)])
 def test_a_full_standard_output_is_one_sentence(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("wb") as full:
@@ -99,12 +101,14 @@ def test_a_full_standard_output_is_one_sentence(arguments: tuple[str, ...]) -> N
     assert done.stderr == b"error: standard output can't be written: No space left on device\n"
 
 
+@pytest.mark.processes
 def test_a_device_in_the_place_of_a_file_stays_a_device() -> None:
     done = planner("plan", *SIZES, "--out", "/dev/full")
     assert done.returncode == 2 and done.stderr.startswith(b"error: --out: got '/dev/full', expected a regular file")
     assert done.stderr.count(b"\n") == 1 and stat.S_ISCHR(Path("/dev/full").stat().st_mode)
 
 
+@pytest.mark.processes
 def test_a_table_in_a_pipe_is_not_cut(plan_file: Path) -> None:
     table = planner("compare", plan_file, plan_file).stdout.decode()
     lines = [line for line in table.splitlines() if "fingerprint" in line or line.count(plan_file.name) > 1]
@@ -112,6 +116,7 @@ def test_a_table_in_a_pipe_is_not_cut(plan_file: Path) -> None:
     assert any(line.count(str(plan_file)) == 2 for line in lines)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("module", ["planner", "agent"])
 @pytest.mark.parametrize("arguments", [("--no-such-option",), ("no-such-command",)])
 def test_an_unknown_word_is_one_line(module: str, arguments: tuple[str, ...]) -> None:

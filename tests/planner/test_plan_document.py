@@ -108,6 +108,7 @@ def test_numbers_are_plain(plan: Plan) -> None:
     assert document["workers"]["W0_0"][-1]["micro_batch"] is None
 
 
+@pytest.mark.processes
 def test_planning_with_the_list_scheduler_loads_no_heavy_package() -> None:
     code = (
         "import sys\n"

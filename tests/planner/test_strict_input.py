@@ -135,6 +135,7 @@ def test_beyond_the_most_ops_a_job_is_refused_with_what_it_would_take() -> None:
     assert Job.uniform(1, 1, MAX_OPS // 3).micro_batches == MAX_OPS // 3
 
 
+@pytest.mark.processes
 def test_an_op_takes_no_more_memory_than_is_counted() -> None:
     """From a small plan to a larger one, made, written and read by a process of its own."""
     program = (

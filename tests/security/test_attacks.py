@@ -9,7 +9,7 @@ import pytest
 from tests.app.console_server import ConsoleServer
 from tests.security.attacks import GUARDED, OPEN, Attack, console
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("attacks")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("attacks"), pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

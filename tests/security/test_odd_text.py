@@ -24,6 +24,8 @@ from openrecycle.planner.solvers.portfolio import make_plan
 from tests.app.console_server import ROOT
 from tests.conftest import new_database
 
+pytestmark = pytest.mark.processes
+
 API = "/api/v1"
 # Clears the screen, sets a title, and begins what looks like another line; a mark of direction; C1's CSI.
 OBEYED = "a\x1b[2J\x1b]0;owned\x07\r\n2026-01-01 [info] all is well\u202e\x9b31m"
