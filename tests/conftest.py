@@ -62,7 +62,7 @@ def _refuse_processes() -> None:
 
     sys.addaudithook(hear)
     # multiprocessing starts its processes below what Python audits.
-    multiprocessing.process.BaseProcess.start = refuse  # type: ignore[method-assign]
+    multiprocessing.process.BaseProcess.start = refuse  # type: ignore[method-assign, assignment]
 
 
 @pytest.hookimpl(tryfirst=True)
