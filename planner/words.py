@@ -39,6 +39,18 @@ def milliseconds(value: float, digits: int = 3) -> str:
     return _both(round(minutes / 60), 24, "days", "h")
 
 
+def planned(value: float, unit: str, digits: int = 3) -> str:
+    """A time of a plan in the plan's own unit. digits: as for `milliseconds`."""
+    if unit == "ms":
+        return milliseconds(value, digits)
+    return f"{value:,.6g} {unit if value == 1 else plural(unit)}"
+
+
+def plural(unit: str) -> str:
+    """A unit of time after a number other than 1, or on an axis: `slots`, `ms`."""
+    return unit + "s" if unit == "slot" else unit
+
+
 def _both(value: int, per: int, large: str, small: str) -> str:
     return f"{value // per} {large}" + (f" {value % per} {small}" if value % per else "")
 

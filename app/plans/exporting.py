@@ -15,7 +15,7 @@ from openrecycle.app.plans.bundle import CatalogPart, catalog_part, make_bundle
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.export import EXPORTERS, yaml_document
-from openrecycle.planner.export.gantt import MAX_ROWS, MAX_STAGES
+from openrecycle.planner.export.picture import MAX_ROWS, MAX_STAGES
 from openrecycle.planner.plan import MEASURED, Plan
 from openrecycle.planner.plan_arrays import ColumnarPlan
 

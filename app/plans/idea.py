@@ -7,8 +7,9 @@ list scheduler solves each of them in milliseconds, and proves them to be optima
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
+from openrecycle.planner import drawing as model
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.migration import normalize
 from openrecycle.planner.plan import Plan
@@ -28,6 +29,25 @@ class Picture:
     text: str
     plan: Plan
     moved: tuple[tuple[Worker, Worker], ...] = ()
+
+    @cached_property
+    def drawing(self) -> model.Drawing:
+        """Whoever is out in these pictures has failed, or has taken another one's place."""
+        why = dict.fromkeys(self.plan.failed, model.FAILED)
+        return model.Drawing.of(
+            self.plan.schedule(), out=why | {str(who): f"moved to {place}" for who, place in self.moved}
+        )
+
+    @property
+    def words(self) -> str:
+        """The picture for those who can't see it."""
+        schedule = self.drawing.schedule
+        failed = ", ".join(map(str, sorted(schedule.problem.failed))) or "none"
+        return (
+            f"Schedule of {len(schedule.ops)} living workers over {schedule.period} slots. Failed: {failed}. "
+            f"Micro-batches on other workers than their own: {sum(schedule.rerouted_forwards.values())}. "
+            f"Idle: {percent(schedule.bubble_fraction)} of the slots."
+        )
 
 
 @lru_cache(maxsize=1)

@@ -13,9 +13,8 @@ from openrecycle.app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, fi
 from openrecycle.app.plans.references import Reference, job_of, parse_reference
 from openrecycle.app.plans.sources import NOT_KEPT, Awaited, Source, find, pinned
 from openrecycle.app.ui import bound, chart_revision, components, facts, text
-from openrecycle.app.ui.charts.bars import MAX_NODES
-from openrecycle.app.ui.charts.compare import Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.charts.overview import MAX_BARS
+from openrecycle.app.ui.charts.schedule import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.exports import export_source
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.picker import BEGAN_WITH, open_job
@@ -26,6 +25,7 @@ from openrecycle.app.ui.tables import beside_html, differences
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
 from openrecycle.app.view import JobHead
+from openrecycle.planner.drawing import Drawing
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.plan import Plan
@@ -199,18 +199,18 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
     with st.container(horizontal=True, vertical_alignment="bottom", key="drawn"):
         rows = choose_rows(schedules)
         strips = [
-            Strip(label, source.plan, schedule, tuple(rows(schedule)), source.out)
+            Strip(label, source.plan, Drawing.of(schedule, rows(schedule), source.out))
             for label, source, schedule in zip(labels, sources, schedules, strict=True)
         ]
         time = choose_time(named, last_time(strips), short_unit(strips))
     components.cards(_cards(labels, sources))
-    what = " ".join([colours.name, named, *labels, *(",".join(map(str, s.workers)) for s in strips)])
-    what += "".join(f" {sorted(s.out.items())}" for s in strips)
+    what = " ".join([colours.name, named, *labels, *(",".join(map(str, s.drawing.rows.workers)) for s in strips)])
+    what += "".join(f" {sorted(s.drawing.out.items())}" for s in strips)
     shown, turn = chart_revision.drawn_with("compare-chart", what, time.shown)
     pictured = sum(strip.ops for strip in strips) > MAX_BARS
     if pictured:
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
-    components.legend_all([(s.schedule, s.workers) for s in strips], ghost=not pictured)
+    components.legend_of([s.drawing for s in strips], ghost=not pictured)
     figure = comparison(strips, colours, shown=shown, revision=str(turn))
     with st.container(key="wide-chart", gap=None):
         components.until_drawn(figure)

@@ -6,7 +6,7 @@ Every text that comes from outside is escaped here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from html import escape
 
@@ -17,15 +17,14 @@ from openrecycle.app.console import get_console
 from openrecycle.app.coordination.worker_states import Condition, RoleState
 from openrecycle.app.errors import ConsoleError
 from openrecycle.app.ui import access, text
-from openrecycle.app.ui.charts.bars import KIND_ORDER
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
-from openrecycle.app.ui.theme import OP_WORDS, Palette, palette
+from openrecycle.app.ui.theme import Palette, palette
 from openrecycle.app.view import JobHead, JobView, RecoveryView
-from openrecycle.planner.job import Worker
+from openrecycle.planner.drawing import Drawing
+from openrecycle.planner.drawing import legend as op_keys
 from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Schedule
 
 JOB_TONE = {
     Condition.STARTING: "wait",
@@ -143,28 +142,19 @@ def quiet(words: str) -> None:
     st.html(f'<div class="or-quiet">{escape(words)}</div>')
 
 
-def op_legend(kinds: list[str], *, rerouted: bool, ghost: bool) -> None:
+def op_legend(kinds: Iterable[str], *, rerouted: bool, ghost: bool) -> None:
     """What the bars of a schedule mean: the op kinds that occur, and the marks."""
-    entries = [(f"or-op-{kind}", OP_WORDS[kind]) for kind in kinds]
-    if rerouted:
-        entries.append(("or-op-moved", "Re-routed: home pipeline·micro-batch"))
-    entries.append(("or-op-bubble", "Bubble (idle)"))
-    if ghost:
-        entries.append(("or-op-ghost", "Next iteration"))
-    shapes = "".join(f'<span class="or-key"><i class="or-shape {c}"></i>{escape(words)}</span>' for c, words in entries)
+    keys = op_keys(kinds, rerouted=rerouted, ghost=ghost)
+    shapes = "".join(
+        f'<span class="or-key"><i class="or-shape or-op-{key.look}"></i>{escape(key.words)}</span>' for key in keys
+    )
     st.html(f'<div class="or-legend">{shapes}</div>')
 
 
-def legend_of(schedule: Schedule, workers: Sequence[Worker], *, ghost: bool) -> None:
-    """The legend of what occurs in these rows."""
-    legend_all([(schedule, workers)], ghost=ghost)
-
-
-def legend_all(parts: Sequence[tuple[Schedule, Sequence[Worker]]], *, ghost: bool) -> None:
-    """One legend for several charts."""
-    shown = {(op.kind, op.rerouted) for s, workers in parts for w in workers for op in s.ops.get(w, ())}
-    kinds = [kind for kind in KIND_ORDER if any(kind == k for k, _ in shown)]
-    op_legend(kinds, rerouted=any(moved for _, moved in shown), ghost=ghost)
+def legend_of(drawings: Sequence[Drawing], *, ghost: bool) -> None:
+    """One legend of what occurs in the rows of all."""
+    looks = {(op.kind, op.rerouted) for drawing in drawings for op in drawing.ops}
+    op_legend({kind for kind, _ in looks}, rerouted=any(moved for _, moved in looks), ghost=ghost)
 
 
 def job_title(head: JobHead, *, pace: bool = True) -> None:

@@ -10,11 +10,13 @@ import streamlit as st
 from openrecycle.app.console import get_console
 from openrecycle.app.plans.idea import JOB, Picture, pictures
 from openrecycle.app.ui import bound, components
-from openrecycle.app.ui.charts.idea import picture, picture_words
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.snippets import launch_line, reporter, token_line, trainer
-from openrecycle.app.ui.theme import OP_WORDS, Palette
+from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.words import SECTIONS, WORDS
+from openrecycle.planner.drawing import OP_WORDS
+from openrecycle.planner.export.picture import small
+from openrecycle.planner.export.svg import draw_svg
 
 MARKS = (
     ("or-op-moved", "Re-routed: runs on a peer in place of its own worker"),
@@ -62,13 +64,11 @@ def _idea(colours: Palette) -> None:
 def _drawn(theme: str, _colours: Palette) -> list[tuple[str, str, str, str]]:
     """(title, text, SVG in base64, words) of each picture, all on one time axis."""
     made: list[Picture] = list(pictures())
-    schedules = [p.plan.schedule() for p in made]
-    end = max(max(s.period, s.makespan) for s in schedules) + 3
-    reference = schedules[0].period
+    end = max(max(s.period, s.makespan) for s in (one.drawing.schedule for one in made)) + 3
     out = []
-    for one, schedule in zip(made, schedules, strict=True):
-        svg = picture(schedule, _colours, end=end, reference=reference, moved=one.moved)
-        out.append((one.title, one.text, b64encode(svg.encode()).decode(), picture_words(schedule)))
+    for one in made:
+        svg = draw_svg(small(one.drawing, _colours, end, one.words))
+        out.append((one.title, one.text, b64encode(svg.encode()).decode(), one.words))
     return out
 
 

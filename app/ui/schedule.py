@@ -12,9 +12,8 @@ from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.references import Made, OfJob
 from openrecycle.app.plans.sources import Source
 from openrecycle.app.ui import bound, chart_revision, components, facts
-from openrecycle.app.ui.charts.bars import MAX_NODES
-from openrecycle.app.ui.charts.gantt import gantt
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
+from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.exports import export_source
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead, title_of
@@ -25,6 +24,7 @@ from openrecycle.app.ui.schedule_large import large_chart
 from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, follow
+from openrecycle.planner.drawing import Drawing
 from openrecycle.planner.job import Technique, Worker
 from openrecycle.planner.schedule import Schedule
 
@@ -94,21 +94,18 @@ def _chart(source: Source, schedule: Schedule, workers: list[Worker], wish: Wish
     what = f"{plan.fingerprint} {','.join(map(str, workers))} {sorted(wish.draw)} {wish.path} {colours.name}"
     what += f" {sorted(out.items())}"
     shown, turn = chart_revision.drawn_with("gantt", what, wish.time.shown)
-    fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
+    drawing = Drawing.of(schedule, workers, out)
     figure = gantt(
-        schedule,
+        drawing,
         colours,
-        workers=workers,
-        fault_free_end=fault_free,
         shown=shown,
         path=wish.path,
         critical="critical" in wish.draw,
         held="held" in wish.draw,
         next_iteration="next" in wish.draw,
-        out=out,
         revision=str(turn),
     )
-    components.legend_of(schedule, workers, ghost="next" in wish.draw)
+    components.legend_of([drawing], ghost="next" in wish.draw)
     with st.container(key="wide-chart", gap=None):
         components.until_drawn(figure)
         st.plotly_chart(

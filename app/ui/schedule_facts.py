@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from openrecycle.app.observing.measured import MeasuredIteration
 from openrecycle.app.ui import text
-from openrecycle.app.ui.charts.bars import MAX_NODES
+from openrecycle.app.ui.charts.schedule import MAX_NODES
 from openrecycle.planner.paths import critical_path, waited, workers_of
 from openrecycle.planner.schedule import Schedule
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import streamlit as st
 
 from openrecycle.app.ui import bound, text
-from openrecycle.app.ui.charts import rows
 from openrecycle.app.ui.time_range import TimeRange, choose_time
+from openrecycle.planner.drawing import pipeline_workers, stage_workers, touched_workers
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.schedule import Schedule
@@ -38,7 +38,7 @@ def choose_workers(schedule: Schedule) -> list[Worker]:
 
 def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Worker]]:
     """One choice for all of them; where one has no such pipeline or stage, all its workers are shown."""
-    touched = {worker for schedule in schedules for worker in rows.touched_workers(schedule)}
+    touched = {worker for schedule in schedules for worker in touched_workers(schedule)}
     show = bound.segmented_control(
         "Show",
         [key for key in SHOW if key != "failure" or touched],
@@ -58,7 +58,7 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
         elif show == "all":
             found = []
         else:
-            found = (rows.pipeline_workers if show == "pipeline" else rows.stage_workers)(schedule, number)
+            found = (pipeline_workers if show == "pipeline" else stage_workers)(schedule, number)
         return found or list(schedule.problem.job.workers())
 
     return chosen

@@ -10,13 +10,13 @@ import streamlit as st
 from openrecycle.app.ui import bound, chart_revision, components
 from openrecycle.app.ui.box_select import box_select, drawn_box
 from openrecycle.app.ui.charts import overview as large
-from openrecycle.app.ui.charts.bars import MAX_NODES
-from openrecycle.app.ui.charts.gantt import gantt
 from openrecycle.app.ui.charts.overview import Detail
+from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.schedule_facts import many_words
 from openrecycle.app.ui.schedule_filters import Wish, clicked
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow, show_all, within
+from openrecycle.planner.drawing import Drawing
 from openrecycle.planner.job import Worker
 from openrecycle.planner.schedule import Schedule
 
@@ -38,7 +38,8 @@ def large_chart(
     Without a box, it begins where the chosen time does. In either case it shows what of that time lies in it.
     """
     revision = f"{fingerprint}-{len(workers)}"
-    names = [str(w) for w in workers]
+    drawing = Drawing.of(schedule, workers, out)
+    names = [str(w) for w in drawing.rows.workers]
     width = schedule.problem.job.units(schedule.end)
     with st.container(horizontal=True, vertical_alignment="bottom", key="overview-part"):
         first = bound.selectbox("First row", names, key="first-row", on_change=_forget_box, width=160)
@@ -49,36 +50,34 @@ def large_chart(
             st.caption("Or draw a box on the overview.")
             bound.say(BOX)
     if box:
-        detail = large.detail_of_box(schedule, workers, *box)
+        detail = large.detail_of_box(drawing, *box)
     else:
         start = wish.time.shown[0] * schedule.problem.job.ticks_per_unit if wish.time.shown else 0.0
-        detail = large.detail_of(schedule, workers, names.index(first), ROWS, start)
+        detail = large.detail_of(drawing, names.index(first), ROWS, start)
     drawn = st.cache_data(_picture, max_entries=32, show_spinner=False)(
-        fingerprint, ",".join(names), colours.name, sorted(out.items()), schedule, colours
+        fingerprint, ",".join(names), colours.name, sorted(out.items()), drawing, colours
     )
     with st.container(key="overview"):
         alt = f"Overview of {len(workers):,} workers over one iteration."
-        st.html(large.overview(schedule, workers, drawn, alt))
-        part = large.box_of(schedule, workers, detail)
+        st.html(large.overview(drawing, drawn, alt))
+        part = large.box_of(drawing, detail)
         box_select(width, len(workers), part, key=PAD, on_box=partial(_remember_box, wish.time))
-    if words := large.out_words(schedule, workers, out):
+    if words := large.out_words(drawing):
         st.caption(words)
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
-    components.legend_of(schedule, detail.workers, ghost=False)
+    part_drawing = Drawing.of(schedule, detail.workers, out, detail.window)
+    components.legend_of([part_drawing], ghost=False)
     low, high = map(schedule.problem.job.units, detail.window)
     what = f"{revision} {detail.window} {sorted(wish.draw)} {wish.path} {colours.name} {sorted(out.items())}"
     shown, turn = chart_revision.drawn_with("detail", what, within(wish.time, low, high))
     figure = gantt(
-        schedule,
+        part_drawing,
         colours,
-        workers=detail.workers,
-        window=detail.window,
         shown=shown,
         path=wish.path,
         critical="critical" in wish.draw,
         held="held" in wish.draw,
         next_iteration=False,
-        out=out,
         revision=str(turn),
     )
     with st.container(key="wide-chart", gap=None):
@@ -99,10 +98,10 @@ def large_chart(
 
 
 def _picture(
-    fingerprint: str, names: str, theme: str, out: list[tuple[str, str]], _schedule: Schedule, _colours: Palette
+    fingerprint: str, names: str, theme: str, out: list[tuple[str, str]], _drawing: Drawing, _colours: Palette
 ) -> str:
     """Keyed by what it shows; drawn anew for each box it would take longer than the rest."""
-    return large.picture(_schedule, [Worker.parse(name) for name in names.split(",")], _colours, dict(out))
+    return large.picture(_drawing, _colours)
 
 
 def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, float]] | None:

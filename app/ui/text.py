@@ -7,6 +7,8 @@ from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from openrecycle.planner.words import milliseconds as milliseconds
+from openrecycle.planner.words import planned as planned
+from openrecycle.planner.words import plural as plural
 
 
 def seconds(value: float) -> str:
@@ -27,18 +29,6 @@ def age(seconds: float | None) -> str:
     if seconds < 48 * 3600:
         return f"{seconds / 3600:.0f} h ago"
     return f"{seconds / 86400:.0f} days ago"
-
-
-def planned(value: float, unit: str, digits: int = 3) -> str:
-    """A time of a plan in the plan's own unit. digits: as for `milliseconds`."""
-    if unit == "ms":
-        return milliseconds(value, digits)
-    return f"{value:,.6g} {unit if value == 1 else plural(unit)}"
-
-
-def plural(unit: str) -> str:
-    """A unit of time after a number other than 1, or on an axis: `slots`, `ms`."""
-    return unit + "s" if unit == "slot" else unit
 
 
 def percent(fraction: float, *, sign: bool = False, digits: int = 1) -> str:

@@ -1,7 +1,7 @@
 """Colours and figure defaults, light and dark. No Streamlit here: charts import it.
 
-The colours of ops and of policies were searched for the largest smallest distance under full deutan-,
-protan- and tritanomaly; wherever two states are near in colour, shape and words carry the difference.
+The colours of policies, like those of ops (planner.drawing), were searched for the largest smallest distance under
+full deutan-, protan- and tritanomaly; wherever two states are near in colour, shape and words carry the difference.
 """
 
 from __future__ import annotations
@@ -10,25 +10,16 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
+from openrecycle.planner import drawing
+
 FONT = '"Source Sans", "Source Sans Pro", system-ui, sans-serif'
 
 
 @dataclass(frozen=True)
-class Palette:
-    """One theme. `ops` and `ops_text`: fill and number colour of each op kind. `policies`: of a simulation's curves."""
+class Palette(drawing.Colours):
+    """One theme: the colours of schedules, and those of the pages. `policies`: of a simulation's curves."""
 
-    name: str
-    background: str
-    surface: str
-    text: str
-    muted: str
-    line: str
-    track: str
-    accent: str
-    failed: str
-    failed_text: str
     failed_strong: str
-    failed_tint: str
     healthy: str
     rerouted: str
     rerouted_text: str
@@ -36,24 +27,12 @@ class Palette:
     slow: str
     joining: str
     good: str
-    ops: dict[str, str]
-    ops_text: dict[str, str]
     policies: dict[str, str]
 
 
 LIGHT = Palette(
-    name="light",
-    background="#FFFFFF",
-    surface="#F6F8FA",
-    text="#16222E",
-    muted="#566573",
-    line="#DCE3EA",
-    track="#E9EDF2",
-    accent="#2862B2",
-    failed="#D7541F",
-    failed_text="#A93D10",
+    **vars(drawing.LIGHT),
     failed_strong="#BC4413",
-    failed_tint="rgba(215, 84, 31, 0.16)",
     healthy="#3F9C6B",
     rerouted="#2862B2",
     rerouted_text="#2862B2",
@@ -61,8 +40,6 @@ LIGHT = Palette(
     slow="#C07A12",
     joining="#1FA3C0",
     good="#2E7D53",
-    ops={"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#666F35", "O": "#652742"},
-    ops_text={"F": "#FFFFFF", "I": "#16222E", "W": "#16222E", "B": "#FFFFFF", "O": "#FFFFFF"},
     policies={
         "ours": "#2862B2",
         "recycle": "#2DA569",
@@ -76,18 +53,8 @@ LIGHT = Palette(
 )
 
 DARK = Palette(
-    name="dark",
-    background="#0F151C",
-    surface="#161E27",
-    text="#E8EEF4",
-    muted="#9DACBA",
-    line="#2B3744",
-    track="#202A36",
-    accent="#7FA6EA",
-    failed="#D75734",
-    failed_text="#F58A68",
+    **vars(drawing.DARK),
     failed_strong="#B8431F",
-    failed_tint="rgba(215, 87, 52, 0.22)",
     healthy="#52B788",
     rerouted="#4771C5",
     rerouted_text="#8DB0EE",
@@ -95,8 +62,6 @@ DARK = Palette(
     slow="#F2A541",
     joining="#4CC9E8",
     good="#5CC08D",
-    ops={"F": "#4771C5", "I": "#37CDA6", "W": "#EFC11D", "B": "#8C5638", "O": "#ECE2FD"},
-    ops_text={"F": "#FFFFFF", "I": "#10181F", "W": "#10181F", "B": "#FFFFFF", "O": "#10181F"},
     policies={
         "ours": "#7FA6EA",
         "recycle": "#009669",
@@ -108,14 +73,6 @@ DARK = Palette(
         "fault-free": "#9DACBA",
     },
 )
-
-OP_WORDS = {
-    "F": "Forward",
-    "I": "Backward, input (I)",
-    "W": "Backward, weight (W)",
-    "B": "Backward, I + W fused (B)",
-    "O": "Optimizer step",
-}
 
 # What the mode bar keeps: zoom, pan, reset and the picture's download.
 CHART_CONFIG: dict[str, object] = {

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from openrecycle.planner.baseline import one_forward_one_backward
+from openrecycle.planner.drawing import Drawing
 from openrecycle.planner.job import Job, Problem
 
 _HERE = Path(__file__).parent
@@ -26,8 +27,8 @@ def warm_up(pages: frozenset[str]) -> None:
 
 
 def _draw() -> None:
-    from openrecycle.app.ui.charts.gantt import gantt
+    from openrecycle.app.ui.charts.schedule import gantt
     from openrecycle.app.ui.theme import LIGHT
 
     schedule = one_forward_one_backward(Problem(Job.uniform(2, 2, 2)))
-    gantt(schedule, LIGHT).to_json()
+    gantt(Drawing.of(schedule), LIGHT).to_json()

@@ -17,8 +17,9 @@ from openrecycle.app.ui import bound, facts, worker_words
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.charts.worker_time import memory, op_times
 from openrecycle.app.ui.event_feed import feed_html
-from openrecycle.app.ui.theme import OP_WORDS, palette
+from openrecycle.app.ui.theme import palette
 from openrecycle.app.view import JobView, WorkerView
+from openrecycle.planner.drawing import OP_WORDS
 
 OPENED = "opened-worker"
 ASKED = "worker-asked-for"

@@ -15,8 +15,8 @@ from openrecycle.app.observing.worker_detail import Stay, WorkerDetail
 from openrecycle.app.observing.worker_history import Series
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.worker_grid import LOOKS
-from openrecycle.app.ui.theme import OP_WORDS
 from openrecycle.app.view import WorkerView
+from openrecycle.planner.drawing import OP_WORDS
 
 # The table below the bar shows so many stays, the newest.
 NEWEST = 8

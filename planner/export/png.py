@@ -6,9 +6,12 @@ import io
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from openrecycle.planner.drawing import HATCH, Colours, raster_fills
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.export.drawing import Drawing, Line, Point, Polygon, Rect, Shape, Text, hatch_lines
-from openrecycle.planner.export.gantt import gantt
+from openrecycle.planner.export.picture import Line, Picture, Point, Polygon, Rect, Shape, Text, gantt, hatch_lines
 from openrecycle.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -24,24 +27,35 @@ _PLAIN = {"µ": "u", "μ": "u", "×": "x", "–": "-", "−": "-"}
 
 def to_png(plan: Plan, pipeline: int | None = None) -> bytes:
     """pipeline: only its rows. Raises PlannerError where Pillow is not installed, and as
-    planner.export.gantt does."""
+    planner.export.picture does."""
     return draw_png(gantt(plan, pipeline))
 
 
-def draw_png(drawing: Drawing) -> bytes:
+def draw_png(picture: Picture) -> bytes:
     try:
         from PIL import Image, ImageDraw
     except ImportError:
         raise PlannerError("png needs the package pillow, which is not installed; svg needs none") from None
-    size = round(drawing.width * SCALE), round(drawing.height * SCALE)
+    size = round(picture.width * SCALE), round(picture.height * SCALE)
     if size[0] * size[1] > MAX_PIXELS:
         raise PlannerError(f"the picture would have {size[0]:,} x {size[1]:,} pixels; use svg, which has no such limit")
-    image = Image.new("RGB", size, drawing.background)
+    image = Image.new("RGB", size, picture.background)
     canvas = ImageDraw.Draw(image)
-    for shape in drawing.shapes:
+    for shape in picture.shapes:
         _draw(canvas, shape)
     out = io.BytesIO()
     image.save(out, "PNG")
+    return out.getvalue()
+
+
+def raster_png(image: NDArray[np.uint8], colours: Colours) -> bytes:
+    """image: as of planner.drawing.raster; a pixel of the file for each of its cells."""
+    from PIL import Image
+
+    made = Image.fromarray(image).convert("P")
+    made.putpalette([int(fill[i : i + 2], 16) for fill in raster_fills(colours) for i in (1, 3, 5)])
+    out = io.BytesIO()
+    made.save(out, format="PNG", optimize=False, compress_level=3)
     return out.getvalue()
 
 
@@ -70,7 +84,9 @@ def _rect(canvas: ImageDraw, rect: Rect) -> None:
     canvas.rectangle(box, fill=rect.fill)
     if rect.hatch:
         for start, end in hatch_lines(rect):
-            canvas.line([_scaled(start), _scaled(end)], fill=rect.hatch, width=round(1.4 * SCALE))
+            canvas.line(
+                [_scaled(start), _scaled(end)], fill=rect.hatch, width=round(HATCH.size * HATCH.solidity * SCALE)
+            )
     if rect.stroke:
         canvas.rectangle(box, outline=rect.stroke, width=max(1, round(rect.stroke_width * SCALE)))
 

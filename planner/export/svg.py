@@ -7,31 +7,30 @@ from collections.abc import Iterator
 from itertools import chain
 from xml.sax.saxutils import escape
 
-from openrecycle.planner.export.drawing import Drawing, Line, Polygon, Rect, Shape, Text, hatch_lines
-from openrecycle.planner.export.gantt import gantt
+from openrecycle.planner.drawing import HATCH
+from openrecycle.planner.export.picture import Line, Picture, Polygon, Rect, Shape, Text, gantt, hatch_lines
 from openrecycle.planner.plan import Plan
 
 FONT = "'Source Sans 3', 'Source Sans Pro', Helvetica, Arial, 'DejaVu Sans', sans-serif"
-HATCH_WIDTH = 1.4
 # What XML 1.0 has no place for, escaped or not.
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_svg(plan: Plan, pipeline: int | None = None) -> str:
-    """pipeline: only its rows. Bars have a tooltip each. See planner.export.gantt for refusals."""
+    """pipeline: only its rows. Bars have a tooltip each. See planner.export.picture for refusals."""
     return draw_svg(gantt(plan, pipeline))
 
 
-def draw_svg(drawing: Drawing) -> str:
-    width, height = _number(drawing.width), _number(drawing.height)
+def draw_svg(picture: Picture) -> str:
+    width, height = _number(picture.width), _number(picture.height)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="{FONT}" role="img">',
-        f"<title>{_text(drawing.title)}</title>",
-        f"<desc>{_text(drawing.description)}</desc>",
-        f'<rect width="100%" height="100%" fill="{drawing.background}"/>',
+        f"<title>{_text(picture.title)}</title>",
+        f"<desc>{_text(picture.description)}</desc>",
+        f'<rect width="100%" height="100%" fill="{picture.background}"/>',
     )
-    return "\n".join(chain(head, chain.from_iterable(map(_element, drawing.shapes)), ("</svg>", "")))
+    return "\n".join(chain(head, chain.from_iterable(map(_element, picture.shapes)), ("</svg>", "")))
 
 
 def _element(shape: Shape) -> Iterator[str]:
@@ -69,7 +68,7 @@ def _rect(rect: Rect) -> Iterator[str]:
             f"M{_number(x0)} {_number(y0)}L{_number(x1)} {_number(y1)}" for (x0, y0), (x1, y1) in hatch_lines(rect)
         )
         yield f'<rect {size} fill="{rect.fill}"/>'
-        yield f'<path d="{path}" stroke="{rect.hatch}" stroke-width="{_number(HATCH_WIDTH)}"/>'
+        yield f'<path d="{path}" stroke="{rect.hatch}" stroke-width="{_number(HATCH.size * HATCH.solidity)}"/>'
         yield _closed(f'<rect {size} fill="none" pointer-events="all"{edge}', "rect", rect.tooltip)
     else:
         yield _closed(f'<rect {size} fill="{rect.fill}"{edge}', "rect", rect.tooltip)

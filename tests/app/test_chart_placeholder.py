@@ -12,12 +12,10 @@ import ui_factory as factory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from openrecycle.app.ui.charts.bars import ASIDE_OPACITY
 from openrecycle.app.ui.charts.chart_placeholder import WIDTH, chart_placeholder
-from openrecycle.app.ui.charts.compare import Strip, comparison
-from openrecycle.app.ui.charts.gantt import TOP, gantt
-from openrecycle.app.ui.charts.rows import Rows
+from openrecycle.app.ui.charts.schedule import ASIDE_OPACITY, BOTTOM, TOP, Strip, comparison, gantt
 from openrecycle.app.ui.theme import DARK, LIGHT
+from openrecycle.planner.drawing import Drawing, Rows
 from openrecycle.planner.job import Worker
 from openrecycle.planner.schedule import Schedule
 
@@ -49,8 +47,9 @@ def bars(picture: ElementTree.Element) -> list[tuple[str, int, int, float]]:
 def rows_of(schedule: Schedule) -> dict[Worker, float]:
     """The middle of each worker's row, in pixels from the top."""
     rows = Rows.of(list(schedule.problem.job.workers()))
+    height = gantt(Drawing.of(schedule), LIGHT).layout.height - TOP - BOTTOM
     first, last = -0.05, rows.extent + 0.05
-    return {worker: TOP + (at - first) / (last - first) * rows.pixels() for worker, at in rows.at.items()}
+    return {worker: TOP + (at - first) / (last - first) * height for worker, at in rows.at.items()}
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
@@ -59,7 +58,7 @@ def test_every_op_is_in_the_picture(pipelines: int, stages: int, data: st.DataOb
     cells = [f"W{p}_{s}" for p in range(1, pipelines) for s in range(stages)]
     failed = tuple(sorted(data.draw(st.sets(st.sampled_from(cells), max_size=2))))
     schedule = factory.plan(failed, grid=(pipelines, stages, 4), memory="none").schedule()
-    figure = gantt(schedule, LIGHT, next_iteration=False)
+    figure = gantt(Drawing.of(schedule), LIGHT, next_iteration=False)
     end = figure.layout.xaxis.range[1] * schedule.problem.job.ticks_per_unit
     found = pictures(chart_placeholder(figure))
     middles = rows_of(schedule)
@@ -80,13 +79,14 @@ def test_every_op_is_in_the_picture(pipelines: int, stages: int, data: st.DataOb
     assert sum("out – its micro-batches run on" in each for each in said) == len(failed)
     assert said[-1] == figure.layout.xaxis.title.text
     # Those that fit have their numbers: no bar of such a plan is narrower than a 60th of the chart.
-    assert len(said) - len(failed) - 1 == sum(op.kind != "O" for ops in schedule.ops.values() for op in ops)
+    others = len(failed) + 2  # where fault-free 1F1B ends, and the axis
+    assert len(said) - others == sum(op.kind != "O" for ops in schedule.ops.values() for op in ops)
 
 
 def test_what_is_not_shown_is_not_in_it() -> None:
     schedule = factory.plan(("W1_2",)).schedule()
-    whole = bars(pictures(chart_placeholder(gantt(schedule, DARK)))["middle"])
-    part = bars(pictures(chart_placeholder(gantt(schedule, DARK, shown=(10, 15))))["middle"])
+    whole = bars(pictures(chart_placeholder(gantt(Drawing.of(schedule), DARK)))["middle"])
+    part = bars(pictures(chart_placeholder(gantt(Drawing.of(schedule), DARK, shown=(10, 15))))["middle"])
     assert len(part) < 0.5 * len(whole)
     assert all(left <= WIDTH and right >= 0 for _, left, right, _ in part)
 
@@ -94,8 +94,8 @@ def test_what_is_not_shown_is_not_in_it() -> None:
 def test_what_else_a_chart_has() -> None:
     """Memory and its limits, a path, the critical path, waits and the fault-free end; no mark twice."""
     schedule = factory.plan(("W1_2",)).schedule()
-    plain = gantt(schedule, LIGHT, fault_free_end=27)
-    full = gantt(schedule, LIGHT, fault_free_end=27, held=True, path=(1, 2), critical=True)
+    plain = gantt(Drawing.of(schedule), LIGHT)
+    full = gantt(Drawing.of(schedule), LIGHT, held=True, path=(1, 2), critical=True)
     marks = [
         [path.attrib for path in pictures(chart_placeholder(figure))["middle"].iter(f"{SVG}path")]
         for figure in (plain, full)
@@ -113,7 +113,7 @@ def test_what_else_a_chart_has() -> None:
 def test_names_of_people_leave_it_a_picture() -> None:
     plan = factory.plan(("W1_2",))
     names = ["a & b <i>c</i> \x01 &amp; \ud800", "<b>x", ""]
-    strips = [Strip(name, plan, plan.schedule(), tuple(plan.schedule().problem.job.workers())) for name in names]
+    strips = [Strip(name, plan, Drawing.of(plan.schedule())) for name in names]
     found = pictures(chart_placeholder(comparison(strips, LIGHT)))
     said = words(found["middle"])
     assert any(each.startswith("a & b <i>c</i>  &amp; ") for each in said)
@@ -123,7 +123,7 @@ def test_names_of_people_leave_it_a_picture() -> None:
 
 def test_a_figure_without_bars_has_none() -> None:
     plan = factory.plan(())
-    strips = [Strip("a", plan, plan.schedule(), tuple(plan.schedule().problem.job.workers()))] * 2
+    strips = [Strip("a", plan, Drawing.of(plan.schedule()))] * 2
     figure = comparison(strips, LIGHT)
     assert chart_placeholder(figure)
     figure.data = [trace for trace in figure.data if trace.type != "bar"]

@@ -7,10 +7,11 @@ from dataclasses import replace
 from openrecycle.app.catalogs.outlook import outlook
 from openrecycle.app.catalogs.report import report
 from openrecycle.app.ui import catalog_words, facts, text
-from openrecycle.app.ui.charts.gantt import gantt
+from openrecycle.app.ui.charts.schedule import gantt
 from openrecycle.app.ui.tables import workers_table
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.planner.catalog_store import plan_name
+from openrecycle.planner.drawing import Drawing
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.packed import Effort, Question, decode_header, encode_plan
 from openrecycle.planner.plan import Plan
@@ -55,16 +56,15 @@ def test_the_table_has_both_in_one_unit() -> None:
 
 
 def test_the_chart_draws_bytes_against_the_capacity() -> None:
-    figure = gantt(planned(capacity=4 * GIB).schedule(), LIGHT, held=True)
+    figure = gantt(Drawing.of(planned(capacity=4 * GIB).schedule()), LIGHT, held=True)
     (held,) = [trace for trace in figure.data if (trace.meta or {}).get("kind") == "memory"]
     assert "<b>W0_0</b> holds 3 GiB of 4 GiB" in held.hovertext
     assert any((trace.meta or {}).get("kind") == "memory limit" for trace in figure.data)
     words = [annotation.text for annotation in figure.layout.annotations]
     assert any("the worker's capacity" in word for word in words)
     assert "3 GiB" in words
-    assert not any(
-        (trace.meta or {}).get("kind") == "memory limit" for trace in gantt(planned().schedule(), LIGHT, held=True).data
-    )
+    unlimited = gantt(Drawing.of(planned().schedule()), LIGHT, held=True)
+    assert not any((trace.meta or {}).get("kind") == "memory limit" for trace in unlimited.data)
 
 
 def test_a_catalog_says_the_most_that_a_worker_may_hold() -> None:

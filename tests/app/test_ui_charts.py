@@ -6,6 +6,7 @@ import base64
 import io
 import re
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from openrecycle.app.ui.charts import bars, rows
 from openrecycle.app.ui.charts import overview as large
-from openrecycle.app.ui.charts.bars import ASIDE_OPACITY, BAR_HEIGHT
+from openrecycle.app.ui.charts import schedule as charts
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
-from openrecycle.app.ui.charts.gantt import gantt
-from openrecycle.app.ui.theme import DARK, LIGHT, OP_WORDS, Palette
+from openrecycle.app.ui.charts.schedule import ASIDE_OPACITY
+from openrecycle.app.ui.theme import DARK, LIGHT, Palette
+from openrecycle.planner import drawing as model
+from openrecycle.planner.drawing import BAR_HEIGHT, OP_WORDS, Drawing, Rows
 from openrecycle.planner.job import Worker
 from openrecycle.planner.paths import critical_path, micro_batch_path
 from openrecycle.planner.schedule import Op, Schedule
@@ -30,6 +32,18 @@ from openrecycle.planner.schedule import Op, Schedule
 
 def schedule_of(failed: tuple[str, ...] = (), **options: Any) -> Schedule:
     return factory.plan(failed, **options).schedule()
+
+
+def gantt(
+    schedule: Schedule,
+    colours: Palette,
+    *,
+    workers: Sequence[Worker] | None = None,
+    out: dict[str, str] | None = None,
+    window: tuple[float, float] | None = None,
+    **options: Any,
+) -> go.Figure:
+    return charts.gantt(Drawing.of(schedule, workers, out, window), colours, **options)
 
 
 def op_traces(figure: go.Figure) -> list[Any]:
@@ -45,7 +59,7 @@ def drawn(figure: go.Figure) -> list[tuple[str, bool, float, float, float]]:
     ]
 
 
-def expected(schedule: Schedule, shown: rows.Rows) -> list[tuple[str, bool, float, float, float]]:
+def expected(schedule: Schedule, shown: Rows) -> list[tuple[str, bool, float, float, float]]:
     job = schedule.problem.job
     ops: list[Op] = [op for w in shown.workers for op in schedule.ops.get(w, ())]
     return [
@@ -65,7 +79,7 @@ def test_every_op_is_one_bar_at_its_place(data: st.DataObject) -> None:
     optimizer = data.draw(st.integers(0, 2))
     schedule = schedule_of(failed, grid=grid, technique=technique, memory="none", optimizer=optimizer)
     figure = gantt(schedule, LIGHT)
-    shown = rows.Rows.of(list(schedule.problem.job.workers()))
+    shown = Rows.of(list(schedule.problem.job.workers()))
     assert sorted(drawn(figure)) == sorted(expected(schedule, shown)), "times are whole, so they agree exactly"
 
 
@@ -86,7 +100,7 @@ def test_rerouted_bars_are_hatched_outlined_and_name_their_home() -> None:
 def test_failed_row_is_tinted_and_says_so() -> None:
     schedule = schedule_of(("W1_2", "W0_0"))
     figure = gantt(schedule, LIGHT, out={"W1_2": "failed", "W0_0": "failed"})
-    shown = rows.Rows.of(list(schedule.problem.job.workers()))
+    shown = Rows.of(list(schedule.problem.job.workers()))
     tinted = [s for s in figure.layout.shapes if s.fillcolor == LIGHT.failed_tint]
     assert {s.name for s in tinted} == {"W0_0", "W1_2"}
     assert all((s.y0 + s.y1) / 2 == pytest.approx(shown.at[Worker.parse(s.name)]) for s in tinted)
@@ -112,7 +126,7 @@ def test_who_moved_or_nobody_knows_of_does_not_look_failed() -> None:
 
 def test_fault_free_end_and_ghost_stand_where_they_belong() -> None:
     schedule = schedule_of(("W1_2",), unit="slot", memory="none")
-    figure = gantt(schedule, LIGHT, fault_free_end=27)
+    figure = gantt(schedule, LIGHT)
     line = next(s for s in figure.layout.shapes if s.line.dash == "dot")
     assert line.x0 == line.x1 == 27
     assert any("ends at 27 slots" in a.text for a in figure.layout.annotations)
@@ -139,21 +153,21 @@ def test_figures_are_json_and_use_their_theme(colours: Any) -> None:
 
 def test_filters_choose_their_workers() -> None:
     schedule = schedule_of(("W1_2",))
-    assert rows.touched_workers(schedule) == [Worker(0, 2), Worker(1, 2), Worker(2, 2)]
-    assert rows.pipeline_workers(schedule, 1) == [Worker(1, s) for s in range(4)]
-    assert rows.stage_workers(schedule, 3) == [Worker(p, 3) for p in range(3)]
-    assert rows.touched_workers(schedule_of()) == []
+    assert model.touched_workers(schedule) == [Worker(0, 2), Worker(1, 2), Worker(2, 2)]
+    assert model.pipeline_workers(schedule, 1) == [Worker(1, s) for s in range(4)]
+    assert model.stage_workers(schedule, 3) == [Worker(p, 3) for p in range(3)]
+    assert model.touched_workers(schedule_of()) == []
 
 
 def test_rows_do_not_overlap_and_pipelines_stand_apart() -> None:
-    shown = rows.Rows.of(list(schedule_of().problem.job.workers()))
+    shown = Rows.of(list(schedule_of().problem.job.workers()))
     middles = [shown.at[w] for w in shown.workers]
     steps = np.diff(middles)
     assert steps.min() >= 1
     apart = [
         b - a for (v, a), (w, b) in zip(shown.at.items(), list(shown.at.items())[1:], strict=False) if v[0] != w[0]
     ]
-    assert min(apart) == pytest.approx(1 + rows.PIPELINE_GAP)
+    assert min(apart) == pytest.approx(1 + model.PIPELINE_GAP)
     assert shown.extent == pytest.approx(middles[-1] + 0.5)
 
 
@@ -164,21 +178,21 @@ def test_raster_has_the_op_that_runs_at_each_moment() -> None:
     schedule = schedule_of(("W1_2", "W0_1", "W2_0"), unit="slot")
     workers = list(schedule.problem.job.workers())
     end = max(ops[-1].end for ops in schedule.ops.values())
-    image = large.raster(schedule, workers, {"W1_2": "failed", "W0_1": "drained"}, columns=end * 4)
+    image = model.raster(Drawing.of(schedule, out={"W1_2": "failed", "W0_1": "drained"}), columns=end * 4)
     for row, worker in enumerate(workers):
         if worker in schedule.problem.failed:
-            assert set(image[row]) == {large.FAILED if str(worker) == "W1_2" else large.OUT}
+            assert set(image[row]) == {model.CODE_FAILED if str(worker) == "W1_2" else model.CODE_OUT}
             continue
         for column in range(end * 4):
             at = (column + 0.5) / 4
             running = [op for op in schedule.ops[worker] if op.start <= at < op.end]
-            assert image[row, column] == (large.CODES[running[0].kind] if running else 0)
+            assert image[row, column] == (model.CODES[running[0].kind] if running else 0)
 
 
 def test_box_selects_the_workers_and_the_time_it_covers() -> None:
     schedule = schedule_of(("W1_2",), unit="slot")
     workers = list(schedule.problem.job.workers())
-    detail = large.detail_of_box(schedule, workers, (4.0, 9.0), (1.2, 3.4))
+    detail = large.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (1.2, 3.4))
     assert detail.workers == tuple(workers[1:4]) and detail.window == (4.0, 9.0) and not detail.cut
     figure = gantt(schedule, LIGHT, workers=detail.workers, window=detail.window)
     assert len(drawn(figure)) == detail.ops
@@ -190,13 +204,14 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
     schedule = schedule_of(("W1_2", "W0_1", "W3_0"), grid=(4, 3, 6), unit="a<b")
     workers = list(schedule.problem.job.workers())
     out = {"W1_2": "failed", "W0_1": "moved to W2_2"}
-    html = large.overview(schedule, workers, large.picture(schedule, workers, colours, out), 'say "all"')
-    assert large.out_words(schedule, workers, out) == "Red rows: 1 failed worker. Grey rows: 2 places without a worker."
+    whole = Drawing.of(schedule, out=out)
+    html = large.overview(whole, large.picture(whole, colours), 'say "all"')
+    assert large.out_words(whole) == "Red rows: 1 failed worker. Grey rows: 2 places without a worker."
     assert 'alt="say &quot;all&quot;"' in html and "(a&lt;b)" in html
     found = re.search(r'src="data:image/png;base64,([^"]+)"', html)
     assert found
     image = Image.open(io.BytesIO(base64.b64decode(found[1]))).convert("RGB")
-    assert image.size == (large.COLUMNS, len(workers))
+    assert image.size == (model.COLUMNS, len(workers))
 
     def at(x: int, y: int) -> str:
         pixel: Any = image.getpixel((x, y))
@@ -204,7 +219,7 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
 
     for row, worker in enumerate(workers):
         for op in schedule.ops.get(worker, ()):
-            middle = round((op.start + op.end) / 2 / schedule.end * large.COLUMNS)
+            middle = round((op.start + op.end) / 2 / schedule.end * model.COLUMNS)
             if op.duration:
                 assert at(middle, row) == colours.ops[op.kind]
     dead = workers.index(Worker(1, 2))
@@ -224,19 +239,18 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
 
 def test_a_detail_is_where_the_box_was() -> None:
     schedule = schedule_of(("W1_2",), grid=(4, 3, 6))
-    workers = list(schedule.problem.job.workers())
-    detail = large.detail_of_box(schedule, workers, (4.0, 9.0), (1.2, 3.4))
-    assert large.box_of(schedule, workers, detail) == (4.0, 9.0, 0.5, 3.5)
-    assert large.detail_of_box(schedule, workers, (4.0, 9.0), (0.5, 3.5)).window == detail.window
+    detail = large.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (1.2, 3.4))
+    assert large.box_of(Drawing.of(schedule), detail) == (4.0, 9.0, 0.5, 3.5)
+    assert large.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (0.5, 3.5)).window == detail.window
 
 
 def test_large_schedule_is_drawn_quickly_and_small_enough() -> None:
     schedule = schedule_of(("W1_2", "W5_7"), grid=(16, 16, 64))
-    workers = list(schedule.problem.job.workers())
+    whole = Drawing.of(schedule)
     assert sum(map(len, schedule.ops.values())) > large.MAX_BARS
     begin = time.process_time()
-    detail = large.detail_of(schedule, workers, 100, 24, 0.0)
-    html = large.overview(schedule, workers, large.picture(schedule, workers, LIGHT), "all of it")
+    detail = large.detail_of(whole, 100, 24, 0.0)
+    html = large.overview(whole, large.picture(whole, LIGHT), "all of it")
     seconds = time.process_time() - begin
     assert detail.ops <= large.MAX_DETAIL
     assert len(html) < 200_000
@@ -245,9 +259,9 @@ def test_large_schedule_is_drawn_quickly_and_small_enough() -> None:
 
 def test_many_ops_are_one_shape_a_kind_and_each_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = schedule_of(("W1_2",), unit="slot")
-    monkeypatch.setattr(bars, "MAX_NODES", 100)
+    monkeypatch.setattr(charts, "MAX_NODES", 100)
     figure = gantt(schedule, LIGHT, path=(1, 2))
-    workers = rows.Rows.of(list(schedule.problem.job.workers())).at
+    workers = Rows.of(list(schedule.problem.job.workers())).at
     found: dict[str, list[Any]] = {}
     for trace in figure.data:
         if trace.type == "scatter" and trace.meta["kind"] in OP_WORDS:
@@ -288,7 +302,7 @@ def test_the_path_of_a_micro_batch_stands_out_and_the_rest_steps_back() -> None:
     outline = next(t for t in figure.data if t.meta["kind"] == "path")
     whole = micro_batch_path(schedule, 1, 2)
     assert len(outline.x) == sum(op.kind != "W" for op in whole)
-    assert set(outline.y) == {rows.Rows.of(list(schedule.problem.job.workers())).at[op.worker] for op in whole}
+    assert set(outline.y) == {Rows.of(list(schedule.problem.job.workers())).at[op.worker] for op in whole}
 
 
 def test_the_critical_path_is_threaded_and_its_waits_are_shown() -> None:
@@ -309,7 +323,7 @@ def test_what_is_held_is_drawn_on_the_same_time_axis_below_its_limit(limit: str)
     figure = gantt(schedule, LIGHT, held=True)
     assert figure.layout.xaxis.anchor == "y2"
     assert figure.layout.yaxis.domain[0] > figure.layout.yaxis2.domain[1]
-    shown = rows.Rows.of(list(schedule.problem.job.workers()))
+    shown = Rows.of(list(schedule.problem.job.workers()))
     area = next(t for t in figure.data if t.meta["kind"] == "memory")
     peaks = dict.fromkeys(schedule.ops, 0.0)
     for y, words in zip(area.y, area.hovertext, strict=True):
@@ -329,7 +343,7 @@ def test_what_is_held_is_drawn_on_the_same_time_axis_below_its_limit(limit: str)
 
 def test_a_window_keeps_what_lies_in_it_only() -> None:
     schedule = schedule_of(("W1_2",), unit="slot", memory="none")
-    figure = gantt(schedule, LIGHT, window=(5, 12), fault_free_end=27)
+    figure = gantt(schedule, LIGHT, window=(5, 12))
     assert list(figure.layout.xaxis.range) == [5, 12]
     assert "ghost" not in kinds(figure) and not any(s.line.dash == "dot" for s in figure.layout.shapes)
     assert all(end > 5 and start < 12 for *_, start, end in drawn(figure))
@@ -339,5 +353,5 @@ def test_a_window_keeps_what_lies_in_it_only() -> None:
         come = [held for tick, held in schedule.held_activations(worker) if tick <= 5][-1]
         said = [words for x, words in zip(area.x, area.hovertext, strict=True) if x == 5]
         assert f"<b>{worker}</b> holds {come} activations" in said
-    late = gantt(schedule, LIGHT, window=(20, 30), fault_free_end=27)
+    late = gantt(schedule, LIGHT, window=(20, 30))
     assert "ghost" in kinds(late) and any(s.line.dash == "dot" for s in late.layout.shapes)

@@ -16,9 +16,10 @@ from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 from openrecycle.app.console import Console, set_console
 from openrecycle.app.plans.comparing import MOST, WORKED_EXAMPLE, stage_table
 from openrecycle.app.ui import text
-from openrecycle.app.ui.charts import compare as charts
-from openrecycle.app.ui.charts.compare import RELATIVE, Strip, comparison
-from openrecycle.app.ui.theme import LIGHT, OP_WORDS
+from openrecycle.app.ui.charts import schedule as charts
+from openrecycle.app.ui.charts.schedule import RELATIVE, Strip, comparison
+from openrecycle.app.ui.theme import LIGHT
+from openrecycle.planner.drawing import OP_WORDS, Drawing
 from openrecycle.planner.export.compare import by_stage
 from openrecycle.planner.plan import Plan
 
@@ -167,8 +168,7 @@ def test_filters_hold_for_all(console: Console, job: JobHere) -> None:
 
 
 def strip(plan: Plan, name: str = "a plan") -> Strip:
-    schedule = plan.schedule()
-    return Strip(name, plan, schedule, tuple(schedule.problem.job.workers()))
+    return Strip(name, plan, Drawing.of(plan.schedule()))
 
 
 def test_every_op_of_each_plan_is_drawn_in_its_own_rows() -> None:

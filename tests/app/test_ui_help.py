@@ -14,10 +14,11 @@ from ui_console import MAIN, ConsoleHere, JobHere
 from openrecycle.app.console import set_console
 from openrecycle.app.plans.idea import pictures
 from openrecycle.app.ui import snippets
-from openrecycle.app.ui.charts.idea import picture, picture_words
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.app.ui.words import SECTIONS
 from openrecycle.planner.check import check
+from openrecycle.planner.export.picture import small
+from openrecycle.planner.export.svg import draw_svg
 
 pytestmark = pytest.mark.processes
 
@@ -60,15 +61,15 @@ def test_the_pictures_are_plans_that_check() -> None:
 def test_each_op_is_drawn_once_and_the_failed_say_so(colours: Palette) -> None:
     for one in pictures():
         schedule = one.plan.schedule()
-        root = ElementTree.fromstring(picture(schedule, colours, end=60, reference=27, moved=one.moved))
+        root = ElementTree.fromstring(draw_svg(small(one.drawing, colours, 60, one.words)))
         texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
         numbers = [t for t in texts if t.replace("·", "").isdigit()]
         assert len(numbers) == sum(1 for op in schedule.compute_ops())
         assert sum("·" in t for t in numbers) == sum(op.rerouted for op in schedule.compute_ops())
         assert sum(t.startswith("✕ failed") for t in texts) == len(one.plan.failed) - len(one.moved)
-        assert sum(t.startswith("→ moved to W0_2") for t in texts) == len(one.moved)
+        assert sum(t.startswith("moved to W0_2 – ") for t in texts) == len(one.moved)
         assert f"{schedule.period} slots" in texts
-        assert f"over {schedule.period} slots" in picture_words(schedule)
+        assert f"over {schedule.period} slots" in one.words
 
 
 def test_the_idea_shows_five_pictures_with_words(here: ConsoleHere) -> None:
@@ -76,7 +77,7 @@ def test_the_idea_shows_five_pictures_with_words(here: ConsoleHere) -> None:
     assert page.count('<img src="data:image/svg+xml;base64,') == 5
     for one in pictures():
         assert one.title in page
-        assert picture_words(one.plan.schedule()) in page
+        assert one.words in page
     first = page.split("base64,")[1].split('"')[0]
     assert ElementTree.fromstring(b64decode(first)).tag.endswith("svg")
 

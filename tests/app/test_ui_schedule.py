@@ -21,7 +21,7 @@ from openrecycle.app.console import Console, set_console
 from openrecycle.app.ui import bound, box_select, schedule_filters, schedule_large, time_range
 from openrecycle.app.ui.charts import overview
 from openrecycle.app.ui.schedule_facts import critical_words
-from openrecycle.app.ui.theme import OP_WORDS
+from openrecycle.planner.drawing import OP_WORDS
 
 pytestmark = pytest.mark.processes
 

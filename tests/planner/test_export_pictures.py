@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from PIL import Image
 
-from openrecycle.app.ui.theme import LIGHT
+from openrecycle.planner.drawing import LIGHT
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.export import EXPORTERS, colours, gantt_rows
-from openrecycle.planner.export import gantt as gantt_module
-from openrecycle.planner.export.drawing import Polygon, Rect, Text, hatch_lines
-from openrecycle.planner.export.gantt import gantt
+from openrecycle.planner.export import EXPORTERS
+from openrecycle.planner.export import picture as picture_module
+from openrecycle.planner.export.picture import Polygon, Rect, Text, gantt, hatch_lines
 from openrecycle.planner.export.png import SCALE, draw_png
 from openrecycle.planner.export.svg import draw_svg
 from openrecycle.planner.job import Job, Problem, StageProfile, Technique, Worker
@@ -47,13 +46,6 @@ def rgb(colour: str) -> tuple[int, ...]:
     return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
 
 
-def test_the_colours_are_those_of_the_console() -> None:
-    for name in ("background", "text", "muted", "line", "track", "failed"):
-        assert getattr(colours, name.upper()) == getattr(LIGHT, name)
-    assert LIGHT.ops == colours.OPS
-    assert LIGHT.ops_text == colours.OPS_TEXT
-
-
 @settings(max_examples=40)
 @given(problem=problems())
 def test_svg_has_a_bar_per_op_and_a_row_per_worker(problem: Problem) -> None:
@@ -63,7 +55,7 @@ def test_svg_has_a_bar_per_op_and_a_row_per_worker(problem: Problem) -> None:
     assert len(tooltips(text)) == sum(op.duration > 0 for op in ops)
     rows = [w for w in words(text) if w[:1] == "W" and "_" in w]
     assert rows == [str(w) for w in problem.job.workers()]
-    assert sum(w.startswith("out: ") for w in words(text)) == len(problem.failed)
+    assert sum(w.startswith("out – ") for w in words(text)) == len(problem.failed)
 
 
 def test_bars_lie_where_the_ops_are() -> None:
@@ -76,9 +68,9 @@ def test_bars_lie_where_the_ops_are() -> None:
     for bar, op in zip(bars, ops, strict=True):
         assert bar.x == pytest.approx(left + op.start * slot)
         assert bar.width == pytest.approx(op.duration * slot, abs=1.01)  # a thin gap to the next
-        assert bar.fill == colours.OPS[op.kind]
+        assert bar.fill == LIGHT.ops[op.kind]
         assert (bar.hatch is not None) == op.rerouted
-        assert (bar.stroke == colours.FAILED) == op.rerouted
+        assert (bar.stroke == LIGHT.failed) == op.rerouted
         assert bar.tooltip.startswith(f"{op.worker}: ")
         assert (f"re-routed from W{op.pipeline}_{op.stage}" in bar.tooltip) == op.rerouted
         assert bar.x + bar.width <= drawing.width
@@ -95,7 +87,7 @@ def test_numbers_are_in_bars_that_hold_them_and_in_no_others() -> None:
     narrow = make_plan(Problem(Job.uniform(1, 2, 400)), solver="list", look_ahead=False)
     drawing = gantt(narrow)
     bars = [s for s in drawing.shapes if isinstance(s, Rect) and s.tooltip]
-    numbers = [s for s in drawing.shapes if isinstance(s, Text) and s.anchor == "middle" and s.colour != colours.MUTED]
+    numbers = [s for s in drawing.shapes if isinstance(s, Text) and s.anchor == "middle" and s.colour != LIGHT.muted]
     assert max(bar.width for bar in bars) < 8
     assert not numbers
 
@@ -121,9 +113,9 @@ def test_a_plan_says_of_no_worker_that_it_failed() -> None:
         assert plan.failed
         for shape in gantt(plan).shapes:
             if isinstance(shape, Text):
-                assert "failed" not in shape.text.lower() and shape.colour != colours.FAILED
+                assert "failed" not in shape.text.lower() and shape.colour != LIGHT.failed
             elif isinstance(shape, Rect):
-                assert shape.fill != colours.FAILED and (shape.stroke != colours.FAILED or shape.hatch)
+                assert shape.fill != LIGHT.failed and (shape.stroke != LIGHT.failed or shape.hatch)
 
 
 def test_png_has_letters() -> None:
@@ -153,7 +145,7 @@ def test_a_large_plan_is_drawn_by_stage() -> None:
     assert "2 of 64 out" in words(text)
     assert any("Each row is a stage" in w for w in words(text))
     image = pixels(EXPORTERS["png"].render(plan))
-    assert {rgb(colours.OPS[kind]) for kind in "FIW"} <= {colour for _, colour in image.getcolors(1 << 20) or []}
+    assert {rgb(LIGHT.ops[kind]) for kind in "FIW"} <= {colour for _, colour in image.getcolors(1 << 20) or []}
 
 
 @settings(max_examples=25)
@@ -162,16 +154,16 @@ def test_areas_of_the_overview_are_the_busy_shares(problem: Problem) -> None:
     plan = listed(problem)
     schedule = plan.schedule()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gantt_module, "MAX_ROWS", 0)
+        patch.setattr(picture_module, "MAX_ROWS", 0)
         drawing = gantt(plan)
-    tracks = [s for s in drawing.shapes if isinstance(s, Rect) and s.fill == colours.TRACK and s.width > 100]
+    tracks = [s for s in drawing.shapes if isinstance(s, Rect) and s.fill == LIGHT.track and s.width > 100]
     assert len(tracks) == problem.job.stages
     for stage, track in enumerate(tracks):
         living = [w for w in schedule.ops if w.stage == stage]
         ticks: Counter[str] = Counter()
         for worker in living:
             for op in schedule.ops[worker]:
-                ticks[colours.OPS[op.kind]] += op.duration
+                ticks[LIGHT.ops[op.kind]] += op.duration
         areas: Counter[str] = Counter()
         for shape in drawing.shapes:
             if isinstance(shape, Polygon) and shape.tooltip.startswith(f"stage {stage}:"):
@@ -232,4 +224,3 @@ def test_the_same_plan_is_the_same_picture() -> None:
     drawing = gantt(plan)
     assert draw_svg(drawing) == draw_svg(gantt(plan))
     assert draw_png(drawing) == draw_png(gantt(plan))
-    assert gantt_rows.row_height([Worker(0, 0)]) < gantt_rows.row_height([Worker(0, 0), Worker(1, 0)])

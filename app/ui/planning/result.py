@@ -15,8 +15,7 @@ from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.ui import bound, chart_revision, components, facts, text
 from openrecycle.app.ui.access import acting
 from openrecycle.app.ui.charts import overview as large
-from openrecycle.app.ui.charts.bars import FAILED, MAX_NODES
-from openrecycle.app.ui.charts.gantt import KIND_ORDER, gantt
+from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.exports import export_button
 from openrecycle.app.ui.planning import applying, state
 from openrecycle.app.ui.planning.controls import question_words
@@ -26,6 +25,7 @@ from openrecycle.app.ui.schedule_facts import many_words
 from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
+from openrecycle.planner.drawing import FAILED, Drawing
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.export.compare import against_best, comparable
 from openrecycle.planner.plan import Plan
@@ -125,16 +125,10 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         schedule = _schedule(plan)
         end = float(schedule.problem.job.units(schedule.end))
         time = choose_time(f"planner-{plan.fingerprint[:12]}", end, text.plural(plan.job.time_unit), WINDOW)
-    ops = {(op.kind, op.rerouted) for row in schedule.ops.values() for op in row}
-    components.op_legend(
-        [kind for kind in KIND_ORDER if any(kind == k for k, _ in ops)],
-        rerouted=any(moved for _, moved in ops),
-        ghost=True,
-    )
-    fault_free = plan.metrics.period / (1 + plan.metrics.slowdown_vs_1f1b) * schedule.problem.job.ticks_per_unit
+    drawing = Drawing.of(schedule, out=dict.fromkeys(plan.failed, FAILED))
+    components.legend_of([drawing], ghost=True)
     part, turn = chart_revision.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
-    assumed = dict.fromkeys(plan.failed, FAILED)
-    figure = gantt(schedule, colours, fault_free_end=fault_free, shown=part, out=assumed, revision=str(turn))
+    figure = gantt(drawing, colours, shown=part, revision=str(turn))
     with st.container(key="wide-chart-planner", gap=None):
         components.until_drawn(figure)
         st.plotly_chart(figure, theme=None, key=GANTT, config=FOLLOWED_CONFIG, alt=facts.schedule_words(plan, schedule))
@@ -151,12 +145,10 @@ def _choose() -> None:
 
 
 def _picture(schedule: Schedule, colours: Palette) -> None:
-    workers = list(schedule.problem.job.workers())
+    drawing = Drawing.of(schedule, out={str(worker): FAILED for worker in schedule.problem.failed})
     components.quiet("One row per worker. Save the plan to look at it op by op on Schedule.")
-    alt = f"Overview of {len(workers):,} workers over one iteration."
-    assumed = {str(worker): FAILED for worker in schedule.problem.failed}
-    drawn = large.picture(schedule, workers, colours, assumed)
-    st.html(large.overview(schedule, workers, drawn, alt))
+    alt = f"Overview of {len(drawing.rows.workers):,} workers over one iteration."
+    st.html(large.overview(drawing, large.picture(drawing, colours), alt))
 
 
 def _comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:

@@ -1,0 +1,712 @@
+"""Drawn schedules (`planner.drawing`) as Plotly figures: the Gantt chart with the memory held below, and Compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import plotly.graph_objects as go
+
+from openrecycle.app.ui import text
+from openrecycle.app.ui.charts.overview import MAX_BARS, picture
+from openrecycle.app.ui.theme import Palette, style
+from openrecycle.planner.drawing import BAR_HEIGHT, EDGE, HATCH, OP_WORDS, Drawing, Held, Rows, by_look, label, op_words
+from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.paths import Link, critical_path, micro_batch_path
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Op
+
+# Each bar is three and more elements of the page. More ops than this are drawn as one shape a kind, without numbers.
+MAX_NODES = 1_000
+# Of the length of such a bar.
+GAP = 0.06
+ASIDE_OPACITY = 0.3
+"""Of what is not on the path that is looked at."""
+# Above this many ops in a row, numbers appear only as far as they fit after zooming in.
+DENSE_OPS_PER_ROW = 90
+# Above this many rows their figures at the right edge would run into each other.
+MAX_FIGURES = 64
+# Pixels. HELD: of a row of memory. HOVER: from the middle of a bar, where bars have no element of their own.
+TOP, BOTTOM, BETWEEN, HELD = 24, 46, 34, 20
+HOVER = 60
+MARGIN = 70
+HELD_OPACITY = 0.7
+# Of Compare.
+COMPARE_TOP, COMPARE_BETWEEN, PICTURE_HEIGHT = 34, 38, 220
+# Of the time axis where the plans' units differ.
+RELATIVE = "fault-free 1F1B iterations of its own job"
+CLEAR = "rgba(0,0,0,0)"
+
+Span = tuple[Worker, float, float]
+"""Worker, from and to in ticks."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Where a schedule is drawn. factor: by which its times are scaled. axis: of the rows."""
+
+    drawing: Drawing
+    colours: Palette
+    factor: float = 1.0
+    axis: str = "y"
+
+    # Kept, for they are asked for once an op.
+    @cached_property
+    def job(self) -> Job:
+        return self.drawing.job
+
+    @cached_property
+    def rows(self) -> Rows:
+        return self.drawing.rows
+
+    def x(self, ticks: float) -> float | int:
+        """Ticks on the time axis; whole numbers stay whole."""
+        value = self.job.units(ticks)
+        return value if self.factor == 1 else value * self.factor
+
+
+# -- the Gantt chart --------------------------------------------------------------------------------
+
+
+def gantt(
+    drawing: Drawing,
+    colours: Palette,
+    *,
+    shown: tuple[float, float] | None = None,
+    path: tuple[int, int] | None = None,
+    critical: bool = False,
+    held: bool = False,
+    next_iteration: bool = True,
+    revision: str = "gantt",
+) -> go.Figure:
+    """One row per worker, one bar per op, times in the job's own unit; above MAX_NODES ops without numbers, and deaf to
+    clicks.
+
+    shown: from and to of the time axis, in its unit; the rest can be moved to (default: all). path: (home pipeline,
+    micro-batch), whose ops stand out and are threaded together. critical: thread the critical path. held: rows below
+    with the activations that each worker holds, on the same time axis. next_iteration: its first ops, faint.
+    """
+    sheet = Sheet(drawing, colours)
+    ops = drawing.ops
+    start, end = drawing.window or (0, _axis_end(drawing))
+    shapes = len(ops) > MAX_NODES
+    figure = go.Figure(_track(sheet, start, end))
+    if next_iteration:
+        figure.add_traces(_ghost(sheet, start, end, shapes=shapes))
+    on_path = set(micro_batch_path(drawing.schedule, *path)) if path else set()
+    others = [op for op in ops if op not in on_path]
+    figure.add_traces((_shapes if shapes else _bars)(sheet, others, aside=bool(on_path)))
+    if on_path:
+        own = [op for op in ops if op in on_path]
+        figure.add_traces(_bars(sheet, own))
+        line = sorted((op for op in own if op.kind != "W"), key=lambda op: op.start)
+        figure.add_traces(_thread(sheet, line, "path"))
+    if critical:
+        links = critical_path(drawing.schedule)
+        figure.add_traces([*_waits(sheet, links), *_thread(sheet, [link.op for link in links], "critical", "dash")])
+    _mark_out(figure, sheet)
+    if start <= drawing.fault_free_end <= end:
+        _mark_fault_free_end(figure, sheet)
+    style(figure, colours, height=_pixels(sheet.rows) + TOP + BOTTOM, revision=revision)
+    dense = len(ops) > DENSE_OPS_PER_ROW * max(1, len(drawing.living))
+    with_figures = len(drawing.living) <= MAX_FIGURES
+    _lay_out(figure, top=TOP, right=MARGIN if with_figures else 14, dense=dense, shapes=shapes)
+    figure.update_layout(clickmode="event+select")
+    figure.update_xaxes(
+        title_text=drawing.axis_words,
+        tickformat=",",
+        range=list(shown or (sheet.x(start), sheet.x(end))),
+        showgrid=True,
+        layer="below traces",
+    )
+    figure.update_yaxes(**_rows_axis(sheet, 12))
+    if with_figures:
+        schedule = drawing.schedule
+        idle = [text.percent(schedule.worker_bubble_fraction(w), digits=0) for w in drawing.living]
+        _figures(figure, sheet, "idle", idle)
+    if held:
+        _add_held(figure, sheet, start, end, with_figures=with_figures)
+    return figure
+
+
+def _axis_end(drawing: Drawing) -> float:
+    # Room behind the end for the next iteration's first ops, which staggering pulls forward.
+    return max(drawing.schedule.end, drawing.fault_free_end, drawing.schedule.period) * 1.12
+
+
+def _pixels(rows: Rows) -> int:
+    """Height that keeps a row readable, smaller as rows become many."""
+    per_row = 32 if len(rows.workers) <= 16 else 24 if len(rows.workers) <= 48 else 16
+    return round(rows.extent * per_row)
+
+
+def _lay_out(figure: go.Figure, *, top: int, right: int, dense: bool, shapes: bool) -> None:
+    """What all charts of schedules have in common."""
+    figure.update_layout(
+        barmode="overlay",
+        bargap=0,
+        dragmode="zoom",
+        margin={"l": 62, "r": right, "t": top, "b": BOTTOM},
+        showlegend=False,
+        uniformtext={"mode": "hide", "minsize": 7} if dense else None,
+        hoverdistance=HOVER if shapes else None,
+    )
+
+
+def _rows_axis(sheet: Sheet, size: int, colour: str = "") -> dict[str, object]:
+    rows = sheet.rows
+    return {
+        "tickvals": [rows.at[w] for w in rows.workers],
+        "ticktext": [str(w) for w in rows.workers],
+        "ticksuffix": " ",
+        "tickfont": {"size": size, "color": colour or sheet.colours.text},
+        "range": [rows.extent + 0.05, -0.05],
+        "fixedrange": True,
+        "showgrid": False,
+        "showline": False,
+        "zeroline": False,
+    }
+
+
+def _figures(figure: go.Figure, sheet: Sheet, head: str, values: list[str], top: float = 1.0) -> None:
+    """A number behind each row, and above them, at `top` of the paper, what it is."""
+    common = {
+        "x": 1,
+        "xref": "paper",
+        "xanchor": "left",
+        "xshift": 6,
+        "showarrow": False,
+        "font": {"size": 11, "color": sheet.colours.muted},
+    }
+    made = [{**common, "text": head, "y": top, "yref": "paper", "yanchor": "bottom"}]
+    for worker, words in zip(sheet.drawing.living, values, strict=True):
+        made.append({**common, "text": words, "y": sheet.rows.at[worker], "yref": sheet.axis})
+    # All at once: plotly copies those that are there for each one that is added.
+    figure.layout.annotations = (*figure.layout.annotations, *made)
+
+
+def _mark_fault_free_end(figure: go.Figure, sheet: Sheet) -> None:
+    x, colours = sheet.x(sheet.drawing.fault_free_end), sheet.colours
+    figure.add_shape(
+        type="line", x0=x, x1=x, yref="paper", y0=0, y1=1, line={"color": colours.text, "width": 1.5, "dash": "dot"}
+    )
+    figure.add_annotation(
+        x=x,
+        y=1,
+        yref="paper",
+        yanchor="bottom",
+        xanchor="right",
+        text=sheet.drawing.fault_free_words,
+        showarrow=False,
+        font={"size": 12, "color": colours.text},
+    )
+
+
+def _mark_out(figure: go.Figure, sheet: Sheet) -> None:
+    """Tints the rows of workers that the plan goes without, and says who runs their micro-batches."""
+    colours = sheet.colours
+    for out in sheet.drawing.out_rows:
+        y = sheet.rows.at[out.worker]
+        figure.add_shape(
+            type="rect",
+            xref="paper",
+            yref=sheet.axis,
+            x0=0,
+            x1=1,
+            y0=y - BAR_HEIGHT / 2,
+            y1=y + BAR_HEIGHT / 2,
+            fillcolor=colours.failed_tint if out.failed else colours.surface,
+            line_width=0,
+            name=str(out.worker),
+        )
+        figure.add_annotation(
+            x=0.5,
+            xref="x domain",
+            y=y,
+            yref=sheet.axis,
+            text=f"<b>{'✕ ' if out.failed else ''}{out.why}</b> – {out.words}",
+            showarrow=False,
+            font={"color": colours.failed_text if out.failed else colours.muted, "size": 13},
+        )
+
+
+# -- bars -------------------------------------------------------------------------------------------
+
+
+def _spans(sheet: Sheet, spans: Sequence[Span], **look: Any) -> go.Bar:
+    """A trace of bars, each with an element of its own."""
+    return go.Bar(
+        orientation="h",
+        base=[sheet.x(start) for _, start, _ in spans],
+        x=[sheet.x(end - start) for _, start, end in spans],
+        y=[sheet.rows.at[worker] for worker, _, _ in spans],
+        yaxis=sheet.axis,
+        width=BAR_HEIGHT,
+        **look,
+    )
+
+
+def _track(sheet: Sheet, start: float, end: float) -> go.Bar:
+    """What stays visible of it is idle: the bubbles. start, end: ticks."""
+    return _spans(
+        sheet,
+        [(worker, start, end) for worker in sheet.drawing.living],
+        name="Bubble (idle)",
+        marker={"color": sheet.colours.track, "line": {"width": 0}},
+        hoverinfo="skip",
+        meta={"kind": "track"},
+    )
+
+
+def _bars(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.Bar]:
+    """One trace per kind, and one more for what is re-routed. aside: faint, as not on the path looked at."""
+    return [_alike(sheet, own, kind, moved=moved, aside=aside) for (kind, moved), own in by_look(ops).items()]
+
+
+def _alike(sheet: Sheet, ops: Sequence[Op], kind: str, *, moved: bool, aside: bool) -> go.Bar:
+    colours = sheet.colours
+    fill = colours.ops[kind]
+    outline = colours.failed if moved else colours.background
+    # A step of no duration still shows: as a line, drawn by its outline.
+    instant = kind == "O" and all(op.duration == 0 for op in ops)
+    marker: dict[str, object] = {
+        "color": fill,
+        "line": {"color": fill if instant else outline, "width": 3 if instant else EDGE if moved else 1},
+    }
+    if moved:
+        marker["pattern"] = _hatch(colours)
+    strong = "<b>{}</b>" if moved else "{}"
+    return _spans(
+        sheet,
+        [(op.worker, op.start, op.end) for op in ops],
+        name=OP_WORDS[kind],
+        opacity=ASIDE_OPACITY if aside else None,
+        # A click must not dim what was not clicked: the path that it asks for is drawn by the server.
+        unselected={"marker": {"opacity": 1}},
+        text=None if kind == "O" else [strong.format(label(op)) for op in ops],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        textfont={"color": colours.ops_text[kind], "size": 12},
+        marker=marker,
+        customdata=None if kind == "O" else [f"{op.pipeline}.{op.micro_batch}" for op in ops],
+        hovertext=[_sentence(op, sheet.job) for op in ops],
+        hoverinfo="text",
+        meta={"kind": kind, "rerouted": moved, "aside": aside},
+    )
+
+
+def _sentence(op: Op, job: Job) -> str:
+    return f"<b>{op.worker}</b> · " + "<br>".join(op_words(op, job))
+
+
+def _hatch(colours: Palette) -> dict[str, object]:
+    return {
+        "shape": "/",
+        "fillmode": "overlay",
+        "fgcolor": colours.failed,
+        "fgopacity": HATCH.opacity,
+        "size": HATCH.size,
+        "solidity": HATCH.solidity,
+    }
+
+
+def _shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.Scatter]:
+    """As `_bars`, for many ops: one element a kind, and one more that says what is under the pointer."""
+    # A step of no duration still shows.
+    least = {"O": sheet.drawing.schedule.end / 500}
+    traces = [
+        go.Scatter(
+            **_boxes(sheet, [(op.worker, op.start, max(op.end, op.start + least.get(kind, 0))) for op in own]),
+            name=OP_WORDS[kind],
+            fillcolor=sheet.colours.ops[kind],
+            fillpattern=_hatch(sheet.colours) if moved else None,
+            opacity=ASIDE_OPACITY if aside else None,
+            meta={"kind": kind, "rerouted": moved, "aside": aside},
+        )
+        for (kind, moved), own in by_look(ops).items()
+    ]
+    # A line without width or a break, which is one element, over the middles of all.
+    under = go.Scatter(
+        x=[sheet.x(op.start + op.duration / 2) for op in ops],
+        y=[sheet.rows.at[op.worker] for op in ops],
+        yaxis=sheet.axis,
+        mode="lines",
+        line={"width": 0, "simplify": False},
+        hovertext=[_sentence(op, sheet.job) for op in ops],
+        hoverinfo="text",
+        meta={"kind": "under"},
+    )
+    return [*traces, under]
+
+
+def _boxes(sheet: Sheet, boxes: Iterable[Span]) -> dict[str, Any]:
+    """What a trace of them has in common with others.
+
+    One outline without a break, which Plotly would make an element of: along the bottom of a row, up and down at each
+    box, back along the bottom, and on to the next row by the line on which it will come back. A gap on the right of
+    each tells it from the next.
+    """
+    rows: dict[Worker, list[tuple[float, float]]] = {}
+    for worker, begin, end in boxes:
+        rows.setdefault(worker, []).append((begin, end))
+    edge = sheet.x(min((begin for row in rows.values() for begin, _ in row), default=0))
+    x: list[float | int] = []
+    y: list[float] = []
+    for worker, row in rows.items():
+        top, bottom = (sheet.rows.at[worker] + side * BAR_HEIGHT / 2 for side in (-1, 1))
+        x.append(edge)
+        y.append(bottom)
+        for begin, end in sorted(row):
+            left, right = sheet.x(begin), sheet.x(end - GAP * (end - begin))
+            x += [left, left, right, right]
+            y += [bottom, top, top, bottom]
+        x.append(edge)
+        y.append(bottom)
+    return {
+        "x": x,
+        "y": y,
+        "yaxis": sheet.axis,
+        "mode": "lines",
+        "line": {"width": 0, "simplify": False},
+        "fill": "toself",
+        "hoverinfo": "skip",
+    }
+
+
+def _ghost(sheet: Sheet, start: float, end: float, *, shapes: bool = False) -> list[go.Bar | go.Scatter]:
+    """The next iteration's ops between two ticks, one period later, faint. shapes: one element a kind."""
+    colours, following = sheet.colours, sheet.drawing.next_ops(start, end)
+    look = {"opacity": colours.faint, "meta": {"kind": "ghost"}}
+    if shapes:
+        kinds: dict[str, list[Span]] = {}
+        for op, begin, until in following:
+            kinds.setdefault(op.kind, []).append((op.worker, begin, until))
+        return [
+            go.Scatter(**_boxes(sheet, boxes), fillcolor=colours.ops[kind], **look) for kind, boxes in kinds.items()
+        ]
+    if not following:
+        return []
+    return [
+        _spans(
+            sheet,
+            [(op.worker, begin, until) for op, begin, until in following],
+            name="Next iteration",
+            marker={
+                "color": [colours.ops[op.kind] for op, *_ in following],
+                "line": {"width": 1, "color": colours.background},
+            },
+            hoverinfo="skip",
+            **look,
+        )
+    ]
+
+
+def _thread(sheet: Sheet, ops: Sequence[Op], name: str, dash: str = "solid") -> list[go.Bar | go.Scatter]:
+    """Outlines ops and joins each with the next by a line, dark on light so that it shows on any colour."""
+    colours, at = sheet.colours, sheet.rows.at
+    shown = [op for op in ops if op.worker in at]
+    x: list[float | int | None] = []
+    y: list[float | None] = []
+    for before, op in pairwise(shown):
+        # From edge to edge: the numbers in the bars stay readable.
+        x += [sheet.x(before.end), sheet.x(op.start), None]
+        y += [at[before.worker], at[op.worker], None]
+    outline = _spans(
+        sheet,
+        [(op.worker, op.start, op.end) for op in shown],
+        marker={"color": CLEAR, "line": {"width": 2.5, "color": colours.text}},
+        hoverinfo="skip",
+        meta={"kind": name},
+    )
+    line = {"x": x, "y": y, "yaxis": sheet.axis, "mode": "lines", "hoverinfo": "skip"}
+    ground = go.Scatter(**line, line={"width": 5, "color": colours.background}, meta={"kind": f"{name} ground"})
+    above = go.Scatter(**line, line={"width": 2, "color": colours.text, "dash": dash}, meta={"kind": f"{name} line"})
+    return [outline, ground, above]
+
+
+def _waits(sheet: Sheet, path: Iterable[Link]) -> list[go.Bar]:
+    """Where a critical path stands still: nothing it needs runs there."""
+    still = [link for link in path if link.waited and link.op.worker in sheet.rows.at]
+    if not still:
+        return []
+    unit = sheet.job.time_unit
+    return [
+        _spans(
+            sheet,
+            [(link.op.worker, link.op.start - link.waited, link.op.start) for link in still],
+            name="Wait on the critical path",
+            marker={"color": CLEAR, "line": {"width": 2, "color": sheet.colours.failed}},
+            hovertext=[f"{each.op} waits {text.planned(sheet.job.units(each.waited), unit)} here" for each in still],
+            hoverinfo="text",
+            meta={"kind": "wait"},
+        )
+    ]
+
+
+# -- memory -----------------------------------------------------------------------------------------
+
+
+def _add_held(figure: go.Figure, above: Sheet, start: float, end: float, *, with_figures: bool) -> None:
+    """A second block of rows below the first, on the same time axis: what each worker holds, against its limit."""
+    sheet, held = replace(above, axis="y2"), Held(above.drawing)
+    muted, living = sheet.colours.muted, sheet.drawing.living
+    height, below = _pixels(sheet.rows), round(sheet.rows.extent * HELD)
+    whole = height + BETWEEN + below
+    figure.add_traces([_curves(sheet, held, start, end), *_limits(sheet, held, start, end)])
+    figure.update_layout(
+        height=whole + TOP + BOTTOM,
+        yaxis={"domain": [1 - height / whole, 1]},
+        yaxis2={**_rows_axis(sheet, 11, muted), "domain": [0, below / whole], "anchor": "x"},
+        xaxis={"anchor": "y2"},
+    )
+    figure.add_annotation(
+        x=0,
+        xref="paper",
+        xanchor="left",
+        y=below / whole,
+        yref="paper",
+        yanchor="bottom",
+        text=_held_title(held),
+        showarrow=False,
+        font={"size": 12, "color": muted},
+    )
+    if with_figures:
+        _figures(figure, sheet, "peak", [_peak_words(held, w) for w in living], below / whole)
+
+
+def _held_title(held: Held) -> str:
+    """What the rows show, and what the dotted lines mean."""
+    if held.in_bytes:
+        what = "<b>Memory held</b>: weights, optimizer state and activations"
+        return what + ("; dotted: the worker's capacity" if held.limited else "; the capacity is not known")
+    return "<b>Activations held</b>" + (", dotted: the limit" if held.limited else "; there is no limit")
+
+
+def _peak_words(held: Held, worker: Worker) -> str:
+    """`3 of 4`: the most that the worker holds, and its limit; in bytes `6.2 GiB`, the limit is on hover."""
+    limit, peak = held.limit(worker), held.peak(worker)
+    if held.in_bytes:
+        return text.size(peak)
+    return f"{peak}" if limit is None else f"{peak} of {limit}"
+
+
+def _curves(sheet: Sheet, held: Held, start: float, end: float) -> go.Scatter:
+    """An area per worker between two ticks."""
+    amount = text.size if held.in_bytes else str
+    unit = "" if held.in_bytes else " activations"
+    x: list[float | int | None] = []
+    y: list[float | None] = []
+    words: list[str] = []
+    for worker in sheet.drawing.living:
+        limit = held.limit(worker)
+        most = unit if limit is None else f" of {amount(limit)}{unit}"
+        for tick, kept in held.outline(worker, start, end):
+            x.append(sheet.x(tick))
+            y.append(_level(sheet, held, worker, kept))
+            words.append(f"<b>{worker}</b> holds {amount(kept)}{most}")
+        x.append(None)
+        y.append(None)
+        words.append("")
+    fill = sheet.colours.ops["F"]
+    red, green, blue = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
+    return go.Scatter(
+        x=x,
+        y=y,
+        yaxis=sheet.axis,
+        mode="lines",
+        fill="toself",
+        name="Memory held" if held.in_bytes else "Activations held",
+        line={"width": 0},
+        fillcolor=f"rgba({red}, {green}, {blue}, {HELD_OPACITY})",
+        hovertext=words,
+        hoverinfo="text",
+        meta={"kind": "memory"},
+    )
+
+
+def _limits(sheet: Sheet, held: Held, start: float, end: float) -> list[go.Scatter]:
+    x: list[float | int | None] = []
+    y: list[float | None] = []
+    for worker in sheet.drawing.living:
+        limit = held.limit(worker)
+        if limit is not None:
+            level = _level(sheet, held, worker, limit)
+            x += [sheet.x(start), sheet.x(end), None]
+            y += [level, level, None]
+    if not x:
+        return []
+    return [
+        go.Scatter(
+            x=x,
+            y=y,
+            yaxis=sheet.axis,
+            mode="lines",
+            name="Memory limit",
+            line={"width": 1.5, "dash": "dot", "color": sheet.colours.muted},
+            hoverinfo="skip",
+            meta={"kind": "memory limit"},
+        )
+    ]
+
+
+def _level(sheet: Sheet, held: Held, worker: Worker, kept: int) -> float:
+    """Rows count downwards."""
+    return sheet.rows.at[worker] + BAR_HEIGHT / 2 - BAR_HEIGHT * kept / held.top
+
+
+# -- several below each other -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One of the schedules of Compare."""
+
+    name: str
+    plan: Plan
+    drawing: Drawing
+
+    @property
+    def ops(self) -> int:
+        return sum(self.drawing.schedule.op_counts[w] for w in self.drawing.living)
+
+
+def comparison(
+    strips: Sequence[Strip],
+    colours: Palette,
+    *,
+    shown: tuple[float, float] | None = None,
+    revision: str = "compare",
+) -> go.Figure:
+    """Two to four schedules on one time axis. The first one is the baseline: its period is drawn through all of them.
+
+    Above MAX_NODES ops in all, bars have no numbers; above MAX_BARS, each is a picture. Where time units differ, each
+    plan's times are shares of its own job's fault-free 1F1B iteration. shown: from and to of the time axis, all else
+    can be moved to (default: all).
+    """
+    factors = time_factors([s.plan for s in strips])
+    ops = sum(s.ops for s in strips)
+    as_pictures, shapes = ops > MAX_BARS, ops > MAX_NODES
+    sheets = [
+        Sheet(s.drawing, colours, factor, f"y{i + 1}" if i else "y")
+        for i, (s, factor) in enumerate(zip(strips, factors, strict=True))
+    ]
+    heights = [PICTURE_HEIGHT if as_pictures else sheet.rows.extent * _row_pixels(sheets) for sheet in sheets]
+    whole = sum(heights) + COMPARE_BETWEEN * (len(strips) - 1)
+    end = last_time(strips) * 1.03
+    figure = go.Figure()
+    style(figure, colours, height=round(whole + COMPARE_TOP + BOTTOM), revision=revision)
+    top = whole
+    for strip, sheet, height in zip(strips, sheets, heights, strict=True):
+        domain = [max(0.0, (top - height) / whole), min(1.0, top / whole)]
+        axis = _picture_axis(sheet) if as_pictures else _rows_axis(sheet, 11)
+        figure.update_layout({sheet.axis.replace("y", "yaxis"): {**axis, "domain": domain, "anchor": "x"}})
+        if as_pictures:
+            _add_picture(figure, sheet)
+        else:
+            last = end / sheet.factor * sheet.job.ticks_per_unit
+            figure.add_trace(_track(sheet, 0, last))
+            figure.add_traces(_ghost(sheet, 0, last, shapes=shapes))
+            figure.add_traces((_shapes if shapes else _bars)(sheet, sheet.drawing.ops))
+            _mark_out(figure, sheet)
+        _add_title(figure, strip, sheet, top / whole)
+        top -= height + COMPARE_BETWEEN
+    _add_baseline(figure, sheets[0])
+    dense = any(s.ops > DENSE_OPS_PER_ROW * max(1, len(s.drawing.rows.workers)) for s in strips)
+    _lay_out(figure, top=COMPARE_TOP, right=14, dense=dense, shapes=shapes)
+    figure.update_xaxes(
+        title_text=f"time ({RELATIVE if _relative(strips) else short_unit(strips)})",
+        tickformat=",",
+        range=list(shown or (0, end)),
+        anchor=sheets[-1].axis,
+        layer="below traces",
+        showgrid=not as_pictures,  # lines over a picture look like part of it
+    )
+    return figure
+
+
+def time_factors(plans: Sequence[Plan]) -> list[float]:
+    """By what each plan's times are multiplied, so that they have one axis."""
+    if len({plan.job.time_unit for plan in plans}) == 1:
+        return [1.0] * len(plans)
+    return [(1 + plan.metrics.slowdown_vs_1f1b) / plan.metrics.period for plan in plans]
+
+
+def last_time(strips: Sequence[Strip]) -> float:
+    """Where the longest of them ends on the common axis."""
+    factors = time_factors([s.plan for s in strips])
+    drawn = [s.drawing for s in strips]
+    return max(f * d.job.units(max(d.schedule.period, d.schedule.end)) for f, d in zip(factors, drawn, strict=True))
+
+
+def short_unit(strips: Sequence[Strip]) -> str:
+    """Of the common axis, for beside a field."""
+    return "iterations" if _relative(strips) else text.plural(strips[0].plan.job.time_unit)
+
+
+def _relative(strips: Sequence[Strip]) -> bool:
+    return len({s.plan.job.time_unit for s in strips}) > 1
+
+
+def _row_pixels(sheets: Sequence[Sheet]) -> int:
+    rows = sum(len(sheet.rows.workers) for sheet in sheets)
+    return 26 if rows <= 16 else 24 if rows <= 48 else 20 if rows <= 64 else 16  # in 20, numbers are 9 px
+
+
+def _picture_axis(sheet: Sheet) -> dict[str, object]:
+    """Row numbers, some of them named."""
+    workers = sheet.rows.workers
+    step = max(1, len(workers) // 4)
+    return {
+        **_rows_axis(sheet, 11),
+        "tickvals": list(range(0, len(workers), step)),
+        "ticktext": [str(w) for w in workers[::step]],
+        "range": [len(workers) - 0.5, -0.5],
+    }
+
+
+def _add_picture(figure: go.Figure, sheet: Sheet) -> None:
+    rows = len(sheet.rows.workers)
+    figure.add_layout_image(
+        source=picture(sheet.drawing, sheet.colours),
+        xref="x",
+        yref=sheet.axis,
+        x=0,
+        y=-0.5,
+        sizex=sheet.x(sheet.drawing.schedule.end),
+        sizey=rows,
+        sizing="stretch",
+        layer="below",
+    )
+    # A y axis without points is not drawn.
+    figure.add_trace(
+        go.Scatter(x=[0], y=[0], yaxis=sheet.axis, mode="markers", marker={"opacity": 0}, hoverinfo="skip", meta={})
+    )
+
+
+def _add_title(figure: go.Figure, strip: Strip, sheet: Sheet, top: float) -> None:
+    """The plan's name and its period above its rows, in one line, so that neither runs into the other; and a line where
+    the period ends."""
+    period = sheet.drawing.schedule.period
+    words = text.planned(sheet.job.units(period), sheet.job.time_unit)
+    figure.add_annotation(
+        x=0, xref="paper", xanchor="left", y=top, yref="paper", yanchor="bottom", yshift=2, showarrow=False,
+        text=f"<b>{_plain(strip.name)}</b> · period {_plain(words)}", font={"size": 13, "color": sheet.colours.text},
+    )  # fmt: skip
+    line = {"color": sheet.colours.text, "width": 2}
+    x = sheet.x(period)
+    figure.add_shape(type="line", x0=x, x1=x, yref=f"{sheet.axis} domain", y0=0, y1=1, line=line)
+
+
+def _add_baseline(figure: go.Figure, sheet: Sheet) -> None:
+    x = sheet.x(sheet.drawing.schedule.period)
+    line = {"color": sheet.colours.accent, "width": 1.5, "dash": "dot"}
+    figure.add_shape(type="line", x0=x, x1=x, yref="paper", y0=0, y1=1, line=line, name="baseline")
+
+
+def _plain(text: str) -> str:
+    """Plotly reads some HTML in annotations; names come from people."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,409 @@
+"""A drawn schedule as shapes in pixels, which SVG and PNG draw alike: a page for export, a small picture for help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openrecycle.planner import drawing as model
+from openrecycle.planner.drawing import BAR_HEIGHT, EDGE, HATCH, KINDS, LIGHT, OP_WORDS, Colours, Drawing
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.schedule import Op
+from openrecycle.planner.words import names, planned, plural
+
+# Above either a bar per op can't be read; then a row is a stage.
+MAX_ROWS = 128
+MAX_OPS = 20_000
+MAX_STAGES = 256
+
+MARGIN = 24.0
+TITLE, BODY, SMALL = 17.0, 13.0, 12.0
+LABEL_SIZES = (12.0, 10.0, 8.0)
+LINE_HEIGHT = 19.0
+ROW = 26.0
+MIN_PLOT, MAX_PLOT = 960.0, 3_200.0
+OVERVIEW_PLOT = 1_400.0
+COLUMN = 2.0  # pixels over which shares are averaged
+OP_WIDTH = 30.0  # of an op of median length, where that fits between the limits
+# Mean width of a character in common sans-serif fonts, as a share of the size.
+DIGIT_WIDTH = 0.6
+PROSE_WIDTH = 0.52
+
+# -- shapes -----------------------------------------------------------------------------------------
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """stroke is drawn inside the edge. hatch: colour of 45 degree lines over the fill."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    stroke: str | None = None
+    stroke_width: float = 0.0
+    hatch: str | None = None
+    tooltip: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Polygon:
+    points: tuple[Point, ...]
+    fill: str
+    tooltip: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    start: Point
+    end: Point
+    colour: str
+    width: float = 1.0
+    dash: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """x, y: of the anchor on the vertical middle of the letters."""
+
+    x: float
+    y: float
+    text: str
+    size: float
+    colour: str
+    anchor: Literal["start", "middle", "end"] = "start"
+    bold: bool = False
+
+
+Shape = Rect | Polygon | Line | Text
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Sizes in pixels. title and description: for those who can't see it."""
+
+    width: float
+    height: float
+    background: str
+    title: str
+    description: str
+    shapes: tuple[Shape, ...]
+
+
+def text_width(text: str, size: float, *, character: float = DIGIT_WIDTH) -> float:
+    """Pixels that `text` takes, near enough to decide whether it fits."""
+    return len(text) * size * character
+
+
+def hatch_lines(rect: Rect, spacing: float = HATCH.size) -> Iterator[tuple[Point, Point]]:
+    """45 degree lines across `rect`, cut off at its edges."""
+    left, right = rect.x, rect.x + rect.width
+    bottom = rect.y + rect.height
+    foot = left - rect.height + spacing / 2
+    while foot < right:
+        x0, x1 = max(foot, left), min(foot + rect.height, right)
+        if x1 > x0:
+            yield (x0, bottom - (x0 - foot)), (x1, bottom - (x1 - foot))
+        foot += spacing
+
+
+def blend(over: str, under: str, opacity: float) -> str:
+    """`over` at `opacity` on `under`, as one opaque colour: pictures need no transparency then."""
+    channels = [(int(over[i : i + 2], 16), int(under[i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(o * opacity + u * (1 - opacity)):02X}" for o, u in channels)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where in the picture the rows lie, and where in them a moment is. left, top, width, height: pixels. end: the tick
+    at the right edge; 0 is at the left."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    end: float
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+    def x(self, tick: float) -> float:
+        return self.left + self.width * tick / self.end
+
+
+# -- the page for export ----------------------------------------------------------------------------
+
+
+def gantt(plan: Plan, pipeline: int | None = None, colours: Colours = LIGHT) -> Picture:
+    """A row per worker; for a large plan a row per stage, whose heights are shares of its workers.
+
+    pipeline: only its workers. Raises PlannerError for more than MAX_STAGES stages in rows by stage.
+    """
+    schedule = plan.schedule()
+    job = schedule.problem.job
+    drawing = Drawing.of(schedule, [w for w in job.workers() if pipeline in (None, w.pipeline)])
+    workers = drawing.rows.workers
+    count = sum(schedule.op_counts[w] for w in drawing.living)
+    detailed = len(workers) <= MAX_ROWS and count <= MAX_OPS
+    if not detailed and job.stages > MAX_STAGES:
+        raise PlannerError(
+            f"a picture has at most {MAX_ROWS} rows of workers or {MAX_STAGES} of stages, and the plan has "
+            f"{len(workers):,} workers in {job.stages} stages; use chrome-trace or csv"
+        )
+    labels = [str(w) for w in workers] if detailed else [f"stage {s}" for s in range(job.stages)]
+    end = max([schedule.ends[w] for w in drawing.living] + [drawing.fault_free_end, schedule.period])
+    left = MARGIN + max(text_width(label, SMALL) for label in labels) + 10
+    height = ROW * drawing.rows.extent if detailed else job.stages * _stage_row(job.stages)
+    frame = Frame(left, 0, _plot_width(drawing, end) if detailed else OVERVIEW_PLOT, height, end)
+    head = list(_head(plan, drawing, frame, colours, detailed=detailed, pipeline=pipeline))
+    frame = replace(frame, top=max(shape.y for shape in head if isinstance(shape, Text)) + 30)
+    body = _worker_rows(drawing, frame, colours) if detailed else _stage_rows(drawing, frame, colours)
+    return Picture(
+        width=frame.right + MARGIN,
+        height=frame.bottom + 58,
+        background=colours.background,
+        title=_title(plan, pipeline),
+        description=" ".join(_facts(plan)),
+        shapes=(*head, *body, *_axis(drawing, frame, colours), *_fault_free_end(drawing, frame, colours)),
+    )
+
+
+def _plot_width(drawing: Drawing, end: int) -> float:
+    """Wide enough for numbers in the bars, within the limits of a page."""
+    lengths = sorted(op.duration for op in drawing.ops if op.kind != "O")
+    median = lengths[len(lengths) // 2] if lengths else end
+    return min(MAX_PLOT, max(MIN_PLOT, OP_WIDTH * end / max(median, 1)))
+
+
+def _title(plan: Plan, pipeline: int | None) -> str:
+    job = plan.job
+    only = "" if pipeline is None else f"Pipeline {pipeline} of "
+    grid = f"{job.pipelines} pipelines x {job.stages} stages x {job.micro_batches} micro-batches"
+    return f"{only}{grid}, " + (f"without {names(plan.failed, 3)}" if plan.failed else "all workers")
+
+
+def _facts(plan: Plan) -> list[str]:
+    m, unit = plan.metrics, plural(plan.job.time_unit)
+    proof = "optimal" if plan.solver.status == "optimal" else f"gap {m.gap:.2%}"
+    return [
+        f"{plan.technique.value}, memory {plan.memory};",
+        f"period {model.number(m.period)} {unit}, lower bound {model.number(m.lower_bound)} ({proof}),",
+        f"makespan {model.number(m.makespan)};",
+        f"{m.slowdown_vs_1f1b:+.1%} against fault-free 1F1B,",
+        f"{m.slowdown_vs_best:+.1%} against the best fault-free plan;",
+        f"bubbles {m.bubble_fraction:.1%}; plan {plan.fingerprint[:12]}",
+    ]
+
+
+def _head(
+    plan: Plan, drawing: Drawing, frame: Frame, colours: Colours, *, detailed: bool, pipeline: int | None
+) -> Iterator[Shape]:
+    """Title, facts and key, each broken into lines that fit."""
+    room = frame.right - MARGIN
+    y = MARGIN + 8
+    yield Text(MARGIN, y, _title(plan, pipeline), TITLE, colours.text, bold=True)
+    y += 6
+    note = [] if detailed else ["Each row is a stage; a colour's height is the share of its living workers in that op."]
+    for line in _wrapped(_facts(plan), room) + note:
+        y += LINE_HEIGHT
+        yield Text(MARGIN, y, line, BODY, colours.muted)
+    y += LINE_HEIGHT + 9
+    yield from _key(drawing, y, room, colours, detailed=detailed)
+
+
+def _wrapped(pieces: list[str], room: float) -> list[str]:
+    lines = [""]
+    for piece in pieces:
+        longer = f"{lines[-1]} {piece}".strip()
+        if lines[-1] and text_width(longer, BODY, character=PROSE_WIDTH) > room:
+            lines.append(piece)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def _key(drawing: Drawing, y: float, room: float, colours: Colours, *, detailed: bool) -> Iterator[Shape]:
+    x, swatch = MARGIN, 13.0
+    kinds = {op.kind for op in drawing.ops} if detailed else model.kinds_that_last(drawing)
+    rerouted = detailed and any(op.rerouted for op in drawing.ops)
+    fills = {**colours.ops, "moved": colours.background, "bubble": colours.track}
+    for entry in model.legend(kinds, rerouted=rerouted, ghost=False):
+        hatch = colours.failed if entry.look == "moved" else None
+        width = swatch + 6 + text_width(entry.words, SMALL, character=PROSE_WIDTH) + 15
+        if x + width > room and x > MARGIN:
+            x, y = MARGIN, y + LINE_HEIGHT
+        box = Rect(x, y - swatch / 2, swatch, swatch, fills[entry.look])
+        yield replace(box, stroke=hatch, stroke_width=EDGE, hatch=hatch) if hatch else box
+        yield Text(x + swatch + 6, y, entry.words, SMALL, colours.text)
+        x += width
+
+
+def _axis(drawing: Drawing, frame: Frame, colours: Colours) -> Iterator[Shape]:
+    bottom, job = frame.bottom + 4, drawing.job
+    yield Line((frame.left, bottom), (frame.right, bottom), colours.line)
+    for time in model.axis_times(job.units(frame.end), max(4.0, frame.width / 90)):
+        x = frame.x(time * job.ticks_per_unit)
+        yield Line((x, bottom), (x, bottom + 5), colours.muted)
+        yield Text(x, bottom + 15, model.number(time), SMALL, colours.muted, "middle")
+    middle = (frame.left + frame.right) / 2
+    yield Text(middle, bottom + 36, drawing.axis_words, SMALL, colours.muted, "middle")
+
+
+# -- rows -------------------------------------------------------------------------------------------
+
+
+def _worker_rows(drawing: Drawing, frame: Frame, colours: Colours, *, following: bool = False) -> Iterator[Shape]:
+    """Labels, tracks and bars, in the frame's height. following: the next iteration's bars, faint."""
+    row = frame.height / drawing.rows.extent
+    bar = row * BAR_HEIGHT
+    size = min(SMALL, 0.6 * row)
+
+    def top(worker: Worker) -> float:
+        return frame.top + row * drawing.rows.at[worker] - bar / 2
+
+    out = {each.worker: each for each in drawing.out_rows}
+    for worker in drawing.rows.workers:
+        y, gone = top(worker), out.get(worker)
+        tone, ground = colours.text, colours.track
+        if gone is not None:
+            tone = colours.failed_text if gone.failed else colours.muted
+            ground = blend(colours.failed, colours.background, 0.16) if gone.failed else colours.surface
+        bold = gone is not None and gone.failed
+        yield Text(frame.left - 8, y + bar / 2, str(worker), size, tone, "end", bold=bold)
+        yield Rect(frame.left, y, frame.width, bar, ground)
+        if gone is not None:
+            words = f"{'✕ ' if gone.failed else ''}{gone.why} – {gone.words}"
+            yield Text(frame.left + frame.width / 2, y + bar / 2, words, size, tone, "middle")
+    for op, start, end in drawing.next_ops(0, frame.end) if following else ():
+        x, right = frame.x(start), frame.x(end)
+        if right > x:
+            fill = blend(colours.ops[op.kind], colours.track, colours.faint)
+            yield Rect(x, top(op.worker), right - x - min(1.0, (right - x) / 4), bar, fill)
+    for op in drawing.ops:
+        if op.start <= frame.end:
+            yield from _bar(op, drawing, frame, top(op.worker), bar, colours)
+
+
+def _bar(op: Op, drawing: Drawing, frame: Frame, top: float, bar: float, colours: Colours) -> Iterator[Shape]:
+    x = frame.x(op.start)
+    width = frame.x(min(op.end, frame.end)) - x
+    fill = colours.ops[op.kind]
+    if op.duration == 0:
+        # No length, and still to be seen: that and when the stage steps is what staggering is about.
+        yield Line((x, top), (x, top + bar), fill, 2.0)
+        return
+    gap = min(1.0, width / 4)
+    box = Rect(x, top, width - gap, bar, fill, tooltip=f"{op.worker}: {', '.join(model.op_words(op, drawing.job))}")
+    if op.rerouted:
+        hatch = blend(colours.failed, fill, HATCH.opacity)
+        box = replace(box, stroke=colours.failed, stroke_width=min(EDGE, width / 4), hatch=hatch)
+    yield box
+    label = model.label(op)
+    size = next((s for s in LABEL_SIZES if text_width(label, s) + 4 <= width), None)
+    if label and size is not None:
+        middle = x + (width - gap) / 2
+        if op.rerouted:  # the number stands on plain ground, or the hatching runs through it
+            ground = text_width(label, size)
+            yield Rect(middle - ground / 2, top + (bar - size) / 2, ground, size, fill)
+        yield Text(middle, top + bar / 2, label, size, colours.ops_text[op.kind], "middle", bold=op.rerouted)
+
+
+def _fault_free_end(drawing: Drawing, frame: Frame, colours: Colours) -> Iterator[Shape]:
+    x = frame.x(drawing.fault_free_end)
+    yield Line((x, frame.top - 4), (x, frame.bottom + 4), colours.text, 1.4, (2.5, 3.0))
+    anchor: Literal["start", "end"] = "end" if x > frame.left + frame.width / 2 else "start"
+    yield Text(x, frame.top - 11, drawing.fault_free_words, SMALL, colours.text, anchor)
+
+
+def _stage_row(stages: int) -> float:
+    return 28.0 if stages <= 32 else 18.0 if stages <= 64 else 12.0
+
+
+def _stage_rows(drawing: Drawing, frame: Frame, colours: Colours) -> Iterator[Shape]:
+    """Stacked shares of each stage's living workers; what is left is the bubble."""
+    stages = drawing.job.stages
+    row = frame.height / stages
+    bar = row * BAR_HEIGHT
+    for s in range(stages):
+        top = frame.top + s * row + (row - bar) / 2
+        yield Text(frame.left - 8, top + bar / 2, f"stage {s}", min(SMALL, row * 0.8), colours.text, "end")
+        yield Rect(frame.left, top, frame.width, bar, colours.track)
+        found = model.shares(drawing, s, frame.end, max(1, round(frame.width / COLUMN)))
+        yield from _areas(found, frame, top, bar, s, colours)
+        workers = [w for w in drawing.rows.workers if w.stage == s]
+        out = sum(w in drawing.schedule.problem.failed for w in workers)
+        if out:
+            words = f"{out} of {len(workers)} out"
+            ground = len(words) * 6.4 + 10
+            size = min(SMALL, bar)
+            yield Rect(frame.right - ground, top + (bar - size) / 2 - 1, ground, size + 2, colours.background)
+            yield Text(frame.right - 5, top + bar / 2, words, size - 1, colours.text, "end")
+
+
+def _areas(
+    shares: dict[str, NDArray[np.float64]], frame: Frame, top: float, bar: float, stage: int, colours: Colours
+) -> Iterator[Shape]:
+    """Each kind a band on those before it, as steps; where nobody is in it, there is no band."""
+    lower = np.zeros(max((len(row) for row in shares.values()), default=0))
+    for kind in filter(shares.__contains__, KINDS):
+        upper = lower + shares[kind]
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], shares[kind] > 0, [False]]).astype(np.int8)))
+        for first, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            roof = _steps(upper, first, end, frame, top + bar, bar)
+            floor = _steps(lower, first, end, frame, top + bar, bar)
+            yield Polygon((*roof, *reversed(floor)), colours.ops[kind], f"stage {stage}: {OP_WORDS[kind]}")
+        lower = upper
+
+
+def _steps(heights: NDArray[np.float64], first: int, end: int, frame: Frame, bottom: float, bar: float) -> list[Point]:
+    """Corner points from column `first` to behind the last, equal neighbours left out."""
+    width = frame.width / len(heights)
+    levels = bottom - np.minimum(1.0, heights[first:end]) * bar
+    points: list[Point] = []
+    before: float | None = None
+    for i, y in enumerate(levels.tolist(), first):
+        if before is None or abs(y - before) > 0.01:
+            if before is not None:
+                points.append((frame.left + i * width, before))
+            points.append((frame.left + i * width, y))
+            before = y
+    return [*points, (frame.left + end * width, before if before is not None else bottom)]
+
+
+# -- the small picture ------------------------------------------------------------------------------
+
+
+def small(drawing: Drawing, colours: Colours, end: int, description: str) -> Picture:
+    """All rows over ticks 0 to `end` and the period below them, with little else: 22 pixels for a slot."""
+    frame = Frame(46.0, 22.0, 22.0 * drawing.job.units(end), 19.0 * drawing.rows.extent, end)
+    foot, until = frame.bottom + 10, frame.x(drawing.schedule.period)
+    words = planned(drawing.job.units(drawing.schedule.period), drawing.job.time_unit)
+    return Picture(
+        width=frame.right,
+        height=frame.bottom + 20,
+        background=colours.background,
+        title=words,
+        description=description,
+        shapes=(
+            *_worker_rows(drawing, frame, colours, following=True),
+            *_fault_free_end(drawing, frame, colours),
+            Line((frame.left, foot), (until, foot), colours.accent, 2.0),
+            Line((frame.left, foot - 4), (frame.left, foot + 4), colours.accent, 2.0),
+            Line((until, foot - 4), (until, foot + 4), colours.accent, 2.0),
+            Text(until + 6, foot, words, SMALL, colours.text, bold=True),
+        ),
+    )
