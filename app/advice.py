@@ -15,7 +15,7 @@ from typing import Any
 from openrecycle.app.coordination.choices import Candidate
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.packed import packed_plan_of, to_bytes
+from openrecycle.planner.packed import to_bytes
 from openrecycle.planner.plan import JobDoc, Plan
 from openrecycle.planner.policy import (
     DROP,
@@ -33,7 +33,7 @@ from openrecycle.planner.policy import (
 )
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import checked_plan_of, make_plan
 from openrecycle.planner.words import names, percent
 
 REPARTITION, RESTART, SPARES = "re-partition", "restart from the checkpoint", "take spares"
@@ -175,7 +175,7 @@ def _plan(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
             Problem(planned.job, failed, planned.technique, planned.memory),
             solver="list",
             look_ahead=False,
-            form=packed_plan_of,
+            form=checked_plan_of,
         )
     except PlannerError:
         return None

@@ -25,9 +25,9 @@ from openrecycle.app.garbage_collection import OP_BYTES, building
 from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.packed import from_bytes, packed_plan_of, to_bytes
+from openrecycle.planner.packed import from_bytes, to_bytes
 from openrecycle.planner.plan import JobDoc, Plan, PlanError
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import checked_plan_of, make_plan
 
 log = structlog.get_logger()
 
@@ -196,7 +196,7 @@ def answer(request: bytes) -> bytes:
             solver=body["solver"],
             time_limit=body["time_limit"],
             look_ahead=body["solver"] != "list",  # asked for while workers wait
-            form=packed_plan_of,
+            form=checked_plan_of,
         )
     except PlannerError as error:
         return _WHY + str(error).encode()

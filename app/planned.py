@@ -14,9 +14,10 @@ from openrecycle.app.coordination.membership import State
 from openrecycle.app.garbage_collection import LARGE_OPS
 from openrecycle.db.store import Store
 from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.check import checked
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import Question, checked, storable
+from openrecycle.planner.packed import Question, storable
 from openrecycle.planner.plan import Plan
 
 log = structlog.get_logger()

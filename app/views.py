@@ -21,9 +21,8 @@ from openrecycle.db.observations import Observations
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.store import Store
 from openrecycle.planner.plan import Plan
-from openrecycle.planner.plan_arrays import ColumnarPlan
 
-# Parsed plans kept in memory; a plan of 393,216 ops takes about 300 MB.
+# Parsed plans kept in memory; a document's plan of 393,216 ops takes about 40 MB.
 _KEEP_PLANS = 64
 _KEEP_OPS = 400_000
 
@@ -63,9 +62,9 @@ class PlanCache:
         plan = stored_plan(self._store, fingerprint)
         if plan is None:
             return None
-        if not isinstance(plan, ColumnarPlan):
+        if not plan.in_arrays:
             self._packing.want(fingerprint, plan.op_count)
-        found = (plan, rerouted_load(plan))
+        found = (plan, plan.rerouted())
         with self._lock:
             self._plans[fingerprint] = found
             ops = sum(p.op_count for p, _ in self._plans.values())
@@ -75,7 +74,7 @@ class PlanCache:
 
     def stored(self, plan: Plan) -> None:
         """A plan has been stored, and will be asked for: it need not be read as a document first."""
-        if not isinstance(plan, ColumnarPlan):
+        if not plan.in_arrays:
             self.will_be_asked_for(plan.fingerprint, plan.op_count)
 
     def will_be_asked_for(self, fingerprint: str, ops: int) -> None:
@@ -87,19 +86,9 @@ class PlanCache:
         self._packing.close()
 
     def _packed(self, fingerprint: str) -> None:
-        """Whoever asks next gets the columns, which take a hundredth of the memory."""
+        """Whoever asks next gets the columns, which take a tenth of the memory."""
         with self._lock:
             self._plans.pop(fingerprint, None)
-
-
-def rerouted_load(plan: Plan) -> dict[str, int]:
-    """worker -> forwards of other pipelines' micro-batches, per iteration."""
-    if isinstance(plan, ColumnarPlan):
-        return plan.rerouted()
-    return {
-        name: sum(op.kind == "F" and op.pipeline != int(name[1:].partition("_")[0]) for op in ops)
-        for name, ops in plan.workers.items()
-    }
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from openrecycle.planner.errors import InputError
 from openrecycle.planner.failures import canonical_pattern, failures_per_stage
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.migration import Migration, migrations_to
-from openrecycle.planner.packed import SMALL_OPS, Header, Question, decode_columns, decode_header, decode_plan
+from openrecycle.planner.packed import Header, Question, decode_columns, decode_header, decode_plan
 from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
-from openrecycle.planner.plan_arrays import ColumnarPlan, Columns
+from openrecycle.planner.plan_arrays import SMALL_OPS, Columns
 from openrecycle.planner.version import PLANNER_VERSION
 
 INFO = "catalog.json"
@@ -252,9 +252,8 @@ class StoredCatalog:
 
 def _plan(columns: Columns, header: Header) -> Plan:
     """Small ones as documents, which whoever takes them apart reads sooner."""
-    if columns.op_count() <= SMALL_OPS:
-        return columns.plan(header.metrics, header.solver)
-    return ColumnarPlan.of_columns(columns, header.metrics, header.solver)
+    plan = columns.plan(header.metrics, header.solver)
+    return plan.model_copy() if plan.op_count <= SMALL_OPS else plan
 
 
 def create_folder(root: Path, question: Question) -> tuple[StoredCatalog, FolderBlobs]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from openrecycle.planner.baseline import reference_period
 from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, Problem, Worker
+from openrecycle.planner.job import Job, MemoryLimit, Problem, Worker
 from openrecycle.planner.plan import PROVERS, MetricsDoc, Plan
-from openrecycle.planner.plan_arrays import ColumnarPlan, ColumnarSchedule
+from openrecycle.planner.plan_arrays import ColumnarSchedule
 from openrecycle.planner.schedule import Op, Schedule
 
 Ints = NDArray[np.int64]
@@ -64,6 +64,13 @@ def check(subject: Schedule | Plan, *, hashed: bool = True) -> list[Violation]:
     if found:
         return found
     return [*(_fingerprint(subject) if hashed else ()), *_numbers(subject, checker)]
+
+
+def checked(plan: Plan) -> Plan:
+    """A plan just made, which breaks no rule. Raises PlannerError: whoever made it is at fault."""
+    if wrong := check(plan, hashed=False):
+        raise PlannerError(f"the plan of {plan.solver.name} is not valid, and is not used: {wrong[0]}")
+    return plan
 
 
 def claim(plan: Plan) -> str | None:
@@ -112,7 +119,7 @@ class _Checker:
             self.bounds = np.array([0, *accumulate(map(len, rows))], np.int64)
             self.beyond = [op for row in rows for op in row if max(map(abs, op[1:4] + op[4] + op[5:])) > _MOST]
             flat = [(KINDS.find(op.kind), *op[1:4], *op[5:]) for row in rows for op in row if not self.beyond]
-            columns = np.array(flat, np.int64).reshape(-1, 6).T
+            columns = list(np.array(flat, np.int64).reshape(-1, 6).T)
             self.on = None if self.beyond else np.array([op.worker for row in rows for op in row]).reshape(-1, 2)
         self.kind, self.pipeline, self.number, self.stage, self.start, self.duration = columns
         self.end = self.start + self.duration
@@ -160,14 +167,15 @@ class _Checker:
     def _each_op(self) -> Iterator[Violation]:
         """Each op for itself: who, what, how long, allowed at all."""
         job, technique = self.job, self.problem.technique
-        own = np.array(self.workers, np.int64).reshape(-1, 2)[self.row]
+        workers = np.array(self.workers, np.int64).reshape(-1, 2)
+        own_pipeline, own_stage = (column[self.row] for column in workers.T)
         compute = self.kind != O
-        misplaced = self.stage != own[:, 1]
+        misplaced = self.stage != own_stage
         if self.on is not None:
-            misplaced |= (self.on != own).any(1)
+            misplaced |= (self.on[:, 0] != own_pipeline) | (self.on[:, 1] != own_stage)
         outside = (self.stage < 0) | (self.stage >= job.stages) | (self.pipeline < 0) | (self.pipeline >= job.pipelines)
         unnumbered = compute & ((self.number < 0) | (self.number >= job.micro_batches))
-        guest = self.pipeline != own[:, 0]
+        guest = self.pipeline != own_pipeline
         for place in np.flatnonzero(misplaced).tolist():
             op, worker = self.op(place), self.workers[int(self.row[place])]
             yield Violation(f"{self.show(op)} of stage {op.stage} stands in the row of {worker}", (op,))
@@ -187,10 +195,10 @@ class _Checker:
             for op in self._where(placed & compute & guest):
                 yield Violation(f"{self.show(op)}: {technique.value} does not re-route", (op,))
         known = placed & (self.kind >= 0)
-        lengths = self._durations()
-        inside = (own >= 0).all(1) & (own[:, 0] < job.pipelines) & known
-        expected = np.full(len(self.kind), -1, np.int64)
-        expected[inside] = lengths[self.kind[inside], own[inside, 1], own[inside, 0]]
+        of_grid = (workers >= 0).all(1) & (workers[:, 0] < job.pipelines)
+        inside = of_grid[self.row] & known
+        at = (self.kind * job.stages + own_stage) * job.pipelines + own_pipeline
+        expected = self._durations().ravel().take(at, mode="clip")  # (what is clipped is not inside)
         for place in np.flatnonzero(inside & (self.duration != expected)).tolist():
             should = job.units(int(expected[place]))
             yield Violation(f"{self.show(self.op(place))} lasts other than its {should}", (self.op(place),))
@@ -441,7 +449,7 @@ def _reduction_ticks(problem: Problem, stage: int) -> int:
 
 def _document(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
     """Names in their one spelling; times that are whole ticks. In columns there is nothing else."""
-    if isinstance(plan, ColumnarPlan):
+    if plan.in_arrays:
         return
     for name in (*plan.workers, *plan.failed):
         if str(Worker.parse(name)) != name:
@@ -449,14 +457,15 @@ def _document(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
     if len(set(plan.failed)) != len(plan.failed):
         yield Violation("failed names a worker twice")
     units = schedule.problem.job.units
-    for name, documents in plan.workers.items():
-        for document, op in zip(documents, schedule.ops.get(Worker.parse(name), ()), strict=False):
-            if document.start != units(op.start) or document.duration != units(op.duration):
+    for name, columns in plan.op_columns():
+        ops = schedule.ops.get(Worker.parse(name), ())
+        said = zip(columns.kinds, columns.micro_batches, columns.starts, columns.durations, ops, strict=False)
+        for kind, micro_batch, start, duration, op in said:
+            if start != units(op.start) or duration != units(op.duration):
                 yield Violation(
-                    f"{op}: start {document.start} and duration {document.duration} are finer than the job's durations",
-                    (op,),
+                    f"{op}: start {start} and duration {duration} are finer than the job's durations", (op,)
                 )
-            if (document.micro_batch is None) != (document.kind == "O"):
+            if (micro_batch is None) != (kind == "O"):
                 yield Violation(f"{op}: micro_batch is null for O and a number for all others", (op,))
 
 
@@ -503,18 +512,26 @@ def _numbers(plan: Plan, checker: _Checker) -> Iterator[Violation]:
 
 def _baseline(problem: Problem, said: MetricsDoc, period: int) -> Iterator[Violation]:
     """slowdown_vs_best: against the best fault-free plan, or this one where it is shorter."""
-    # The only thing here that a solver makes; what it makes is checked. Imported for this alone.
-    from openrecycle.planner.fault_free import best_fault_free
-
-    best = _Checker(best_fault_free(problem.job, problem.memory).schedule)
-    wrong = next(best.violations(), None)
+    best, wrong = _best_without_failures(problem.job, problem.memory)
     if wrong is not None:
         yield Violation(f"the best fault-free plan, which this one is compared with, is invalid: {wrong}")
         return
-    mark = min(best.times()["period"], period)
+    mark = min(best, period)
     expected = period / mark - 1
     if not math.isclose(said.slowdown_vs_best, expected, rel_tol=1e-9, abs_tol=1e-9):
         yield Violation(f"metrics.slowdown_vs_best is {said.slowdown_vs_best}, and it should be {expected:.6g}")
+
+
+@lru_cache(maxsize=64)
+def _best_without_failures(job: Job, memory: MemoryLimit) -> tuple[int, Violation | None]:
+    """Period in ticks, and what is wrong with the plan that has it. Kept, as `best_fault_free` keeps that plan: all
+    plans of a job are compared with the same."""
+    # The only thing here that a solver makes; what it makes is checked. Imported for this alone.
+    from openrecycle.planner.fault_free import best_fault_free
+
+    best = _Checker(best_fault_free(job, memory).schedule)
+    wrong = next(best.violations(), None)
+    return (0, wrong) if wrong is not None else (best.times()["period"], None)
 
 
 def _ratios(checker: _Checker, said: MetricsDoc, true: dict[str, int]) -> dict[str, float]:

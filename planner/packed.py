@@ -17,28 +17,23 @@ import json
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.planner.check import check
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plan import INTEGER, JobDoc, MetricsDoc, Plan, PlanError, SolverDoc, first_problem, read_model
-from openrecycle.planner.plan_arrays import ColumnarPlan, Columns, F, I, Ints, NotColumnar, problem_of
-from openrecycle.planner.solvers.base import Solution
-from openrecycle.planner.solvers.portfolio import metrics_of, plan_of, solver_of
+from openrecycle.planner.plan_arrays import SMALL_OPS, Columns, F, I, Ints, NotColumnar, columns_of, problem_of
 
 MAGIC = b"ORP1"
 DIGEST = hashlib.sha256().digest_size
 # Read back before more memory is taken: a header lists the failed workers and little else.
 MAX_HEADER = 64 << 20
 MAX_JSON = 4 << 30
-# Documents of fewer ops are read in ten milliseconds.
-SMALL_OPS = 3_000
 # As small as by the usual 6, in half the time.
 _LEVEL = 5
 
@@ -142,8 +137,8 @@ def encode_plan(plan: Plan, effort: Effort, *, alone: bool = False) -> bytes:
     asked = Asked(job=plan.job, technique=plan.technique, memory=plan.memory) if alone else None
     fingerprint = plan.fingerprint if alone else None
     try:
-        columns = plan.columns if isinstance(plan, ColumnarPlan) else Columns.of(plan.schedule())
-        if isinstance(plan, ColumnarPlan) or columns.plan(plan.metrics, plan.solver, fingerprint=fingerprint) == plan:
+        columns = columns_of(plan)
+        if plan.in_arrays or columns.plan(plan.metrics, plan.solver, fingerprint=fingerprint) == plan:
             return encode_columns(columns, plan.metrics, plan.solver, effort, asked=asked, fingerprint=fingerprint)
     except (NotColumnar, KeyError, IndexError, ValueError):
         pass  # a document that only its JSON can hold
@@ -168,9 +163,7 @@ def unpack(data: bytes, *, source: str = "plan") -> Plan:
         columns = _columns(header, payload, header.asked.question(), source)
     except PlannerError as error:
         raise PlanError(f"{source} is not a stored plan: {error}") from None
-    plan = ColumnarPlan.made(columns, header.metrics, header.solver, header.fingerprint)
-    plan.came_with(data)
-    return plan
+    return columns.plan(header.metrics, header.solver, fingerprint=header.fingerprint, stored=(data, b""))
 
 
 def decode_header(blob: bytes, *, source: str = "plan") -> Header:
@@ -205,7 +198,7 @@ def decode_plan(blob: bytes, question: Question, *, source: str = "plan") -> Pla
     found = decode_columns(blob, question, source=source)
     if found is not None:
         columns, header = found
-        return columns.plan(header.metrics, header.solver)
+        return columns.plan(header.metrics, header.solver).model_copy()
     header, data = _opened(blob, source)
     return Plan.from_json(_inflate(data, MAX_JSON), source=source)
 
@@ -218,31 +211,6 @@ class Packed(NamedTuple):
 
     columns: bytes
     document: bytes
-
-
-def checked(plan: Plan) -> Plan:
-    """The plan, which breaks no rule. Raises PlannerError: whoever made it is at fault."""
-    if wrong := check(plan, hashed=False):
-        raise PlannerError(f"the plan of {plan.solver.name} is not valid, and is not used: {wrong[0]}")
-    return plan
-
-
-def packed_plan_of(solution: Solution, *, seconds: float) -> Plan:
-    """As planner.solvers.portfolio.plan_of, for the `form` of `make_plan`: in columns where the plan is large and they
-    can hold it, and checked. Raises PlannerError for one that breaks a rule."""
-    return checked(_plan_of(solution, seconds))
-
-
-def _plan_of(solution: Solution, seconds: float) -> Plan:
-    job = solution.schedule.problem.job
-    if 3 * job.pipelines * job.stages * job.micro_batches <= SMALL_OPS:
-        return plan_of(solution, seconds=seconds)
-    try:
-        columns = Columns.of(solution.schedule)
-    except NotColumnar:
-        return plan_of(solution, seconds=seconds)
-    summed = replace(solution, schedule=columns.summary())
-    return ColumnarPlan.of_columns(columns, metrics_of(summed), solver_of(solution, seconds=seconds))
 
 
 def to_bytes(plan: Plan) -> bytes:
@@ -258,23 +226,23 @@ def from_bytes(data: bytes, *, source: str = "plan") -> Plan:
         raise PlanError(f"{source} is not a plan: it has {len(data)} bytes")
     end = 4 + int(struct.unpack("<I", data[:4])[0])
     plan = unpack(data[4:end], source=source)
-    if not isinstance(plan, ColumnarPlan):
+    if not plan.in_arrays:
         return plan
     if plan.op_count <= SMALL_OPS:
-        return plan.plain()
-    plan.came_with(data[4:end], data[end:])
+        return plan.model_copy()
+    plan.in_arrays.stored = data[4:end], data[end:]
     return plan
 
 
 def packed(plan: Plan) -> Packed:
     """All that is to be stored of it."""
-    columns, document = plan.stored if isinstance(plan, ColumnarPlan) else (b"", b"")
+    columns, document = plan.in_arrays.stored if plan.in_arrays else (b"", b"")
     return Packed(columns or pack(plan), document or zlib.compress(plan.to_json().encode(), _LEVEL))
 
 
 def storable(plan: Plan) -> str | Packed:
     """What db.store takes of a plan."""
-    return packed(plan) if isinstance(plan, ColumnarPlan) else plan.to_json()
+    return packed(plan) if plan.in_arrays else plan.to_json()
 
 
 # -- columns ---------------------------------------------------------------------------------

@@ -9,26 +9,29 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, starmap
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, overload
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     StrictFloat,
     StrictInt,
     TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapSerializer,
     WrapValidator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
@@ -156,7 +159,7 @@ class OpDoc(_Model):
 
 
 class OpColumns(NamedTuple):
-    """Ops of one worker, as OpDoc has them."""
+    """Ops of one worker, as OpDoc has them. Lists: a document's numbers may be of any size, and 1 is not 1.0 in it."""
 
     kinds: list[str]
     pipelines: list[int]
@@ -164,6 +167,11 @@ class OpColumns(NamedTuple):
     stages: list[int]
     starts: list[int | float]
     durations: list[int | float]
+
+    @classmethod
+    def of(cls, ops: Iterable[OpDoc]) -> OpColumns:
+        rows = list(map(_VALUES, ops))
+        return cls(*map(list, zip(*rows, strict=True))) if rows else cls([], [], [], [], [], [])
 
     def canonical(self) -> str:
         """As the fingerprint is computed from them."""
@@ -182,11 +190,74 @@ class OpColumns(NamedTuple):
         ]) + "]"  # fmt: skip
 
 
-_NO_OPS = OpColumns([], [], [], [], [], [])
 _VALUES = attrgetter("kind", "pipeline", "micro_batch", "stage", "start", "duration")
 
-# A wrong document may have a million wrong entries: the first is said.
-_Ops = Annotated[tuple[OpDoc, ...], Field(fail_fast=True)]
+
+class Ops(Sequence[OpDoc]):
+    """The ops of one worker. They are kept in columns: an OpDoc is made of what is looked at, and not kept."""
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: OpColumns) -> None:
+        self.columns = columns
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        # A wrong document may have a million wrong entries: the first is said.
+        documents = handler.generate_schema(Annotated[tuple[OpDoc, ...], Field(fail_fast=True)])
+        as_documents = core_schema.plain_serializer_function_ser_schema(tuple, return_schema=documents)
+        return core_schema.no_info_after_validator_function(cls.of, documents, serialization=as_documents)
+
+    @classmethod
+    def of(cls, ops: Sequence[OpDoc]) -> Ops:
+        return ops if isinstance(ops, Ops) else cls(OpColumns.of(ops))
+
+    def __len__(self) -> int:
+        return len(self.columns.kinds)
+
+    @overload
+    def __getitem__(self, at: int) -> OpDoc: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[OpDoc, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> OpDoc | tuple[OpDoc, ...]:
+        columns: tuple[list[Any], ...] = self.columns
+        if isinstance(at, slice):
+            return tuple(Ops(OpColumns(*(column[at] for column in columns))))
+        return _op_doc(*(column[at] for column in columns))
+
+    def __iter__(self) -> Iterator[OpDoc]:
+        return starmap(_op_doc, zip(*self.columns, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Ops):
+            return self.columns == other.columns
+        return tuple(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class InArrays(Mapping[str, Ops]):
+    """All workers of a plan in the arrays of planner.plan_arrays, which need numpy, and hold no plan that is wrong in
+    its shape. As a mapping, they are those of the document."""
+
+    op_count: int
+    stored: tuple[bytes, bytes]
+    """The plan's packed form and its deflated document, to be handed on as they came; empty where it came without."""
+
+    @abstractmethod
+    def schedule(self) -> Schedule: ...
+
+    @abstractmethod
+    def renamed(self, names: Sequence[int]) -> InArrays:
+        """Raises InputError where workers are not alike."""
+
+    @abstractmethod
+    def rerouted(self) -> dict[str, int]: ...
 
 
 class MetricsDoc(_Model):
@@ -228,7 +299,7 @@ class Plan(_Model):
     failed: Annotated[tuple[WorkerName, ...], Field(fail_fast=True)]
     technique: Technique
     memory: str
-    workers: dict[WorkerName, _Ops]
+    workers: Annotated[dict[WorkerName, Ops], WrapSerializer(lambda workers, write: write(dict(workers)))]
     metrics: MetricsDoc
     solver: SolverDoc
     fingerprint: str
@@ -243,12 +314,10 @@ class Plan(_Model):
             "failed": tuple(str(w) for w in sorted(problem.failed)),
             "technique": problem.technique,
             "memory": problem.memory.text,
-            "workers": {
-                str(w): tuple(_op_doc(problem.job, op) for op in ops) for w, ops in sorted(schedule.ops.items())
-            },
+            "workers": {str(w): Ops(_columns(problem.job, ops)) for w, ops in sorted(schedule.ops.items())},
+            "schema_version": SCHEMA_VERSION,
         }
-        plan = cls(metrics=metrics, solver=solver, fingerprint="", **body)
-        return plan.model_copy(update={"fingerprint": plan.compute_fingerprint()})
+        return cls.model_construct(metrics=metrics, solver=solver, fingerprint="", **body).hashed()
 
     def compute_fingerprint(self) -> str:
         """SHA-256 over the canonical JSON of the problem and the ops (not of who solved it)."""
@@ -271,7 +340,7 @@ class Plan(_Model):
     def op_columns(self) -> Iterator[tuple[str, OpColumns]]:
         """The ops of each worker, in columns."""
         for name, ops in self.workers.items():
-            yield name, OpColumns(*map(list, zip(*map(_VALUES, ops), strict=True))) if ops else _NO_OPS
+            yield name, Ops.of(ops).columns
 
     def problem(self) -> Problem:
         """Raises PlannerError when the document describes no job."""
@@ -279,27 +348,41 @@ class Plan(_Model):
         return Problem(self.job.job(), failed, self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
     @property
+    def in_arrays(self) -> InArrays | None:
+        """Its workers, where they are in arrays."""
+        return self.workers if isinstance(self.workers, InArrays) else None
+
+    @property
     def op_count(self) -> int:
-        return sum(map(len, self.workers.values()))
+        return self.in_arrays.op_count if self.in_arrays else sum(map(len, self.workers.values()))
+
+    def rerouted(self) -> dict[str, int]:
+        """worker -> forwards of other pipelines' micro-batches, per iteration."""
+        if self.in_arrays:
+            return self.in_arrays.rerouted()
+        moved = {}
+        for name, ops in self.op_columns():
+            own = int(name[1:].partition("_")[0])
+            moved[name] = sum(k == "F" and p != own for k, p in zip(ops.kinds, ops.pipelines, strict=True))
+        return moved
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Without arrays: they would not know of what is changed."""
+        workers: dict[str, Any] = {"workers": dict(self.workers)} if self.in_arrays else {}
+        return super().model_copy(update={**workers, **(update or {})}, deep=deep)
 
     def schedule(self) -> Schedule:
         """The schedule in ticks. It is not checked: planner.check does that."""
+        if self.in_arrays:
+            return self.in_arrays.schedule()
         problem = self.problem()
         scale = problem.job.ticks_per_unit
         ops = {}
-        for name, docs in self.workers.items():
+        for name, columns in self.op_columns():
             worker = Worker.parse(name, field="workers")
             ops[worker] = tuple(
-                Op(
-                    d.kind,
-                    d.pipeline,
-                    -1 if d.micro_batch is None else d.micro_batch,
-                    d.stage,
-                    worker,
-                    round(d.start * scale),
-                    round(d.duration * scale),
-                )
-                for d in docs
+                Op(kind, p, -1 if m is None else m, s, worker, round(start * scale), round(duration * scale))
+                for kind, p, m, s, start, duration in zip(*columns, strict=True)
             )
         return Schedule(problem, ops)
 
@@ -333,7 +416,7 @@ class Plan(_Model):
             begin = text.index(_NO_WORKERS[:-1]) + len(_NO_WORKERS) - 1
             workers, at, count = {}, begin, 0
             while found := _WORKER.match(text, at):
-                ops = workers[found[1]] = _OPS.validate_json(found[2])
+                ops = workers[found[1]] = _OPS.validate_json(found[2])  # (an Ops: what pydantic makes goes at once)
                 at, count = found.end(), count + 1
                 if "\\" in found[2] or any(found[2].count(key) != len(ops) for key in _OP_KEYS):
                     return None  # some key is there twice, or spelt in another way
@@ -348,7 +431,8 @@ class Plan(_Model):
         return plan.model_copy(update={"workers": workers})
 
     def renamed(self, names: Sequence[int]) -> Plan:
-        """With each pipeline p called names[p]; the fingerprint is computed anew."""
+        """With each pipeline p called names[p]: workers change places, and micro-batches their homes. All else of the
+        ops is shared; the fingerprint is computed anew."""
 
         def worker(name: str) -> str:
             old = Worker.parse(name)
@@ -357,20 +441,28 @@ class Plan(_Model):
         def in_order(names: Iterable[str]) -> tuple[str, ...]:
             return tuple(sorted(names, key=Worker.parse))
 
-        workers = {
-            worker(name): tuple(op.model_copy(update={"pipeline": names[op.pipeline]}) for op in ops)
-            for name, ops in self.workers.items()
-        }
+        workers: Mapping[str, Ops]
+        if self.in_arrays:
+            workers = self.in_arrays.renamed(names)
+        else:
+            moved = {
+                worker(name): Ops(columns._replace(pipelines=[names[p] for p in columns.pipelines]))
+                for name, columns in self.op_columns()
+            }
+            workers = {name: moved[name] for name in in_order(moved)}
         peaks = {worker(name): n for name, n in self.metrics.peak_activations.items()}
         counted = {name: peaks[name] for name in in_order(peaks)}
-        renamed = self.model_copy(
-            update={
-                "failed": in_order(map(worker, self.failed)),
-                "workers": {name: workers[name] for name in in_order(workers)},
-                "metrics": self.metrics.model_copy(update={"peak_activations": counted}),
-            }
-        )
-        return renamed.model_copy(update={"fingerprint": renamed.compute_fingerprint()})
+        changes: dict[str, Any] = {
+            "failed": in_order(map(worker, self.failed)),
+            "workers": workers,
+            "metrics": self.metrics.model_copy(update={"peak_activations": counted}),
+        }
+        return Plan.model_construct(**{**self.__dict__, **changes}).hashed()
+
+    def hashed(self) -> Plan:
+        """Itself, just made, once its fingerprint has been computed."""
+        self.__dict__["fingerprint"] = self.compute_fingerprint()
+        return self
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -382,7 +474,7 @@ class Plan(_Model):
         return cls.from_json(data, source=str(path))
 
 
-_OPS = TypeAdapter(_Ops)
+_OPS = TypeAdapter(Ops)
 # Longer documents are read worker by worker, and all are written so: pydantic and json let no other
 # thread run meanwhile, which for 2,048 workers at once takes seconds.
 _PIECEMEAL = 1_000_000
@@ -482,16 +574,39 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {first['msg']} (got {shown})" + (f", and {more} more" if more else "")
 
 
-def _op_doc(job: Job, op: Op) -> OpDoc:
-    # model_construct: the values come from a Schedule and large plans have 10^5 ops.
-    return OpDoc.model_construct(
-        kind=op.kind,  # type: ignore[arg-type]
-        pipeline=op.pipeline,
-        micro_batch=None if op.kind == "O" else op.micro_batch,
-        stage=op.stage,
-        start=job.units(op.start),
-        duration=job.units(op.duration),
+def _columns(job: Job, ops: Sequence[Op]) -> OpColumns:
+    """As a document has them."""
+    return OpColumns(
+        [op.kind for op in ops],
+        [op.pipeline for op in ops],
+        [None if op.kind == "O" else op.micro_batch for op in ops],
+        [op.stage for op in ops],
+        [job.units(op.start) for op in ops],
+        [job.units(op.duration) for op in ops],
     )
+
+
+_FIELDS = set(OpDoc.model_fields)  # shared by all: OpDoc is frozen, and a copy of one copies it
+
+
+def _op_doc(
+    kind: str, pipeline: int, micro_batch: int | None, stage: int, start: int | float, duration: int | float
+) -> OpDoc:
+    """OpDoc.model_construct, eight times as fast: a plan has up to 10^6 of them."""
+    op = OpDoc.__new__(OpDoc)
+    values = {
+        "kind": kind,
+        "pipeline": pipeline,
+        "micro_batch": micro_batch,
+        "stage": stage,
+        "start": start,
+        "duration": duration,
+    }
+    object.__setattr__(op, "__dict__", values)
+    object.__setattr__(op, "__pydantic_fields_set__", _FIELDS)
+    object.__setattr__(op, "__pydantic_extra__", None)
+    object.__setattr__(op, "__pydantic_private__", None)
+    return op
 
 
 def _plain_all(values: Iterable[float]) -> tuple[float | int, ...]:

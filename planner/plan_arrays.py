@@ -7,22 +7,18 @@ micro_batches + micro-batch. Times are ticks. Needs numpy, which the console has
 
 from __future__ import annotations
 
-import gc
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import PrivateAttr
 
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plan import SCHEMA_VERSION, MetricsDoc, OpColumns, OpDoc, Plan, SolverDoc, job_doc
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.plan import SCHEMA_VERSION, InArrays, MetricsDoc, OpColumns, Ops, Plan, SolverDoc, job_doc
+from openrecycle.planner.schedule import Op, OpsOnDemand, Schedule
 
 Ints = NDArray[np.int64]
 
@@ -55,12 +51,16 @@ F, I, W, O = range(4)  # noqa: E741 -- the field's names
 B = 3  # in KINDS; `durations` has O there
 
 
+# Documents of fewer ops are read in ten milliseconds.
+SMALL_OPS = 3_000
+
+
 class NotColumnar(PlannerError):
     """The plan has ops that these arrays can't hold, such as two durations of F on one worker."""
 
 
 @runtime_checkable
-class InArrays(Protocol):
+class HasColumns(Protocol):
     """A schedule that is in arrays already."""
 
     def columns(self) -> Columns: ...
@@ -87,7 +87,7 @@ class Columns:
     @classmethod
     def of(cls, schedule: Schedule) -> Columns:
         """Raises NotColumnar."""
-        if isinstance(schedule, InArrays):
+        if isinstance(schedule, HasColumns):
             return schedule.columns()
         problem, job = schedule.problem, schedule.problem.job
         n = job.pipelines * job.micro_batches
@@ -265,12 +265,25 @@ class Columns:
 
     # -- the Plan document -------------------------------------------------------------------
 
-    def plan(self, metrics: MetricsDoc, solver: SolverDoc, *, fingerprint: str | None = None) -> Plan:
-        """The document. `peak_activations` of `metrics` is filled in from the columns."""
-        plan = ColumnarPlan.made(self, metrics, solver, fingerprint or "")
-        return plan.plain() if fingerprint else plan.hashed().plain()
+    def plan(
+        self,
+        metrics: MetricsDoc,
+        solver: SolverDoc,
+        *,
+        fingerprint: str | None = None,
+        stored: tuple[bytes, bytes] = (b"", b""),
+    ) -> Plan:
+        """In these arrays. `peak_activations` of `metrics` is filled in from them. fingerprint: that of the same plan's
+        document; None: it is computed. stored: as InArrays has it."""
+        workers = WorkersInArrays(self, stored)
+        plan = Plan.model_construct(
+            **self._head(metrics, solver),
+            workers=workers,
+            fingerprint=fingerprint or "",  # type: ignore[arg-type]
+        )
+        return plan if fingerprint else plan.hashed()
 
-    def head(self, metrics: MetricsDoc, solver: SolverDoc) -> dict[str, Any]:
+    def _head(self, metrics: MetricsDoc, solver: SolverDoc) -> dict[str, Any]:
         """The fields of the document but for `workers` and `fingerprint`."""
         problem, peaks = self.problem, self.peaks().tolist()
         counts = {str(w): peaks[w.stage][w.pipeline] for w in problem.living_workers()}
@@ -283,31 +296,6 @@ class Columns:
             "metrics": metrics.model_copy(update={"peak_activations": counts}),
             "solver": solver,
         }
-
-    def documents(self) -> dict[str, tuple[OpDoc, ...]]:
-        """The ops of each living worker."""
-        with _without_collector():
-            return {name: tuple(itertools.starmap(_op, zip(*ops, strict=True))) for name, ops in self.op_columns()}
-
-    def op_columns(self) -> Iterator[tuple[str, OpColumns]]:
-        """The ops of each living worker, by their start, O last; pipeline by pipeline."""
-        job, rows = self.problem.job, self.rows()
-        starts, lengths = units(job, rows.start), units(job, rows.duration)
-        kinds, homes, numbers = rows.kind.tolist(), rows.home.tolist(), rows.micro_batch.tolist()
-        steps, lasts = units(job, self.step), [units(job, row) for row in self.durations[O]]
-        for worker in self.problem.living_workers():
-            part, (pipeline, stage) = rows.of(worker), worker
-            yield (
-                str(worker),
-                OpColumns(
-                    [*(KINDS[kind] for kind in kinds[part]), "O"],
-                    [*homes[part], pipeline],
-                    [*numbers[part], None],
-                    [stage] * (part.stop - part.start + 1),
-                    [*starts[part], steps[stage]],
-                    [*lengths[part], lasts[stage][pipeline]],
-                ),
-            )
 
     def rows(self) -> OpRows:
         """All compute ops, worker by worker, each worker's by their start."""
@@ -364,41 +352,6 @@ def _filled(problem: Problem, durations: Ints) -> Ints:
     return np.where(durations < 0, own, durations)
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """10^6 new objects and no garbage among them: looking for cycles would double the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-_FIELDS = set(OpDoc.model_fields)  # shared by all: OpDoc is frozen, and a copy of one copies it
-
-
-def _op(
-    kind: str, pipeline: int, micro_batch: int | None, stage: int, start: int | float, duration: int | float
-) -> OpDoc:
-    """OpDoc.model_construct, eight times as fast: a plan has up to 10^6 of them."""
-    op = OpDoc.__new__(OpDoc)
-    values = {
-        "kind": kind,
-        "pipeline": pipeline,
-        "micro_batch": micro_batch,
-        "stage": stage,
-        "start": start,
-        "duration": duration,
-    }
-    object.__setattr__(op, "__dict__", values)
-    object.__setattr__(op, "__pydantic_fields_set__", _FIELDS)
-    object.__setattr__(op, "__pydantic_extra__", None)
-    object.__setattr__(op, "__pydantic_private__", None)
-    return op
-
-
 class ColumnarSchedule(Schedule):
     """A Schedule whose ops are made worker by worker, on demand; what is read off all of them comes from arrays."""
 
@@ -407,9 +360,17 @@ class ColumnarSchedule(Schedule):
 
     def __init__(self, columns: Columns) -> None:
         rows = columns.rows()
-        super().__init__(columns.problem, _Ops(columns, rows))
+        super().__init__(columns.problem, OpsOnDemand(columns.problem, self._row))
         object.__setattr__(self, "columns", columns)
         object.__setattr__(self, "rows", rows)
+
+    def _row(self, worker: Worker) -> Iterator[Op]:
+        rows, part, stage = self.rows, self.rows.of(worker), worker.stage
+        columns = (rows.kind, rows.home, rows.micro_batch, rows.start, rows.duration)
+        for kind, home, number, start, duration in zip(*(c[part].tolist() for c in columns), strict=True):
+            yield Op(KINDS[kind], home, number, stage, worker, start, duration)
+        step, length = self.columns.step[stage], self.columns.durations[O, stage, worker.pipeline]
+        yield Op("O", worker.pipeline, -1, stage, worker, int(step), int(length))
 
     # What the base class computes from all ops; tested equal.
 
@@ -454,26 +415,32 @@ class ColumnarSchedule(Schedule):
     def peak_bytes(self) -> dict[Worker, int]:
         return self._of_each(self.columns.peak_bytes())
 
-    def table(self) -> tuple[Ints, Ints]:
-        """(where each worker's ops begin, and where the last one's end; the ops worker by worker, O last). The second
-        [6, ops]: kind, an index into FIWBO; home; micro-batch, -1 for O; stage; start and duration in ticks."""
+    def table(self) -> tuple[Ints, list[Ints]]:
+        """(where each worker's ops begin, and where the last one's end; the ops worker by worker, O last). Of
+        these: kind, an index into FIWBO; home; micro-batch, -1 for O; stage; start and duration in ticks."""
         job, rows, living = self.problem.job, self.rows, list(self.ops)
         own = np.array(living, np.int64)
         at = own[:, 0] * job.stages + own[:, 1]
         alive = np.zeros(len(rows.bounds) - 1, bool)
         alive[at] = True  # what a failed worker is said to run is not in the plan
         counts = rows.bounds[at + 1] - rows.bounds[at]
-        ends, keep = np.cumsum(counts), np.repeat(alive, np.diff(rows.bounds))
+        keep = np.repeat(alive, np.diff(rows.bounds))
         stage = np.repeat(own[:, 1], counts)
         lengths = self.columns.durations[O, own[:, 1], own[:, 0]]
         last = (np.full_like(at, 4), own[:, 0], np.full_like(at, -1), own[:, 1], self.columns.step[own[:, 1]], lengths)
-        kind, home, number, start, length = (
-            column[keep] for column in (rows.kind, rows.home, rows.micro_batch, rows.start, rows.duration)
-        )
-        ops = (kind, home, number, stage, start, length)
-        return np.append(0, np.cumsum(counts + 1)), np.array(
-            [np.insert(column, ends, end) for column, end in zip(ops, last, strict=True)]
-        )
+        ops = [rows.kind, rows.home, rows.micro_batch, rows.start, rows.duration]
+        if not keep.all():
+            ops = [column[keep] for column in ops]
+        ops.insert(3, stage)
+        bounds = np.append(0, np.cumsum(counts + 1))
+        steps = np.zeros(bounds[-1], bool)
+        steps[bounds[1:] - 1] = True
+        compute = ~steps
+        # (Not stacked: at this size, memory that is new costs more than all that is computed in it.)
+        table = [np.empty(bounds[-1], np.int64) for _ in ops]
+        for column, values, end in zip(table, ops, last, strict=True):
+            column[compute], column[steps] = values, end
+        return bounds, table
 
     def arrays(self, worker: Worker) -> tuple[Ints, Ints, list[str]]:
         """Starts and ends (ticks) and kinds of one living worker's ops, O last, without making them."""
@@ -492,118 +459,61 @@ def worker_arrays(schedule: Schedule, worker: Worker) -> tuple[Ints, Ints, list[
     return starts, ends, [op.kind for op in ops]
 
 
-class _Ops(Mapping[Worker, tuple[Op, ...]]):
-    """The ops of each living worker, made when they are looked up."""
+class WorkersInArrays(InArrays):
+    """See InArrays. Each worker's ops are made when they are looked up, and not kept."""
 
-    def __init__(self, columns: Columns, rows: OpRows) -> None:
-        self._columns, self._rows = columns, rows
-        self._living = dict.fromkeys(columns.problem.living_workers())
-        self._made: dict[Worker, tuple[Op, ...]] = {}
+    def __init__(self, columns: Columns, stored: tuple[bytes, bytes] = (b"", b"")) -> None:
+        self.columns, self.stored = columns, stored
 
-    def __getitem__(self, worker: Worker) -> tuple[Op, ...]:
-        made = self._made.get(worker)
-        if made is None:
-            if worker not in self._living:
-                raise KeyError(worker)
-            made = self._made[worker] = tuple(self._row(worker))
-        return made
+    def __getitem__(self, name: str) -> Ops:
+        worker = self._living[name]
+        job, columns, rows, stage = self.columns.problem.job, self.columns, self._rows, worker.stage
+        part = rows.of(worker)
+        return Ops(
+            OpColumns(
+                [*(KINDS[kind] for kind in rows.kind[part].tolist()), "O"],
+                [*rows.home[part].tolist(), worker.pipeline],
+                [*rows.micro_batch[part].tolist(), None],
+                [stage] * (part.stop - part.start + 1),
+                units(job, np.append(rows.start[part], columns.step[stage])),
+                units(job, np.append(rows.duration[part], columns.durations[O, stage, worker.pipeline])),
+            )
+        )
 
-    def __contains__(self, worker: object) -> bool:
-        return worker in self._living
+    def __contains__(self, name: object) -> bool:
+        return name in self._living
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._living)
 
     def __len__(self) -> int:
         return len(self._living)
 
-    def _row(self, worker: Worker) -> Iterator[Op]:
-        part, rows, stage = self._rows.of(worker), self._rows, worker.stage
-        columns = (rows.kind, rows.home, rows.micro_batch, rows.start, rows.duration)
-        for kind, home, number, start, duration in zip(*(c[part].tolist() for c in columns), strict=True):
-            yield Op(KINDS[kind], home, number, stage, worker, start, duration)
-        step = int(self._columns.step[stage])
-        length = int(self._columns.durations[O, stage, worker.pipeline])
-        yield Op("O", worker.pipeline, -1, stage, worker, step, length)
+    @cached_property
+    def _living(self) -> dict[str, Worker]:
+        return {str(worker): worker for worker in self.columns.problem.living_workers()}
 
-
-class ColumnarPlan(Plan):
-    """A Plan in columns. `workers` is made when it is asked for, and kept."""
-
-    _columns: Columns = PrivateAttr()
-    _stored: tuple[bytes, bytes] = PrivateAttr(default=(b"", b""))
-
-    @classmethod
-    def made(cls, columns: Columns, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str) -> ColumnarPlan:
-        """metrics: `peak_activations` is filled in from the columns. fingerprint: that of the same plan's document."""
-        plan = cls.model_construct(**columns.head(metrics, solver), fingerprint=fingerprint)
-        plan._columns = columns
-        plan._stored = b"", b""
-        return plan
-
-    def came_with(self, columns: bytes, document: bytes = b"") -> None:
-        """Keeps what planner.packed is to hand on as it is."""
-        self._stored = columns, document
+    @cached_property
+    def _rows(self) -> OpRows:
+        return self.columns.rows()
 
     @property
-    def stored(self) -> tuple[bytes, bytes]:
-        """Its packed form and its deflated document; empty where it came without."""
-        return self._stored
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "workers":
-            return super().__getattr__(name)  # type: ignore[misc]
-        made: dict[str, tuple[OpDoc, ...]] = self._columns.documents()
-        self.__dict__["workers"] = made
-        self.__pydantic_fields_set__.add("workers")
-        return made
-
-    @classmethod
-    def of_columns(cls, columns: Columns, metrics: MetricsDoc, solver: SolverDoc) -> ColumnarPlan:
-        """As `made`; the fingerprint is computed."""
-        return cls.made(columns, metrics, solver, "").hashed()
-
-    @property
-    def columns(self) -> Columns:
-        return self._columns
-
-    def renamed(self, names: Sequence[int]) -> ColumnarPlan:
-        workers = [range(self.job.pipelines)] * self.job.stages
-        return ColumnarPlan.of_columns(self._columns.renamed(names, workers), self.metrics, self.solver)
-
-    def hashed(self) -> ColumnarPlan:
-        """Itself, once its fingerprint has been computed."""
-        self.__dict__["fingerprint"] = self.compute_fingerprint()
-        return self
-
-    def op_columns(self) -> Iterator[tuple[str, OpColumns]]:
-        return self._columns.op_columns()
-
-    @property
-    def op_count(self) -> int:
-        return self._columns.op_count()
+    def op_count(self) -> int:  # type: ignore[override]
+        return self.columns.op_count()
 
     def schedule(self) -> Schedule:
-        return ColumnarSchedule(self._columns)
+        return ColumnarSchedule(self.columns)
+
+    def renamed(self, names: Sequence[int]) -> WorkersInArrays:
+        job = self.columns.problem.job
+        return WorkersInArrays(self.columns.renamed(names, [range(job.pipelines)] * job.stages))
 
     def rerouted(self) -> dict[str, int]:
-        moved = self._columns.rerouted()
-        return {str(w): int(moved[w.stage, w.pipeline]) for w in self._columns.problem.living_workers()}
+        moved = self.columns.rerouted().tolist()
+        return {name: moved[w.stage][w.pipeline] for name, w in self._living.items()}
 
-    def model_copy(self, **options: Any) -> Plan:  # type: ignore[override]
-        """A plain Plan: what is changed in the copy is not in the columns."""
-        return self.plain().model_copy(**options)
 
-    def model_dump(self, **options: Any) -> dict[str, Any]:
-        return self.plain().model_dump(**options)
-
-    def model_dump_json(self, **options: Any) -> str:
-        return self.plain().model_dump_json(**options)
-
-    def plain(self) -> Plan:
-        """The same as a document with all its ops."""
-        return Plan.model_construct(**{name: getattr(self, name) for name in Plan.model_fields})
-
-    def __eq__(self, other: object) -> bool:
-        other = other.plain() if isinstance(other, ColumnarPlan) else other
-        return self.plain() == other
+def columns_of(plan: Plan) -> Columns:
+    """Raises NotColumnar, and what a plan without sense raises."""
+    workers = plan.workers
+    return workers.columns if isinstance(workers, WorkersInArrays) else Columns.of(plan.schedule())

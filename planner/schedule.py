@@ -6,7 +6,7 @@ planner.check to say, which shares no code with this module's users.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -43,6 +43,38 @@ class Op(NamedTuple):
     def __str__(self) -> str:
         name = "O" if self.kind == "O" else f"{self.kind}{self.pipeline}.{self.micro_batch}"
         return f"{name}@{self.worker}"
+
+
+class OpsOnDemand(Mapping[Worker, tuple[Op, ...]]):
+    """The ops of each living worker, made when they are first asked for: a worker needs only its own.
+
+    row: one worker's ops by start time, O last.
+    """
+
+    def __init__(self, problem: Problem, row: Callable[[Worker], Iterable[Op]]) -> None:
+        self._problem, self._row = problem, row
+        self._made: dict[Worker, tuple[Op, ...]] = {}
+
+    def __getitem__(self, worker: Worker) -> tuple[Op, ...]:
+        made = self._made.get(worker)
+        if made is None:
+            if worker not in self._living:
+                raise KeyError(worker)
+            made = self._made[worker] = tuple(self._row(worker))
+        return made
+
+    def __contains__(self, worker: object) -> bool:
+        return worker in self._living
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._living)
+
+    def __len__(self) -> int:
+        return len(self._living)
+
+    @cached_property
+    def _living(self) -> dict[Worker, None]:
+        return dict.fromkeys(self._problem.living_workers())
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.export import EXPORTERS, yaml_document
 from openrecycle.planner.export.picture import MAX_ROWS, MAX_STAGES
 from openrecycle.planner.plan import MEASURED, Plan
-from openrecycle.planner.plan_arrays import ColumnarPlan
 
 BUNDLE, BUNDLE_TYPE = "bundle", "application/zip"
 MAX_OPS = 2_000_000
@@ -143,14 +142,7 @@ def _rows(plan: Plan) -> int:
 
 
 def _reroutes(plan: Plan) -> bool:
-    if isinstance(plan, ColumnarPlan):
-        return any(plan.rerouted().values())
-    return any(
-        op.pipeline != int(worker[1:].partition("_")[0])
-        for worker, ops in plan.workers.items()
-        for op in ops
-        if op.kind != "O"
-    )
+    return any(plan.rerouted().values())
 
 
 def _part(export: Export, name: str) -> CatalogPart:

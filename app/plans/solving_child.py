@@ -16,10 +16,10 @@ from openrecycle.planner.distribution import CopyCost
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.migration import normalize
-from openrecycle.planner.packed import packed_plan_of, to_bytes
+from openrecycle.planner.packed import to_bytes
 from openrecycle.planner.plan import INTEGER, JobDoc, WorkerName
 from openrecycle.planner.solvers.base import Progress
-from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan
+from openrecycle.planner.solvers.portfolio import SOLVERS, checked_plan_of, make_plan
 
 log = structlog.get_logger()
 
@@ -183,7 +183,7 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
         time_limit=request.time_limit,
         on_progress=on_progress,
         cancelled=lambda: not wanted(),
-        form=packed_plan_of,
+        form=checked_plan_of,
     )
     metrics = plan.metrics
     report((round(time.monotonic() - begin, 4), metrics.period, metrics.lower_bound, plan.solver.name))

@@ -172,6 +172,6 @@ def answer(body: bytes) -> bytes:
         "name": message.name,
         "fingerprint": plan.fingerprint,
         "summary": summary_of(plan),
-        "ops": sum(map(len, plan.workers.values())),
+        "ops": plan.op_count,
     }
     return json.dumps(head).encode() + b"\n" + plan.to_json().encode()

@@ -59,7 +59,7 @@ _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("bubble_fraction", "bubbles", "fraction", lambda p: p.metrics.bubble_fraction),
     ("slowdown_vs_1f1b", "slowdown vs fault-free 1F1B", "fraction", lambda p: p.metrics.slowdown_vs_1f1b),
     ("peak_activations", "most activations on a worker", "count", lambda p: _peak(p)),
-    ("ops", "ops", "count", lambda p: sum(map(len, p.workers.values()))),
+    ("ops", "ops", "count", lambda p: p.op_count),
     ("rerouted_ops", "re-routed ops", "count", lambda p: _rerouted(p)),
     ("solver", "solver", "text", lambda p: _solver(p)),
     ("fingerprint", "fingerprint", "text", lambda p: p.fingerprint[:12]),

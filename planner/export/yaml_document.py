@@ -18,7 +18,7 @@ MAX_OPS = 50_000
 
 def to_yaml(plan: Plan) -> str:
     """Raises PlannerError for a plan above MAX_OPS ops: YAML is read by people."""
-    ops = sum(map(len, plan.workers.values()))
+    ops = plan.op_count
     if ops > MAX_OPS:
         raise PlannerError(f"the plan has {ops:,} ops and YAML is written for at most {MAX_OPS:,}; use json or csv")
     import yaml

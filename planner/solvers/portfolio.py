@@ -165,6 +165,25 @@ def plan_of(solution: Solution, *, seconds: float) -> Plan:
     return Plan.of(solution.schedule, metrics=metrics_of(solution), solver=solver_of(solution, seconds=seconds))
 
 
+def checked_plan_of(solution: Solution, *, seconds: float) -> Plan:
+    """As `plan_of`, for the `form` of `make_plan`: checked, and in arrays where the plan is large and they can hold it.
+
+    Needs numpy, as an agent's planning does not. Raises PlannerError for one that breaks a rule.
+    """
+    from openrecycle.planner.check import checked
+    from openrecycle.planner.plan_arrays import SMALL_OPS, Columns, NotColumnar
+
+    job = solution.schedule.problem.job
+    if 3 * job.pipelines * job.stages * job.micro_batches <= SMALL_OPS:
+        return checked(plan_of(solution, seconds=seconds))
+    try:
+        columns = Columns.of(solution.schedule)
+    except NotColumnar:
+        return checked(plan_of(solution, seconds=seconds))
+    metrics = metrics_of(replace(solution, schedule=columns.summary()))
+    return checked(columns.plan(metrics, solver_of(solution, seconds=seconds)))
+
+
 def metrics_of(solution: Solution) -> MetricsDoc:
     """The numbers of the schedule, its bound, and what it is compared with."""
     schedule = solution.schedule

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from openrecycle.planner.job import Problem, Worker
 from openrecycle.planner.routing import assign
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.schedule import Op, OpsOnDemand, Schedule
 from openrecycle.planner.solvers.compiled import INT64, compiled_functions, worth_compiling
 from openrecycle.planner.solvers.dispatch import STATE, dispatch, retime
 
@@ -252,45 +252,37 @@ class Table:
         return int(values.max() if self.compiled else max(values))
 
 
-class _Rows(Mapping[Worker, tuple[Op, ...]]):
-    """Each worker's ops, made when they are first asked for: a worker needs only its own."""
+class ArraySchedule(Schedule):
+    """A Schedule whose ops are made on demand, and whose period is known without making them.
+
+    table, result: what they are made from.
+    """
+
+    table: Table
+    result: Result
 
     def __init__(self, table: Table, result: Result) -> None:
-        self._table, self._result = table, result
-        self._made: dict[Worker, tuple[Op, ...]] = {}
-
-    def __getitem__(self, worker: Worker) -> tuple[Op, ...]:
-        row = self._made.get(worker)
-        if row is None:
-            if worker not in self._living:
-                raise KeyError(worker)
-            row = self._made[worker] = tuple(self._row(worker))
-        return row
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(self._living)
-
-    def __len__(self) -> int:
-        return len(self._living)
-
-    @cached_property
-    def _living(self) -> dict[Worker, None]:
-        return dict.fromkeys(self._table.problem.living_workers())
+        super().__init__(table.problem, OpsOnDemand(table.problem, self._row))
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "result", result)
+        # The values that the base class would compute from all ops; tested equal.
+        self.__dict__["period"] = result.period
+        self.__dict__["makespan"] = max(result.last) - min(result.first)
 
     @cached_property
     def _items(self) -> list[Sequence[int]]:
-        return self._table.items_by_worker()
+        return self.table.items_by_worker()
 
     @cached_property
     def _split(self) -> list[int]:
-        return self._table.split(self._result.split)
+        return self.table.split(self.result.split)
 
     def _row(self, worker: Worker) -> list[Op]:
-        job, n, s = self._table.problem.job, self._table.n, worker.stage
+        job, n, s = self.problem.job, self.table.n, worker.stage
         index = s * job.pipelines + worker.pipeline
-        ticks = self._table.ticks[index]
+        ticks = self.table.ticks[index]
         items = [int(item) for item in self._items[index]]
-        forward, backward, weight = ([int(start[item]) for item in items] for start in self._result.starts)
+        forward, backward, weight = ([int(start[item]) for item in items] for start in self.result.starts)
         split = self._split[index]
         ops = []
         for item, f, b, w in zip(items, forward, backward, weight, strict=True):
@@ -302,27 +294,9 @@ class _Rows(Mapping[Worker, tuple[Op, ...]]):
             else:
                 ops.append(Op("B", pipeline, micro_batch, s, worker, b, ticks.backward))
         ops.sort(key=lambda op: (op.start, op.start + op.duration))
-        start = self._result.last[s] if self._table.problem.technique.staggers else max(self._result.last)
+        start = self.result.last[s] if self.problem.technique.staggers else max(self.result.last)
         ops.append(Op("O", worker.pipeline, -1, s, worker, start, ticks.optimizer))
         return ops
-
-
-class ArraySchedule(Schedule):
-    """A Schedule whose ops are made on demand, and whose period is known without making them.
-
-    table, result: what they are made from.
-    """
-
-    table: Table
-    result: Result
-
-    def __init__(self, table: Table, result: Result) -> None:
-        super().__init__(table.problem, _Rows(table, result))
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "result", result)
-        # The values that the base class would compute from all ops; tested equal.
-        self.__dict__["period"] = result.period
-        self.__dict__["makespan"] = max(result.last) - min(result.first)
 
     def columns(self) -> Columns:
         """The same in arrays, without making an op."""

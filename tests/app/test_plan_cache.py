@@ -16,7 +16,6 @@ from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.job import Job, Problem, Worker
 from openrecycle.planner.plan import Plan
-from openrecycle.planner.plan_arrays import ColumnarPlan
 from openrecycle.planner.solvers.portfolio import make_plan
 
 
@@ -47,7 +46,7 @@ def read(database: Database, plan: Plan) -> Plan | None:
 def test_small_plans_stay_documents(database: Database, plan: Plan) -> None:
     found = read(database, plan)
     assert found == plan
-    assert not isinstance(found, ColumnarPlan)
+    assert not found.in_arrays
     assert PlanColumns(database).get(plan.fingerprint) is None
 
 
@@ -59,12 +58,12 @@ def test_a_large_plan_is_put_into_columns_once_it_was_read(
     cache = PlanCache(Store(database))
     assert cache.get(plan.fingerprint) == plan
     deadline = time.monotonic() + 120
-    while not isinstance(cache.get(plan.fingerprint), ColumnarPlan):
+    while not cache.get(plan.fingerprint).in_arrays:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     cache.close()
     found = read(database, plan)
-    assert isinstance(found, ColumnarPlan)
+    assert found.in_arrays
     assert found == plan
     SavedPlans(database).forget(plan.fingerprint)
     assert PlanColumns(database).get(plan.fingerprint) is None

@@ -15,7 +15,7 @@ from openrecycle.planner.baseline import gpipe, one_forward_one_backward
 from openrecycle.planner.check import check, claim
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plan import Plan
-from openrecycle.planner.plan_arrays import ColumnarPlan, Columns
+from openrecycle.planner.plan_arrays import Columns
 from openrecycle.planner.schedule import Op, Schedule
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
@@ -270,8 +270,8 @@ def _claiming(solver: str, bound: float | None = None) -> Plan:
     )
 
 
-def _columnar(plan: Plan) -> ColumnarPlan:
-    return ColumnarPlan.of_columns(Columns.of(plan.schedule()), plan.metrics, plan.solver)
+def _columnar(plan: Plan) -> Plan:
+    return Columns.of(plan.schedule()).plan(plan.metrics, plan.solver)
 
 
 @pytest.mark.parametrize("solver", ["list", "list+tuning", "list+windows", "zb-h1", "me"])

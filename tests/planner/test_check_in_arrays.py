@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrecycle.planner import packed
+from openrecycle.planner import plan_arrays
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.packed import packed_plan_of
-from openrecycle.planner.plan_arrays import ColumnarPlan, Columns
-from openrecycle.planner.solvers.portfolio import best_solution, make_plan, metrics_of, solver_of
+from openrecycle.planner.plan import Plan
+from openrecycle.planner.plan_arrays import Columns, columns_of
+from openrecycle.planner.solvers.portfolio import best_solution, checked_plan_of, make_plan, metrics_of, solver_of
 
 TIMES = {"F": 4, "I": 3.5, "W": 3, "O": 2, "transfer": 1}
 ALIKE = Job.uniform(3, 4, 6, durations=TIMES)
@@ -45,17 +45,17 @@ PROBLEMS = [
 
 
 @cache
-def solved(problem: Problem) -> ColumnarPlan:
+def solved(problem: Problem) -> Plan:
     solution = best_solution(problem, solver="list", look_ahead=False)
     columns = Columns.of(solution.schedule)
     metrics = metrics_of(replace(solution, schedule=columns.summary()))
-    return ColumnarPlan.of_columns(columns, metrics, solver_of(solution, seconds=0.0))
+    return columns.plan(metrics, solver_of(solution, seconds=0.0))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.technique}-{p.memory.text}")
 def test_what_solvers_make_is_valid(problem: Problem) -> None:
     assert check(solved(problem)) == []
-    assert check(solved(problem).plain()) == []
+    assert check(solved(problem).model_copy()) == []
 
 
 @settings(max_examples=300)
@@ -64,14 +64,14 @@ def test_the_same_is_found_in_arrays_and_in_the_document(problem: Problem, data:
     """One number of a valid plan is another one."""
     plan = solved(problem)
     name = data.draw(st.sampled_from(["route", "starts", "split", "durations", "step"]))
-    changed = getattr(plan.columns, name).copy()
+    changed = getattr(columns_of(plan), name).copy()
     at = data.draw(st.integers(0, changed.size - 1))
     by = data.draw(st.sampled_from([-40, -3, -1, 1, 3, 40]))
     limit = {"route": problem.job.pipelines, "split": 2}.get(name)
     changed.flat[at] = (changed.flat[at] + by) % limit if limit else changed.flat[at] + by
-    columns = replace(plan.columns, **{name: changed})
-    other = ColumnarPlan.of_columns(columns, plan.metrics, plan.solver)
-    assert list(map(str, check(other))) == list(map(str, check(other.plain()))), (name, at, by)
+    columns = replace(columns_of(plan), **{name: changed})
+    other = columns.plan(plan.metrics, plan.solver)
+    assert list(map(str, check(other))) == list(map(str, check(other.model_copy()))), (name, at, by)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_same_is_found_in_arrays_and_in_the_document(problem: Problem, data:
 def test_numbers_that_are_not_those_of_the_ops(field: str, value: object, said: str) -> None:
     plan = solved(PROBLEMS[0])
     metrics = plan.metrics.model_copy(update={field: value})
-    other = ColumnarPlan.of_columns(plan.columns, metrics, plan.solver)
+    other = columns_of(plan).plan(metrics, plan.solver)
     other.__dict__["metrics"] = metrics  # of_columns counts the activations itself
     assert any(str(found).startswith(said) for found in check(other))
 
@@ -101,7 +101,7 @@ def test_a_plan_that_breaks_a_rule_is_never_handed_out(monkeypatch: pytest.Monke
         starts[0, 0, np.argmin(starts[0, 0])] += 1
         return replace(columns, starts=starts)
 
-    monkeypatch.setattr(packed.Columns, "of", late)
-    monkeypatch.setattr(packed, "SMALL_OPS", 10)
+    monkeypatch.setattr(plan_arrays.Columns, "of", late)
+    monkeypatch.setattr(plan_arrays, "SMALL_OPS", 10)
     with pytest.raises(PlannerError, match="the plan of list is not valid, and is not used"):
-        make_plan(PROBLEMS[0], solver="list", form=packed_plan_of)
+        make_plan(PROBLEMS[0], solver="list", form=checked_plan_of)

@@ -12,7 +12,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.packed import decode_header, pack, unpack
 from openrecycle.planner.plan import Plan, PlanError
-from openrecycle.planner.plan_arrays import ColumnarPlan, ColumnarSchedule
+from openrecycle.planner.plan_arrays import ColumnarSchedule
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.planner.problems import problems
 
@@ -28,7 +28,7 @@ def example() -> Plan:
 def test_a_schedule_in_columns_is_that_of_the_document(problem: Problem) -> None:
     plan = make_plan(problem, solver="list", look_ahead=False)
     columnar = unpack(pack(plan))
-    assert isinstance(columnar, ColumnarPlan)
+    assert columnar.in_arrays
     by_ops, by_columns = plan.schedule(), columnar.schedule()
     assert isinstance(by_columns, ColumnarSchedule)
     for name in (
@@ -59,11 +59,20 @@ def test_a_schedule_in_columns_is_that_of_the_document(problem: Problem) -> None
     assert plan == columnar
 
 
-def test_documents_are_made_only_when_they_are_asked_for() -> None:
-    columnar = unpack(pack(example()))
-    assert columnar.schedule().period == example().schedule().period
-    assert "workers" not in columnar.__dict__
-    assert columnar.workers == example().workers
+def test_the_ops_of_arrays_are_those_of_the_document() -> None:
+    columnar, plan = unpack(pack(example())), example()
+    assert columnar.schedule().period == plan.schedule().period
+    assert columnar.workers == plan.workers
+    assert list(columnar.workers) == list(plan.workers)
+    assert columnar.model_dump_json() == plan.model_dump_json() == plan.to_json()
+    for name, ops in plan.workers.items():
+        assert name in columnar.workers
+        assert tuple(columnar.workers[name]) == tuple(ops)
+        assert ops[-1].kind == "O" and ops[-1].micro_batch is None
+        assert ops[:-1] == tuple(ops)[:-1]
+    assert "W1_2" not in columnar.workers
+    with pytest.raises(KeyError):
+        columnar.workers["W1_2"]
     assert columnar.compute_fingerprint() == columnar.fingerprint == example().fingerprint
 
 
@@ -71,7 +80,7 @@ def test_a_copy_that_differs_is_read_off_its_own_fields() -> None:
     columnar = unpack(pack(example()))
     fewer = {name: ops for name, ops in columnar.workers.items() if name != "W0_0"}
     copy = columnar.model_copy(update={"workers": fewer})
-    assert not isinstance(copy, ColumnarPlan)
+    assert not copy.in_arrays
     assert Worker(0, 0) not in copy.schedule().ops
     assert copy != columnar
 
@@ -81,7 +90,7 @@ def test_what_arrays_cannot_hold_is_packed_as_its_document() -> None:
     changed = plan.model_copy(update={"workers": {**plan.workers, "W0_0": plan.workers["W0_0"][1:]}})
     data = pack(changed)
     assert decode_header(data).form == "json"
-    assert not isinstance(unpack(data), ColumnarPlan)
+    assert not unpack(data).in_arrays
     assert unpack(data) == changed
 
 

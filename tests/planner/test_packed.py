@@ -9,10 +9,9 @@ import pytest
 from openrecycle.planner.catalog import Catalog, rename_pipelines
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.packed import SMALL_OPS, from_bytes, packed, packed_plan_of, storable, to_bytes, unpack
+from openrecycle.planner.packed import SMALL_OPS, from_bytes, packed, storable, to_bytes, unpack
 from openrecycle.planner.plan import Plan, PlanError
-from openrecycle.planner.plan_arrays import ColumnarPlan
-from openrecycle.planner.solvers.portfolio import best_solution, make_plan, plan_of
+from openrecycle.planner.solvers.portfolio import best_solution, checked_plan_of, make_plan, plan_of
 
 LARGE = Job.uniform(8, 8, 16, durations={"F": 40, "I": 41.5, "W": 39, "O": 3, "transfer": 0.5}, time_unit="ms")
 FAILED = frozenset({Worker(3, 5), Worker(6, 2)})
@@ -28,8 +27,8 @@ def problem(technique: Technique = Technique.STAGGERED, failed: frozenset[Worker
 )
 def test_a_large_plan_is_the_same_as_its_document(technique: Technique, failed: frozenset[Worker]) -> None:
     solution = best_solution(problem(technique, failed), solver="list", look_ahead=False)
-    document, columnar = plan_of(solution, seconds=0.25), packed_plan_of(solution, seconds=0.25)
-    assert isinstance(columnar, ColumnarPlan)
+    document, columnar = plan_of(solution, seconds=0.25), checked_plan_of(solution, seconds=0.25)
+    assert columnar.in_arrays
     assert columnar.fingerprint == document.fingerprint == columnar.compute_fingerprint()
     assert columnar.to_json() == document.to_json()
     assert columnar == document
@@ -37,11 +36,11 @@ def test_a_large_plan_is_the_same_as_its_document(technique: Technique, failed: 
 
 
 def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
-    made = make_plan(problem(), solver="list", form=packed_plan_of)
+    made = make_plan(problem(), solver="list", form=checked_plan_of)
     data = to_bytes(made)
     there = from_bytes(data)
-    assert isinstance(made, ColumnarPlan)
-    assert isinstance(there, ColumnarPlan)
+    assert made.in_arrays
+    assert there.in_arrays
     stored = packed(there)
     assert data.endswith(stored.columns + stored.document)
     assert to_bytes(there) == data
@@ -52,9 +51,9 @@ def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
 
 def test_a_small_plan_stays_a_document() -> None:
     small = Problem(Job.uniform(2, 2, 3), frozenset(), Technique.STAGGERED, MemoryLimit("uniform"))
-    made = make_plan(small, solver="list", form=packed_plan_of)
+    made = make_plan(small, solver="list", form=checked_plan_of)
     assert made.op_count < SMALL_OPS
-    assert not isinstance(made, ColumnarPlan)
+    assert not made.in_arrays
     assert from_bytes(to_bytes(made)) == made
     assert storable(made) == made.to_json()
 
@@ -66,17 +65,17 @@ def test_what_is_no_plan_is_refused(data: bytes) -> None:
 
 
 def test_pipelines_are_renamed_in_columns_as_in_documents() -> None:
-    made = make_plan(problem(), solver="list", form=packed_plan_of)
+    made = make_plan(problem(), solver="list", form=checked_plan_of)
     names = [(p + 3) % 8 for p in range(8)]
     renamed, expected = rename_pipelines(made, names), Plan.from_json(made.to_json()).renamed(names)
-    assert isinstance(renamed, ColumnarPlan)
+    assert renamed.in_arrays
     assert renamed.fingerprint == expected.fingerprint
     assert renamed == expected
     assert rename_pipelines(made, range(8)) is made
 
 
 def test_a_catalog_of_plans_in_columns_is_written_with_their_ops() -> None:
-    made = make_plan(problem(), solver="list", form=packed_plan_of)
+    made = make_plan(problem(), solver="list", form=checked_plan_of)
     catalog = Catalog(LARGE, Technique.STAGGERED, MemoryLimit("uniform"))
     catalog.add(made)
     again = Catalog.from_json(catalog.to_json())

@@ -17,7 +17,6 @@ from openrecycle.app.ui.charts.dead_grid import PICKED, dead_grid
 from openrecycle.app.ui.planning.pieces import field_error
 from openrecycle.app.ui.planning.state import change, entered, now, say, shown
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.views import rerouted_load
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
@@ -51,7 +50,7 @@ def _takes(plan: Plan) -> dict[str, int]:
 
 
 def _load(fingerprint: str, _plan: Plan) -> dict[str, int]:
-    return rerouted_load(_plan)
+    return _plan.rerouted()
 
 
 def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:
