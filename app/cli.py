@@ -9,12 +9,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.errors import SettingsError
 from openrecycle.app.history.commands import install as install_histories
 from openrecycle.app.observing.keep import Keep, seconds
+from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.oidc import read_oidc
+from openrecycle.app.security.token_cli import tokens
 from openrecycle.app.settings import Settings, read_token
-from openrecycle.app.token_cli import tokens
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.output import run as run_command
 

@@ -1,7 +1,7 @@
 """The console as a service: what the REST API and the pages call. Thread-safe.
 
-What agents and launchers say is in app.reports, what people read of jobs in app.readings, what operators ask for in
-app.operators.
+What agents and launchers say is in app.jobs.agent_reports, what people read of jobs in app.jobs.queries, what
+operators ask for in app.jobs.operator_actions.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.protocol import JobCreated, JobSpec, JobState
-from openrecycle.app.advising import Advising
-from openrecycle.app.audit import AuditLog
+from openrecycle.app.advice.service import Advising
 from openrecycle.app.catalogs.service import Catalogs
-from openrecycle.app.children import begin_without_pages
 from openrecycle.app.coordination.events import Note
 from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.errors import ConsoleError, storing, unknown_job
-from openrecycle.app.event_loop_watch import EventLoopWatch
 from openrecycle.app.history.service import Histories
-from openrecycle.app.live import TICK_SECONDS, LiveJob
+from openrecycle.app.jobs.agent_reports import Reports
+from openrecycle.app.jobs.audit import AuditLog
+from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
+from openrecycle.app.jobs.operator_actions import Operators
+from openrecycle.app.jobs.past_jobs import PastJobs
+from openrecycle.app.jobs.queries import Readings
+from openrecycle.app.jobs.view_builder import PlanCache
 from openrecycle.app.metrics.exposition import Metrics
 from openrecycle.app.metrics.jobs import OVER_SHOWN, JobMetrics
 from openrecycle.app.observing.drifting import Drifting
@@ -37,21 +39,19 @@ from openrecycle.app.observing.log_book import LogBook
 from openrecycle.app.observing.measuring import Measuring
 from openrecycle.app.observing.recorder import Recorder
 from openrecycle.app.observing.rollout import RollOuts
-from openrecycle.app.operators import Operators
-from openrecycle.app.past_jobs import PastJobs
-from openrecycle.app.planning import Planning
+from openrecycle.app.plans.ahead import Planning
 from openrecycle.app.plans.library import Library
-from openrecycle.app.plans.making import Making
+from openrecycle.app.plans.page_plans import Making
 from openrecycle.app.plans.profiles import NamedProfiles
 from openrecycle.app.plans.replanning import Replanning
+from openrecycle.app.plans.simulations import Simulations
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.uploading import Uploads
-from openrecycle.app.readings import Readings
-from openrecycle.app.reports import Reports
+from openrecycle.app.runtime.children import begin_without_pages
+from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
+from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.tokens import Tokens
-from openrecycle.app.simulations import Simulations
-from openrecycle.app.views import PlanCache
 from openrecycle.db.audit import AuditStore
 from openrecycle.db.job_index import OVER, JobIndex
 from openrecycle.db.observations import Observations

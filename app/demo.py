@@ -22,8 +22,8 @@ from typing import Any
 import requests
 
 from openrecycle.agent.protocol import API
-from openrecycle.app.errors import SettingsError
-from openrecycle.app.logs import LEVEL
+from openrecycle.app.runtime.errors import SettingsError
+from openrecycle.app.runtime.logs import LEVEL
 
 _PR_SET_PDEATHSIG = 1
 # A busy machine takes its time to import torch a dozen times.

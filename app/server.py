@@ -35,17 +35,19 @@ from openrecycle.app.api.connection import connections
 from openrecycle.app.api.problems import problem
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console import Console
-from openrecycle.app.documents import PLAN_MIB
-from openrecycle.app.errors import SettingsError
-from openrecycle.app.event_loop_watch import EventLoopWatch
-from openrecycle.app.frontend import PAGES, PageBase
-from openrecycle.app.garbage_collection import GarbageCollection
 from openrecycle.app.leadership.gate import Gate
 from openrecycle.app.leadership.host import ConsoleHost, set_host
 from openrecycle.app.leadership.start import make_host
-from openrecycle.app.logs import configure_logging
 from openrecycle.app.metrics.requests import Metering
-from openrecycle.app.process import prepare
+from openrecycle.app.runtime.documents import PLAN_MIB
+from openrecycle.app.runtime.errors import SettingsError
+from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
+from openrecycle.app.runtime.frontend import PAGES, PageBase
+from openrecycle.app.runtime.garbage_collection import GarbageCollection
+from openrecycle.app.runtime.logs import configure_logging
+from openrecycle.app.runtime.process import prepare
+from openrecycle.app.runtime.static_files import StaticFiles
+from openrecycle.app.runtime.warming import BUSY_SECONDS, CALM_SECONDS, Warming
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.app.security.guard import AccessGuard
@@ -53,8 +55,6 @@ from openrecycle.app.security.hosts import HostGuard
 from openrecycle.app.security.oidc import Login
 from openrecycle.app.security.tokens import Tokens
 from openrecycle.app.settings import Settings
-from openrecycle.app.static_files import StaticFiles
-from openrecycle.app.warming import BUSY_SECONDS, CALM_SECONDS, Warming
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
@@ -260,7 +260,7 @@ def _streamlit(settings: Settings) -> Any:
             "server.fileWatcherType": "none",
             "server.maxUploadSize": PLAN_MIB,
             # It would look through all that the console has, in one piece, after each refresh of each viewer's
-            # page (app.garbage_collection); Python's own rounds come when there is something to free.
+            # page (app.runtime.garbage_collection); Python's own rounds come when there is something to free.
             "runner.postScriptGC": False,
             "browser.gatherUsageStats": False,
             "browser.serverAddress": settings.host if settings.loopback else None,

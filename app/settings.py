@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.errors import SettingsError
 from openrecycle.app.observing.keep import Keep
+from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.hosts import is_loopback
 from openrecycle.app.security.oidc import OidcSettings
 

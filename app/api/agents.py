@@ -31,7 +31,7 @@ from openrecycle.app.api.parsing import ReadBeside, beside
 from openrecycle.app.api.profiles import ProfileName
 from openrecycle.app.api.runner import in_thread, in_turn
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.access import caller_of
 from openrecycle.app.security.callers import Role
 from openrecycle.planner.plan import job_doc

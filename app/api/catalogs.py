@@ -17,7 +17,7 @@ from openrecycle.app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, CountLine
 from openrecycle.app.catalogs.service import Filling, info_of
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.catalog_store import CatalogInfo
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Technique

@@ -210,7 +210,7 @@ class LimitedProtocol(HttpToolsProtocol):
 def connections(
     share: int | None = None, exempt: Callable[[str], bool] = lambda address: False
 ) -> type[LimitedProtocol]:
-    """The protocol for uvicorn's `http`; after app.process.prepare.
+    """The protocol for uvicorn's `http`; after app.runtime.process.prepare.
 
     share, exempt: see Crowd."""
     return type("Connection", (LimitedProtocol,), {"crowd": Crowd.of_process(share, exempt)})

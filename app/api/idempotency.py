@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from openrecycle.agent.protocol import API
 from openrecycle.app.api.problems import problem
 from openrecycle.app.api.runner import in_thread
-from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db.idempotency import Earlier, IdempotentRequests
 
 HEADER = "Idempotency-Key"

@@ -28,8 +28,8 @@ from openrecycle.app.api.models import (
 from openrecycle.app.api.paging import After, Most, page
 from openrecycle.app.api.runner import answer_in_thread, in_thread
 from openrecycle.app.console import Console
+from openrecycle.app.jobs.view_builder import summary
 from openrecycle.app.observing.rates import RECENT
-from openrecycle.app.views import summary
 from openrecycle.db.store import Record
 
 _DEFLATE = re.compile(r"\bdeflate\b(?! *; *q *= *0(?:\.0*)?(?:,|$))", re.IGNORECASE)

@@ -14,9 +14,9 @@ from openrecycle.app.api.models import Outcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.api.runner import in_thread
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.worker_history import worker_history
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.heartbeats import Level
 from openrecycle.planner.plan import INTEGER
 

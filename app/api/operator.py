@@ -14,7 +14,7 @@ from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.api.runner import in_thread
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
-from openrecycle.app.operators import named
+from openrecycle.app.jobs.operator_actions import named
 from openrecycle.app.plans.replanning import Outcome as ReplanOutcome
 from openrecycle.app.plans.solving_child import MAX_SECONDS
 

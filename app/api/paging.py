@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import Query
 
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.plan import read_json
 
 T = TypeVar("T")

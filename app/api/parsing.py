@@ -1,7 +1,7 @@
 """What a route takes: the query parameters that it knows, and bodies, which are read beside the event loop when they
 are of some size: heartbeats wait there.
 
-One thread does it, in pieces of some milliseconds, and what a wrong body can cost has a bound (app.documents).
+One thread does it, in pieces of some milliseconds, and what a wrong body can cost has a bound (app.runtime.documents).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fastapi import Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
-from openrecycle.app.documents import bounded, refuse_repeats
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.sentences import sentence
+from openrecycle.app.runtime.documents import bounded, refuse_repeats
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.sentences import sentence
 from openrecycle.planner.words import printable
 
 P = ParamSpec("P")

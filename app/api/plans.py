@@ -19,7 +19,6 @@ from openrecycle.app.api.parsing import ReadBeside, is_json
 from openrecycle.app.api.profiles import ProfileName
 from openrecycle.app.api.runner import in_thread
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.solving import Point, Solve, SolveState
 from openrecycle.app.plans.solving_child import (
@@ -31,6 +30,7 @@ from openrecycle.app.plans.solving_child import (
     Request,
 )
 from openrecycle.app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.plan import INTEGER, JobDoc, Plan, job_doc
 

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from openrecycle.agent.protocol import Problem
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.sentences import sentence
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.sentences import sentence
 
 log = structlog.get_logger()
 

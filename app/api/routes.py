@@ -32,8 +32,8 @@ from openrecycle.app.api.parsing import ReadBeside, known_query
 from openrecycle.app.api.reference import POLICY, page
 from openrecycle.app.api.runner import in_thread
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.metrics.requests import Named
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.idempotency import IdempotentRequests
 
 

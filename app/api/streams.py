@@ -16,9 +16,9 @@ from openrecycle.app.api.models import EventInfo
 from openrecycle.app.api.plans import solve_info
 from openrecycle.app.api.runner import in_thread
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.solving import Solve
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.callers import STILL
 
 # Seconds after which a comment shows that the connection lives; proxies close silent ones after a minute.

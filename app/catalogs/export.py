@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from openrecycle.app.catalogs.service import Catalogs
-from openrecycle.app.children import Channel, ChildEnded, Children
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.children import Channel, ChildEnded, Children
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.catalog_store import INFO, SUFFIX, CatalogInfo
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.packed import decode_plan

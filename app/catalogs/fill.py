@@ -1,7 +1,7 @@
 """Filling a catalog: what is asked for, and the process that plans it.
 
-The process (app.children) gets the question and what is stored of it already, and sends each plan as it is made;
-who reads its messages stores them, so that nothing is lost when it is ended.
+The process (app.runtime.children) gets the question and what is stored of it already, and sends each plan as it is
+made; who reads its messages stores them, so that nothing is lost when it is ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.catalogs.outlook import most_failures
-from openrecycle.app.children import Channel
+from openrecycle.app.runtime.children import Channel
 from openrecycle.planner.catalog_build import fill, targets
 from openrecycle.planner.catalog_engines import make_engine
 from openrecycle.planner.errors import InputError, PlannerError

@@ -1,7 +1,7 @@
 """What there is to plan for a job: which workers may fail, and how long an iteration without failures takes.
 
 Both cost more than the API's process may take, once a job has thousands of stages or micro-batches: the answer then
-comes from a child process (app.jobs.PlanMaker).
+comes from a child process (app.plans.maker.PlanMaker).
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.app.catalogs.fill import CatalogRequest, read_message, serve, share_of_cores
 from openrecycle.app.catalogs.outlook import Outlook, OutlookRequest, is_quick, most_failures, outlook
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, report, summary
-from openrecycle.app.children import Asked, ChildEnded, Children
-from openrecycle.app.errors import ConsoleError, unavailable
-from openrecycle.app.jobs import Done, PlanMaker
+from openrecycle.app.plans.maker import Done, PlanMaker
+from openrecycle.app.runtime.children import Asked, ChildEnded, Children
+from openrecycle.app.runtime.errors import ConsoleError, unavailable
 from openrecycle.db.store import Store
 from openrecycle.planner.catalog import rename_pipelines
 from openrecycle.planner.catalog_store import CatalogInfo, StoredCatalog, plan_name

@@ -19,11 +19,11 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.protocol import WorkerState
-from openrecycle.app.children import Channel, ChildEnded, Children
-from openrecycle.app.errors import ConsoleError, storing, unknown_job
 from openrecycle.app.history.archive import export
 from openrecycle.app.history.importing import REST, Imported, abandoned, import_history
 from openrecycle.app.history.reading import HistoryError
+from openrecycle.app.runtime.children import Channel, ChildEnded, Children
+from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
 from openrecycle.db.job_rows import DELETING, JobRows
 from openrecycle.db.session import Database, DatabaseError
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from openrecycle.app.api.problems import problem
 from openrecycle.app.console import Console
 from openrecycle.app.leadership.watch import LeaderStatus
-from openrecycle.app.notify import Topic
+from openrecycle.app.runtime.notify import Topic
 
 STANDBY = "standby"
 """The problem's code."""

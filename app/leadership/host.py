@@ -10,8 +10,8 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.app.console import Console, set_console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.leadership.watch import Leadership, LeaderStatus
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.tokens import Tokens
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
 from openrecycle.db.tokens import TokenStore

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.protocol import JobState
 from openrecycle.app.coordination.worker_states import RoleState
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.metrics.exposition import PREFIX, quantiles
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import RECENT, iteration_view, recent_rate, share_of

@@ -18,10 +18,10 @@ from openrecycle.agent.protocol import OpKind
 from openrecycle.app.coordination.choices import UsePlan
 from openrecycle.app.coordination.choosing import out
 from openrecycle.app.coordination.events import Note
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.live import LiveJob
-from openrecycle.app.planning import Planning
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.plans.ahead import Planning
 from openrecycle.app.plans.worth import gain
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.drift import Drift, DriftState, Limits, Ratios, assumed, drifted, forget, observe
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Job, Worker

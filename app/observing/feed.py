@@ -9,8 +9,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.protocol import VerdictReport
 from openrecycle.app.coordination.events import Note
-from openrecycle.app.errors import unavailable
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.runtime.errors import unavailable
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Store
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from openrecycle.app.coordination.events import Note
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.baseline import Baseline, Window
 from openrecycle.app.observing.waiting import NOTHING, Waited, Waiting, trained
 from openrecycle.db.observations import Observations

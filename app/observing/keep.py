@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from openrecycle.app.errors import SettingsError
+from openrecycle.app.runtime.errors import SettingsError
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 LEAST_MINUTES = 2 * 3600.0

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from openrecycle.agent.protocol import LogLine, LogLines
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 
 LINES = 200
 # Of all workers of a job together; of large jobs each keeps less.

@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.protocol import Heartbeat, MeasuredOps
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.observations import Observations
 
 log = structlog.get_logger()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from openrecycle.app.jobs.view import IterationView
 from openrecycle.app.observing.waiting import NOTHING, Waited, trained
-from openrecycle.app.view import IterationView
 from openrecycle.db.store import Record
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from openrecycle.db.samples import Samples
 from openrecycle.db.session import Database
 
 if TYPE_CHECKING:
-    from openrecycle.app.live import LiveJob
+    from openrecycle.app.jobs.live_job import LiveJob
 
 log = structlog.get_logger()
 

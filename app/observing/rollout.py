@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from openrecycle.app.errors import storing
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.runtime.errors import storing
 from openrecycle.db.store import Store
 
 STEPS = ("adopted", "formed", "resumed")

@@ -14,7 +14,7 @@ from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record
 
 if TYPE_CHECKING:
-    from openrecycle.app.live import LiveJob
+    from openrecycle.app.jobs.live_job import LiveJob
 
 
 class Wait(NamedTuple):

@@ -8,9 +8,9 @@ from statistics import median
 from openrecycle.agent.protocol import LogLine
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.worker_states import HOLDING
-from openrecycle.app.errors import ConsoleError, storing
-from openrecycle.app.live import LiveJob
-from openrecycle.app.view import EventView, JobView, WorkerView
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.view import EventView, JobView, WorkerView
+from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.planner.job import Worker
 from openrecycle.planner.migration import SECONDS
 from openrecycle.planner.plan import Plan

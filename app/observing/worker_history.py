@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from openrecycle.app.errors import ConsoleError, storing
 from openrecycle.app.observing.recorder import clock_offset
 from openrecycle.app.observing.recording import grid_place
+from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db.heartbeats import Level
 from openrecycle.db.samples import METRICS, PHASES, joined, rolled_up
 

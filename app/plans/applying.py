@@ -6,9 +6,9 @@ import time
 
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.choices import UsePlan
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.live import LiveJob
-from openrecycle.app.reports import plain
+from openrecycle.app.jobs.agent_reports import plain
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.job import MemoryLimit, Worker
 from openrecycle.planner.plan import Plan, job_doc
 from openrecycle.planner.words import names

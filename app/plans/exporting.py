@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from openrecycle.agent.protocol import JobSpec
-from openrecycle.app.children import Channel, ChildEnded, Children
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.bundle import CatalogPart, catalog_part, make_bundle
+from openrecycle.app.runtime.children import Channel, ChildEnded, Children
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.export import EXPORTERS, yaml_document

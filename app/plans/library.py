@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from openrecycle.app.errors import ConsoleError, storing, unknown_plan
+from openrecycle.app.jobs.view_builder import PlanCache
 from openrecycle.app.plans.summary import summary_of
 from openrecycle.app.plans.uploading import ReadPlan
-from openrecycle.app.views import PlanCache
+from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_plan
 from openrecycle.db.saved_plans import SavedPlans
 from openrecycle.db.store import Store
 from openrecycle.planner.packed import Packed, storable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from openrecycle.agent.protocol import OpKind
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.planner.migration import SECONDS
 from openrecycle.planner.plan import JobDoc, StageDoc, job_doc
 

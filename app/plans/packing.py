@@ -11,8 +11,8 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.children import Channel, ChildEnded, Children
-from openrecycle.app.garbage_collection import LARGE_OPS
+from openrecycle.app.runtime.children import Channel, ChildEnded, Children
+from openrecycle.app.runtime.garbage_collection import LARGE_OPS
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.packed import decode_header, pack

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db import profiles as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.errors import InputError, PlannerError

@@ -16,11 +16,11 @@ import structlog
 from openrecycle.app.coordination.choices import UsePlan
 from openrecycle.app.coordination.choosing import out
 from openrecycle.app.coordination.events import Note
-from openrecycle.app.errors import ConsoleError, storing
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.solving import Point, Solve, Solves
 from openrecycle.app.plans.solving_child import PlanAsked
 from openrecycle.app.plans.worth import worth
+from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import Plan, job_doc

@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 
 import structlog
 
-from openrecycle.app.children import Asked, Channel, ChildEnded, Children
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.garbage_collection import OP_BYTES, building
-from openrecycle.app.notify import Topic
 from openrecycle.app.plans.solving_child import PLAN, Migrations, Request, serve
+from openrecycle.app.runtime.children import Asked, Channel, ChildEnded, Children
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.garbage_collection import OP_BYTES, building
+from openrecycle.app.runtime.notify import Topic
 from openrecycle.planner.packed import from_bytes
 from openrecycle.planner.plan import Plan
 

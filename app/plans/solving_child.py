@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from openrecycle.app.children import Channel
+from openrecycle.app.runtime.children import Channel
 from openrecycle.planner.distribution import CopyCost
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker

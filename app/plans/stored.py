@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from openrecycle.app.garbage_collection import OP_BYTES, building
+from openrecycle.app.runtime.garbage_collection import OP_BYTES, building
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.store import Store
 from openrecycle.planner.packed import unpack

@@ -17,11 +17,11 @@ from typing import Annotated, NamedTuple
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.children import Channel, ChildEnded, Children
-from openrecycle.app.documents import bounded
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.summary import summary_of
-from openrecycle.app.sentences import sentence
+from openrecycle.app.runtime.children import Channel, ChildEnded, Children
+from openrecycle.app.runtime.documents import bounded
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.sentences import sentence
 from openrecycle.planner.check import check
 from openrecycle.planner.plan import Plan
 

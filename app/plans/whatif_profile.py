@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.profiles import NAME, Kept, on_grid
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, StageProfile, Worker
 from openrecycle.planner.plan import JobDoc, read_model

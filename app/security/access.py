@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 
 from openrecycle.app.api.runner import in_thread
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.callers import CALLER, LOCAL, Caller, Role, from_header
 from openrecycle.app.security.limits import WrongTokens
 from openrecycle.app.security.login import COOKIE, SESSION_SECONDS

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from openrecycle.app.errors import SettingsError
+from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.callers import Caller, Role
 
 CALLBACK = "/oauth2callback"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.security.callers import Caller, Role
 from openrecycle.db.store import Record
 from openrecycle.db.tokens import TokenStore

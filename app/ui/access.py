@@ -9,7 +9,7 @@ from html import escape
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.callers import CALLER
 from openrecycle.app.security.guard import SIGN_OUT
 

@@ -11,7 +11,7 @@ from openrecycle.app.catalogs.export import exported, json_refusal
 from openrecycle.app.catalogs.fill import CatalogRequest
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, stale
 from openrecycle.app.console import Console, get_console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, catalog_chart, components
 from openrecycle.app.ui import catalog_words as words
 from openrecycle.app.ui.access import acting

@@ -10,12 +10,12 @@ import streamlit as st
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
 from openrecycle.app.coordination.worker_states import OUT
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.jobs.view import JobView
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, components, text
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import ready_words
-from openrecycle.app.view import JobView
 from openrecycle.planner.words import names
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}

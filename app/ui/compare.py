@@ -8,10 +8,11 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.app.console import Console, get_console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.jobs.view import JobHead
 from openrecycle.app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
 from openrecycle.app.plans.references import Reference, job_of, parse_reference
 from openrecycle.app.plans.sources import NOT_KEPT, Awaited, Source, find, pinned
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, chart_revision, components, facts, text
 from openrecycle.app.ui.charts.overview import MAX_BARS
 from openrecycle.app.ui.charts.schedule import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
@@ -24,7 +25,6 @@ from openrecycle.app.ui.schedule_filters import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
-from openrecycle.app.view import JobHead
 from openrecycle.planner.drawing import Drawing
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.export.compare import comparable

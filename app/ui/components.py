@@ -15,13 +15,13 @@ import streamlit as st
 
 from openrecycle.app.console import get_console
 from openrecycle.app.coordination.worker_states import Condition, RoleState
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.jobs.view import JobHead, JobView, RecoveryView
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, text
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
-from openrecycle.app.view import JobHead, JobView, RecoveryView
 from openrecycle.planner.drawing import Drawing
 from openrecycle.planner.drawing import legend as op_keys
 from openrecycle.planner.plan import Plan

@@ -9,10 +9,10 @@ from html import escape
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.jobs.view import EventView, JobView
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, text
 from openrecycle.app.ui.access import actor
-from openrecycle.app.view import EventView, JobView
 
 MARKS = {"error": "✕", "warning": "▲", "info": "·"}
 # What the filter offers: words, and the kinds of events it lets through.

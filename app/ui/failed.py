@@ -7,7 +7,7 @@ import secrets
 import streamlit as st
 import structlog
 
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 
 log = structlog.get_logger()
 

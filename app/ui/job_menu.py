@@ -8,12 +8,12 @@ import streamlit as st
 
 from openrecycle.agent.protocol import API
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.jobs.view import JobHead
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.picker import forget
-from openrecycle.app.view import JobHead
 
 NAME = "delete-name"
 

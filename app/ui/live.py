@@ -9,8 +9,9 @@ import streamlit as st
 from openrecycle.agent.protocol import JobState
 from openrecycle.app.console import Console, get_console
 from openrecycle.app.coordination.worker_states import RoleState
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.jobs.view import JobView, WorkerView
 from openrecycle.app.observing.measured import MeasuredIteration
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import (
     bound,
     chart_revision,
@@ -31,7 +32,6 @@ from openrecycle.app.ui.live_now import read_now
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.worker_dialog import open_worker, page_wanted, show_opened
-from openrecycle.app.view import JobView, WorkerView
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map.
 MAX_TILES = 64

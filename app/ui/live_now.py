@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrecycle.app.console import Console
+from openrecycle.app.jobs.view import JobView
 from openrecycle.app.observing.measured import MeasuredIteration, measured_iteration
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.ui.patience import Patience
-from openrecycle.app.view import JobView
 
 _patience = Patience()
 

@@ -8,10 +8,10 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.app.console import Console
+from openrecycle.app.jobs.view import JobHead, JobSummary
 from openrecycle.app.ui import bound, components
 from openrecycle.app.ui.facts import OVER
 from openrecycle.app.ui.iteration_range import ITERATIONS
-from openrecycle.app.view import JobHead, JobSummary
 
 CHOSEN = "chosen-job"
 PICKER = "job-picker"

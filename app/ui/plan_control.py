@@ -9,16 +9,16 @@ from html import escape
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.jobs.view import JobView
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.plans.replanning import Replan
 from openrecycle.app.plans.solving_child import MAX_SECONDS
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text
 from openrecycle.app.ui.access import acting, actor
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import STEPS, roll_out_words
 from openrecycle.app.ui.planning.controls import SOLVER_WORDS
-from openrecycle.app.view import JobView
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
 # Seconds for which the outcome of a request stands on the page; the event feed keeps it.

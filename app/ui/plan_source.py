@@ -10,14 +10,14 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.garbage_collection import settle
+from openrecycle.app.jobs.view import JobHead
 from openrecycle.app.observing.measured import measured_iteration
 from openrecycle.app.plans.references import Measured, OfJob, Reference, job_of, parse_reference
 from openrecycle.app.plans.sources import NOT_KEPT, Awaited, Source, find, measured_name, names, pinned, saved_names
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.garbage_collection import settle
 from openrecycle.app.ui import bound, components, text
 from openrecycle.app.ui.schedule_facts import measured_words
-from openrecycle.app.view import JobHead
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.plan_arrays import ColumnarSchedule

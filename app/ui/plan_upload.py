@@ -9,10 +9,10 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.documents import PLAN_MIB
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.references import Saved
 from openrecycle.app.plans.uploading import Reading, ReadPlan
+from openrecycle.app.runtime.documents import PLAN_MIB
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, text
 from openrecycle.app.ui.access import actor, why_not
 

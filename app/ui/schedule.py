@@ -8,9 +8,9 @@ from pathlib import Path
 import streamlit as st
 
 from openrecycle.app.console import Console, get_console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.references import Made, OfJob
 from openrecycle.app.plans.sources import Source
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, chart_revision, components, facts
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt

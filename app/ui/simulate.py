@@ -8,7 +8,15 @@ import streamlit as st
 
 from openrecycle.app.console import Console, get_console
 from openrecycle.app.observing.job_history import Row, history
-from openrecycle.app.simulations import DRAWN, HISTORY, POLICIES, Simulation, SimulationRequest, parse_request, shapes
+from openrecycle.app.plans.simulations import (
+    DRAWN,
+    HISTORY,
+    POLICIES,
+    Simulation,
+    SimulationRequest,
+    parse_request,
+    shapes,
+)
 from openrecycle.app.ui import bound, components, text
 from openrecycle.app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time
 from openrecycle.app.ui.facts import Card

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrecycle.app.simulations import Simulation
+from openrecycle.app.plans.simulations import Simulation
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.simulation import policy_words
 from openrecycle.app.ui.tables import Table

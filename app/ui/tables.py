@@ -8,10 +8,10 @@ from typing import Any
 
 import streamlit as st
 
+from openrecycle.app.jobs.view import IterationView, WorkerView
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.progress import Mark
 from openrecycle.app.ui.charts.worker_grid import LOOKS, QUIET
-from openrecycle.app.view import IterationView, WorkerView
 from openrecycle.planner.drawing import OP_WORDS, OUT
 from openrecycle.planner.export.compare import compare
 from openrecycle.planner.job import Worker

@@ -10,15 +10,15 @@ import streamlit as st
 
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.worker_states import ALIVE, HOLDING, RoleState
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.jobs.view import JobView, WorkerView
 from openrecycle.app.observing.worker_detail import WorkerDetail, worker_detail
 from openrecycle.app.observing.worker_history import worker_history
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, facts, worker_words
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.charts.worker_time import memory, op_times
 from openrecycle.app.ui.event_feed import feed_html
 from openrecycle.app.ui.theme import palette
-from openrecycle.app.view import JobView, WorkerView
 from openrecycle.planner.drawing import OP_WORDS
 
 OPENED = "opened-worker"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrecycle.app import coordinator
+from openrecycle.app.coordination import coordinator
 from openrecycle.app.coordination.events import (
     Acknowledged,
     Beat,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from openrecycle.agent.protocol import JobSpec, JobState, Message, WorkerState
-from openrecycle.app import planned
 from openrecycle.app.coordination.choices import Candidate, Mode, Offer, Offered
 from openrecycle.app.coordination.membership import State
-from openrecycle.app.rows import read_state
+from openrecycle.app.jobs.records import read_state
+from openrecycle.app.plans import job_plans as planned
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 from tests.app.flaky_database import FAULTS, Fault, FlakyDatabase
 from tests.app.job_world import STEPS, Process, Report, World

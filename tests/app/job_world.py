@@ -27,11 +27,11 @@ from openrecycle.agent.protocol import (
     Recovery,
     Registration,
 )
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.agent_reports import Reports
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.operator_actions import Operators
 from openrecycle.app.observing.goodput import Accounts
-from openrecycle.app.operators import Operators
-from openrecycle.app.reports import Reports
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
@@ -55,7 +55,7 @@ class Process:
 
 @dataclass
 class Report:
-    """route: the method of app.reports.Reports that takes it. Exits are the launcher's."""
+    """route: the method of app.jobs.agent_reports.Reports that takes it. Exits are the launcher's."""
 
     route: str
     message: Message

@@ -15,9 +15,9 @@ from ui_factory import plan
 
 from openrecycle.app.api import plans
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.documents import MOST_LARGE, PLAN_MIB
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.uploading import MOST_WAITING, Uploads, answer
+from openrecycle.app.runtime.documents import MOST_LARGE, PLAN_MIB
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.bodies import LARGE_BODY, BodyLimit
 from openrecycle.planner.job import Job, MemoryLimit, Problem
 from openrecycle.planner.plan import Plan, job_doc

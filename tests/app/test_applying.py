@@ -15,8 +15,8 @@ from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.choices import UsePlan
 from openrecycle.app.coordination.events import Exited, PlanReady
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.applying import misfit, use_plan
+from openrecycle.app.runtime.errors import ConsoleError
 
 pytestmark = pytest.mark.processes
 

@@ -18,8 +18,8 @@ from openrecycle.app.catalogs.export import documents, json_refusal, stored_zip
 from openrecycle.app.catalogs.fill import CatalogRequest, parse_request
 from openrecycle.app.catalogs.report import CatalogReport, stale, summary
 from openrecycle.app.catalogs.service import Catalogs, Filling
-from openrecycle.app.children import Channel, Children
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.children import Channel, Children
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import catalog_words, text
 from openrecycle.app.ui.charts.catalog import catalog_curves
 from openrecycle.app.ui.theme import DARK, LIGHT

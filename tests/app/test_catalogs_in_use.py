@@ -64,8 +64,8 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
 def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.planned.INLINE_OPS", 1)
-    monkeypatch.setattr("openrecycle.app.planning.HELD_OPS", 1)
+    monkeypatch.setattr("openrecycle.app.plans.job_plans.INLINE_OPS", 1)
+    monkeypatch.setattr("openrecycle.app.plans.ahead.HELD_OPS", 1)
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large")
     live = here.console.job(job.job_id)
@@ -112,10 +112,10 @@ def test_a_large_plan_is_fitted_beside_the_console(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     for limit in (
-        "openrecycle.app.planned.INLINE_OPS",
-        "openrecycle.app.planned.LARGE_OPS",
-        "openrecycle.app.planning.LARGE_OPS",
-        "openrecycle.app.planning.HELD_OPS",
+        "openrecycle.app.plans.job_plans.INLINE_OPS",
+        "openrecycle.app.plans.job_plans.LARGE_OPS",
+        "openrecycle.app.plans.ahead.LARGE_OPS",
+        "openrecycle.app.plans.ahead.HELD_OPS",
     ):
         monkeypatch.setattr(limit, 1)
     here = ConsoleHere(tmp_path)
@@ -144,7 +144,7 @@ def test_a_large_plan_is_fitted_beside_the_console(
 
 def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = ConsoleHere(tmp_path)
-    monkeypatch.setattr("openrecycle.app.planning.HELD_OPS", 1)
+    monkeypatch.setattr("openrecycle.app.plans.ahead.HELD_OPS", 1)
     here.console._planning._tolerance = 3
     jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
     wait(lambda: len(here.console._planning._filling) == 2)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from openrecycle.app.children import Asked, Channel, ChildEnded, Children, begin_without_pages
+from openrecycle.app.runtime.children import Asked, Channel, ChildEnded, Children, begin_without_pages
 
 pytestmark = pytest.mark.processes
 

@@ -23,7 +23,7 @@ from openrecycle.agent.protocol import (
 from openrecycle.app.console import Console, get_console, set_console
 from openrecycle.app.coordination.ladder import Ladder
 from openrecycle.app.coordination.worker_states import RoleState
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
@@ -128,7 +128,7 @@ def test_a_commit_whose_answer_was_lost_is_found_again(
 def test_a_plan_for_a_large_grid_comes_from_the_child(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.planned.INLINE_OPS", 0)
+    monkeypatch.setattr("openrecycle.app.plans.job_plans.INLINE_OPS", 0)
     monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
     created, _ = console.create_job(SPEC)
     register_all(console, created.job_id)
@@ -143,7 +143,7 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
 def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.planned.INLINE_OPS", 0)
+    monkeypatch.setattr("openrecycle.app.plans.job_plans.INLINE_OPS", 0)
     monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
     created, _ = console.create_job(SPEC)
     register_all(console, created.job_id)

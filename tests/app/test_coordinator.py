@@ -25,8 +25,8 @@ from openrecycle.app.coordination.events import (
 )
 from openrecycle.app.coordination.ladder import Ladder
 from openrecycle.app.coordination.membership import State
-from openrecycle.app.live import TICK_SECONDS
-from openrecycle.app.rows import _read_broken, job_columns
+from openrecycle.app.jobs.live_job import TICK_SECONDS
+from openrecycle.app.jobs.records import _read_broken, job_columns
 from openrecycle.planner.errors import InputError
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app import coordinator
+from openrecycle.app.coordination import coordinator
 from openrecycle.app.coordination.choices import (
     Candidate,
     Chosen,

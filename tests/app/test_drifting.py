@@ -10,7 +10,7 @@ import pytest
 
 from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
 from openrecycle.app.console import Console
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.drifting import Drifting
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

@@ -6,9 +6,9 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.protocol import LogLine, LogLines, VerdictReport
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.observing import log_book
 from openrecycle.app.observing.log_book import LogBook
+from openrecycle.app.runtime.errors import ConsoleError
 
 pytestmark = pytest.mark.processes
 

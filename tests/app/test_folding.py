@@ -9,10 +9,10 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from openrecycle.app.coordination.events import Note, Stalled
+from openrecycle.app.jobs.view import EventView
 from openrecycle.app.observing import folding
 from openrecycle.app.observing.folding import Folding
 from openrecycle.app.ui.event_feed import feed_html
-from openrecycle.app.view import EventView
 
 pytestmark = pytest.mark.processes
 

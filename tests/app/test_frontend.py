@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
-from openrecycle.app.frontend import PAGES, PageBase
+from openrecycle.app.runtime.frontend import PAGES, PageBase
 
 pytestmark = pytest.mark.processes
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from openrecycle.app import garbage_collection
-from openrecycle.app.garbage_collection import Round
+from openrecycle.app.runtime import garbage_collection
+from openrecycle.app.runtime.garbage_collection import Round
 
 
 class Thing:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.app.advising import grounds
+from openrecycle.app.advice.service import grounds
 from openrecycle.app.console import Console
 from openrecycle.app.observing import goodput
 from openrecycle.app.observing.baseline import Baseline

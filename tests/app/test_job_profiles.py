@@ -9,7 +9,7 @@ import pytest
 
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.job import Job, StageProfile, Worker

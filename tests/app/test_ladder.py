@@ -10,7 +10,7 @@ from openrecycle.agent.protocol import JobSpec
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.errors import InputError

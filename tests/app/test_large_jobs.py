@@ -17,7 +17,7 @@ from openrecycle.agent.protocol import JobSpec
 from openrecycle.app.catalogs.outlook import is_quick
 from openrecycle.app.cli import cli
 from openrecycle.app.console import MAX_WORKERS, Console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.job import MemoryLimit, Technique

@@ -8,8 +8,8 @@ import pytest
 from ui_console import ConsoleHere
 from ui_factory import plan
 
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.library import Library
+from openrecycle.app.runtime.errors import ConsoleError
 
 pytestmark = pytest.mark.processes
 

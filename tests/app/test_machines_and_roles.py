@@ -21,19 +21,19 @@ from openrecycle.app.api.models import WorkerInfo
 from openrecycle.app.coordination.choices import Candidate, Mode, Offer, Offered
 from openrecycle.app.coordination.sentence import sentence
 from openrecycle.app.coordination.worker_states import OUT, Condition, RoleState, words_of
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.queries import Readings
+from openrecycle.app.jobs.view import JobView
+from openrecycle.app.jobs.view_builder import PlanCache, job_view
 from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.observing.log_book import LogBook
 from openrecycle.app.observing.rollout import RollOuts
 from openrecycle.app.observing.worker_detail import WorkerDetail, worker_detail
 from openrecycle.app.plans.sources import names
-from openrecycle.app.readings import Readings
 from openrecycle.app.ui import facts
 from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_words import facts_html
-from openrecycle.app.view import JobView
-from openrecycle.app.views import PlanCache, job_view
 from openrecycle.db.observations import Observations
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 from tests.app.coordinator_run import LADDER

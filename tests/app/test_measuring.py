@@ -6,11 +6,11 @@ import pytest
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.protocol import MeasuredOps
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing import measuring as measuring_module
 from openrecycle.app.observing.measured import as_plan, as_schedule, measured_iteration
 from openrecycle.app.observing.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.observations import Observations
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan

@@ -9,7 +9,7 @@ from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
 from openrecycle.app.coordination.choices import Candidate, Offer, Offered
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.policy import MIGRATE
 
 pytestmark = pytest.mark.processes

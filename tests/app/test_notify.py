@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from openrecycle.app import notify
-from openrecycle.app.notify import Topic
+from openrecycle.app.runtime import notify
+from openrecycle.app.runtime.notify import Topic
 
 
 def test_a_waiter_wakes_when_another_thread_publishes() -> None:

@@ -13,7 +13,7 @@ from console_server import Agents, ConsoleServer
 from identity_provider import IdentityProvider
 from joserfc.jwk import RSAKey
 
-from openrecycle.app.errors import SettingsError
+from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.callers import Role
 from openrecycle.app.security.oidc import OidcSettings, read_oidc
 

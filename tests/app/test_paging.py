@@ -8,7 +8,7 @@ import json
 import pytest
 
 from openrecycle.app.api.paging import page
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 
 
 def place(row: tuple[float, str]) -> tuple[float, str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from openrecycle.app.jobs.view_builder import PlanCache
 from openrecycle.app.plans import packing
-from openrecycle.app.views import PlanCache
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.saved_plans import SavedPlans
 from openrecycle.db.session import Database

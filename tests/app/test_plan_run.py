@@ -10,9 +10,9 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 from openrecycle.agent.protocol import Acknowledgement, Heartbeat, InterimPlan, Iteration, Registration
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.worker_states import Condition, RoleState
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.references import OfJob
 from openrecycle.app.plans.sources import Source, find, names
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import facts, tables
 from openrecycle.app.ui.facts import Card
 from openrecycle.planner.catalog import Catalog

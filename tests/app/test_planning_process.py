@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from openrecycle.app.jobs import AHEAD, URGENT, PlanMaker, PlanRequest
+from openrecycle.app.plans.maker import AHEAD, URGENT, PlanMaker, PlanRequest
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import Plan, job_doc

@@ -13,12 +13,12 @@ from sqlalchemy import text
 
 from openrecycle.agent.protocol import Heartbeat, JobSpec, Registration
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError, SettingsError
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.keep import Keep, seconds
 from openrecycle.app.observing.recorder import Recorder, clock_offset
 from openrecycle.app.observing.worker_detail import worker_detail
 from openrecycle.app.observing.worker_history import MAX_SAMPLES, worker_history
+from openrecycle.app.runtime.errors import ConsoleError, SettingsError
 from openrecycle.db.heartbeats import Level
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

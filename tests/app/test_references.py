@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan as made_plan
 
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.references import Made, Measured, OfJob, Reference, Saved, parse_reference
 from openrecycle.app.plans.sources import Awaited, Source, find, names, saved_names, techniques
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.solvers.portfolio import make_plan

@@ -12,10 +12,10 @@ from ui_factory import plan
 
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.replanning import Replan
 from openrecycle.app.plans.worth import worth
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan

@@ -9,7 +9,15 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from openrecycle.app.observing.job_history import history
-from openrecycle.app.simulations import HISTORY, SWEEP, Simulation, SimulationRequest, Simulations, parse_request, run
+from openrecycle.app.plans.simulations import (
+    HISTORY,
+    SWEEP,
+    Simulation,
+    SimulationRequest,
+    Simulations,
+    parse_request,
+    run,
+)
 from openrecycle.app.ui.charts.simulation import policy_words, sensitivity, thinned, throughput_over_time
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.errors import InputError

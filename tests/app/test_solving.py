@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from ui_console import until
 
-from openrecycle.app.children import Channel
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans import solving
 from openrecycle.app.plans.solving import Solve, Solves
 from openrecycle.app.plans.solving_child import MigrationsAsked, PlanAsked, answer
+from openrecycle.app.runtime.children import Channel
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.job import Job

@@ -24,8 +24,8 @@ from openrecycle.agent.protocol import JobSpec, WorkerState
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console import Console
 from openrecycle.app.coordination.events import TransferBroken
-from openrecycle.app.event_loop_watch import EventLoopWatch
-from openrecycle.app.live import TICK_SECONDS, LiveJob
+from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
+from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.app.coordinator_run import LADDER

@@ -111,7 +111,7 @@ def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 database = Database(sys.argv[1])

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import Phase, settings
 
 from openrecycle.agent.protocol import FailureReport, JobSpec, Registration
-from openrecycle.app import planned
 from openrecycle.app.coordination.choices import Candidate, Offer, Offered
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.rows import read_state
+from openrecycle.app.jobs.records import read_state
+from openrecycle.app.plans import job_plans as planned
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.policy import MIGRATE
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.history_machine import History, durable

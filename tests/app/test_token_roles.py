@@ -9,7 +9,7 @@ import pytest
 from guarded_app import JOB, TOKEN, bearer, guarded
 from starlette.websockets import WebSocketDisconnect
 
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.access import Access, caller_of
 from openrecycle.app.security.callers import Caller, Role, from_header
 from openrecycle.app.security.limits import AGENTS, PEOPLE, WRONG_PER_ADDRESS, Limits

@@ -9,7 +9,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.app.observing.job_history import history
-from openrecycle.app.simulations import DRAWN, HISTORY
+from openrecycle.app.plans.simulations import DRAWN, HISTORY
 from openrecycle.app.ui.simulate_words import ratio_words
 
 TIMEOUT, COVERS = 60, "covers"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import openrecycle.app.ui
-from openrecycle.app.frontend import PAGES
+from openrecycle.app.runtime.frontend import PAGES
+from openrecycle.app.runtime.warming import Warming
 from openrecycle.app.ui.warm import warm_up
-from openrecycle.app.warming import Warming
 
 PATIENCE = 60.0
 

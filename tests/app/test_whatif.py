@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ui_factory import plan
 
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.profiles import Kept, unknown_profile
 from openrecycle.app.plans.whatif import WhatIf, parse, read_upload, to_keep, uploaded
 from openrecycle.app.plans.whatif_profile import PRESETS, follow, own_profile, read_profile, saved_word
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.job import Job, StageProfile, Technique, Worker
 from openrecycle.planner.plan import job_doc

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from openrecycle.agent.protocol import Heartbeat
 from openrecycle.app.cli import cli
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 
 
 def main() -> None:

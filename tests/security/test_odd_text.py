@@ -37,7 +37,7 @@ def obeyed(text: str) -> list[str]:
 
 def test_a_line_of_the_log_stays_one_line() -> None:
     script = (
-        "import json, sys, structlog; from app.logs import configure_logging; configure_logging();"
+        "import json, sys, structlog; from app.runtime.logs import configure_logging; configure_logging();"
         "structlog.get_logger().warning(json.loads(sys.argv[1]), actor=json.loads(sys.argv[1]), number=3)"
     )
     command = [sys.executable, "-c", script, json.dumps(OBEYED)]
@@ -65,7 +65,7 @@ def test_a_plan_of_others_writes_nothing_to_the_terminal(place: str, tmp_path: P
 
 
 def test_a_refusal_of_the_api_writes_nothing_to_the_agents_terminal() -> None:
-    from openrecycle.app.sentences import sentence
+    from openrecycle.app.runtime.sentences import sentence
 
     text = sentence([{"loc": ("body", OBEYED), "type": "extra_forbidden", "msg": "", "input": OBEYED}])
     assert obeyed(text) == [] and "\n" not in text

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from openrecycle.app.jobs.view import EventView, IterationView, RecoveryView
 from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.view import EventView, IterationView, RecoveryView
 from openrecycle.planner.words import milliseconds
 
 PANEL_HEIGHT = 112

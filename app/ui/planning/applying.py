@@ -6,8 +6,8 @@ import streamlit as st
 
 from openrecycle.agent.protocol import JobState
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.applying import misfit, use_plan
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.planning.state import PAGE, SAVED, say
 from openrecycle.planner.plan import Plan

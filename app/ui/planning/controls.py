@@ -10,12 +10,12 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.solving_child import MAX_SECONDS
 from openrecycle.app.plans.sources import without
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.plans.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
 from openrecycle.app.plans.worked_example import STEPS
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui.access import acting
 from openrecycle.app.ui.planning.pieces import field_error
 from openrecycle.app.ui.planning.state import PAGE, change, entered, now, said, say, shown

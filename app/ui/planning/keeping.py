@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.profiles import ProfileInfo
 from openrecycle.app.plans.whatif import WhatIf, to_keep
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text
 from openrecycle.app.ui.access import actor, why_not
 from openrecycle.app.ui.planning.pieces import field_error

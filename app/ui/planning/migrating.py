@@ -8,9 +8,9 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.solving_child import Migrations
 from openrecycle.app.plans.whatif import WhatIf
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text
 from openrecycle.app.ui.access import acting
 from openrecycle.app.ui.charts.migrations import migrations_chart

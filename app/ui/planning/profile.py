@@ -11,14 +11,14 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.documents import PLAN_MIB
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.measured_profile import measured_profile
 from openrecycle.app.plans.profile_table import HELP, edited, table
 from openrecycle.app.plans.profiles import ProfileInfo
 from openrecycle.app.plans.whatif import WhatIf, read_upload, uploaded
 from openrecycle.app.plans.whatif_check import PROFILE, Checked
 from openrecycle.app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
+from openrecycle.app.runtime.documents import PLAN_MIB
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, text
 from openrecycle.app.ui.plan_upload import read_file, show_reading
 from openrecycle.app.ui.planning import keeping

@@ -9,9 +9,9 @@ from pathlib import Path
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.whatif import WhatIf, parse_word
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, chart_revision, components, facts, text
 from openrecycle.app.ui.access import acting
 from openrecycle.app.ui.charts import overview as large

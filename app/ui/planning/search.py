@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.errors import ConsoleError
 from openrecycle.app.plans.solving import Solve
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text
 from openrecycle.app.ui.access import acting
 from openrecycle.app.ui.charts.search import search_chart, search_words

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.children import Asked, Channel, ChildEnded, Children
+from openrecycle.app.runtime.children import Asked, Channel, ChildEnded, Children
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job
 from openrecycle.planner.models import SHAPES, analytic_job, model_shape

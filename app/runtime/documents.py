@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from openrecycle.app.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.plan import DuplicateKey, refuse_duplicates
 
 # Of one body: objects and lists; and fields of all its objects together. A batch of 8,192 heartbeats, and a job of

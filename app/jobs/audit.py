@@ -1,4 +1,4 @@
-"""The audit log: who did what, on what. What changes a job is written with that change (app.operators);
+"""The audit log: who did what, on what. What changes a job is written with that change (app.jobs.operator_actions);
 everything else that an operator does is written here, once it is done.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 
-from openrecycle.app.errors import storing
+from openrecycle.app.runtime.errors import storing
 from openrecycle.db.audit import AuditStore
 from openrecycle.db.store import Record
 

@@ -17,9 +17,8 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.protocol import Command, Deployment, Heartbeat, JobSpec
-from openrecycle.app import coordinator
-from openrecycle.app.advice import Verdict
-from openrecycle.app.coordination import fencing
+from openrecycle.app.advice.verdict import Verdict
+from openrecycle.app.coordination import coordinator, fencing
 from openrecycle.app.coordination.events import (
     Beat,
     ConsoleRestarted,
@@ -37,16 +36,7 @@ from openrecycle.app.coordination.ladder import Ladder
 from openrecycle.app.coordination.membership import Member, State
 from openrecycle.app.coordination.together import Report, processes_of, run_together
 from openrecycle.app.coordination.worker_states import Process, WorkerStates, follow
-from openrecycle.app.errors import ConsoleError, refused, unavailable, unknown_job
-from openrecycle.app.notify import Topic
-from openrecycle.app.observing.baseline import Baseline, read_baseline
-from openrecycle.app.observing.folding import LOOK_BACK, Folding
-from openrecycle.app.observing.op_times import OpTimes
-from openrecycle.app.observing.recording import Recording
-from openrecycle.app.observing.waiting import Wait, after_change, pauses, read_waits
-from openrecycle.app.planned import LookUp, PlannedJob
-from openrecycle.app.plans.stored import stored_plan
-from openrecycle.app.rows import (
+from openrecycle.app.jobs.records import (
     Contact,
     contact_row,
     differs,
@@ -61,6 +51,15 @@ from openrecycle.app.rows import (
     state_rows,
     waits_row,
 )
+from openrecycle.app.observing.baseline import Baseline, read_baseline
+from openrecycle.app.observing.folding import LOOK_BACK, Folding
+from openrecycle.app.observing.op_times import OpTimes
+from openrecycle.app.observing.recording import Recording
+from openrecycle.app.observing.waiting import Wait, after_change, pauses, read_waits
+from openrecycle.app.plans.job_plans import LookUp, PlannedJob
+from openrecycle.app.plans.stored import stored_plan
+from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
+from openrecycle.app.runtime.notify import Topic
 from openrecycle.db.store import Change, Record, Store
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.packed import storable
@@ -119,7 +118,7 @@ class LiveJob(PlannedJob):
         self.held: list[tuple[str, float]] = []  # `pause` or `resume`, and when (POSIX seconds)
         self.choices: tuple[Wait, ...] = ()  # when it waited for one
         self.baseline: Baseline | None = None
-        self.view_cache: dict[object, object] = {}  # of app.views
+        self.view_cache: dict[object, object] = {}  # of app.jobs.view_builder
         self._want_plan = want_plan
         self._on_generation = on_generation
         self._clock = clock

@@ -13,10 +13,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.app.catalogs.fill import CatalogRequest
 from openrecycle.app.catalogs.outlook import MOST, Outlook
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.garbage_collection import LARGE_OPS, building
-from openrecycle.app.jobs import AHEAD, URGENT, Done, LookUpRequest, PlanMaker, PlanRequest
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.plans.maker import AHEAD, URGENT, Done, LookUpRequest, PlanMaker, PlanRequest
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.garbage_collection import LARGE_OPS, building
 from openrecycle.planner.catalog_build import LISTED
 from openrecycle.planner.catalog_store import plan_name
 from openrecycle.planner.failures import canonical_pattern

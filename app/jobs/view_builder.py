@@ -1,4 +1,4 @@
-"""Makes what the UI and the API see of a job: app.view's plain data."""
+"""Makes what the UI and the API see of a job: app.jobs.view's plain data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from openrecycle.app.coordination.membership import Member
 from openrecycle.app.coordination.worker_states import OUT, WorkerStates
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.view import EventView, IterationView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import iteration_view
 from openrecycle.app.observing.waiting import Waited, segments
 from openrecycle.app.plans.packing import Packing
 from openrecycle.app.plans.stored import stored_plan
-from openrecycle.app.view import EventView, IterationView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
 from openrecycle.db.observations import Observations
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.store import Store

@@ -28,12 +28,12 @@ from typing import Any
 
 import structlog
 
-from openrecycle.app.logs import configure_logging
+from openrecycle.app.runtime.logs import configure_logging
 
 log = structlog.get_logger()
 
 _SLICE = 0.2
-_PAGES = str(Path(__file__).resolve().parent / "ui")
+_PAGES = str(Path(__file__).resolve().parents[1] / "ui")
 _original = spawn.get_preparation_data
 
 

@@ -54,7 +54,7 @@ _HEAD = (
     f'location.pathname.replace(/\\/({"|".join(PAGES)})\\/?$/,"/")}};'
     "setInterval(()=>{performance.clearMarks();performance.clearMeasures()},6e4)</script>"
 ).encode()
-_ASSETS = Path(__file__).parent / "ui" / "assets"
+_ASSETS = Path(__file__).parents[1] / "ui" / "assets"
 _STYLE = (
     f"<style>{(_ASSETS / 'console.css').read_text(encoding='utf-8')}</style>"
     f"<script>{(_ASSETS / 'order.js').read_text(encoding='utf-8')}</script>"

@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from openrecycle.app.jobs import PlanMaker, PlanRequest
+from openrecycle.app.plans.maker import PlanMaker, PlanRequest
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Technique
 from openrecycle.planner.plan import JobDoc, Plan

@@ -22,9 +22,9 @@ from openrecycle.app.coordination.choices import (
 from openrecycle.app.coordination.choosing import out
 from openrecycle.app.coordination.events import Note
 from openrecycle.app.coordination.membership import Member
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.live import LiveJob
-from openrecycle.app.reports import plain
+from openrecycle.app.jobs.agent_reports import plain
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
 

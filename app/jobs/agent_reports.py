@@ -29,11 +29,11 @@ from openrecycle.agent.protocol import (
 from openrecycle.app.coordination import events as happening
 from openrecycle.app.coordination.membership import Generation, Interim
 from openrecycle.app.coordination.together import Report
-from openrecycle.app.errors import ConsoleError, storing
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.observing.measuring import Measuring
 from openrecycle.app.plans.stored import stored_plan
+from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db.store import Store
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import PlannerError

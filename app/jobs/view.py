@@ -99,8 +99,8 @@ class RecoveryView:
 @dataclass(frozen=True)
 class JobView:
     """condition: of the job, in a word. sentence: what the coordinator does or waits for, and why. plan: the one that
-    is run; plan_words: how the job stands to it (app.live.PlanRun). missing: processes that have left the job and are
-    not replaced. moved: those that hold another role than at first.
+    is run; plan_words: how the job stands to it (app.jobs.live_job.PlanRun). missing: processes that have left the job
+    and are not replaced. moved: those that hold another role than at first.
 
     iterations: the newest ones, oldest first. events: the newest ones, newest first.
     figures: ETTR, goodput and the fault-free rate so far. waits_since: when the wait for a person began that lasts

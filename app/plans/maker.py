@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from openrecycle.app.advice import verdict_document
+from openrecycle.app.advice.verdict import verdict_document
 from openrecycle.app.catalogs.outlook import OutlookRequest, outlook_document
-from openrecycle.app.children import Channel, ChildEnded, Children
-from openrecycle.app.garbage_collection import OP_BYTES, building
+from openrecycle.app.runtime.children import Channel, ChildEnded, Children
+from openrecycle.app.runtime.garbage_collection import OP_BYTES, building
 from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker

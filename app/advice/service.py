@@ -15,16 +15,16 @@ from statistics import fmean, median
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.advice import AdviceRequest, Verdict
+from openrecycle.app.advice.verdict import AdviceRequest, Verdict
 from openrecycle.app.coordination.choices import Candidate, Mode, Offer, Offered
 from openrecycle.app.coordination.choosing import out
 from openrecycle.app.coordination.events import Note
 from openrecycle.app.coordination.membership import State
-from openrecycle.app.errors import ConsoleError
-from openrecycle.app.jobs import PlanMaker
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.observing.waiting import NOTHING, Waited, segments
+from openrecycle.app.plans.maker import PlanMaker
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
 from openrecycle.planner.packed import from_bytes, storable

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from openrecycle.app.coordination.ladder import Ladder
 from openrecycle.app.coordination.sentence import sentence
 from openrecycle.app.coordination.worker_states import WorkerStates
-from openrecycle.app.errors import storing, unknown_plan
-from openrecycle.app.live import LiveJob
+from openrecycle.app.jobs.agent_reports import plain
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.past_jobs import PastJobs
+from openrecycle.app.jobs.view import IterationView, JobHead, JobSummary, JobView
+from openrecycle.app.jobs.view_builder import SHARED, SHARED_SECONDS, PlanCache, head, job_view, summary
 from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.observing.rates import recent_rate, share_of
-from openrecycle.app.past_jobs import PastJobs
-from openrecycle.app.reports import plain
-from openrecycle.app.view import IterationView, JobHead, JobSummary, JobView
-from openrecycle.app.views import SHARED, SHARED_SECONDS, PlanCache, head, job_view, summary
+from openrecycle.app.runtime.errors import storing, unknown_plan
 from openrecycle.db.observations import Observations
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.store import Record, Store

@@ -1,0 +1,1 @@
+"""Which option is best while workers are out, and when a job is told."""
