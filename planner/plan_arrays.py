@@ -358,8 +358,9 @@ class ColumnarSchedule(Schedule):
     columns: Columns
     rows: OpRows
 
-    def __init__(self, columns: Columns) -> None:
-        rows = columns.rows()
+    def __init__(self, columns: Columns, rows: OpRows | None = None) -> None:
+        """rows: those of `columns`, where they are made already."""
+        rows = rows or columns.rows()
         super().__init__(columns.problem, OpsOnDemand(columns.problem, self._row))
         object.__setattr__(self, "columns", columns)
         object.__setattr__(self, "rows", rows)
@@ -502,7 +503,7 @@ class WorkersInArrays(InArrays):
         return self.columns.op_count()
 
     def schedule(self) -> Schedule:
-        return ColumnarSchedule(self.columns)
+        return ColumnarSchedule(self.columns, self._rows)
 
     def renamed(self, names: Sequence[int]) -> WorkersInArrays:
         job = self.columns.problem.job

@@ -60,7 +60,8 @@ def test_a_schedule_in_columns_is_that_of_the_document(problem: Problem) -> None
 
 
 def test_the_ops_of_arrays_are_those_of_the_document() -> None:
-    columnar, plan = unpack(pack(example())), example()
+    plan = example()
+    columnar = unpack(pack(plan))
     assert columnar.schedule().period == plan.schedule().period
     assert columnar.workers == plan.workers
     assert list(columnar.workers) == list(plan.workers)
@@ -73,7 +74,7 @@ def test_the_ops_of_arrays_are_those_of_the_document() -> None:
     assert "W1_2" not in columnar.workers
     with pytest.raises(KeyError):
         columnar.workers["W1_2"]
-    assert columnar.compute_fingerprint() == columnar.fingerprint == example().fingerprint
+    assert columnar.compute_fingerprint() == columnar.fingerprint == plan.fingerprint
 
 
 def test_a_copy_that_differs_is_read_off_its_own_fields() -> None:
