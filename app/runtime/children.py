@@ -296,9 +296,11 @@ class Children:
     def close(self) -> None:
         """Ends what runs, and begins nothing any more."""
         with self._lock:
-            self._closed = True
-            for child in self._children:
+            self._closed, children = True, list(self._children)
+            for child in children:
                 child.kill()
+        for child in children:
+            child.process.join(5)
 
     def _begin(self) -> _Child:
         context = multiprocessing.get_context("spawn")
