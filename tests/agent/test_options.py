@@ -53,7 +53,7 @@ def groups(group: Any) -> list[Any]:
 def test_every_option_reaches_the_worker_on_another_node() -> None:
     options = everything_changed(job=JOB)
     spec = WorkerSpec(Worker(0, 0), "abc", RunSpec(options, NamedWorkload("a:b")))
-    told = decode_spec(json.loads(json.dumps(encode_spec(spec))), None).run.options
+    told = decode_spec(json.loads(json.dumps(encode_spec(spec)))).run.options
     assert told == options
     for leaf in LEAVES:
         assert value(told, leaf.path) == all_changed()[leaf.path] != leaf.default, leaf.path
