@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Iterator
 
@@ -96,8 +95,8 @@ def test_the_death_of_the_child_costs_a_retry(maker: PlanMaker) -> None:
     answers = Answers()
     maker.submit(request(), answers.taker("before"))
     answers.wait(1)
-    (child,) = [c for c in multiprocessing.active_children() if c.name == "planning"]
-    child.kill()
+    (child,) = maker._children._children
+    child.process.kill()
     maker.submit(request("W1_1"), answers.taker("after"))
     name, plan, _ = answers.wait(2)[1]
     assert name == "after"
@@ -115,12 +114,11 @@ def test_an_error_in_a_callback_stops_nothing(maker: PlanMaker) -> None:
 
 
 def test_close_does_not_wait_for_a_long_solve() -> None:
-    others = multiprocessing.active_children()
     maker = PlanMaker()
     maker.start()
     big = job_doc(Job.uniform(32, 32, 64))
     maker.submit(request(job=big), lambda plan, why: None)
-    (process,) = [c for c in multiprocessing.active_children() if c not in others]
+    (child,) = maker._children._children
     maker.close()
-    assert not process.is_alive()
+    assert not child.process.is_alive()
     assert not maker._thread.is_alive()
