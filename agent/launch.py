@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from openrecycle.agent import channel, poison, worker
-from openrecycle.agent.coordination import Coordination, Deploy, Fenced, Halt, Measure, Remark
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Fenced, Halt, Measure, Remark
 from openrecycle.agent.holding import Hold
 from openrecycle.agent.liveness import CurrentOp, Silences, Turns, boot_clock
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
