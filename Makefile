@@ -24,7 +24,7 @@ lint: setup-tests  ## style and types
 	@$(BIN)/mypy
 
 chaos: setup-tests  ## hundreds of kills, every bit compared (about half an hour)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m chaos tests
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "chaos or hypothesis" --hypothesis-profile at-length tests
 
 bench: setup-tests  ## every benchmark, with the machine's load beside each figure
 	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m tests.benchmarks.$$(basename $$file .py) || exit 1; done

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator_run import LADDER, Run
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -36,6 +35,7 @@ from openrecycle.app.coordination.events import (
 )
 from openrecycle.app.coordination.membership import State
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
+from tests.conftest import examples
 
 PIPELINES, STAGES = 3, 2
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
@@ -275,4 +275,4 @@ class Membership(RuleBasedStateMachine):
 
 
 TestMembership = Membership.TestCase
-TestMembership.settings = settings(max_examples=80, stateful_step_count=40, derandomize=True)
+TestMembership.settings = examples(80, stateful_step_count=40)

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import InputError
@@ -14,6 +14,7 @@ from openrecycle.planner.solvers.base import Progress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.solvers.tuning import Tuner
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 UNEVEN = Problem(
@@ -24,7 +25,7 @@ UNEVEN = Problem(
 )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(problems())
 def test_tuned_schedules_are_valid_and_never_worse_than_the_rules(problem: Problem) -> None:
     first = ListScheduler().solve(problem).schedule
