@@ -71,7 +71,7 @@ def test_cancelled_from_the_start_still_gives_a_plan() -> None:
 def test_auto_is_never_worse_than_list_and_keeps_the_time_limit() -> None:
     first = make_plan(UNEVEN, solver="list", look_ahead=False)
     begin = time.perf_counter()
-    plan = make_plan(UNEVEN, time_limit=3)
+    plan = make_plan(UNEVEN, time_limit=1)
     assert time.perf_counter() - begin < 20  # with a slow, shared machine in mind
     assert plan.metrics.period <= first.metrics.period
     assert check(plan) == []
