@@ -1,10 +1,10 @@
 # The two commands: `make run` and `make test`. Both make .venv first.
 PYTHON ?= python3
 PORT ?= 8501
-# Two test processes: many tests start a dozen processes of their own.
-JOBS ?= 2
 # FAST=1: without the tests that start processes, or need a browser or PostgreSQL.
 FAST ?=
+# Test processes, on two cores: what waits for processes, time-outs and pages takes little of them; FAST has none of it.
+JOBS ?= $(if $(FAST),2,4)
 BIN := .venv/bin
 export PYTHON
 

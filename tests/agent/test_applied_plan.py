@@ -11,7 +11,7 @@ from tests.agent.consoles import console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import GRID, TINY, small
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
 ITERATIONS = 60
 

@@ -15,7 +15,7 @@ from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY, Run, forked
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
 GRID = ("--pipelines", "3", "--stages", "2", "--micro-batches", "2")
 ITERATIONS = 150

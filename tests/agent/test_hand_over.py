@@ -13,7 +13,7 @@ from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 # Some 1.6 MB of state a stage, which take 8 s to come, and a time-out for transfers that is shorter.
 WIDE = {"width": 96, "heads": 2, "sequence": 16, "batch": 2}
