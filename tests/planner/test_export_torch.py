@@ -18,7 +18,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Tec
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.schedule import Op, Schedule
 from openrecycle.planner.solvers.portfolio import make_plan
-from tests.conftest import examples
+from tests.conftest import at_length, examples
 from tests.planner.plans import as_plan, listed, worked_example
 from tests.planner.problems import problems
 
@@ -140,7 +140,7 @@ UNEVEN = Job(
 @pytest.mark.parametrize(
     ("job", "technique"),
     [
-        (Job.uniform(2, 2, 3), Technique.FAULT_FREE),
+        at_length(Job.uniform(2, 2, 3), Technique.FAULT_FREE),
         (Job.uniform(3, 4, 6), Technique.STAGGERED),
         (UNEVEN, Technique.DECOUPLED),
     ],
