@@ -19,6 +19,8 @@ import pytest
 from hypothesis import settings
 from sqlalchemy import create_engine, text
 
+from tests.golden import learn
+
 # Consoles and jobs that tests start are many: they need not compile this program anew each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # They run this clone's code, also where another one is installed.
@@ -49,6 +51,12 @@ def examples(most: int, **others: Any) -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help=f"without the tests marked {', '.join(_SLOW)}")
+    parser.addoption("--golden", action="store_true", help="take what is said now into tests/golden (with -n 0)")
+
+
+def pytest_assertrepr_compare(config: pytest.Config, op: str, left: object, right: object) -> None:
+    if config.getoption("--golden"):
+        learn(op, left, right)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

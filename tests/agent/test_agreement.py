@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.recovery import Makeup, NoAgreementError, agree, check_alike
 from openrecycle.planner.job import Worker
+from tests.golden import golden
 
 
 def test_nobody_had_stepped() -> None:
@@ -29,14 +30,14 @@ def test_newcomers_take_state_from_living_peers_in_turn() -> None:
 
 
 def test_no_peer_with_state() -> None:
-    with pytest.raises(NoAgreementError, match="no living peer of stage 1"):
+    with pytest.raises(NoAgreementError, match=golden("no-living-peer-of-stage-1")):
         agree({Worker(0, 0): 5, Worker(0, 1): None})
-    with pytest.raises(NoAgreementError, match="no living worker"):
+    with pytest.raises(NoAgreementError, match=golden("no-living-worker")):
         agree({Worker(0, 0): None})
 
 
 def test_counts_of_different_runs() -> None:
-    with pytest.raises(NoAgreementError, match="can't be of one run"):
+    with pytest.raises(NoAgreementError, match=golden("cant-be-of-one-run")):
         agree({Worker(0, 0): 5, Worker(0, 1): 7})
 
 
@@ -54,7 +55,7 @@ def test_who_has_part_of_its_state_goes_on_with_it_while_it_keeps_step() -> None
     assert Worker(2, 0) in agreement.state_from
     left_behind = agree(counts | {Worker(2, 0): 3}, incomplete={Worker(2, 0)})
     assert left_behind.anew == {Worker(2, 0)} and left_behind.iteration == 5
-    with pytest.raises(NoAgreementError, match="no living peer of stage 0"):
+    with pytest.raises(NoAgreementError, match=golden("no-living-peer-of-stage")):
         agree({Worker(2, 0): 5, Worker(0, 1): 5}, incomplete={Worker(2, 0)})
 
 

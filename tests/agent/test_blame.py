@@ -15,6 +15,7 @@ from openrecycle.agent.coordination.launcher import Deploy, Halt, Remark
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from tests.golden import golden
 
 ALL = [str(w) for w in Job(3, 3, 2).workers()]
 
@@ -186,7 +187,7 @@ def test_a_job_without_a_console_takes_an_end_out_and_then_for_good() -> None:
         assert not run.broken("W0_0>W1_1", "W1_1>W0_0") and run.generation == generation and len(run.living) == 6
         assert "W0_0 and W1_1" in run.remarks[-1]
     run.broken("W0_0>W1_1", "W1_1>W0_0")
-    assert "W1_1" not in run.living and len(run.living) == 5 and "W1_1 is taken out" in run.remarks[-1]
+    assert "W1_1" not in run.living and len(run.living) == 5 and golden("w1-1-is-taken-out") in run.remarks[-1]
 
     run.coordination.exited(Worker(1, 1), "W1_1", "put out")
     run.begin("W1_1", "new")

@@ -30,6 +30,7 @@ from openrecycle.agent.options import Checkpoints, TrainingOptions
 from openrecycle.agent.state import pack
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
+from tests.golden import golden
 
 JOB = Identity("tests:job", stages=2, pipelines=2, micro_batches=3, seed=7, recipe={"clip_norm": 1.0})
 
@@ -133,16 +134,16 @@ def test_a_damaged_file_is_refused_by_name(which: int, damage: str, tmp_path: Pa
 
 
 def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path / "nowhere")
     _write(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="no checkpoint of iteration 5; there are 1"):
+    with pytest.raises(CheckpointError, match=golden("no-checkpoint-of-iteration-5")):
         find(tmp_path, "5")
     with pytest.raises(CheckpointError, match="has stages 0 to 1, not 2"):
         load_stage(tmp_path, 2)
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 3}))
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path)
 
 
@@ -188,16 +189,16 @@ def test_a_pickled_checkpoint_is_refused_and_nothing_in_it_runs(
         lambda: load_stage(path, 1),
     ]
     for attempt in tries:
-        with pytest.raises(CheckpointError, match=r"version 1, which is pickled and not read any more"):
+        with pytest.raises(CheckpointError, match=golden("version-1-which-is-pickled-and")):
             attempt()
     # Nor is it written over by a job that begins anew in its folder.
     for resume in (None, "newest"):
-        with pytest.raises(InputError, match="version 1, which is pickled"):
+        with pytest.raises(InputError, match=golden("version-1-which-is-pickled")):
             prepare(Checkpoints(directory=str(tmp_path / "checkpoints"), resume=resume), JOB, 10, print)
     # Called the new form, it has no files of that form.
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path / "checkpoints")
     assert not (tmp_path / "harm").exists()
 
@@ -215,7 +216,7 @@ def test_pickles_in_the_place_of_a_checkpoint_s_files_do_not_run(
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["stages"][0][file] = hashlib.sha256(harm).hexdigest()
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="can't be read"):
+    with pytest.raises(CheckpointError, match=golden("cant-be-read")):
         find(tmp_path / "checkpoints").load(0)
     assert not (tmp_path / "harm").exists()
 
@@ -231,7 +232,7 @@ def test_a_description_that_lies_about_sizes_takes_no_memory(tmp_path: Path) -> 
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["stages"][0]["state.json"] = hashlib.sha256(state.read_bytes()).hexdigest()
         (path / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointError, match="stage-0: can't be read"):
+        with pytest.raises(CheckpointError, match=golden("stage-0-cant-be-read")):
             find(tmp_path).load(0)
 
 
@@ -239,11 +240,11 @@ def test_files_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytes
     _write(tmp_path, 1)
     checkpoint = find(tmp_path)
     monkeypatch.setattr("openrecycle.agent.checkpoints.checkpoint.MAX_STATE_BYTES", 100)
-    with pytest.raises(CheckpointError, match=r"state\.json has more than 100 bytes"):
+    with pytest.raises(CheckpointError, match=golden("state-json-has-more-than")):
         checkpoint.load(0)
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"
     manifest.write_text(manifest.read_text() + " " * 2**24)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path)
 
 
@@ -264,7 +265,7 @@ def test_a_manifest_of_wrong_types_is_no_checkpoint(change: dict[str, object], t
     file = tmp_path / "iteration-0000000001" / "manifest.json"
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps(manifest | {"job": manifest["job"] | change}))
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path)
 
 
@@ -304,10 +305,10 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     said: list[str] = []
     _write(tmp_path, 1)
     _write(tmp_path, 2)
-    with pytest.raises(InputError, match=r"checkpoints\.directory.*resume` newest to go on from iteration 2"):
+    with pytest.raises(InputError, match=golden("checkpoints-directory-resume-newest-to")):
         prepare(Checkpoints(directory=str(tmp_path)), JOB, 10, said.append)
     newest = Checkpoints(directory=str(tmp_path), resume="newest")
-    with pytest.raises(InputError, match=r"^iterations: got 2, expected more than the 2"):
+    with pytest.raises(InputError, match=golden("iterations-got-2-expected-more")):
         prepare(newest, JOB, 2, said.append)
     for other, complaint in (
         (Identity("tests:job", 3, 2, 3, 7, {}), "job.stages: got 3, expected '2"),
@@ -318,7 +319,7 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     assert said == []
     options = prepare(newest, Identity("tests:job", 2, 3, 2, 7, {"clip_norm": 2.0}), 10, said.append)
     assert options.resumed_at == 2 and options.resumed is not None
-    assert "2 x 3 micro-batches an iteration until now, 3 x 2 from here" in said[1]
+    assert golden("2-x-3-micro-batches-an") in said[1]
     assert said[2] == "note: clip_norm was 1.0 and is 2.0 from here"
     assert prepare(Checkpoints(directory=str(tmp_path), resume="1"), JOB, 10, said.append).resumed_at == 1
     assert [c.iteration for c in whole_checkpoints(tmp_path)] == [1] and set_aside_later(tmp_path, 1) == []

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
+from tests.golden import golden
 
 
 @pytest.mark.parametrize(
@@ -71,4 +72,4 @@ def test_as_a_user_sees_it() -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr == "error: --kill: got 'W9_9', expected a worker of the grid, W0_0 to W2_3\n"
+    assert done.stderr == golden("error-kill-got-w9-9")

@@ -23,6 +23,7 @@ from openrecycle.planner.job import Worker
 from tests.agent.connecting import ConnectingGroup
 from tests.agent.launches import warm
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -60,7 +61,7 @@ def test_a_newer_generation_ends_the_wait_for_a_peer_that_died_while_it_connecte
         assert not any(f.done() for f in waiting[1:])
         for worker in living[:2]:
             mine[worker].cancel(2)
-        with pytest.raises(TransferError, match="generation 1 is superseded by 2"):
+        with pytest.raises(TransferError, match=golden("generation-1-is-superseded-by")):
             waiting[1].result(10)
         survivors = living[:2]
         again = [form(2, w, survivors, [other for other in survivors if other != w]) for w in survivors]

@@ -10,6 +10,7 @@ from openrecycle.agent.coordination.membership import PRESENT
 from openrecycle.agent.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.conftest import examples
+from tests.golden import golden
 
 
 def lost_stage(pipelines: int = 3, stages: int = 3) -> Run:
@@ -29,8 +30,8 @@ def test_a_worker_of_the_fullest_stage_moves_and_all_go_back_to_the_checkpoint()
     assert generation.moves == (("W2_2", "W0_1"),) and generation.restore
     assert "W0_1" in generation.living and "W2_2" in generation.failed and generation.joining == ("W0_1",)
     assert run.member("W0_1").incarnation == "W2_2-1" and run.member("W0_1").state is WorkerState.REJOINING
-    assert "its process took the place of W0_1" in run.member("W2_2").detail
-    assert any(note.text == "W2_2 gives up its stage and takes the place of W0_1" for note in run.notes)
+    assert golden("its-process-took-the-place") in run.member("W2_2").detail
+    assert any(note.text == golden("w2-2-gives-up-its") for note in run.notes)
     run.resume()
     assert run.state.job_state is JobState.RUNNING and not run.state.restoring
 

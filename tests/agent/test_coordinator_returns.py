@@ -7,6 +7,7 @@ import pytest
 from openrecycle.agent.coordination.events import Acknowledged, Registered, TransferBroken
 from openrecycle.agent.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run
+from tests.golden import golden
 
 
 def test_a_returned_worker_joins_when_the_others_have_recovered() -> None:
@@ -95,4 +96,4 @@ def test_a_worker_that_was_put_out_can_not_register_as_itself() -> None:
     refusal = run.send(Registered("W1_0", "W1_0-1")).refusal
     assert refusal is not None
     assert refusal.code == "fenced"
-    assert "may only re-join, as a new incarnation" in refusal.detail
+    assert golden("may-only-re-join-as-a") in refusal.detail

@@ -10,6 +10,7 @@ from openrecycle.agent.data import DatasetBatches, MicroBatchSampler
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
 from tests.agent.own_jobs import Endless, Squares
+from tests.golden import golden
 
 grids = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
 
@@ -70,7 +71,7 @@ def test_grids_of_one_size_see_the_same_iterations() -> None:
 
 
 def test_too_few_samples_for_one_iteration() -> None:
-    with pytest.raises(InputError, match=r"data: got 23, expected at least 24 samples: 2 pipelines x 3"):
+    with pytest.raises(InputError, match=golden("data-got-23-expected-at")):
         MicroBatchSampler(23, 4, Job.uniform(2, 5, 3))
 
 
@@ -82,5 +83,5 @@ def test_a_data_set_as_micro_batches() -> None:
     )
     with pytest.raises(InputError, match=r"data: got 'Endless'.*map-style"):
         DatasetBatches(Endless(), lambda i, p, m: [0])
-    with pytest.raises(InputError, match=r"data: got 'Tensor', expected samples that collate to"):
+    with pytest.raises(InputError, match=golden("data-got-tensor-expected-samples")):
         DatasetBatches(Squares(50), lambda i, p, m: [0], lambda samples: samples[0][0])(0, 0, 0)

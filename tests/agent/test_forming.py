@@ -17,6 +17,7 @@ from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.planner.job import Worker
 from tests.agent.launches import warm
+from tests.golden import golden
 
 TIMEOUTS = Timeouts(form=1.0, transfer=60.0, group=90.0)
 
@@ -43,7 +44,7 @@ def test_who_joins_waits_for_the_iteration_in_hand(
     communicator, store = Communicator(TIMEOUTS), NobodyComes()
     monkeypatch.setattr(communicator._stores, "connect", lambda address, timeout: store)
     me, peer = Worker(0, 0), Worker(1, 0)
-    with pytest.raises(TransferError, match="generation 2 did not come together"):
+    with pytest.raises(TransferError, match=golden("generation-2-did-not-come")):
         communicator.form(2, me, [me, peer], ("127.0.0.1", 1), at_boundary=at_boundary)
     assert store.waited == [timedelta(seconds=seconds)]
 
@@ -78,7 +79,7 @@ def test_a_newer_generation_ends_the_wait_for_peers_that_do_not_connect(store: R
         until(lambda: communicators[0]._connecting is not None or waiting.done())
         for communicator in communicators:
             communicator.cancel(2)
-        with pytest.raises(TransferError, match="generation 1 is superseded by 2"):
+        with pytest.raises(TransferError, match=golden("generation-1-is-superseded-by")):
             waiting.result()
 
         # They all meet again in generation 2, though what waits for generation 1 inside of gloo waits on.
@@ -98,6 +99,6 @@ def test_a_newer_generation_ends_the_wait_for_peers_that_do_not_connect(store: R
 def test_a_generation_that_is_superseded_before_it_connects_does_not_begin_to(store: RendezvousStore) -> None:
     communicator, me = Communicator(TIMEOUTS), Worker(0, 0)
     communicator.cancel(3)
-    with pytest.raises(TransferError, match="generation 2 is superseded by 3"):
+    with pytest.raises(TransferError, match=golden("generation-2-is-superseded-by")):
         communicator.form(2, me, [me], store.address)
     assert communicator.form(3, me, [me], store.address).generation == 3

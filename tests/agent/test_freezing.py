@@ -15,6 +15,7 @@ from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.protocol import JobState, WorkerState
 from openrecycle.planner.policy import MIGRATE, REROUTE
 from tests.agent.coordinator_run import Run, fingerprint
+from tests.golden import golden
 
 OUT = ("W0_0", "W1_0")
 MOVED = Candidate(MIGRATE, ("W1_0", "W2_1"), (("W2_1", "W0_0"),), text="15 samples/s")
@@ -33,7 +34,7 @@ def test_freezing_changes_nothing_but_what_may_follow() -> None:
     before = run.state
     step = run.send(PlanFrozen(True, "ada"))
     assert (run.state.frozen_by, run.state.current) == ("ada", before.current)
-    assert "stays while its workers do" in step.reason and run.notes[-1].kind == "operator"
+    assert golden("stays-while-its-workers-do") in step.reason and run.notes[-1].kind == "operator"
     assert "frozen by ada" in run.sentence()
     assert "already" in run.send(PlanFrozen(True, "eve")).reason
     assert run.state.frozen_by == "ada"
@@ -43,7 +44,7 @@ def test_a_better_plan_is_refused_until_it_is_unfrozen() -> None:
     run = frozen()
     for actor in ("ada", ""):  # an operator's, and the console's own for the speeds measured
         refusal = run.send(UsePlan("better", (), actor)).refusal
-        assert refusal is not None and refusal.code == "frozen" and "unfreeze it first" in refusal.detail
+        assert refusal is not None and refusal.code == "frozen" and golden("unfreeze-it-first") in refusal.detail
     run.send(PlanFrozen(False, "ada"))
     assert "frozen" not in run.sentence()
     run.send(UsePlan("better", (), "ada"))
@@ -67,13 +68,13 @@ def test_a_worker_that_is_back_waits_and_joins_when_it_may() -> None:
     run.back("W1_0")
     run.wait(3, *run.names)
     assert run.state.generation == generation and run.member("W1_0").state is WorkerState.REJOINING
-    assert "W1_0 is back, and can re-join once it is not" in run.sentence()
+    assert golden("w1-0-is-back-and") in run.sentence()
     run.send(ConsoleRestarted())
     assert run.state.generation == generation, "nor does a console that restarts let it in"
     run.send(PlanFrozen(False, "eve"))
     opened = run.opened[-1]
     assert (opened.number, opened.failed, opened.joining) == (generation + 1, (), ("W1_0",))
-    assert opened.reason == "eve unfroze the plan: W1_0 re-joins"
+    assert opened.reason == golden("eve-unfroze-the-plan-w1")
     run.resume()
     assert run.member("W1_0").state is WorkerState.RUNNING
 
@@ -116,7 +117,7 @@ def test_the_better_way_on_waits_for_the_thaw() -> None:
     before = run.state.generation
     run.send(Offered(OUT, OFFER))
     assert run.state.generation == before
-    assert f"{MIGRATE} would be better, and waits" in run.notes[-1].text
+    assert golden("would-be-better-and-waits", MIGRATE) in run.notes[-1].text
     refusal = run.send(Chosen(MIGRATE, "eve", OUT)).refusal
     assert refusal is not None and refusal.code == "frozen"
     run.send(PlanFrozen(False, "ada"))

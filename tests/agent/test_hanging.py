@@ -12,6 +12,7 @@ import pytest
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -101,4 +102,4 @@ def test_a_stage_that_is_slow_as_a_whole_is_not_put_out() -> None:
     job = job_of("SlowData", {"iteration": 8, "seconds": 8.0}, iterations=12, pace=0.02).run()
     assert not job.dead
     assert job.losses == fault_free_losses(12, **GRID)
-    assert [line for line in job.lines if "warning" in line and "loading the data" in line["warning"]]
+    assert [line for line in job.lines if "warning" in line and golden("loading-the-data") in line["warning"]]

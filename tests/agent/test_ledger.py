@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.ledger import decode, encode, redo
 from openrecycle.planner.job import Job, Worker
+from tests.golden import golden
 
 JOB = Job(2, 2, 3)
 ALL = {(p, m) for p in range(2) for m in range(3)}
@@ -41,7 +42,7 @@ def test_everything_is_finished() -> None:
 
 
 def test_nothing_counts_twice() -> None:
-    with pytest.raises(ValueError, match="two workers of stage 0"):
+    with pytest.raises(ValueError, match=golden("two-workers-of-stage-0")):
         redo({Worker(0, 0): {(0, 0)}, Worker(1, 0): {(0, 0)}, Worker(0, 1): ()}, JOB, 0)
 
 

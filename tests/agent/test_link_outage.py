@@ -17,6 +17,7 @@ from openrecycle.agent.client import Backoff, ConsoleClient
 from openrecycle.agent.console_link import ConsoleCoordination
 from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.planner.job import Worker
+from tests.golden import golden
 
 TRIES = 12
 PATIENCE = 60.0
@@ -106,13 +107,13 @@ def test_a_console_that_comes_back_learns_how_the_job_ended(console: Console) ->
 
     link_to(console, said).close(hurried)
     assert [path.rsplit("/", 1)[1] for path, _ in console.taken] == ["failures", "finish"]
-    assert console.taken[1][1]["reason"] == "nobody is left to do stage 1"
+    assert console.taken[1][1]["reason"] == golden("nobody-is-left-to-do")
     assert len(said) == 1
-    assert "for up to 60 s" in said[0]
+    assert golden("for-up-to-60-s") in said[0]
 
 
 def test_nobody_waits_for_long_once_the_launcher_is_told_to_stop(console: Console) -> None:
     said: list[str] = []
     link_to(console, said).close(lambda: bool(said))
     assert console.taken == []
-    assert said[1:] == ["the console was not told how the job ended; reports lost: 2"]
+    assert said[1:] == [golden("the-console-was-not-told")]

@@ -10,6 +10,7 @@ from openrecycle.agent.protocol import Deployment
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from tests.golden import golden
 
 
 def _started(pipelines: int = 2, stages: int = 2, **options: Any) -> LocalCoordination:
@@ -86,7 +87,7 @@ def test_a_stage_without_a_living_peer_halts_the_job() -> None:
     coordination.exited(Worker(1, 1), "W1_1", "died")
     first, second = coordination.poll(0.0)
     assert isinstance(first, Deploy) and isinstance(second, Halt)
-    assert "stage 1 has no living worker left" in second.reason and "--checkpoint" in second.reason
+    assert golden("stage-1-has-no-living") in second.reason and "--checkpoint" in second.reason
 
 
 def test_a_broken_transfer_waits_for_its_explanation() -> None:

@@ -13,6 +13,7 @@ from openrecycle.agent.launch import JobFailed
 from openrecycle.agent.options import Checkpoints
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -56,7 +57,7 @@ def test_without_a_checkpoint_the_job_ends_with_a_sentence() -> None:
             job.signal("W0_1", signal.SIGKILL)
             job.signal("W1_1", signal.SIGKILL)
 
-    with pytest.raises(JobFailed, match=r"stage 1 has no living worker left.*--checkpoint"):
+    with pytest.raises(JobFailed, match=golden("stage-1-has-no-living-worker")):
         LocalJob(**GRID, on_line=act).run()
 
 

@@ -32,6 +32,7 @@ from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, StageProfile, Worker
 from tests.agent.changed_options import everything_changed
 from tests.agent.consoles import until
+from tests.golden import golden
 
 # -- placement ------------------------------------------------------------------------------------
 
@@ -317,7 +318,7 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     assert entry.process.is_alive()
     frames.close()
     assert wait([entry.process.sentinel], 5) and not entry.process.is_alive()
-    assert entry.ending == "was lost with node 1"
+    assert entry.ending == golden("was-lost-with-node-1")
     pool.forget(entry)
     until(lambda: not hub.links, "the lead to forget the node", 5)
     again = fake_node(hub)

@@ -16,6 +16,7 @@ from openrecycle.agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, No
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
 from openrecycle.agent.nodes.wire import MACHINE
 from tests.agent.consoles import until
+from tests.golden import golden
 
 TOKEN = "a secret of 20 signs"
 
@@ -112,7 +113,7 @@ def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub
     until(lambda: any("works for" in line for line in said), "the node to be taken", 30)
     hub.close("the job is over")
     thread.join(20)
-    assert outcome == ["the job is over"]
+    assert outcome == [golden("the-job-is-over")]
 
 
 def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
@@ -123,7 +124,7 @@ def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
     while first["kind"] == "clock":
         met.send({"kind": "clock", "at": time.monotonic_ns()})
         first = met.receive()
-    assert [first, met.receive()] == [{"kind": "over", "reason": "the job is over"}, {"kind": "bye"}]
+    assert [first, met.receive()] == [{"kind": "over", "reason": golden("the-job-is-over")}, {"kind": "bye"}]
     met.close()
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.poison import ATTEMPTS, STRIKES, Finding, Poison, Raised, assign, committed, raised
+from tests.golden import golden
 
 PEERS = {f"W{p}_0": f"i{p}" for p in range(3)}
 
@@ -62,7 +63,7 @@ def test_the_limit_halts() -> None:
         poison = found(poison, report("W0_0", n), limit=2).poison
         poison = found(poison, report("W1_0", n), limit=2).poison
     poison = found(poison, report("W0_0", 7), limit=2).poison
-    assert "2 micro-batches were left out" in found(poison, report("W1_0", 7), limit=2).halt
+    assert golden("2-micro-batches-were-left-out") in found(poison, report("W1_0", 7), limit=2).halt
 
 
 def test_what_succeeds_elsewhere_was_its_workers_fault() -> None:

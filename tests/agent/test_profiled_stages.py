@@ -11,6 +11,7 @@ from openrecycle.agent.profiling.stages import Alone, Bench, StageError, StageRu
 from openrecycle.agent.stage_io import TensorSpec
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.job import Job, Worker
+from tests.golden import golden
 
 TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
 GPT = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY)
@@ -78,5 +79,5 @@ def test_stages_are_measured_in_processes_of_their_own() -> None:
     assert len(found) == 2 and all(stage.keys() == {"F", "I", "W", "O"} for stage in found)
     assert all(len(times) % 3 == 0 and min(times) > 0 for stage in found for times in stage.values())
     assert "stage 0" in " ".join(said)
-    with pytest.raises(StageError, match="stage can't be run: InputError"):
+    with pytest.raises(StageError, match=golden("stage-cant-be-run-inputerror")):
         measure_stages(NamedWorkload("no.such:thing"), Job(1, 1, 1), Optimization(), Effort(1, 0), said.append)

@@ -19,6 +19,7 @@ from openrecycle import InputError, Job, Reporter
 from openrecycle.agent.reporter import MAX_ITERATIONS
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.own_loop import JOB
+from tests.golden import golden
 
 WORKERS = [str(worker) for worker in JOB.workers()]
 
@@ -106,7 +107,10 @@ def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: 
         assert all({"closed": True} in loop.said() and loop.process.returncode == 0 for loop in running.values()), (
             errors
         )
-        assert "on_plan failed for generation 1" in errors["W0_0"] and "goes on without W0_1" in errors["W0_1"]
+        assert (
+            golden("on-plan-failed-for-generation") in errors["W0_0"]
+            and golden("goes-on-without-w0-1") in errors["W0_1"]
+        )
         assert server.read(f"/jobs/{job_id}")["state"] == "finished"
 
 

@@ -24,6 +24,7 @@ from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
 from tests.agent import own_jobs
 from tests.agent.consoles import console
+from tests.golden import golden
 
 PACED = Planning(pace="F=1ms,I=1ms,W=1ms")
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +89,7 @@ def test_the_memory_of_a_worker_can_be_set(capacity: Any) -> None:
 
 
 def test_deaths_that_no_plan_survives_are_refused() -> None:
-    with pytest.raises(InfeasibleError, match="stage 1 has no living peer"):
+    with pytest.raises(InfeasibleError, match=golden("stage-1-has-no-living-peer")):
         own_jobs.trainer(faults=Faults(kill=["W0_1@1:F0", "W1_1@2:F0"]))
 
 
@@ -201,7 +202,7 @@ def test_several_tensors_pass_between_stages_and_survive_a_death(
 
 @pytest.mark.processes
 def test_micro_batches_that_vary_end_the_job_with_a_sentence() -> None:
-    with pytest.raises(JobFailed, match=r"output of stage 0: got float32\[5, 6\], expected float32\[4, 6\]"):
+    with pytest.raises(JobFailed, match=golden("output-of-stage-0-got-float32")):
         own_jobs.trainer(data=own_jobs.ragged_data).fit(iterations=3)
 
 
@@ -227,7 +228,7 @@ def run_script(path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     done = run_script(tmp_path / "unguarded.py", "own_jobs.trainer().fit(iterations=1)")
     assert done.returncode == 1
-    assert 'a call under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+    assert golden("a-call-under-if-name") in done.stderr.splitlines()[-1]
     assert done.stderr.count("Traceback") == 1, "the script's own, no worker's"
 
 

@@ -17,6 +17,7 @@ from openrecycle.agent.gradients import FastSum, GradientSum
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.stage_io import TensorSpec, stage_io_of
 from openrecycle.planner.job import Job
+from tests.golden import golden
 
 
 class Stateful(nn.Module):
@@ -66,13 +67,13 @@ def _x() -> Tensor:
 def test_what_does_not_give_the_same_bits_is_refused_with_the_reason(module: nn.Module) -> None:
     split = choose_split(module, Probe((_x(),)))
     assert split.strategy.name == "fused" and split.warning and split.share == 0
-    assert "other bits than the fused backward" in split.text
+    assert golden("other-bits-than-the-fused") in split.text
 
 
 def test_a_stage_that_is_all_in_one_kernel_says_so() -> None:
     split = choose_split(nn.LSTM(4, 4), Probe((_x()[None],), loss=lambda y: y[0].sum()))
     assert split.strategy.name == "fused" and split.warning
-    assert "no matrix product" in split.text
+    assert golden("no-matrix-product") in split.text
 
 
 def test_nothing_to_train_is_no_reason_to_warn() -> None:
@@ -114,7 +115,7 @@ def test_a_buffer_that_changes_its_shape_is_an_error_in_words() -> None:
             y: Tensor = self.linear(x)
             return y
 
-    with pytest.raises(RuntimeError, match="must keep their shape"):
+    with pytest.raises(RuntimeError, match=golden("must-keep-their-shape")):
         choose_split(Growing(), Probe((_x(),)))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.stage_io import StageIO, StageIOError, TensorSpec, check_output, stage_io_of
 from openrecycle.planner.errors import InputError
+from tests.golden import golden
 
 
 class Masked(nn.Module):
@@ -142,5 +143,5 @@ def test_an_output_that_varies_is_refused() -> None:
     good = torch.zeros(2, 6), torch.tensor([1, 2])
     assert check_output(1, boundary, good) == good
     for bad in ((torch.zeros(3, 6), good[1]), good[:1], (good[0], torch.zeros(2)), "text", ()):
-        with pytest.raises(StageIOError, match="output of stage 1: got"):
+        with pytest.raises(StageIOError, match=golden("output-of-stage-1-got")):
             check_output(1, boundary, bad)

@@ -26,6 +26,7 @@ from openrecycle.agent.post_validation import CLEAN, SKIP, Slot, ValidationResul
 from openrecycle.agent.state_transfer import GaveUp, StateReceiver, StateServer, StateTransferError
 from openrecycle.planner.job import Worker
 from tests.conftest import examples
+from tests.golden import golden
 
 A, B = Worker(0, 0), Worker(1, 0)
 OPTIMIZERS: dict[str, Any] = {
@@ -273,7 +274,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
         for attempt in range(state_transfer.STATE_ATTEMPTS):
             server.send_description(wire, B, 1 << 20)
             last = attempt == state_transfer.STATE_ATTEMPTS - 1
-            with pytest.raises(GaveUp if last else StateTransferError, match="the state from W0_0 can't be used"):
+            with pytest.raises(GaveUp if last else StateTransferError, match=golden("the-state-from-w0-0")):
                 receiver.receive_description(wire, A)
     assert target.parameters_sha256() == before and not receiver.begun
 

@@ -18,6 +18,7 @@ from tests.agent import own_jobs, wrong_jobs
 from tests.agent.consoles import console
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 ENDLESS = 100_000
@@ -100,7 +101,7 @@ def test_an_exception_ends_the_job_in_order_and_is_raised(tmp_path: Path, caplog
         "weights": tmp_path / "trained",
         "checkpoints": Checkpoints(directory=tmp_path / "saved"),
     }
-    with pytest.raises(Enough, match="it is good") as caught:
+    with pytest.raises(Enough, match=golden("it-is-good")) as caught:
         own_jobs.trainer(on_iteration=on_iteration, **folders).fit(iterations=ENDLESS)
     result = caught.value.result
     done = len(result.losses)

@@ -17,6 +17,7 @@ from openrecycle.planner.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, small
+from tests.golden import golden
 
 # One test process for all of these: they share the fault-free run they compare with.
 pytestmark = pytest.mark.processes
@@ -130,7 +131,7 @@ def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(tmp_p
             iterations=2,
         )
         assert run.status == 1 and "Traceback" not in run.errors
-        assert "no worker process is left" in run.errors and "no such library here" in run.errors
+        assert golden("no-worker-process-is-left") in run.errors and "no such library here" in run.errors
         job_id = server.job_id()
         until(lambda: server.read(f"/jobs/{job_id}")["state"] == "stopped", "the job's end")
 

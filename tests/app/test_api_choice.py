@@ -12,6 +12,8 @@ import pytest
 from console_server import Agents, ConsoleServer
 from ui_console import until
 
+from tests.golden import golden
+
 pytestmark = pytest.mark.processes
 
 MS = {"F": 40.0, "I": 40.0, "W": 40.0}
@@ -61,7 +63,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
         "better": "",
     }
     answer = put_mode(agents, "manual", patience=600)
-    assert answer.status_code == 200 and "waits up to 600 s" in answer.json()["reason"]
+    assert answer.status_code == 200 and golden("waits-up-to-600-s") in answer.json()["reason"]
     agents.exit("W0_2")
     agents.exit("W1_2")
     until(lambda: bool(choice(agents)["candidates"]), "the candidates come")
@@ -74,22 +76,22 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
         plan = server.get(agents.path(f"/plans/{candidate['plan']}")).json()
         assert plan["failed"] == candidate["failed"]
     sentence = server.get(agents.path()).json()["sentence"]
-    assert sentence.startswith("Waiting for you: 3 candidates without W0_2, W1_2; the best (migrate and re-route) is")
+    assert sentence.startswith(golden("waiting-for-you-3-candidates-without"))
 
     stale = server.post(agents.path("/choice"), {"name": "re-route", "failed": ["W0_2"]})
     assert (stale.status_code, stale.json()["code"]) == (409, "no_choice")
     wrong = server.post(agents.path("/choice"), {"name": "pray"})
     assert wrong.status_code == 422
-    assert wrong.json()["detail"].startswith("name: got 'pray', expected one of migrate and re-route, re-route, ")
+    assert wrong.json()["detail"].startswith(golden("name-got-pray-expected-one"))
     best = seen["candidates"][0]
     body = {"name": best["name"], "failed": seen["failed"]}
     assert server.post(agents.path("/choice"), body, headers={"X-Actor": "ada"}).status_code == 200
     newest = agents.deployment(after=1)
     assert newest["failed"] == best["failed"] and newest["moves"] == best["moves"] and not newest["restore"]
     assert newest["plan_fingerprint"] == best["plan"]
-    assert newest["reason"].endswith("ada chose to migrate and re-route")
+    assert newest["reason"].endswith(golden("ada-chose-to-migrate-and-re-route"))
     events = server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
-    assert any(e["kind"] == "operator" and e["text"].startswith("ada chose to migrate and re-route: ") for e in events)
+    assert any(e["kind"] == "operator" and e["text"].startswith(golden("ada-chose-to-migrate-and")) for e in events)
 
 
 def test_a_mode_outlives_the_console(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_a_worker_is_drained(server: ConsoleServer) -> None:
     again = server.post(agents.path("/workers/W2_1/drain"))
     assert (again.status_code, again.json()["code"]) == (409, "not_running")
     worker = next(w for w in server.get(agents.path("/workers")).json()["workers"] if w["name"] == "W2_1")
-    assert (worker["state"], worker["detail"]) == ("leaving", "asked to leave by ada")
+    assert (worker["state"], worker["detail"]) == ("leaving", golden("asked-to-leave-by-ada"))
     # It still counts until it has left.
     assert not agents.heartbeat("W2_1").json()["refused"]
     agents.exit("W2_1")
@@ -129,9 +131,9 @@ def test_a_worker_is_drained(server: ConsoleServer) -> None:
 
 def test_a_job_is_paused_and_goes_on(server: ConsoleServer) -> None:
     agents = started(server)
-    assert server.post(agents.path("/resume")).json()["detail"] == "the job is not paused"
+    assert server.post(agents.path("/resume")).json()["detail"] == golden("the-job-is-not-paused")
     assert server.post(agents.path("/pause"), headers={"X-Actor": "ada"}).status_code == 202
-    assert server.post(agents.path("/pause")).json()["detail"] == "the job is paused"
+    assert server.post(agents.path("/pause")).json()["detail"] == golden("the-job-is-paused")
     now = choice(agents)
     assert now["paused"] and not now["stopped"], "nobody has said yet that it waits"
     assert agents.job()["condition"] == "pausing"
@@ -141,7 +143,7 @@ def test_a_job_is_paused_and_goes_on(server: ConsoleServer) -> None:
     commands = server.get(agents.path("/commands")).json()["commands"]
     assert commands == [{"seq": 1, "kind": "pause"}, {"seq": 2, "kind": "resume"}]
     texts = [e["text"] for e in server.get(agents.path("/events"), params={"limit": 500}).json()["events"]]
-    assert texts[-2:] == ["ada asked to pause the job", "ada asked to resume the job"]
+    assert texts[-2:] == [golden("ada-asked-to-pause-the"), golden("ada-asked-to-resume-the")]
 
 
 def test_the_baseline_is_measured_again_when_somebody_asks(server: ConsoleServer) -> None:
@@ -169,7 +171,7 @@ def test_the_baseline_is_measured_again_when_somebody_asks(server: ConsoleServer
     until(lambda: rate() != before, "it is measured anew")
     assert rate() == pytest.approx((before or 0) / 2, rel=0.02)
     texts = [e["text"] for e in server.get(agents.path("/events"), params={"limit": 500}).json()["events"]]
-    assert any(text.startswith("ada has the fault-free rate measured again") for text in texts)
+    assert any(text.startswith(golden("ada-has-the-fault-free-rate")) for text in texts)
     assert any("until now" in text for text in texts), "a change is an event"
 
 
@@ -178,7 +180,7 @@ def test_what_is_wrong_is_said_by_its_name(server: ConsoleServer) -> None:
     assert put_mode(agents, "manual", patience=0).json()["detail"].startswith("patience: got 0, expected")
     assert put_mode(agents, "semi").json()["detail"] == "mode: got 'semi', expected 'automatic' or 'manual'"
     nothing = server.post(agents.path("/choice"), {"name": "re-route"})
-    assert nothing.status_code == 409 and nothing.json()["detail"].startswith("there is nothing to choose")
+    assert nothing.status_code == 409 and nothing.json()["detail"].startswith(golden("there-is-nothing-to-choose"))
     assert server.post(agents.path("/workers/W9_9/drain")).status_code == 404
 
 
@@ -192,13 +194,13 @@ def test_a_frozen_plan_stays_frozen_over_a_crash_of_the_console(tmp_path: Path) 
 
     assert put("perhaps").status_code == 422
     answer = put(True)
-    assert answer.status_code == 200 and "stays while its workers do" in answer.json()["reason"]
+    assert answer.status_code == 200 and golden("stays-while-its-workers-do") in answer.json()["reason"]
     server.stop(signal.SIGKILL)
     server.start(server.port)
     assert choice(agents)["frozen_by"] == "ada"
     assert "frozen by ada" in agents.job()["sentence"]
     agents.exit("W1_2")
     assert agents.deployment(after=1)["failed"] == ["W1_2"], "a failure is handled all the same"
-    assert put(False).json()["reason"] == "ada unfroze the plan"
+    assert put(False).json()["reason"] == golden("ada-unfroze-the-plan")
     assert choice(agents)["frozen_by"] == ""
     server.close()

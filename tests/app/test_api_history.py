@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from openrecycle.app.cli import cli
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -64,7 +65,7 @@ def test_out_away_and_in_again(ended: Agents) -> None:
     with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
         assert archive.testzip() is None and "manifest.json" in archive.namelist()
     code, problem = imported(server, answer.content)
-    assert (code, problem["code"]) == (409, "job_exists") and "is not overwritten" in str(problem["detail"])
+    assert (code, problem["code"]) == (409, "job_exists") and golden("is-not-overwritten") in str(problem["detail"])
     assert server.session.delete(server.base + ended.path(), timeout=30).status_code == 202
     assert status(server, job_id) == 404
     assert server.session.delete(server.base + ended.path(), timeout=30).status_code == 404
@@ -88,7 +89,7 @@ def test_what_the_api_refuses(agents: Agents) -> None:
     assert status(server, agents.job_id) == 200
     assert server.get("/jobs/nobody/history.zip").json()["code"] == "unknown_job"
     code, problem = imported(server, b"no zip")
-    assert code == 422 and str(problem["detail"]).startswith("file: it is not a zip file"), problem
+    assert code == 422 and str(problem["detail"]).startswith(golden("file-it-is-not-a")), problem
 
 
 def test_what_heartbeats_brought(agents: Agents) -> None:
@@ -151,4 +152,4 @@ def test_a_file_that_can_not_be_written(tmp_path: Path) -> None:
     )
     database.close()
     done = run(url, "export", "--job", "job", "--out", str(tmp_path / "no" / "a.zip"))
-    assert done.exit_code == 2 and "expected a file in a folder that exists" in done.stderr, done.output
+    assert done.exit_code == 2 and golden("expected-a-file-in-a") in done.stderr, done.output

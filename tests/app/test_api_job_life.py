@@ -13,6 +13,7 @@ from console_server import Agents, ConsoleServer
 
 from openrecycle.planner.check import check
 from openrecycle.planner.plan import Plan
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +43,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     reply = agents.heartbeat("W1_2")
     assert (reply.status_code, reply.json()["generation"], reply.json()["taken"]) == (200, 1, 1)
 
-    assert agents.exit("W1_2").json() == {"reason": "W1_2: its process was killed by SIGKILL"}
+    assert agents.exit("W1_2").json() == {"reason": golden("w1-2-its-process-was")}
     second = agents.deployment(after=1)
     survivors = [name for name in agents.names if name != "W1_2"]
     assert (second["generation"], second["failed"], second["living"]) == (2, ["W1_2"], survivors)
@@ -64,7 +65,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     assert (third["generation"], third["failed"], third["joining"]) == (3, [], ["W1_2"])
     agents.resume(agents.names, 3)
     job = agents.job()
-    assert (job["state"], job["sentence"]) == ("running", "Training in generation 3 with all 12 workers.")
+    assert (job["state"], job["sentence"]) == ("running", golden("training-in-generation-3-with"))
     assert third["plan_fingerprint"] == first["plan_fingerprint"]
 
     ended = agents.server.post(agents.path("/finish"), {"state": "finished", "reason": "all iterations are done"})
@@ -77,7 +78,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     assert len(generations[1]["acknowledgements"]) == 3 * 11
     events = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
     assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
-    assert [e["text"] for e in events if e["kind"] == "failure"] == ["W1_2 failed: its process was killed by SIGKILL"]
+    assert [e["text"] for e in events if e["kind"] == "failure"] == [golden("w1-2-failed-its-process")]
 
 
 def test_who_is_out_is_advised_on(agents: Agents) -> None:
@@ -92,7 +93,7 @@ def test_who_is_out_is_advised_on(agents: Agents) -> None:
     while (advice := agents.job()["advice"]) is None:
         assert time.monotonic() < until, agents.job()
         time.sleep(0.05)
-    assert advice.startswith("With W1_2 empty, the best option is ")
+    assert advice.startswith(golden("with-w1-2-empty-the"))
     events = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
     assert [e["text"] for e in events if e["kind"] == "plan"] == [advice]
 
@@ -216,10 +217,10 @@ def test_a_broken_transfer_is_taken_from_members_only(agents: Agents) -> None:
         "generation": 1,
     }
     answer = agents.server.post(agents.path("/failures"), report)
-    assert answer.json() == {"reason": "W0_1 can't exchange data with W0_2 (reset)"}
+    assert answer.json() == {"reason": golden("w0-1-cant-exchange-data")}
     for name in agents.names:
         agents.heartbeat(name)
-    assert agents.deployment(after=1)["reason"].startswith("the link between W0_1 and W0_2 broke though nobody died")
+    assert agents.deployment(after=1)["reason"].startswith(golden("the-link-between-w0-1"))
     fenced = agents.server.post(agents.path("/failures"), {**report, "incarnation": "other"})
     assert fenced.json()["code"] == "fenced"
 
@@ -231,7 +232,7 @@ def test_a_stage_without_peers_halts_the_job(agents: Agents, lost: str) -> None:
         agents.exit(f"W{pipeline}_{lost}")
     job = agents.job()
     assert job["state"] == "halted"
-    assert f"stage {lost} has no living worker left (W0_{lost}, W1_{lost}, W2_{lost})" in job["sentence"]
+    assert golden("stage-has-no-living-worker", lost, lost, lost, lost) in job["sentence"]
 
 
 def test_iterations_that_waited_for_the_console_count_from_when_they_were_committed(agents: Agents) -> None:

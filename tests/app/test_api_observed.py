@@ -8,6 +8,7 @@ import pytest
 from console_server import Agents, ConsoleServer
 
 from openrecycle.agent.protocol import clock_name
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -65,7 +66,7 @@ def test_measured_ops_are_checked(agents: Agents) -> None:
         "durations_us": [10, 10, 1],
     }
     asked = agents.server.post(path, body)
-    assert asked.status_code == 200 and "not asked for" in asked.json()["reason"]
+    assert asked.status_code == 200 and golden("not-asked-for") in asked.json()["reason"]
     for change, words in (
         ({"starts_us": [0, 10]}, "starts_us"),
         ({"kinds": "FXO"}, "kinds"),

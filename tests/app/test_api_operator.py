@@ -7,6 +7,8 @@ import pytest
 import requests
 from console_server import Agents, ConsoleServer
 
+from tests.golden import golden
+
 pytestmark = pytest.mark.processes
 
 
@@ -23,11 +25,11 @@ def test_a_kill_reaches_the_waiting_launcher_of_a_demo_job(server: ConsoleServer
     waiting = threading.Thread(target=launcher)
     waiting.start()
     asked = server.post(agents.path("/workers/W1_2/kill"), headers={"X-Actor": "ada"})
-    assert (asked.status_code, asked.json()) == (202, {"reason": "the launcher is asked to kill W1_2"})
+    assert (asked.status_code, asked.json()) == (202, {"reason": golden("the-launcher-is-asked-to")})
     waiting.join(30)
     assert got == [{"seq": 1, "kind": "kill", "worker": "W1_2"}]
     events = server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
-    assert events[-1]["text"] == "ada asked to kill W1_2"
+    assert events[-1]["text"] == golden("ada-asked-to-kill-w1")
 
     early = server.post(agents.path("/workers/W0_0/restart"))
     assert (early.status_code, early.json()["code"]) == (409, "not_failed")
@@ -50,4 +52,4 @@ def test_only_a_demo_job_can_be_killed(agents: Agents) -> None:
 def test_an_operator_who_names_no_worker_is_told(agents: Agents) -> None:
     refused = agents.server.post(agents.path("/workers/W9_9/kill"))
     assert refused.status_code == 404
-    assert refused.json()["detail"] == "worker: got 'W9_9', expected one of the job's grid"
+    assert refused.json()["detail"] == golden("worker-got-w9-9-expected")

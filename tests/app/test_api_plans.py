@@ -22,6 +22,7 @@ from openrecycle.app.security.bodies import LARGE_BODY, BodyLimit
 from openrecycle.planner.job import Job, MemoryLimit, Problem
 from openrecycle.planner.plan import Plan, job_doc
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -164,7 +165,7 @@ def test_a_large_upload_is_read_in_a_process_of_its_own(client: TestClient, monk
         here = client.post(f"{API}/plans", content=data, headers={"Content-Type": "application/json"})
         assert json.loads(answer(data))["wrong"] == here.json()["detail"]
     assert json.loads(answer(b'["x"]'))["wrong"] == "the body: got ['x'], expected an object"
-    assert "the body is not JSON: " in json.loads(answer(b"{" * 9))["wrong"]
+    assert golden("the-body-is-not-json") in json.loads(answer(b"{" * 9))["wrong"]
 
 
 def large_document(pipelines: int) -> bytes:
@@ -237,12 +238,12 @@ def test_few_bodies_of_many_megabytes_are_held_at_once() -> None:
 def test_so_many_large_uploads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = Uploads()
     monkeypatch.setattr(uploads, "_waiting", MOST_WAITING + 1)
-    with pytest.raises(ConsoleError, match=f"{MOST_WAITING} plans wait to be read already") as error:
+    with pytest.raises(ConsoleError, match=golden("plans-wait-to-be-read", MOST_WAITING)) as error:
         uploads.read(b"")
     assert error.value.status == 429
     monkeypatch.setattr(uploads, "_waiting", 0)
     uploads.close()
-    with pytest.raises(ConsoleError, match="ended before it was done"):
+    with pytest.raises(ConsoleError, match=golden("ended-before-it-was-done")):
         uploads.read(b"")
 
 

@@ -16,6 +16,7 @@ from openrecycle.app.console import Console
 from openrecycle.app.plans.applying import misfit, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from tests.agent.coordinator_run import Run
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -62,7 +63,7 @@ def test_a_plan_for_others_or_at_the_wrong_moment_is_refused() -> None:
     run.exit("W1_0")
     before = run.state
     refused = run.send(UsePlan("mine", ("W1_0",), "ada")).refusal
-    assert refused is not None and "while the job recovers" in refused.detail
+    assert refused is not None and golden("while-the-job-recovers") in refused.detail
     assert run.state == before
     run.resume()
     assert run.send(UsePlan("mine", ("W1_0",), "ada")).refusal is None
@@ -88,12 +89,10 @@ def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
     assert any(e.text == reason and e.kind == "operator" for e in view.events)
     row = console._store.audit(here.job_id)[-1]
     assert (row["actor"], row["action"], row["target"]) == ("ada", "use plan", mine.fingerprint)
-    assert misfit(job, mine) == "it is in force already"
+    assert misfit(job, mine) == golden("it-is-in-force-already")
     here.resume(2)
     here.die("W1_2").resume(3)
-    with pytest.raises(
-        ConsoleError, match="the plan is for a job with all workers, and this one trains without W1_2"
-    ) as error:
+    with pytest.raises(ConsoleError, match=golden("the-plan-is-for-a")) as error:
         use_plan(console, here.job_id, mine, "ada")
     assert error.value.status == 409
     use_plan(console, here.job_id, plan(("W1_2",), memory="4", technique="adaptive"), "ada")

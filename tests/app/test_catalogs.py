@@ -35,6 +35,7 @@ from openrecycle.planner.packed import Effort, Question, encode_plan
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.version import PLANNER_VERSION
+from tests.golden import golden
 
 SMALL = {"pipelines": 2, "stages": 2, "micro_batches": 3, "tolerance": 1}
 # Tasks of one plan each, so that it can be caught in the middle.
@@ -110,9 +111,9 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
     filling = catalogs.fill(request)
     assert catalogs.fill(request) is filling, "the same request is the same filling"
     until(lambda: len(store.catalog_blobs(filling.fingerprint).names()) >= 2, "some plans are made")
-    with pytest.raises(ConsoleError, match="being filled up to 3 failures"):
+    with pytest.raises(ConsoleError, match=golden("being-filled-up-to-3")):
         catalogs.fill(parse_request(**LONG | {"tolerance": 2}))
-    with pytest.raises(ConsoleError, match="cancel that first"):
+    with pytest.raises(ConsoleError, match=golden("cancel-that-first")):
         catalogs.delete(filling.fingerprint)
     catalogs.cancel(filling.fingerprint)
     until(lambda: not catalogs._asked, "its process is gone")
@@ -133,7 +134,7 @@ def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs
     filling = catalogs.fill(parse_request(**LONG))
     until(lambda: bool(store.catalog_blobs(filling.fingerprint).names()), "a plan is made")
     catalogs._asked[filling.fingerprint].process.kill()
-    assert "ended too soon" in ended(filling).why
+    assert golden("ended-too-soon") in ended(filling).why
     assert filling.state == "failed"
     assert store.catalog_blobs(filling.fingerprint).names()
 
@@ -141,7 +142,7 @@ def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs
 @pytest.mark.processes
 def test_no_more_than_two_at_a_time(catalogs: Catalogs) -> None:
     fillings = [catalogs.fill(parse_request(**LONG | {"micro_batches": m})) for m in (6, 7)]
-    with pytest.raises(ConsoleError, match="2 catalogs are being filled"):
+    with pytest.raises(ConsoleError, match=golden("2-catalogs-are-being-filled")):
         catalogs.fill(parse_request(**SMALL))
     catalogs.close()
     assert all(not ended(filling).running for filling in fillings)
@@ -203,7 +204,7 @@ def test_a_better_plan_replaces_a_worse_one_and_no_other(catalogs: Catalogs) -> 
         assert found is not None
         assert found[0].failed == (name,)
         assert check(found[0]) == []
-        assert found[1].startswith("from the catalog: planned ahead for these failures (list")
+        assert found[1].startswith(golden("from-the-catalog-planned-ahead"))
     assert catalogs.find(request.question, [Worker(0, 1)]) is None
 
 
@@ -230,14 +231,14 @@ def test_catalogs_of_other_op_times_or_planners_are_stale(catalogs: Catalogs, st
         store.save_catalog(info.fingerprint, info.model_dump_json(), [blob])
     why = {catalog.fingerprint: reason for catalog, reason in stale(question, catalogs.list())}
     assert why == {
-        CatalogInfo.of(slower).fingerprint: "other op times",
-        old.fingerprint: f"made by version 0 of the planner, now {PLANNER_VERSION}",
+        CatalogInfo.of(slower).fingerprint: golden("other-op-times"),
+        old.fingerprint: golden("made-by-version-0-of", PLANNER_VERSION),
     }
     states = catalog_words.stored_table(catalogs.list(), ["x"] * 4, time.time())
     assert len(states["plans"]) == 4 and set(states["plans"]) == {1}
     catalogs.delete(old.fingerprint)
     assert len(catalogs.list()) == 3
-    with pytest.raises(ConsoleError, match="expected a stored catalog's"):
+    with pytest.raises(ConsoleError, match=golden("expected-a-stored-catalogs")):
         catalogs.delete(old.fingerprint)
     assert summary({"info": "{}", "fingerprint": "x"}) is None
 
@@ -300,14 +301,14 @@ def test_curves_and_tables_say_the_same(catalogs: Catalogs, colours: object, val
     drawn = {trace.name: list(trace.y) for trace in figure.data if trace.name}
     table = catalog_words.counts_table(report)
     assert drawn["Longest plan" if report.by_pattern else "Plan"] == table["longest period (slots)"]
-    assert drawn["Proven lower bound"] == table["its lower bound (slots)"]
+    assert drawn[golden("proven-lower-bound")] == table[golden("its-lower-bound-slots")]
     assert ("Shortest plan" in drawn) == report.by_pattern
     assert drawn["Linear: fault-free × workers / living"][0] == table["longest period (slots)"][0]
     words = catalog_words.chart_words(report)
-    assert words.startswith("Period by number of failures. 0 failures: ")
+    assert words.startswith(golden("period-by-number-of-failures"))
     assert {card.label for card in catalog_words.cards(report)} >= {"Plans", "Covered", "Proven optimal"}
     kept = next(card for card in catalog_words.cards(report) if card.label == "Throughput kept")
     whole, longest = report.lines[0].plans[0].period, table["longest period (slots)"][request.tolerance]
     assert kept.value == text.percent(whole / longest), "of the longest plan, against the fault-free one"
     living = 1 - request.tolerance / (report.question.job.pipelines * report.question.job.stages)
-    assert f"{text.percent(living)} of workers live" in kept.note
+    assert golden("of-workers-live", text.percent(living)) in kept.note

@@ -14,6 +14,7 @@ from openrecycle.app.catalogs.service import Filling
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan, job_doc
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -54,7 +55,7 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
     job.die("W1_2")
     view = here.console.view(job.job_id)
     opened = next(event.text for event in view.events if event.kind == "generation")
-    assert "from the catalog: planned ahead for 1 failed worker (" in opened
+    assert golden("from-the-catalog-planned-ahead-for-1") in opened
     stored = here.console.catalogs.find(question, [Worker(1, 2)])
     assert stored is not None and view.plan is not None
     assert view.plan.metrics.period == stored[0].metrics.period
@@ -76,7 +77,7 @@ def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     job.die("W1_2")
     wait(lambda: here.console.view(job.job_id).generation == 2)
     opened = next(event.text for event in here.console.view(job.job_id).events if event.kind == "generation")
-    assert "from the catalog: planned ahead for these failures" in opened
+    assert golden("from-the-catalog-planned-ahead-for") in opened
     again = here.console.job(JobHere(here.console, "the same again").job_id)
     assert (again.planned_ahead, again.plans_to_make) == (5, 5), "it is there at once"
     here.close()

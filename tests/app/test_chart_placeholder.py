@@ -19,6 +19,7 @@ from openrecycle.planner.drawing import Drawing, Rows
 from openrecycle.planner.job import Worker
 from openrecycle.planner.schedule import Schedule
 from tests.conftest import examples
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -77,7 +78,7 @@ def test_every_op_is_in_the_picture(pipelines: int, stages: int, data: st.DataOb
     assert words(found["left"]) == [str(worker) for worker in schedule.problem.job.workers()]
     assert words(found["right"])[0] == "idle" and len(words(found["right"])) == 1 + len(schedule.ops)
     said = words(found["middle"])
-    assert sum("out – its micro-batches run on" in each for each in said) == len(failed)
+    assert sum(golden("out-its-micro-batches-run-on") in each for each in said) == len(failed)
     assert said[-1] == figure.layout.xaxis.title.text
     # Those that fit have their numbers: no bar of such a plan is narrower than a 60th of the chart.
     others = len(failed) + 2  # where fault-free 1F1B ends, and the axis

@@ -18,6 +18,7 @@ from openrecycle.agent.protocol import API
 from openrecycle.app.api.connection import connections
 from openrecycle.app.api.crowd import Crowd
 from openrecycle.app.security.access import Access
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -145,7 +146,7 @@ def test_connections_that_are_refused_are_said_once_a_minute(capsys: pytest.Capt
     crowd = Crowd(10, clock=lambda: now)
     assert crowd.admits(10)
     assert not any(crowd.admits(11) for _ in range(5))
-    assert capsys.readouterr().out.count("connections are refused") == 1
+    assert capsys.readouterr().out.count(golden("connections-are-refused")) == 1
     now = 60.0
     assert not crowd.admits(11)
     assert "refused=5" in capsys.readouterr().out

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from console_server import Agents, ConsoleServer
 
+from tests.golden import golden
+
 pytestmark = pytest.mark.processes
 
 
@@ -44,13 +46,13 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     assert agents.deployment(after=1) == second
     kept = own_server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
     assert kept[: len(events)] == events
-    assert kept[len(events)]["text"] == "the console was restarted and took the job up again"
+    assert kept[len(events)]["text"] == golden("the-console-was-restarted-and")
     commands = own_server.get(agents.path("/commands")).json()["commands"]
     assert commands == [{"seq": 1, "kind": "kill", "worker": "W0_0"}]
     workers = {w["name"]: w for w in own_server.get(agents.path("/workers")).json()["workers"]}
     assert workers["W0_0"]["acknowledged"] == "resumed"
     assert workers["W2_3"]["acknowledged"] == ""
-    assert workers["W1_2"]["detail"] == "its process was killed by SIGKILL"
+    assert workers["W1_2"]["detail"] == golden("its-process-was-killed-by")
 
     # Agents go on without registering again; the dead one stays fenced; recovery ends as it would have.
     assert agents.heartbeat("W1_2").json()["refused"][0]["code"] == "fenced"

@@ -26,6 +26,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.workers.states import RoleState
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -115,14 +116,14 @@ def test_a_commit_whose_answer_was_lost_is_found_again(
         console.failure(created.job_id, exited("W1_1"))
     assert error.value.status == 503
     monkeypatch.setattr(store, "apply", apply)
-    assert console.failure(created.job_id, exited("W1_1")) == "W1_1 was out already"
+    assert console.failure(created.job_id, exited("W1_1")) == golden("w1-1-was-out-already")
     deployment = console.deployment(created.job_id, 1)
     assert deployment is not None
     assert (deployment.generation, deployment.failed) == (2, ("W1_1",))
     resume(console, created.job_id, 2, [name for name in NAMES if name != "W1_1"])
     assert console.view(created.job_id).state is JobState.RUNNING
     texts = [event.text for event in console.view(created.job_id).events]
-    assert "the database failed for a while; the job was read back from it" in texts
+    assert golden("the-database-failed-for-a") in texts
 
 
 def test_a_plan_for_a_large_grid_comes_from_the_child(
@@ -204,7 +205,7 @@ def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatc
     register_all(console, created.job_id)
     view = console.view(created.job_id)
     assert view.state is JobState.HALTED
-    assert view.sentence == "Halted: there is no plan for this job: no schedule exists: x."
+    assert view.sentence == golden("halted-there-is-no-plan")
 
 
 def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Store) -> None:
@@ -219,7 +220,7 @@ def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Stor
         until(lambda: job.planned_ahead == job.plans_to_make == 3)
         console.failure(created.job_id, exited("W0_1"))
         until(lambda: {len(p["failed"]) for p in console.plans(created.job_id)} == {0, 1, 2})
-        assert "planned ahead for 1 failed worker" in console.view(created.job_id).events[0].text
+        assert golden("planned-ahead-for-1-failed") in console.view(created.job_id).events[0].text
     finally:
         console.close()
 
@@ -314,7 +315,7 @@ def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatc
     for job_id, state in zip(ids, ("finished", "stopped", "finished"), strict=False):
         console.finish(job_id, JobFinished(state=state, reason="as asked"))  # type: ignore[arg-type]
     before = console.list_jobs()
-    assert before[-1].sentence == "The job has finished: as asked." and before[-1].living == 6
+    assert before[-1].sentence == golden("the-job-has-finished-as") and before[-1].living == 6
     console.close()
     monkeypatch.setattr("openrecycle.app.console.OVER_SHOWN", 1)
     again = Console(store)
@@ -327,7 +328,7 @@ def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatc
         assert {job.job_id for job in again.live_jobs()} == {*ids[1:]} and again.list_jobs() == before
         again.histories.delete(ids[0], "ada")
         assert [job.job_id for job in again.list_jobs()] == ids[:0:-1]
-        with pytest.raises(ConsoleError, match="expected the id of a job"):
+        with pytest.raises(ConsoleError, match=golden("expected-the-id-of-a")):
             again.job(ids[0])
     finally:
         again.close()
@@ -335,7 +336,7 @@ def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatc
 
 def test_the_console_of_this_process(console: Console) -> None:
     set_console(None)
-    with pytest.raises(RuntimeError, match="no console runs in this process"):
+    with pytest.raises(RuntimeError, match=golden("no-console-runs-in-this")):
         get_console()
     set_console(console)
     assert get_console() is console

@@ -17,6 +17,7 @@ from openrecycle.db.store import Store
 from openrecycle.planner.drift import Limits
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -140,7 +141,7 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
     workers.beat({}, rounds=WINDOW + 1, names=left)
     until(lambda: workers.job.job.speeds == ())
     until(lambda: workers.job.state.generation > before or any("the plan in force stays" in t for t in workers.texts()))
-    assert "W1_1 is as fast as the others again" in workers.texts() and workers.job.slow == {}
+    assert golden("w1-1-is-as-fast") in workers.texts() and workers.job.slow == {}
     console.close()
 
 

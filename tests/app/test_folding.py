@@ -13,6 +13,7 @@ from openrecycle.app.jobs.view import EventView
 from openrecycle.app.observing import folding
 from openrecycle.app.observing.folding import Folding
 from openrecycle.app.ui.event_feed import feed_html
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +58,7 @@ def test_what_is_said_again_and_again_is_one_line() -> None:
     for at in range(40):
         feed.say(stood_still(2.5 + at), now=100.0 + at)
         feed.say(silent("W0_1", at / 7), now=100.0 + at)
-    assert feed.told == [(40, 139.0, "the console stood still"), (40, 139.0, "W0_1 has not been heard")]
+    assert feed.told == [(40, 139.0, golden("the-console-stood-still")), (40, 139.0, golden("w0-1-has-not-been"))]
     assert "41.5 s" in str(feed.rows[0]["text"]), "it says what it said last"
 
 

@@ -17,6 +17,7 @@ from openrecycle.app.observing.goodput import Account, Accounts, figures
 from openrecycle.app.observing.waiting import Wait, segments
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -146,7 +147,7 @@ def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHer
     until(lambda: job.baseline is not None, "it is measured")
     pinned = job.baseline
     assert pinned is not None and pinned.samples_per_second == pytest.approx(18 / 1.01, rel=0.02)
-    assert pinned.words == "measured at iterations 1 to 20" and len(feed(console, job.job_id)) == 1
+    assert pinned.words == golden("measured-at-iterations-1-to") and len(feed(console, job.job_id)) == 1
     before = console.accounts.of(job).fault_free
     commit(console, driven, rows(41, 700, 2.0))
     time.sleep(0.6)  # two ticks of the console in which it could have been moved
@@ -209,7 +210,7 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     waited = console.accounts.waiting.of(job)
     steps = dict(segments(recovery, waited))
     assert sum(steps.values()) == pytest.approx(61_000), "they add up"
-    assert steps["waited for a person"] == pytest.approx(60_000)
+    assert steps[golden("waited-for-a-person")] == pytest.approx(60_000)
     assert max(t for words, t in steps.items() if "person" not in words) < 1000
     assert grounds([recovery], [], [], waited).recover < 1
     assert grounds([recovery], []).recover > 60, "what it would have been"

@@ -27,6 +27,7 @@ from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import new_database
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -81,7 +82,7 @@ def test_there_and_back_again_equal_row_by_row(
         assert done.job_id == job_id and done.rows == sum(map(len, wanted.values()))
         assert everything(postgres, job_id) == wanted
         assert export(postgres, job_id, tmp_path / "again.zip")
-        with pytest.raises(HistoryError, match=f"{job_id} is there already, and is not overwritten"):
+        with pytest.raises(HistoryError, match=golden("is-there-already-and-is", job_id)):
             import_history(postgres, path)
         assert import_history(postgres, path, new_id="other").job_id == "other"
         assert everything(postgres, "other") == wanted
@@ -119,7 +120,7 @@ def test_a_job_that_runs_is_stopped_where_it_is_imported(
     assert export(source, other, tmp_path / "job.zip")
     import_history(target, tmp_path / "job.zip")
     job = Store(target).jobs()[0]
-    assert job["state"] == "stopped" and "when its history was exported" in job["reason"]
+    assert job["state"] == "stopped" and golden("when-its-history-was-exported") in job["reason"]
     assert export(source, "nobody", tmp_path / "none.zip") is None
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix in (".zip", ".part")) == ["job.zip"]
 
@@ -261,13 +262,13 @@ def test_files_that_are_no_history(origin: tuple[Database, str, Path], target: D
         path.write_bytes(data)
         with pytest.raises(HistoryError):
             import_history(target, path)
-    with pytest.raises(HistoryError, match="can't be read"):
+    with pytest.raises(HistoryError, match=golden("cant-be-read")):
         import_history(target, tmp_path / "nothing")
     with pytest.raises(HistoryError, match="id: got 'a b'"):
         import_history(target, origin[2], new_id="a b")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a", b"x")
-    with pytest.raises(HistoryError, match=r"it has no manifest.json"):
+    with pytest.raises(HistoryError, match=golden("it-has-no-manifest-json")):
         import_history(target, path)
 
 
@@ -276,7 +277,7 @@ def test_a_directory_beyond_all_bounds(target: Database, tmp_path: Path, monkeyp
     with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:
         for i in range(100):
             archive.writestr(f"file{i}", b"")
-    with pytest.raises(HistoryError, match="its directory has"):
+    with pytest.raises(HistoryError, match=golden("its-directory-has")):
         import_history(target, tmp_path / "many.zip")
 
 
@@ -326,7 +327,7 @@ def test_an_import_that_breaks_off_leaves_nothing(
     assert Store(target).jobs() == []
     [(job_id, state, note)] = rows.hidden()
     assert (job_id, state) == (origin[1], "importing") and not importing.abandoned(note), "this process lives"
-    with pytest.raises(HistoryError, match="is there already"):
+    with pytest.raises(HistoryError, match=golden("is-there-already")):
         import_history(target, origin[2])
     with subprocess.Popen(["true"]) as ended:
         pass
@@ -364,4 +365,4 @@ def test_the_manifest_is_one(origin: tuple[Database, str, Path]) -> None:
         assert manifest.job == origin[1] and set(manifest.tables) == {"job", "audit", *MODELS}
         events = [json.loads(line) for line in archive.read(table_file("event")).splitlines()]
     assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
-    assert any("Ann asked to kill W1_0" in e["text"] for e in events)
+    assert any(golden("ann-asked-to-kill-w1") in e["text"] for e in events)

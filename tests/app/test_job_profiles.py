@@ -14,6 +14,7 @@ from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.job import Job, StageProfile, Worker
 from openrecycle.planner.plan import job_doc
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -48,7 +49,7 @@ def test_a_profile_outlives_its_console(store: Store) -> None:
     assert first.view(created.job_id).spec.profile == job_doc(UNEVEN)
     # The same job again, as a launcher sends it that has not heard the answer.
     assert first.create_job(JobSpec.model_validate_json(SPEC.model_dump_json()), "key") == (created, False)
-    with pytest.raises(ConsoleError, match="used for another job"):
+    with pytest.raises(ConsoleError, match=golden("used-for-another-job")):
         first.create_job(SPEC.model_copy(update={"memory": "uniform"}), "key")
     first.close()
     second = Console(store)
@@ -61,5 +62,5 @@ def test_a_profile_outlives_its_console(store: Store) -> None:
 def test_bytes_that_hold_nothing_are_refused_with_what_would_help(store: Store) -> None:
     console = Console(store)
     small = SPEC.profile.model_copy(update={"capacity_bytes": 1050}) if SPEC.profile else None
-    with pytest.raises(ConsoleError, match=r"memory holds 0\.5 of one micro-batch on stage 0; give its workers"):
+    with pytest.raises(ConsoleError, match=golden("memory-holds-0-5-of-one")):
         console.create_job(SPEC.model_copy(update={"profile": small}))

@@ -20,6 +20,7 @@ from openrecycle.agent.protocol import AGENT_TOKEN, JobSpec
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.guard import AccessGuard
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -91,7 +92,7 @@ def test_a_launcher_with_an_agents_token_hears_why_its_job_stands_still(
     created = create_job(ConsoleClient(url, token=token), JobSpec.model_validate(SPEC))
     link = ConsoleCoordination(lambda: ConsoleClient(url, token=token), created.job_id, said.append)
     until(lambda: bool(said), "the launcher says what its job waits for")
-    assert said[0].startswith("Waiting for 4 of 4 workers to register")
+    assert said[0].startswith(golden("waiting-for-4-of-4"))
     assert link.poll(0.0) == []
     app.post(f"/api/v1/jobs/{created.job_id}/finish", json={"state": "stopped"}, headers=bearer(token))
     link.close(lambda: True)

@@ -25,6 +25,7 @@ from openrecycle.planner.packed import Question
 from tests.app.console_server import ConsoleServer
 from tests.benchmarks.bench_api_stall import SHAPES, measure
 from tests.conftest import new_database
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -130,12 +131,12 @@ def test_a_job_of_a_console_that_is_down_can_be_deleted(
             delete = ["delete", "--job", job, "--database-url", url]
             refused = CliRunner().invoke(cli, delete)
             assert refused.exit_code == 2
-            assert "a console runs on this database" in refused.output
+            assert golden("a-console-runs-on-this") in refused.output
             server.stop(number)
             done = CliRunner().invoke(cli, delete)
             assert done.exit_code == 0, done.output
             again = CliRunner().invoke(cli, delete)
-            assert again.exit_code == 2 and "expected the id of a job" in again.output
+            assert again.exit_code == 2 and golden("expected-the-id-of-a") in again.output
             server.start()
             assert server.get(f"/jobs/{job}").status_code == 404
     finally:

@@ -16,6 +16,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from openrecycle.app.console import Console
 from openrecycle.app.leadership.gate import Gate
 from openrecycle.app.leadership.watch import LeaderStatus
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -81,10 +82,7 @@ def test_a_standby_has_pages_of_its_own_and_refuses_the_rest(client: TestClient)
 def test_one_whose_lead_is_in_doubt_names_nobody_else(client: TestClient, seat: Seat) -> None:
     seat.status = LeaderStatus(None, "", "the database does not answer; nobody is known to lead", True, 0.5)
     said = client.get("/api/v1/jobs").json()["detail"]
-    assert said == (
-        "this console's lead is in doubt: the database does not answer; nobody is known to lead; it tries again "
-        "every 0.5 s"
-    )
+    assert said == (golden("this-consoles-lead-is-in"))
 
 
 def test_each_console_has_its_own_application(client: TestClient, seat: Seat) -> None:

@@ -20,6 +20,7 @@ from openrecycle.db.leadership import LeaderSession
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
 from openrecycle.db.store import Store
 from tests.conftest import new_database
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -129,7 +130,7 @@ def test_one_that_can_not_take_the_jobs_up_leaves_the_lead_to_the_other(stack: E
     second.start()
     first.give_up()
     assert until_leading(second) == 2
-    assert "could not take the jobs up" in first.status.reason
+    assert golden("could-not-take-the-jobs") in first.status.reason
 
 
 def test_an_only_console_whose_connection_broke_says_so_and_leads_on(
@@ -147,12 +148,9 @@ def test_an_only_console_whose_connection_broke_says_so_and_leads_on(
         only._step()
         only._step()
     assert only.status.term is None
-    assert only.status.sentence == (
-        "this console's lead is in doubt: the database does not answer; nobody is known to lead; it tries again "
-        f"every {LONG:g} s"
-    )
+    assert only.status.sentence == (golden("this-consoles-lead-is-in-doubt-the", f"{LONG:g}"))
     only._step()
-    assert only.status.doubt and "the lead of term 1 for an earlier connection" in only.status.reason
+    assert only.status.doubt and golden("the-lead-of-term-1") in only.status.reason
     only.look()
     assert until_leading(only) == 2, "what was left of its session was ended at once, not after a lease"
     assert not only.status.doubt
@@ -167,19 +165,17 @@ def test_a_console_that_is_up_and_not_confirmed_says_for_how_long(stack: ExitSta
     only = watch(stack, url, "a", Times(renew=LONG, lease=4.0, poll=LONG), clock)
     only.start()
     host = ConsoleHost(lambda term: Database(url), only, lambda database: Console(Store(database)))
-    assert host.status.sentence.endswith("this console leads (term 1) and is taking up the jobs; try again")
+    assert host.status.sentence.endswith(golden("this-console-leads-term-1"))
     up: Any = "a console"
     host._seat = Seat(up, up, 1)
     assert host.console is up
     clock.now += 5.2
     assert host.console is None
-    assert host.status.sentence == (
-        f"this console's lead is in doubt: the database has not confirmed it for 5.2 s; it tries again every {LONG:g} s"
-    )
+    assert host.status.sentence == (golden("this-consoles-lead-is-in-doubt", f"{LONG:g}"))
 
 
 def test_a_database_that_is_not_there_is_said_at_the_start(stack: ExitStack) -> None:
-    with pytest.raises(DatabaseError, match="can't be used"):
+    with pytest.raises(DatabaseError, match=golden("cant-be-used")):
         watch(stack, "postgresql://nobody@127.0.0.1:1/none", "a").start()
 
 

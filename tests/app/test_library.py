@@ -10,6 +10,7 @@ from ui_factory import plan
 
 from openrecycle.app.plans.library import Library
 from openrecycle.app.runtime.errors import ConsoleError
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +37,7 @@ def test_a_saved_plan_comes_back_as_it_was(library: Library) -> None:
     )
     library.forget(fingerprint)
     for ask in (library.saved_plan, library.document, library.forget):
-        with pytest.raises(ConsoleError, match="expected the fingerprint of a plan") as error:
+        with pytest.raises(ConsoleError, match=golden("expected-the-fingerprint-of-a")) as error:
             ask(fingerprint)
         assert error.value.status == 404
 

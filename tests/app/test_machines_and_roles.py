@@ -40,6 +40,7 @@ from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -356,11 +357,11 @@ def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:
     gone = "failed: W2_0's former process; drained: W1_1's former process"
     assert (card.value, card.note) == ("4", f"{gone}; moved: W0_0 to W1_1 and W0_1 to W2_0")
     assert view.condition is Condition.DEGRADED
-    assert "W2_0's former process failed; W1_1's former process was drained. " in view.sentence
-    assert "W0_0's process holds W1_1 now, W0_1's process holds W2_0 now." in view.sentence
+    assert golden("w2-0s-former-process-failed") in view.sentence
+    assert golden("w0-0s-process-holds-w1") in view.sentence
     assert time.time() - world.job.processes["i1"].since < 3600
     said = [event.text for event in view.events if event.kind == "recovery"]
-    assert "W0_1's process trains as W2_0" in said and "W2_0 has re-joined the job" not in said
+    assert golden("w0-1s-process-trains-as") in said and golden("w2-0-has-re-joined-the") not in said
 
 
 def test_a_roll_out_counts_each_worker_once_also_one_that_has_moved(database: FlakyDatabase) -> None:

@@ -15,6 +15,7 @@ from openrecycle.db.observations import Observations
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.schedule import Schedule
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -92,7 +93,7 @@ def test_an_iteration_ahead_is_asked_for_and_kept(here: ConsoleHere, asking: Ask
     wanted = asking.run(2)
     assert wanted is not None and wanted >= asking.committed + 3, "far enough for a heartbeat of everybody's"
     said = asking.post(plan_of(here, asking.job), wanted)
-    assert said[0] == "1 of 12 workers are here" and said[-1] == f"iteration {wanted} is measured"
+    assert said[0] == golden("1-of-12-workers-are") and said[-1] == f"iteration {wanted} is measured"
     assert asking.measuring.wanted(asking.job.job_id) is None
     newest = asking.measuring.newest(asking.live)
     assert newest is not None and (newest.iteration, newest.generation, newest.uncertainty_us) == (wanted, 1, 0)
@@ -156,7 +157,7 @@ def test_only_what_is_asked_for_counts(here: ConsoleHere, asking: Asking) -> Non
     plan = plan_of(here, asking.job)
     wanted = asking.run(3)
     assert wanted is not None
-    assert "not asked for" in asking.post(plan, wanted + 1)[0]
+    assert golden("not-asked-for") in asking.post(plan, wanted + 1)[0]
     part = parts_of(plan.schedule(), iteration=wanted)[0]
     bad: dict[str, dict[str, object]] = {
         "fenced": {"incarnation": "another"},
@@ -185,7 +186,7 @@ def test_a_change_of_members_makes_a_wish_void(here: ConsoleHere) -> None:
     again = asking.measuring.wanted(job.job_id)
     for iteration in {wanted, again}:
         part = parts_of(plan.schedule(), iteration=iteration or 0)[0]
-        assert "not asked for" in asking.measuring.take(asking.live, part), "of the generation before"
+        assert golden("not-asked-for") in asking.measuring.take(asking.live, part), "of the generation before"
     assert again is not None, "the new generation is measured without anybody's asking"
     assert asking.post(plan_of(here, job), again)[-1] == f"iteration {again} is measured"
     newest = asking.measuring.newest(asking.live)

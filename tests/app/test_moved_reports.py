@@ -12,6 +12,7 @@ from openrecycle.agent.coordination.membership import Candidate, Offer
 from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.policy import MIGRATE
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -52,7 +53,7 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
         console.acknowledge(job.job_id, Acknowledgement(**mover, generation=4, state="adopted"))
         assert live.state.members["W0_2"].acknowledged == "adopted"
         broken = FailureReport(**mover, cause="transfer", reporter="W2_1", generation=3)
-        assert "over or about to end" in console.failure(job.job_id, broken)
+        assert golden("over-or-about-to-end") in console.failure(job.job_id, broken)
         # One that never was in the job does not.
         with pytest.raises(ConsoleError, match="incarnation"):
             console.logs.take(live, LogLines(worker="W2_1", incarnation="stranger", lines=()))

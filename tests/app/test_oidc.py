@@ -16,6 +16,7 @@ from joserfc.jwk import RSAKey
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.callers import Role
 from openrecycle.app.security.oidc import OidcSettings, read_oidc
+from tests.golden import golden
 
 TOKEN = "a-token-for-the-tests"
 ADA = {"email": "ada@ops.example", "email_verified": True}
@@ -138,7 +139,7 @@ def test_an_account_without_a_role_sees_nothing(
 ) -> None:
     page = sign_in(browser, console, provider, claims)
     assert page.status_code == 403
-    assert "has no role on this console" in page.text
+    assert golden("has-no-role-on-this") in page.text
     assert caller(browser, console)["status"] == 401
     assert websocket_status(console, browser) == 403
 
@@ -209,7 +210,7 @@ def test_the_file_is_for_one_pair_of_eyes_and_somebody_must_be_let_in(
     file.chmod(0o644)
     with pytest.raises(SettingsError, match="mode 0644, expected 0600"):
         read_oidc(file, ["a@b.example"], [])
-    with pytest.raises(SettingsError, match="nobody could sign in"):
+    with pytest.raises(SettingsError, match=golden("nobody-could-sign-in")):
         read_oidc(file, [], [])
     with pytest.raises(SettingsError, match="--oidc-viewers: got 'everybody'"):
         read_oidc(file, [], ["everybody"])

@@ -9,6 +9,7 @@ import pytest
 
 from openrecycle.app.api.paging import page
 from openrecycle.app.runtime.errors import ConsoleError
+from tests.golden import golden
 
 
 def place(row: tuple[float, str]) -> tuple[float, str]:
@@ -58,7 +59,7 @@ def cursor(*parts: object) -> str:
     ],
 )
 def test_a_cursor_of_no_page_is_refused(after: str) -> None:
-    with pytest.raises(ConsoleError, match=r"after: got .* expected the `next` of a page of this list") as error:
+    with pytest.raises(ConsoleError, match=golden("after-got-expected-the-next")) as error:
         page("rows", ROWS, place, after, None)
     assert error.value.status == 422
 
@@ -66,5 +67,5 @@ def test_a_cursor_of_no_page_is_refused(after: str) -> None:
 def test_a_cursor_of_another_list_is_refused() -> None:
     _, after = page("rows", ROWS, place, None, 3)
     for rows in (ROWS, []):
-        with pytest.raises(ConsoleError, match="expected the `next` of a page of this list"):
+        with pytest.raises(ConsoleError, match=golden("expected-the-next-of-a")):
             page("others", rows, place, after, None)

@@ -18,6 +18,7 @@ from openrecycle.app.workers.states import Condition, RoleState
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import MemoryLimit, Technique, Worker
 from openrecycle.planner.plan import Plan
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -70,7 +71,7 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(here: Co
     assert by_name[BACK].state is RoleState.JOINING
     assert sum(w.takes_rerouted for w in view.workers) == 6, "its peers run its micro-batches still"
     found = card(console, job, "Interim plan")
-    assert found.label == "Interim plan · generation 3" and found.note.startswith("until W1_2 has the state; ")
+    assert found.label == "Interim plan · generation 3" and found.note.startswith(golden("until-w1-2-has-the"))
     assert shown.name == "returns interim: without W1_2 (joining)"
     assert next(iter(names(console, job.job_id).values())) == "Interim, generation 3: without W1_2 (joining)"
     assert console.head(job.job_id).plan == plan.fingerprint
@@ -84,7 +85,7 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(here: Co
     # With its state, the plan of all is run.
     acknowledge(job, BACK, 3, "formed", process="-b")
     assert in_force(console, job).plan.fingerprint == full.plan_fingerprint
-    assert card(console, job, "Plan in force").label == "Plan in force · generation 3"
+    assert card(console, job, golden("plan-in-force")).label == golden("plan-in-force-generation-3")
     assert console.generations_by_plan(job.job_id)[plan.fingerprint][-1] == 3
     (told,) = [row for row in console.generations(job.job_id) if row["generation"] == 3]
     assert (told["interim_plan"], told["interim_failed"]) == (plan.fingerprint, [BACK])
@@ -95,7 +96,7 @@ def test_an_interim_plan_that_was_too_large_to_be_sent_is_not_taken_for_the_one_
     console.meanwhile(job.job_id, InterimPlan(generation=3, plan_fingerprint="0" * 32, failed=(BACK,)))
     for name in job.living:
         acknowledge(job, name, 3, "adopted", "formed")
-    assert card(console, job, "Plan in force soon").note == "once W1_2 has the state"
+    assert card(console, job, golden("plan-in-force-soon")).note == golden("once-w1-2-has-the")
     assert next(iter(names(console, job.job_id).values())) == "In force soon, generation 3: fault-free"
 
 
@@ -160,7 +161,7 @@ def test_what_an_iteration_left_out_is_stored_and_said_once(here: ConsoleHere) -
     view = console.view(job.job_id)
     assert [i.skipped for i in view.iterations] == [(), (), (), (), (3, 13)]
     said = [e.text for e in view.events if "left out" in e.text]
-    assert said == ["iteration 4: micro-batches 0.3, 2.1 left out; the loss is the mean of the others"]
+    assert said == [golden("iteration-4-micro-batches-0-3")]
     table = tables.iterations_table(view.iterations, [], job.spec.micro_batches)
     assert table["what changed"][0] == "micro-batches 0.3, 2.1 left out"
     assert console.iterations(job.job_id, 3, 10)[0]["skipped"] == [3, 13]
@@ -176,9 +177,9 @@ def test_a_job_that_has_ended_has_nothing_in_force_and_is_not_followed(here: Con
         assert not test.exception, test.exception[0].message
         return test
 
-    assert [toggle.label for toggle in page().toggle] == ["Follow the job"]
+    assert [toggle.label for toggle in page().toggle] == [golden("follow-the-job")]
     job.finish()
-    assert card(console, job, "Last plan").label == "Last plan in force · generation 1"
+    assert card(console, job, "Last plan").label == golden("last-plan-in-force-generation")
     assert next(iter(names(console, job.job_id).values())) == "Last in force, generation 1: fault-free"
     assert not page().toggle
-    assert in_force(console, job).name == "ended last in force: fault-free"
+    assert in_force(console, job).name == golden("ended-last-in-force-fault-free")

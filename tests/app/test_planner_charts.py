@@ -14,6 +14,7 @@ from openrecycle.app.ui.planning.pieces import log_lines, search_cards
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
+from tests.golden import golden
 
 ASKED = PlanAsked(job=job_doc(Job.uniform(3, 4, 6)), failed=("W1_2",))
 FOUND = Migrations(
@@ -39,16 +40,14 @@ def test_a_search_is_drawn_up_to_now_and_said_in_words() -> None:
     assert list(chart.rows["seconds"]) == pytest.approx([0.2, 2.0, 9.0])
     assert list(chart.rows["incumbent"]) == [31, 29, 29] and list(chart.rows["bound"]) == [27, 28, 28]
     assert chart.spec == search_chart(searched(Point(1.0, 40, 1, "x")), "slot", LIGHT).spec, "it stands still"
-    assert search_words(solve, "slot") == (
-        "Best period and proven bound over 9.0 s: from 31 slots and 27 slots to 29 slots and 28 slots."
-    )
-    assert search_words(searched(), "slot").endswith("there is no plan yet.")
+    assert search_words(solve, "slot") == (golden("best-period-and-proven-bound"))
+    assert search_words(searched(), "slot").endswith(golden("there-is-no-plan-yet"))
 
 
 def test_the_log_and_the_cards_say_the_gap() -> None:
     solve = searched(Point(0.1, None, 20, "list"), Point(0.2, 30, 25, "list"))
     assert log_lines(solve, "slot") == [
-        "    0.10 s  list: no plan yet, bound 20 slots",
+        golden("0-10-s-list-no"),
         "    0.20 s  list: period 30 slots, bound 25 slots, gap 20 %",
     ]
     assert [card.value for card in search_cards(solve, "slot")] == ["30 slots", "25 slots", "20 %", "9.0 s"]

@@ -22,6 +22,7 @@ from openrecycle.app.runtime.errors import ConsoleError, SettingsError
 from openrecycle.db.heartbeats import Level
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -154,9 +155,9 @@ def test_the_step_follows_what_is_asked_for(console: Console, job: LiveJob) -> N
     now = time.time()
     for since, step in ((now - 600, 1), (now - 3600, 60), (now - 86_400, 60), (now - 3 * 86_400, 3600)):
         assert worker_history(console, job.job_id, "W0_0", since, now).step == step
-    with pytest.raises(ConsoleError, match="expected one of the job's grid"):
+    with pytest.raises(ConsoleError, match=golden("expected-one-of-the-jobs")):
         worker_history(console, job.job_id, "W9_9", now - 1, now)
-    with pytest.raises(ConsoleError, match="expected more than since"):
+    with pytest.raises(ConsoleError, match=golden("expected-more-than-since")):
         worker_history(console, job.job_id, "W0_0", now, now)
     with pytest.raises(ConsoleError, match=f"at most {MAX_SAMPLES:,} samples"):
         worker_history(console, job.job_id, "W0_0", now - 86_400, now, Level.SECOND)
@@ -167,7 +168,7 @@ def test_how_long_things_are_kept() -> None:
     for wrong in ("", "15", "1.5h", "-3m", "4w", "9999999999s"):
         with pytest.raises(SettingsError, match="--keep-hours: got"):
             seconds(wrong, "--keep-hours")
-    with pytest.raises(SettingsError, match="--keep-minutes: got 60 s, expected at least two hours"):
+    with pytest.raises(SettingsError, match=golden("keep-minutes-got-60-s-expected")):
         Keep(minutes=60)
     with pytest.raises(SettingsError, match="--keep-events"):
         Keep(events=5)

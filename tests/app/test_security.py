@@ -21,6 +21,7 @@ from openrecycle.app.security.callers import Caller, Role, from_header
 from openrecycle.app.security.hosts import HostGuard
 from openrecycle.app.security.limits import AGENTS, UNKNOWN, WRONG_IN_ALL, WRONG_PER_ADDRESS, Limits, WrongTokens
 from openrecycle.app.security.login import COOKIE
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -163,7 +164,7 @@ def test_a_wrong_token_says_so_and_many_are_slowed_down() -> None:
     for _ in range(WRONG_PER_ADDRESS):
         refused = app.post("/login", data={"token": "guess"})
         assert refused.status_code == 401
-        assert "not a token of this console" in refused.text
+        assert golden("not-a-token-of-this") in refused.text
         assert "Set-Cookie" not in refused.headers
     slowed = app.post("/login", data={"token": TOKEN})
     assert (slowed.status_code, slowed.headers["Retry-After"]) == (429, "60")

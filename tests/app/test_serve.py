@@ -15,6 +15,7 @@ import requests
 from console_server import ROOT, Agents, ConsoleServer
 
 from tests.conftest import at_length
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -178,7 +179,7 @@ def test_a_token_guards_everything_but_health(tmp_path: Path) -> None:
             browser.headers["Accept"] = "text/html"
             page = browser.get(f"{server.root}/?job=1", timeout=10)
             assert page.url.endswith("/login?next=%2F%3Fjob%3D1")
-            assert "This console asks who you are" in page.text
+            assert golden("this-console-asks-who-you") in page.text
             done = browser.post(page.url, data={"token": TOKEN}, timeout=10, allow_redirects=False)
             assert (done.status_code, done.headers["Location"]) == (303, "/?job=1")
             assert browser.get(server.root, timeout=10).status_code == 200

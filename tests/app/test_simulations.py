@@ -25,6 +25,7 @@ from openrecycle.planner.models import analytic_job, model_shape
 from openrecycle.planner.plan import job_doc
 from openrecycle.planner.simulation.traces.public import public_traces
 from openrecycle.planner.simulation.traces.scaled import scaled
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -59,7 +60,7 @@ def test_a_cancelled_simulation_ends_its_process() -> None:
     request = parse_request(model="gpt-145.6b", pipelines=32, stages=16, micro_batches=64, policies=("ours",))
     running = simulations.get(request)
     simulations.cancel(request)
-    assert wait(running).error == "the simulation was ended before it was done"
+    assert wait(running).error == golden("the-simulation-was-ended-before")
     assert running.asked is not None
     running.asked.process.join(30)
     assert not running.asked.process.is_alive()
@@ -73,7 +74,7 @@ def test_one_that_is_not_wanted_any_more_leaves_its_process_to_the_next() -> Non
     begun = simulations.get(first)
     simulations.cancel(first)
     made = wait(simulations.get(second))
-    assert wait(begun).error == "the simulation was ended before it was done"
+    assert wait(begun).error == golden("the-simulation-was-ended-before")
     assert begun.asked is not None and made.asked is not None and made.asked.process.pid == begun.asked.process.pid
     # What was planned for the one before changes nothing.
     assert [m["row"] for m in run(second) if "row" in m] == made.rows

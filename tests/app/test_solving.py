@@ -21,6 +21,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -65,7 +66,7 @@ def overtime(channel: Channel, document: bytes) -> None:
 def test_a_search_ends_when_its_time_is_over(make: Callable[..., Solves]) -> None:
     asked = PlanAsked(job=SMALL, time_limit=0.5)
     solve = ended(make(work=overtime).start(asked))
-    assert solve.error == "told to end" and not solve.stopped
+    assert solve.error == golden("told-to-end") and not solve.stopped
     assert solve.seconds is not None and solve.seconds < 20, "long before it would be killed"
 
 
@@ -138,11 +139,11 @@ def test_more_than_can_run_at_once_wait_their_turn(
     running = solves.start(LONG)
     second, third = (solves.start(PlanAsked(job=SMALL, failed=(name,))) for name in ("W0_0", "W0_1"))
     assert [running.state, second.state, third.state] == ["running", "waiting", "waiting"]
-    with pytest.raises(ConsoleError, match="wait to be made already") as error:
+    with pytest.raises(ConsoleError, match=golden("wait-to-be-made-already")) as error:
         solves.start(PlanAsked(job=SMALL))
     assert error.value.status == 429
     solves.stop(second.id)
-    assert (second.state, second.error) == ("failed", "stopped before it had begun")
+    assert (second.state, second.error) == ("failed", golden("stopped-before-it-had-begun"))
     solves.stop(running.id)
     assert ended(third).plan is not None and ended(running).plan is not None
 
@@ -155,9 +156,9 @@ def test_a_process_that_dies_or_does_not_stop_is_told_of(
     dies, hangs = solves.start(PlanAsked(job=SMALL)), solves.start(PlanAsked(job=SMALL, failed=("W0_0",)))
     assert dies.child is not None and hangs.child is not None
     dies.child.process.kill()
-    assert "ended before it was done (exit status -9)" in ended(dies).error
+    assert golden("ended-before-it-was-done-exit") in ended(dies).error
     solves.stop(hangs.id)
-    assert "did not stop, and was ended" in ended(hangs).error
+    assert golden("did-not-stop-and-was") in ended(hangs).error
     # Its own thread waits for it as well, and of two who do one is told nothing: so by its number.
     pid = hangs.child.process.pid
     until(lambda: not Path(f"/proc/{pid}").exists(), "it is gone")
@@ -182,7 +183,7 @@ def test_copies_cost_what_the_profile_or_the_request_says() -> None:
     )
     asked = MigrationsAsked(job=heavy, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, heals_in=1)
     found = json.loads(answer(asked, print, lambda: True))["migrations"]
-    assert "leave the 2 failures where they are" in found["reason"]
+    assert golden("leave-the-2-failures-where") in found["reason"]
     asked = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, state_bytes=5 * 10**9)
     assert json.loads(answer(asked, print, lambda: True))["migrations"]["pause"] == 5.0
 
@@ -216,5 +217,5 @@ def test_old_results_are_let_go(make: Callable[..., Solves], monkeypatch: pytest
     solves = make()
     made = [ended(solves.start(PlanAsked(job=SMALL, failed=(f"W{p}_0",), solver="list"))) for p in range(3)]
     assert solves.all() == made[1:], "216 ops each"
-    with pytest.raises(ConsoleError, match="expected the id of one that is kept"):
+    with pytest.raises(ConsoleError, match=golden("expected-the-id-of-one")):
         solves.get(made[0].id)

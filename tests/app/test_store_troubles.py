@@ -22,6 +22,7 @@ from openrecycle.app.history.tables import exact
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
 from tests.conftest import new_database, postgres_cluster
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -91,7 +92,7 @@ def test_a_full_disk_of_postgresql_is_said_in_words_too(monkeypatch: pytest.Monk
                 connection.execute(text(f"copy ({rows}) to '{filler}'"))
         answer = asked.get("/readyz")
         assert (answer.status_code, answer.json()["code"]) == (503, "disk_full")
-        assert "the disk of the database is full" in answer.json()["detail"]
+        assert golden("the-disk-of-the-database") in answer.json()["detail"]
         refused = asked.post("/api/v1/jobs", json={**SPEC, "pipelines": 64, "stages": 64})
         assert (refused.status_code, refused.json()["code"]) == (503, "disk_full")
         assert asked.get("/api/v1/jobs").status_code == 200, "what is there can be read"
@@ -103,7 +104,7 @@ def test_a_full_disk_of_postgresql_is_said_in_words_too(monkeypatch: pytest.Monk
         cluster.close()
         gone = asked.get("/readyz")
         assert (gone.status_code, gone.json()["code"]) == (503, "unavailable")
-        assert "it does not answer" in gone.json()["detail"], gone.text
+        assert golden("it-does-not-answer") in gone.json()["detail"], gone.text
 
 
 def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:

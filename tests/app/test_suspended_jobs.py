@@ -9,6 +9,7 @@ import pytest
 from openrecycle.agent.coordination.events import Stalled
 from openrecycle.agent.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import LADDER, Run
+from tests.golden import golden
 
 ALL = {WorkerState.RUNNING}
 
@@ -23,7 +24,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on_where_it_was(seconds: int) -
     run.wait(3, *run.names)
     run.wait(seconds)
     assert states(run) == {WorkerState.SUSPECT}
-    assert run.sentence().startswith(f"Waiting for all workers: none has been heard for {seconds} s")
+    assert run.sentence().startswith(golden("waiting-for-all-workers-none", seconds))
     run.wait(30, *run.names)
     assert states(run) == ALL and run.state.generation == 1 and run.state.job_state is JobState.RUNNING
 

@@ -16,6 +16,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.packed import Effort, Question, decode_header, encode_plan
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.golden import golden
 
 GIB = 2**30
 
@@ -38,7 +39,7 @@ def test_the_card_names_the_fullest_worker_and_its_capacity() -> None:
     plan = planned(capacity=8 * GIB)
     card = facts.plan_cards(plan, plan.schedule())[-1]
     assert (card.label, card.value, card.of) == ("Peak memory", "3 GiB", "of 8 GiB")
-    assert card.note == "on W0_0; 2 activations held at most"
+    assert card.note == golden("on-w0-0-2-activations")
     assert facts.plan_cards(planned(), planned().schedule())[-1].of == ""
 
 
@@ -61,7 +62,7 @@ def test_the_chart_draws_bytes_against_the_capacity() -> None:
     assert "<b>W0_0</b> holds 3 GiB of 4 GiB" in held.hovertext
     assert any((trace.meta or {}).get("kind") == "memory limit" for trace in figure.data)
     words = [annotation.text for annotation in figure.layout.annotations]
-    assert any("the worker's capacity" in word for word in words)
+    assert any(golden("the-workers-capacity") in word for word in words)
     assert "3 GiB" in words
     unlimited = gantt(Drawing.of(planned().schedule()), LIGHT, held=True)
     assert not any((trace.meta or {}).get("kind") == "memory limit" for trace in unlimited.data)

@@ -17,6 +17,7 @@ from openrecycle.planner.catalog_store import CatalogInfo, plan_name
 from openrecycle.planner.packed import Effort, encode_plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.version import PLANNER_VERSION
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -74,7 +75,7 @@ def shown_table(test: AppTest, caption: str) -> dict[str, list[str]]:
 
 def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleHere) -> None:
     test = open_page(**own(2))
-    assert "Nothing is planned ahead for this question yet: 3 plans are to be made" in words(test)
+    assert golden("nothing-is-planned-ahead-for") in words(test)
     assert not test.get("plotly_chart")
     test.button(key="fill").click().run()
     (filling,) = (f for f in here.console.catalogs._fillings.values() if f.request.micro_batches == 2)
@@ -117,12 +118,12 @@ def test_while_it_is_filled_there_is_progress_and_cancel(here: ConsoleHere) -> N
     until(lambda: filling.done >= 1, "a plan is there")
     test.run()
     (progress,) = test.get("progress")
-    assert "plans are there, after" in progress.proto.text
+    assert golden("plans-are-there-after") in progress.proto.text
     assert not [button for button in test.button if button.key == "fill"]
     test.button(key="cancel-fill").click().run()
     until(lambda: not here.console.catalogs._asked, "its process is gone")
     test.run()
-    assert "Fill goes on from there" in words(test)
+    assert golden("fill-goes-on-from-there") in words(test)
     assert test.button(key="fill").label == "Fill"
 
 
@@ -144,7 +145,7 @@ def test_two_fillings_are_enough(here: ConsoleHere) -> None:
     fillings = [here.console.catalogs.fill(parse_request(**LONG | {"micro_batches": m})) for m in (7, 8)]
     test = open_page(**own(4))
     test.button(key="fill").click().run()
-    assert "2 catalogs are being filled" in words(test)
+    assert golden("2-catalogs-are-being-filled") in words(test)
     for filling in fillings:
         here.console.catalogs.cancel(filling.fingerprint)
     until(lambda: not here.console.catalogs._asked, "they are gone")
@@ -162,12 +163,12 @@ def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> No
     stale_words = f"stale: made by version 0 of the planner, now {PLANNER_VERSION}"
     assert sorted(set(states["state"]) - {"another question"}) == [stale_words, "this one"]
     stale = open_page(catalog=old.fingerprint)
-    assert "This catalog is stale: version 0 of the planner made it." in words(stale)
+    assert golden("this-catalog-is-stale-version") in words(stale)
     assert "all there" in words(stale), "for as many failures as it was made"
     assert [b.label for b in stale.button if b.key == "fill"] == [], "no job uses it, so nothing is added to it"
     shown = open_page(catalog=fingerprint)
     assert "Covered" in words(shown)
-    assert "2 pipelines × 2 stages, 5 micro-batches each · staggered · memory limit uniform" in words(shown)
+    assert golden("2-pipelines-2-stages-5") in words(shown)
     shown.selectbox(key="stored").set_value(old.fingerprint).run()
     shown.button(key="act-kill-catalog").click().run()
     left = [c.fingerprint for c in here.console.catalogs.list()]
@@ -180,7 +181,7 @@ def test_large_grids_say_that_they_have_one_plan_per_count(here: ConsoleHere) ->
     filled(here.console, pipelines=8, stages=6, micro_batches=8, tolerance=4)
     test = open_page(job="own", cat_pipelines="8", cat_stages="6", cat_micro_batches="8", cat_tolerance="4")
     until(lambda: "One plan per number of failures" in words(test.run()), "it is known what there is to plan")
-    assert "one plan per count, reached by migrations" in words(test)
+    assert golden("one-plan-per-count-reached") in words(test)
 
 
 def test_a_link_shows_its_job_when_there_is_a_newer_one(here: ConsoleHere) -> None:
@@ -197,16 +198,16 @@ def test_a_link_shows_its_job_when_there_is_a_newer_one(here: ConsoleHere) -> No
 def test_a_large_jobs_catalog_is_waited_for_with_a_sentence(here: ConsoleHere) -> None:
     """And shown once another process, which takes a second to begin, has worked out what there is to plan."""
     test = open_page(**own(40) | {"cat_pipelines": "8", "cat_stages": "64"})
-    assert "is being worked out" in words(test)
+    assert golden("is-being-worked-out") in words(test)
     until(lambda: "Nothing is planned ahead" in words(test.run()), "it is shown")
-    assert "is being worked out" not in words(test)
+    assert golden("is-being-worked-out") not in words(test)
 
 
 def test_a_plan_opens_on_schedule(here: ConsoleHere) -> None:
     fingerprint = filled(here.console, micro_batches=3)
     test = open_page(**own(3))
     test.selectbox(key="cat_count").set_value(0).run()
-    assert shown_table(test, "Plans of one number of failures")["failed"] == ["none"]
+    assert shown_table(test, golden("plans-of-one-number-of"))["failed"] == ["none"]
     test.selectbox(key="cat_count").set_value(1).run()
     other = test.selectbox(key="cat_plan-1").options[1]
     test.selectbox(key="cat_plan-1").select(other).run()

@@ -29,6 +29,7 @@ from openrecycle.planner.job import Worker
 from openrecycle.planner.paths import critical_path, micro_batch_path
 from openrecycle.planner.schedule import Op, Schedule
 from tests.conftest import examples
+from tests.golden import golden
 
 
 def schedule_of(failed: tuple[str, ...] = (), **options: Any) -> Schedule:
@@ -207,7 +208,7 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
     out = {"W1_2": "failed", "W0_1": "moved to W2_2"}
     whole = Drawing.of(schedule, out=out)
     html = large.overview(whole, large.picture(whole, colours), 'say "all"')
-    assert large.out_words(whole) == "Red rows: 1 failed worker. Grey rows: 2 places without a worker."
+    assert large.out_words(whole) == golden("red-rows-1-failed-worker")
     assert 'alt="say &quot;all&quot;"' in html and "(a&lt;b)" in html
     found = re.search(r'src="data:image/png;base64,([^"]+)"', html)
     assert found

@@ -18,6 +18,7 @@ from openrecycle.app.ui.event_feed import feed_html
 from openrecycle.app.workers.states import RoleState
 from openrecycle.planner.job import Job, StageProfile
 from openrecycle.planner.plan import job_doc
+from tests.golden import golden
 
 
 def card(view: JobView, label: str) -> facts.Card:
@@ -45,7 +46,7 @@ def test_reference_says_where_it_is_from() -> None:
     assert (
         measured is not None
         and measured.samples_per_second == 36.5
-        and measured.words == "measured at iterations 1 to 20"
+        and measured.words == golden("measured-at-iterations-1-to")
     )
     figures = Figures(Baseline(99.0, "planned"), None, None, 0.0, 0.0)
     planned = facts.fault_free_rate(factory.running(figures=figures))
@@ -59,7 +60,7 @@ def test_throughput_is_good_only_while_the_job_trains() -> None:
     assert card(running, "Throughput").tone == "good"
     lost = card(replace(running, state=JobState.RECOVERING), "Throughput")
     assert (lost.value, lost.tone) == (card(running, "Throughput").value, "warn")
-    assert lost.note == "before this change; recovering"
+    assert lost.note == golden("before-this-change-recovering")
     halted = card(replace(running, state=JobState.HALTED), "Throughput")
     assert (halted.value, halted.tone) == ("0", "bad")
 
@@ -69,7 +70,7 @@ def test_goodput_card_has_both_figures() -> None:
     assert (goodput.value, goodput.note) == ("94 %", "ETTR 97 % of 31 s")
     unknown = Figures(None, 0.97, None, 31.0, 30.07)
     assert card(factory.running(figures=unknown), "Goodput").value == "–"
-    assert card(factory.running(figures=None), "Goodput").note == "no iteration done yet"
+    assert card(factory.running(figures=None), "Goodput").note == golden("no-iteration-done-yet")
 
 
 def test_data_age_warns_when_it_is_old() -> None:
@@ -77,7 +78,7 @@ def test_data_age_warns_when_it_is_old() -> None:
     assert (fresh.value, fresh.tone) == ("0.3 s", "")
     old = card(factory.suspect_and_joining(), "Age of data")
     assert old.tone == "warn" and "7.4 s ago" in old.note
-    assert card(factory.finished(), "Age of data").note == "the job is over"
+    assert card(factory.finished(), golden("age-of-data")).note == golden("the-job-is-over")
 
 
 def test_roll_out_is_counted_while_it_lasts() -> None:
@@ -85,11 +86,15 @@ def test_roll_out_is_counted_while_it_lasts() -> None:
     steps = {"W0_0": "adopted", "W0_1": "formed", "W0_2": "resumed"}
     workers = tuple(w._replace(acknowledged=steps.get(w.name, ""), generation=2) for w in base.workers)
     rolling = replace(base, state=JobState.RECOVERING, workers=workers)
-    assert facts.roll_out(rolling) == "of 11 workers 8 waiting, 1 with the plan, 1 in groups, 1 training"
-    assert card(rolling, "Plan in force").tone == "warn"
+    assert facts.roll_out(rolling) == golden("of-11-workers-8-waiting")
+    assert card(rolling, golden("plan-in-force")).tone == "warn"
     assert facts.roll_out(replace(rolling, state=JobState.RUNNING)) == ""
     words = {w.name: facts.tile_words(w) for w in workers}
-    assert (words["W0_0"], words["W0_1"], words["W0_2"]) == ("has the plan", "in its groups", "+3 re-routed")
+    assert (words["W0_0"], words["W0_1"], words["W0_2"]) == (
+        golden("has-the-plan"),
+        golden("in-its-groups"),
+        "+3 re-routed",
+    )
 
 
 def test_a_slow_worker_is_shown_as_slow() -> None:

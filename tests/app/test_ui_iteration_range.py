@@ -10,6 +10,7 @@ import pytest
 from openrecycle.app.ui import bound, chart_revision, iteration_range
 from openrecycle.app.ui.charts.progress import ZOOM, losses, progress_rows, throughput
 from openrecycle.app.ui.theme import LIGHT
+from tests.golden import golden
 
 
 @pytest.fixture
@@ -49,12 +50,7 @@ def test_a_link_names_iterations_that_there_are(
     assert iteration_range.asked_for(100, 499) == found
     assert page.query_params.get("iterations") == (word if found else None)
     words = page.session_state[bound.NOTES]["iterations"].words
-    assert words == (
-        f"iterations: got {word!r}, expected two iterations between 100 and 499, the newest, such as 100-499. "
-        "All of them are shown."
-        if found is None
-        else ""
-    )
+    assert words == (golden("iterations-got-expected-two-iterations", f"{word!r}") if found is None else "")
 
 
 def test_what_the_job_leaves_behind_is_shown_no_more_without_a_word(page: SimpleNamespace) -> None:

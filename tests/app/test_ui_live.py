@@ -19,6 +19,7 @@ from openrecycle.app.ui import live_now
 from openrecycle.app.ui.patience import Patience
 from openrecycle.app.workers.states import Condition
 from openrecycle.db.store import Store
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -63,7 +64,7 @@ def test_events_are_filtered_and_acknowledged(console: Console) -> None:
     assert feed(test).count("<li") == feed(test).count("or-open") > 0
     test.button(key="acknowledge").click().run()
     assert not test.exception
-    assert "No event fits" in feed(test)
+    assert golden("no-event-fits") in feed(test)
     assert test.button(key="acknowledge").disabled
     # On a busy machine the console may say that it stood still; nobody need look at that.
     notable = [e for e in console.view(job.job_id).events if e.severity != "info" and e.kind != "console"]
@@ -87,7 +88,7 @@ def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
     assert 'class="or-in-running"' in page and "re-routed" in page.lower()
     dead = html(open_live(job.job_id, worker="W1_2"))
     assert 'class="or-in-failed"' in dead and "killed by signal 9" in dead
-    assert "expected one of the job's grid" in open_live(job.job_id, worker="W9_9").error[0].value
+    assert golden("expected-one-of-the-jobs") in open_live(job.job_id, worker="W9_9").error[0].value
 
 
 def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: Console) -> None:
@@ -95,7 +96,7 @@ def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: Console) 
     until(lambda: bool(console.job(job.job_id).op_times.smoothed("W0_2")), "the heartbeats are taken in")
     test = open_live(job.job_id, worker="W0_2")
     page = html(test)
-    assert "1 heartbeat in this time" in page
+    assert golden("1-heartbeat-in-this-time") in page
     table = page.split("1 heartbeat in this time")[1].split("</table>")[0]
     assert "Forward" in table and table.count("40 ms") == 4, "lowest, mean and highest measured (40.5), and the plan's"
     assert "300 MiB" in table
@@ -104,9 +105,9 @@ def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: Console) 
     assert list(ops["op"]) == ["F"] and list(ops["planned"]) == [40.0]
     assert list(memory["mebibytes"]) == [300.0]
     test.get_by_key("worker-span").set_value("1 day").run()  # type: ignore[attr-defined]
-    assert not test.exception and "1 heartbeat in this time" in html(test)
+    assert not test.exception and golden("1-heartbeat-in-this-time") in html(test)
     silent = JobHere(console, "silent").register().commit(0, 1, 1)
-    assert "It has reported nothing in this time" in html(open_live(silent.job_id, worker="W0_0"))
+    assert golden("it-has-reported-nothing-in") in html(open_live(silent.job_id, worker="W0_0"))
 
 
 def test_a_worker_is_drained_after_confirmation(console: Console) -> None:
@@ -115,12 +116,12 @@ def test_a_worker_is_drained_after_confirmation(console: Console) -> None:
     test.button(key="worker-W2_1").click().run()
     assert test.query_params["worker"] == "W2_1"
     test.button(key="ask-drain").click().run()
-    assert "Drain W2_1?" in html(test) and "nothing is redone" in html(test)
+    assert "Drain W2_1?" in html(test) and golden("nothing-is-redone") in html(test)
     assert console.job(job.job_id).state.members["W2_1"].state == "running"
     test.button(key="worker-confirm").click().run()
     assert not test.exception
     said = [e.text for e in console.view(job.job_id).events if e.worker == "W2_1"]
-    assert any("operator in the browser" in text for text in said), said
+    assert any(golden("operator-in-the-browser") in text for text in said), said
     assert "worker" not in test.query_params, "the dialog is closed"
 
 
@@ -137,7 +138,7 @@ def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page
         test = open_live(job.job_id)
         if page != "live":
             test.switch_page(f"{page}.py").run()
-        assert "the database can't take this now" in test.error[0].value
+        assert golden("the-database-cant-take-this") in test.error[0].value
         assert "by itself" in test.error[0].value + html(test), "whoever waits need not do anything"
         database.heal()
         test.run()
@@ -159,7 +160,7 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     monkeypatch.setattr(console, "view", lambda *args: goes_on.wait(60) and view(*args))
     monkeypatch.setattr(live_now, "_patience", Patience(0.01))
     test.run()
-    assert "The database has not answered for 0 s. What is shown here is that of" in test.warning[0].value
+    assert golden("the-database-has-not-answered") in test.warning[0].value
     assert "10 <span" in html(test), "iterations done"
     begun = [thread for thread in threading.enumerate() if thread.name == "page read"]
     test.run()
@@ -197,7 +198,7 @@ def test_a_job_is_paused_and_goes_on(console: Console) -> None:
     assert test.button(key="pause").label == "Resume" and "Pausing: waiting for W0_0" in html(test)
     job.beat(10, 1, "paused")
     until(lambda: console.view(job.job_id).condition is Condition.PAUSED, "they have stopped")
-    assert "Paused: all workers wait" in html(test.run()) and set(looks(test).values()) == {"paused"}
+    assert golden("paused-all-workers-wait") in html(test.run()) and set(looks(test).values()) == {"paused"}
     test.button(key="pause").click().run()
     assert not test.exception and not console.job(job.job_id).paused
 
@@ -211,7 +212,7 @@ def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) ->
     assert choice["waiting"]
     test = open_live(job.job_id)
     page = html(test)
-    assert "Which option?" in page and "is taken in" in page
+    assert "Which option?" in page and golden("is-taken-in") in page
     names = [way["name"] for way in choice["candidates"]]
     assert "re-route" in names
     for way in choice["candidates"]:
@@ -271,13 +272,13 @@ def test_a_job_that_has_ended_can_be_deleted(console: Console) -> None:
     JobHere(console, "goes on").register()
     job = JobHere(console, "ends", iterations=10).register().commit(0, 9, 1)
     test = open_live(job.job_id)
-    assert "or-tone-good" in html(test) and "It can be deleted when it has ended; it is running" in html(test)
+    assert "or-tone-good" in html(test) and golden("it-can-be-deleted-when") in html(test)
     assert f'href="/api/v1/jobs/{job.job_id}/history.zip"' in html(test)
     assert not [b for b in test.button if b.key == "act-kill-job"]
     job.finish()
     until(lambda: console.view(job.job_id).state == "finished", "the job is over")
     page = html(test.run())
-    assert "or-tone-done" in page and "all done" in page and "the job is over" in page
+    assert "or-tone-done" in page and "all done" in page and golden("the-job-is-over") in page
     assert set(looks(test).values()) == {"finished"}
     name = f"delete-name-{job.job_id}"
     assert test.button(key="act-kill-job").disabled
@@ -288,14 +289,14 @@ def test_a_job_that_has_ended_can_be_deleted(console: Console) -> None:
     assert test.toast[0].value == "ends is deleted"
     assert test.query_params["job"] != job.job_id and "or-sentence" in html(test)
     audit = console.audit.read(job_id=job.job_id)
-    assert [line["actor"] for line in audit if line["action"] == "delete"] == ["operator in the browser"]
+    assert [line["actor"] for line in audit if line["action"] == "delete"] == [golden("operator-in-the-browser")]
 
 
 def test_2048_workers_are_one_map_with_a_way_to_each(console: Console) -> None:
     job = JobHere(console, "2048 workers", pipelines=64, stages=32, micro_batches=2)
     console.register(job.job_id, Registration(worker="W63_31", incarnation="a", host="node1", pid=7))
     test = open_live(job.job_id)
-    assert "Waiting for 2,047 of 2,048 workers to register" in html(test)
+    assert golden("waiting-for-2-047-of") in html(test)
     assert not looks(test), "no buttons: a browser would take seconds for so many"
     assert 'or-look-empty"></i>Empty <b>2,047</b>' in html(test) and test.get("vega_lite_chart")
     assert len(test.selectbox(key="worker-name").options) == 2048

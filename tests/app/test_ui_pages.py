@@ -16,6 +16,7 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.app.console import Console, set_console
 from openrecycle.app.plans.references import OfJob, parse_reference
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -77,9 +78,9 @@ def test_without_a_job_both_pages_say_what_to_do(tmp_path: Path) -> None:
     try:
         for page in ("live", "schedule"):
             test = open_page(None, page)
-            assert "No training job yet" in words(test)
+            assert golden("no-training-job-yet") in words(test)
             assert "openrecycle train --console http" in test.code[0].value
-            assert "No job is needed to [plan for failures](planner)" in words(test)
+            assert golden("no-job-is-needed-to") in words(test)
     finally:
         set_console(None)
         empty.close()
@@ -87,18 +88,18 @@ def test_without_a_job_both_pages_say_what_to_do(tmp_path: Path) -> None:
 
 def test_starting(console: Console, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["starting"].job_id)
-    assert "Waiting for 12 of 12 workers to register" in words(test)
+    assert golden("waiting-for-12-of-12") in words(test)
     assert "empty" in cell(test, "W2_3")
     assert not test.get("vega_lite_chart"), "there is nothing to plot before the first iteration"
-    assert "No plan is in force yet" in words(open_page(jobs["starting"].job_id, "schedule"))
+    assert golden("no-plan-is-in-force") in words(open_page(jobs["starting"].job_id, "schedule"))
 
 
 def test_running(console: Console, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["running"].job_id)
     page = words(test)
-    assert "Training in generation 1 with all 12 workers" in page
+    assert golden("training-in-generation-1-with-all") in page
     assert "none lost" in page
-    assert "The computation inside is real" in page
+    assert golden("the-computation-inside-is-real") in page
     assert all("running" in cell(test, name) for name in jobs["running"].names)
     assert "iteration 10 · generation 1" in test.button(key="worker-W0_0").help
     assert len(rows(test, "throughput")) == 10
@@ -133,16 +134,16 @@ def test_while_all_live_the_same_place_says_what_is_ready(console: Console, jobs
     said = f"Plans made ahead: {plans}. When a worker is lost, the options are shown here."
     assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
     assert not [folded for folded in test.expander if folded.label.startswith("Options with")]
-    assert "the options are shown here" not in words(open_page(jobs["finished"].job_id))
+    assert golden("the-options-are-shown-here") not in words(open_page(jobs["finished"].job_id))
 
 
 def test_halted_says_why(console: Console, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["halted"].job_id)
     page = words(test)
     assert "or-tone-bad" in page and ">halted<" in page
-    assert "stage 3 has no living worker left" in page
+    assert golden("stage-3-has-no-living") in page
     test.button(key="worker-W1_3").click().run()
-    assert "nobody to take the weights from" in words(test)
+    assert golden("nobody-to-take-the-weights") in words(test)
     assert not [b for b in test.button if b.key == "worker-confirm"], "a restart that can't help is not offered"
 
 
@@ -191,7 +192,7 @@ def test_kill_needs_confirmation_and_says_what_happens(console: Console, jobs: d
     test.button(key="ask-kill").click().run()
     page = words(test)
     assert "Kill W2_1?" in page and "Process 109 on node1" in page
-    assert "Its 6 micro-batches go to W0_1 and W1_1; about" in page and "of fault-free throughput is left" in page
+    assert golden("its-6-micro-batches-go-to") in page and golden("of-fault-free-throughput-is-left") in page
     assert console.commands(job.job_id, 0) == [], "asked, and not confirmed"
     assert test.button(key="worker-confirm").label == "Kill W2_1"
     test.button(key="worker-confirm").click().run()
@@ -230,15 +231,15 @@ def test_last_peer_warns_of_the_halt(console: Console, jobs: dict[str, JobHere])
     test = open_page(job.job_id)
     test.button(key="worker-W2_1").click().run()
     test.button(key="ask-kill").click().run()
-    assert "nobody can take over" in words(test)
-    assert "stops the job" in test.warning[0].value
+    assert golden("nobody-can-take-over") in words(test)
+    assert golden("stops-the-job") in test.warning[0].value
 
 
 def test_no_kill_outside_a_demo(console: Console, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["strict"].job_id)
-    assert "The computation inside is real" not in words(test), "not paced: nothing to say"
+    assert golden("the-computation-inside-is-real") not in words(test), "not paced: nothing to say"
     test.button(key="worker-W0_0").click().run()
-    assert "Only the processes of a demo job" in words(test)
+    assert golden("only-the-processes-of-a") in words(test)
     assert not [b for b in test.button if b.key == "ask-kill"]
 
 
@@ -320,8 +321,8 @@ def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pyte
     test = AppTest.from_function(script).run()
     broken, refused = (element.value for element in test.error)
     mark = re.search(r"in its log under ([0-9a-f]{8})\.", broken)
-    assert mark and "secret" not in broken and "No job is touched" in broken
-    assert refused == "job: got 'x', expected one that is there"
+    assert mark and "secret" not in broken and golden("no-job-is-touched") in broken
+    assert refused == golden("job-got-x-expected-one")
     said = capsys.readouterr()
     assert mark.group(1) in said.out + said.err and "KeyError: 'secret'" in said.out + said.err
 

@@ -18,6 +18,7 @@ from openrecycle.app.plans.whatif import parse
 from openrecycle.app.security.callers import Caller, Role
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import job_doc
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -38,7 +39,7 @@ def test_a_file_brings_its_profile_and_a_wrong_one_is_refused_beside_it(console:
     assert "Stages: F 2, I 2, W 1 ms" in [e.label for e in test.expander]
     test.file_uploader[0].set_value(("wrong.json", b"{}", "application/json"))
     run(test)
-    assert "wrong.json: the file is neither a profile, nor a job, nor a plan" in words(test)
+    assert golden("wrong-json-the-file-is") in words(test)
     assert parse(params(test))[0] == made
 
 
@@ -68,7 +69,7 @@ def choose(test: AppTest, value: str) -> AppTest:
 def test_a_profile_is_saved_chosen_replaced_and_deleted(console: Console) -> None:
     test = save_as(open_page(profile="uneven"), "not a name")
     assert escape("name: got 'not a name', expected 1 to 80 letters") in words(test) and not test.success
-    assert "comes with the planner; choose another name" in words(save_as(test, "gpt3-medium"))
+    assert golden("comes-with-the-planner-choose") in words(save_as(test, "gpt3-medium"))
     save_as(test, "stairs")
     link = params(test)["profile"]
     assert link.startswith("saved:stairs@") and "Saved as **stairs**" in words(test)
@@ -81,23 +82,23 @@ def test_a_profile_is_saved_chosen_replaced_and_deleted(console: Console) -> Non
     choose(other, "even")
     save_as(other, "stairs")
     assert escape("name: 'stairs' is taken") in words(other), "the page had not asked yet"
-    assert "**stairs** is there already: 4 stages, times in slots; saved by operator in the browser" in words(other)
+    assert golden("stairs-is-there-already-4") in words(other)
     assert other.button(key="planner-profile-save").label == "Replace it"
     click(other, "planner-profile-save")
     assert selected(other) == "saved:stairs" and params(other)["profile"] != link
     # Whoever had the one before keeps it; whoever has but a link to it gets the new one. Both are told.
     run(test)
-    assert "stairs was saved anew by operator in the browser meanwhile" in words(test)
+    assert golden("stairs-was-saved-anew-by") in words(test)
     assert selected(test) == "uneven", "it is the preset that it was saved from"
     late = open_page(profile=link)
-    assert "saved anew by operator in the browser since this link was made" in words(late)
+    assert golden("saved-anew-by-operator-in") in words(late)
     assert params(late)["profile"] == params(other)["profile"]
     # Deleting asks, and leaves what is on the page.
     click(click(other, "planner-profile-delete"), "planner-profile-stay")
     assert selected(other) == "saved:stairs"
     click(click(other, "planner-profile-delete"), "act-kill-profile")
     assert "**stairs** is deleted" in words(other) and selected(other) == "even"
-    assert "expected the name of a profile that is kept" in words(open_page(profile=link))
+    assert golden("expected-the-name-of-a") in words(open_page(profile=link))
     told = [(row["action"], row["detail"]) for row in console.audit.read()]
     assert told[-3:] == [("save profile", ""), ("save profile", "replaced"), ("delete profile", "")]
 
@@ -121,7 +122,7 @@ def test_what_a_job_measures_is_a_profile(console: Console) -> None:
         console.heartbeats(job.job_id, [beat])
     until(lambda: measured_profile(console.job(job.job_id)) is not None, "the heartbeats are taken in")
     choose(run(test), option)
-    assert "medians of a stage's peers" in words(test) and selected(test) == "own"
+    assert golden("medians-of-a-stages-peers") in words(test) and selected(test) == "own"
     made, wrong = parse(params(test))
     assert not wrong and {(p.forward, p.input_backward, p.weight_backward) for p in made.job().profiles} == {
         (40.5, 41.25, 39.0)
@@ -140,6 +141,6 @@ def test_whoever_may_only_look_on_chooses_and_does_not_save(console: Console, mo
     test = choose(open_page(), "saved:theirs")
     assert selected(test) == "saved:theirs" and params(test)["grid"] == "3x2x6"
     assert test.button(key="planner-profile-save").disabled and test.button(key="planner-profile-delete").disabled
-    assert "Grace may look at everything, and change nothing" in words(test)
+    assert golden("grace-may-look-at-everything") in words(test)
     monkeypatch.undo()
     console.profiles.delete("theirs")

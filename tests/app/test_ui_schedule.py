@@ -22,6 +22,7 @@ from openrecycle.app.ui import bound, box_select, schedule_filters, schedule_lar
 from openrecycle.app.ui.charts import overview
 from openrecycle.app.ui.schedule_facts import critical_words
 from openrecycle.planner.drawing import OP_WORDS
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -177,15 +178,15 @@ def test_every_format_is_offered_and_what_is_refused_says_why(console: Console, 
     buttons = {b.proto.label: b for b in test.get("download_button")}
     assert set(buttons) == {
         "Chrome trace (Perfetto)",
-        "PyTorch pipelining CSV, pipeline 0",
-        "CSV, one line per op",
-        "JSON plan document",
-        "YAML plan document",
+        golden("pytorch-pipelining-csv-pipeline-0"),
+        golden("csv-one-line-per-op"),
+        golden("json-plan-document"),
+        golden("yaml-plan-document"),
         "SVG picture",
         "PNG picture",
         "Job bundle (zip)",
     }
-    assert [label for label, b in buttons.items() if b.proto.disabled] == ["PyTorch pipelining CSV, pipeline 0"]
+    assert [label for label, b in buttons.items() if b.proto.disabled] == [golden("pytorch-pipelining-csv-pipeline-0")]
     assert "one rank" in words(test)
 
 
@@ -204,7 +205,7 @@ def test_a_box_in_the_link_chooses_the_detail(console: Console, job: JobHere, mo
     for nonsense in ("1,2,3", "800,400,0,3", "a,b,c,d", "0,1,5,9999"):
         test = open_page(job=job.job_id, box=nonsense)
         assert drawn(test)[1]["yaxis"]["ticktext"][0] == "W0_0"
-        assert f"box: got {nonsense!r}, expected two times up to " in unescape(words(test))
+        assert golden("box-got-expected-two-times", f"{nonsense!r}") in unescape(words(test))
 
 
 def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,11 +258,11 @@ def measure(console: Console, job: JobHere) -> int:
 def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(console: Console) -> None:
     job = JobHere(console, "measured job", iterations=20_000).register().die("W0_1").heal("W0_1", 2)
     waiting = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
-    assert any("Waiting for all workers" in c.value for c in waiting.caption)
+    assert any(golden("waiting-for-all-workers") in c.value for c in waiting.caption)
     iteration = measure(console, job)
     test = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
     page = words(test)
-    assert f"**Iteration {iteration}** as it ran in generation 2" in page
+    assert golden("iteration-as-it-ran-in", iteration) in page
     plan = console.view(job.job_id).plan
     assert plan is not None
     bars = sum(len(t["hovertext"]) for t in drawn(test)[0] if t["meta"]["kind"] in OP_WORDS)
@@ -272,19 +273,19 @@ def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(cons
     assert link == f"measured:{job.job_id}:{iteration}"
     newer = measure(console, job)
     test.run()
-    assert f"**Iteration {iteration}** as it ran" in words(test), "what is looked at does not change by itself"
+    assert golden("iteration-as-it-ran", iteration) in words(test), "what is looked at does not change by itself"
     later = open_page(job=job.job_id, plan=link)
-    assert f"**Iteration {iteration}** as it ran" in words(later), "and a link shows what its sender saw"
+    assert golden("iteration-as-it-ran", iteration) in words(later), "and a link shows what its sender saw"
     test.button(key=f"newest-{job.job_id}").click().run()
-    assert f"**Iteration {newer}** as it ran" in words(test)
+    assert golden("iteration-as-it-ran", newer) in words(test)
     assert test.query_params["plan"] == f"measured:{job.job_id}:{newer}"
 
     unknown = open_page(job=job.job_id, plan=f"measured:{job.job_id}:{newer + 1}")
-    assert f"iteration {newer + 1} of job 'measured job' is not kept as it ran" in unknown.error[0].value
+    assert golden("iteration-of-job-measured-job", newer + 1) in unknown.error[0].value
     unknown.run()
     assert unknown.error, "it is said for as long as the address asks for it"
     unknown.button(key="show-newest").click().run()
-    assert f"**Iteration {newer}** as it ran" in words(unknown) and not unknown.error
+    assert golden("iteration-as-it-ran", newer) in words(unknown) and not unknown.error
 
 
 def test_a_link_shows_the_plan_that_was_in_force_and_the_page_itself_goes_on_with_the_job(console: Console) -> None:
@@ -300,7 +301,7 @@ def test_a_link_shows_the_plan_that_was_in_force_and_the_page_itself_goes_on_wit
 
     later = open_page(**link)
     assert drawn(later)[0] == before
-    assert "runs another plan by now" in later.info[0].value
+    assert golden("runs-another-plan-by-now") in later.info[0].value
     later.button(key="show-in-force").click().run()
     assert drawn(later) == drawn(test) and not later.info
     assert [later.query_params[name] for name in ("plan", "follow")] == [
@@ -314,7 +315,7 @@ def test_a_link_shows_the_plan_that_was_in_force_and_the_page_itself_goes_on_wit
 def test_a_job_that_ended_unmeasured_says_so(console: Console) -> None:
     job = JobHere(console, "over").register().finish()
     test = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
-    assert "no iteration of job 'over' was measured" in test.error[0].value
+    assert golden("no-iteration-of-job-over") in test.error[0].value
     assert test.get("plotly_chart"), "the plan in force is shown instead"
 
 
@@ -325,7 +326,7 @@ def test_the_head_names_the_plan_that_is_shown(console: Console, job: JobHere) -
     kept = console.library.save(factory.plan(grid=(2, 3, 5)), "two by three")
     other = head(open_page(job=job.job_id, plan=f"saved:{kept}"))
     assert "two by three" in other and "2 pipelines × 3 stages, 5 micro-batches each" in other
-    assert f"not a plan of {job.spec.name}" in other
+    assert golden("not-a-plan-of", job.spec.name) in other
     assert f'<h1 class="or-title">{job.spec.name}</h1>' in head(open_page(job=job.job_id))
 
 

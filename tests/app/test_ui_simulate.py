@@ -11,6 +11,7 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 from openrecycle.app.observing.job_history import history
 from openrecycle.app.plans.simulations import DRAWN, HISTORY
 from openrecycle.app.ui.simulate_words import ratio_words
+from tests.golden import golden
 
 TIMEOUT, COVERS = 60, "covers"
 pytestmark = [pytest.mark.usefixtures("console"), pytest.mark.processes]
@@ -68,13 +69,13 @@ def test_a_models_shape_is_simulated() -> None:
 def test_without_a_policy_there_is_nothing_to_simulate() -> None:
     test = open_page()
     test.multiselect(key="policies").set_value([]).run()
-    assert "Choose at least one policy to simulate" in html(test)
+    assert golden("choose-at-least-one-policy") in html(test)
     assert not test.error and not test.get("plotly_chart")
 
 
 def test_a_jobs_own_history_is_simulated_in_the_unit_of_its_length(here: ConsoleHere, job: JobHere) -> None:
     test = until_done(open_history(job))
-    assert "all 5 parts are there" in html(test)
+    assert golden("all-5-parts-are-there") in html(test)
     assert "1 worker lost" in html(test)
     chart = json.loads(test.get("plotly_chart")[0].proto.spec)
     assert chart["layout"]["xaxis"]["title"]["text"] == "seconds"
@@ -84,7 +85,7 @@ def test_a_jobs_own_history_is_simulated_in_the_unit_of_its_length(here: Console
 def test_a_history_without_a_failure_says_so_and_is_not_simulated(here: ConsoleHere) -> None:
     calm = JobHere(here.console, "nothing has happened").register().commit(0, 9, 1)
     test = open_history(calm)
-    assert "all policies would have trained the same" in html(test)
+    assert golden("all-policies-would-have-trained") in html(test)
     assert not test.get("plotly_chart") and "or-card" not in html(test)
 
 
@@ -92,7 +93,7 @@ def test_one_policy_is_compared_with_none() -> None:
     test = open_page()
     test.multiselect(key="policies").set_value(["drop-replica"]).run()
     page = html(until_done(test))
-    assert "Best here" in page and "Against the last" not in page
+    assert "Best here" in page and golden("against-the-last") not in page
 
 
 def test_how_the_best_is_told_from_the_worst() -> None:
@@ -112,7 +113,7 @@ def test_a_link_to_a_jobs_own_history_ends_where_its_sender_saw_it_end(here: Con
 
     link = open_history(job, f"{job.job_id}:5")
     assert pinned(link) == f"{job.job_id}:5"
-    assert any("it has gone on since" in html.proto.body for html in link.get("html"))
+    assert any(golden("it-has-gone-on-since") in html.proto.body for html in link.get("html"))
     link.button(key="simulate-to-now").click().run()
     assert pinned(link) == f"{job.job_id}:{now:.0f}"
     link.selectbox(key="trace").set_value(DRAWN).run()

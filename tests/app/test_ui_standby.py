@@ -11,6 +11,7 @@ from ui_console import MAIN
 from openrecycle.app.console import Console
 from openrecycle.app.leadership.host import ConsoleHost, set_host
 from openrecycle.app.leadership.watch import LeaderStatus
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +43,7 @@ def host() -> Iterator[Waiting]:
 def test_it_names_the_leader_and_links_to_it(host: Waiting) -> None:
     page = AppTest.from_file(MAIN, default_timeout=60).run()
     assert not page.exception
-    assert page.title[0].value == "This console is a standby"
+    assert page.title[0].value == golden("this-console-is-a-standby")
     expected = "The leader is [http://a:8501](http://a:8501): it leads (term 2); it was heard 0.4 s ago."
     assert page.markdown[0].value == expected
 
@@ -50,19 +51,19 @@ def test_it_names_the_leader_and_links_to_it(host: Waiting) -> None:
 def test_it_says_why_nobody_leads(host: Waiting) -> None:
     host.stands = LeaderStatus(None, "", "the database does not answer; nobody is known to lead")
     page = AppTest.from_file(MAIN, default_timeout=60).run()
-    assert page.markdown[0].value == "The database does not answer; nobody is known to lead."
+    assert page.markdown[0].value == golden("the-database-does-not-answer")
 
 
 def test_a_lead_in_doubt_is_no_standby(host: Waiting) -> None:
     host.stands = LeaderStatus(2, "", "the database has not confirmed it for 5.2 s", True, 1.0)
     page = AppTest.from_file(MAIN, default_timeout=60).run()
     assert not page.exception
-    assert page.title[0].value == "This console's lead is in doubt"
+    assert page.title[0].value == golden("this-consoles-lead-is-in-doubt-2")
     expected = "This console's lead is in doubt: the database has not confirmed it for 5.2 s; it tries again every 1 s."
     assert page.markdown[0].value == expected
     assert "standby" not in page.caption[0].value.lower()
     host.stands = LeaderStatus(None, "http://b:8501", "http://b:8501 leads (term 3); it was heard 0.1 s ago")
-    assert page.run().title[0].value == "This console is a standby"
+    assert page.run().title[0].value == golden("this-console-is-a-standby")
 
 
 def test_an_open_page_says_that_the_lead_is_in_doubt(host: Waiting) -> None:
@@ -73,12 +74,12 @@ def test_an_open_page_says_that_the_lead_is_in_doubt(host: Waiting) -> None:
 
     host.stands = LeaderStatus(2, "", "the database has not confirmed it for 5.2 s", True, 1.0)
     (said,) = AppTest.from_function(script).run().warning
-    assert said.value.startswith("This console's lead is in doubt: the database has not confirmed it for 5.2 s; it")
+    assert said.value.startswith(golden("this-consoles-lead-is-in-doubt-the-database"))
 
 
 def test_the_pages_are_there_when_this_console_leads(host: Waiting, console: Console) -> None:
     page = AppTest.from_file(MAIN, default_timeout=60).run()
-    assert page.title[0].value == "This console is a standby"
+    assert page.title[0].value == golden("this-console-is-a-standby")
     host.up = console
     page.run()
     assert not page.exception

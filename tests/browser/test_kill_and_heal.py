@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.layout_shifts import Shifts
 from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
+from tests.golden import golden
 
 ROOT = Path(__file__).resolve().parents[2]
 VICTIM = "W1_2"
@@ -168,7 +169,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
         expect(cell(page, "re-routed", peer)).to_be_visible()
         expect(page.get_by_role("button", name=peer)).to_contain_text("+3 re-routed")
     expect(page.locator(".or-card", has_text=re.compile(r"generation [2-9]"))).to_be_visible()
-    assert card(page, "Plan in force") != plan_before[1]
+    assert card(page, golden("plan-in-force")) != plan_before[1]
     expect(page.locator(".or-recovery")).to_contain_text(VICTIM)
     expect(page.locator(".or-events")).to_contain_text(f"{VICTIM} failed")
     expect(page.locator(".or-sentence .or-state")).to_have_text("degraded")
@@ -238,7 +239,7 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     expect(cell(page, "re-routed", PEERS[0])).to_be_visible()
     expect(ways.first).to_be_hidden()
     events = [e["text"] for e in demo.get("/events?limit=500")["events"]]
-    assert any("operator in the browser chose to re-route" in text for text in events)
+    assert any(golden("operator-in-the-browser-chose") in text for text in events)
 
     # As it was, for whoever comes next.
     base = f"{demo.root}/api/v1/jobs/{demo.job_id}"

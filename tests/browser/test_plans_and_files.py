@@ -25,6 +25,7 @@ from tests.app.ui_console import ConsoleHere, JobHere
 from tests.browser.layout_shifts import Shifts
 from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
 from tests.conftest import at_length
+from tests.golden import golden
 
 pytestmark = [*NEEDS_CHROMIUM, pytest.mark.timeout(420), pytest.mark.xdist_group("plans-in-a-browser")]
 
@@ -202,9 +203,8 @@ def test_a_dragged_time_is_in_the_link_and_a_wrong_link_is_said_to_be(site: Site
     schedule = site.plan.schedule()
     end = schedule.problem.job.units(schedule.end)
     assert said.all_inner_texts() == [
-        "show: got 'xyz', expected one of All workers, Touched by the failure, One pipeline, One stage. "
-        "The default is shown.",
-        f"time: got '9-1', expected two times from 0 to {end:g}, such as 0-{end / 2:g}. All of it is shown.",
+        golden("show-got-xyz-expected-one"),
+        golden("time-got-9-1-expected-two", f"{end:g}", f"{end / 2:g}"),
     ]
     assert parameter(page, "show") is None and parameter(page, "time") is None
     settle(page)
@@ -255,7 +255,7 @@ def test_a_box_on_a_large_plan_opens_its_ops(site: Site, page: Page) -> None:
     page.wait_for_url("**box=**")
     expect(heading).not_to_have_text(before)
     chosen = heading.inner_text()
-    assert "of a part" not in chosen
+    assert golden("of-a-part") not in chosen
     place, marked = pad.bounding_box(), pad.locator(".or-part").bounding_box()
     assert place and marked
     assert marked["x"] == pytest.approx(place["x"] + 0.4 * place["width"], abs=2)
@@ -311,7 +311,7 @@ def test_a_large_plan_is_seen_and_takes_a_box_before_the_code_of_charts_is_there
     picture, pad = page.locator(".or-overview img"), page.locator(".or-pad[data-ready]")
     picture.wait_for()
     first = picture.bounding_box()
-    assert picture.get_attribute("alt") == "Overview of 64 workers over one iteration."
+    assert picture.get_attribute("alt") == golden("overview-of-64-workers-over")
     assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1600
     pad.wait_for()
     page.evaluate("document.fonts.ready")

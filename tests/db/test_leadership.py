@@ -14,6 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from openrecycle.db.leadership import LeaderSession, Lease
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, Fenced
 from tests.conftest import new_database
+from tests.golden import golden
 
 INSERT = "insert into audit (at, actor, action, target, detail) values (1, 'me', :action, '', '')"
 
@@ -185,6 +186,6 @@ def until_waiting(stack: ExitStack, url: str) -> None:
 
 def test_nobody_there_is_one_sentence_without_the_password() -> None:
     database = Database("postgresql://user:secret@127.0.0.1:1/none")
-    with pytest.raises(DatabaseError, match="can't be used") as error:
+    with pytest.raises(DatabaseError, match=golden("cant-be-used")) as error:
         LeaderSession(database, "a")
     assert "secret" not in str(error.value)

@@ -11,6 +11,7 @@ from sqlalchemy import inspect
 
 from openrecycle.db.models import Base
 from openrecycle.db.session import Database, DatabaseError, alembic_config
+from tests.golden import golden
 
 
 def test_the_migrations_make_the_tables_of_the_models(database: Database) -> None:
@@ -60,7 +61,7 @@ def test_one_console_at_a_time_has_an_sqlite_file(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'console.db'}"
     first, second = Database(url), Database(url)
     first.lead()
-    with pytest.raises(DatabaseError, match="in use by another console"):
+    with pytest.raises(DatabaseError, match=golden("in-use-by-another-console")):
         second.lead()
     first.close()
     second.lead()

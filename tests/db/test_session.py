@@ -6,6 +6,7 @@ import pytest
 from sqlalchemy import text
 
 from openrecycle.db.session import Database, DatabaseError, file_system
+from tests.golden import golden
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_a_server_that_is_not_there_is_one_sentence_without_the_password() -> No
     database = Database("postgresql://user:secret@127.0.0.1:1/none")
     with pytest.raises(DatabaseError) as error:
         database.upgrade()
-    assert "can't be used" in str(error.value)
+    assert golden("cant-be-used") in str(error.value)
     assert "secret" not in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -37,7 +38,7 @@ def test_a_server_that_is_not_there_is_one_sentence_without_the_password() -> No
 def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "notes.db"
     path.write_text("this is not a database, whatever its name says\n" * 100)
-    with pytest.raises(DatabaseError, match="can't be used: file is not a database"):
+    with pytest.raises(DatabaseError, match=golden("cant-be-used-file-is")):
         Database(f"sqlite:///{path}").upgrade()
 
 
@@ -70,5 +71,5 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert file_system(tmp_path / "console.db", mounts) == "ext4"
     assert file_system(tmp_path, tmp_path / "none") == ""
     monkeypatch.setattr("openrecycle.db.session.file_system", lambda path: "nfs4")
-    with pytest.raises(DatabaseError, match="on a network file system"):
+    with pytest.raises(DatabaseError, match=golden("on-a-network-file-system")):
         Database(f"sqlite:///{share / 'console.db'}")

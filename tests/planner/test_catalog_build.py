@@ -38,6 +38,7 @@ from openrecycle.planner.packed import Effort, Question
 from openrecycle.planner.plan import PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
+from tests.golden import golden
 
 LIST = Effort(solver="list")
 SMALL = Question(Job.uniform(3, 2, 3), Technique.STAGGERED, MemoryLimit("uniform"))
@@ -225,14 +226,14 @@ def test_cancelled_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--tolerance: got 5, expected a number of failures from 0 to 4"):
+    with pytest.raises(InputError, match=golden("tolerance-got-5-expected-a")):
         build(SMALL, 5, tmp_path)
     with pytest.raises(InputError, match="--tolerance: got -1"):
         build(SMALL, -1, tmp_path)
     with pytest.raises(InputError, match="--per: got 'week'"):
         build(SMALL, 1, tmp_path, per="week")
     fault_free = Question(SMALL.job, Technique.FAULT_FREE, MemoryLimit("1f1b"))
-    with pytest.raises(InputError, match="fault-free plans take no failure"):
+    with pytest.raises(InputError, match=golden("fault-free-plans-take-no-failure")):
         build(fault_free, 1, tmp_path)
     with pytest.raises(InputError, match="--engine: got 'slurm'"):
         make_engine("slurm", jobs=1, address=None)
@@ -243,7 +244,7 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--out"):
         create_folder(tmp_path / "file", SMALL)
-    with pytest.raises(PlanError, match=r"catalog\.json can't be read"):
+    with pytest.raises(PlanError, match=golden("catalog-json-cant-be-read")):
         open_folder(tmp_path)
     with pytest.raises(PlanError, match="planner_version"):
         CatalogInfo.from_json("{}")
@@ -296,7 +297,7 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path: Path) -> None
         process.kill()
     assert process.returncode == 0, err
     assert "stopping" in err
-    assert "the same command goes on from here" in out
+    assert golden("the-same-command-goes-on") in out
     assert _group_ends(process.pid)
     (folder,) = tmp_path.iterdir()
     catalog = open_folder(folder)

@@ -26,6 +26,7 @@ from openrecycle.planner.plan_arrays import Columns
 from openrecycle.planner.schedule import Schedule
 from openrecycle.planner.solvers.portfolio import best_solution, make_plan, metrics_of, plan_of, solver_of
 from tests.conftest import examples
+from tests.golden import golden
 from tests.planner.problems import problems
 
 EFFORT = Effort(solver="list")
@@ -149,7 +150,7 @@ def test_a_blob_with_a_right_checksum_and_wrong_contents_is_refused() -> None:
     plan = planned("W1_2")
     blob = encode_plan(plan, EFFORT)
     other = Question(Job.uniform(4, 3, 6), Technique.STAGGERED, MemoryLimit("uniform"))
-    with pytest.raises(PlanError, match="not a plan of this catalog"):
+    with pytest.raises(PlanError, match=golden("not-a-plan-of-this")):
         decode_columns(blob, other)
     for body in (b"ORP1", b"ORP1\xff\xff\xff\xff", b"ORP1\x04\0\0\0abcd", blob[:-40]):
         with pytest.raises(PlanError):

@@ -14,6 +14,7 @@ from openrecycle.planner.catalog_engines import InlineEngine, make_engine
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MemoryLimit, Technique
 from openrecycle.planner.packed import Effort, Question
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -67,7 +68,7 @@ def test_without_an_address_two_workers_are_started_here(ray: Any, tmp_path: Pat
 
 def test_an_address_where_no_cluster_is(ray: Any, tmp_path: Path) -> None:
     engine = make_engine("ray", jobs=2, address="nowhere")
-    with pytest.raises(InputError, match=r"--address: got 'nowhere', expected the address of a running Ray cluster"):
+    with pytest.raises(InputError, match=golden("address-got-nowhere-expected-the")):
         build_catalog(QUESTION, 1, tmp_path, engine=engine, effort=LIST)
 
 
@@ -80,5 +81,5 @@ def test_without_ray_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, package)
 
     monkeypatch.setattr("openrecycle.planner.catalog_engines.import_module", missing)
-    with pytest.raises(InputError, match="--engine: got 'ray', expected local, as Ray is not installed here"):
+    with pytest.raises(InputError, match=golden("engine-got-ray-expected-local")):
         make_engine("ray", jobs=None, address=None)

@@ -19,6 +19,7 @@ from openrecycle.planner.cli import app, main, schema_text
 from openrecycle.planner.cli_shared import interruptible
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.plan import Plan
+from tests.golden import golden
 
 GRID = ["--pipelines", "3", "--stages", "4", "--micro-batches", "6"]
 
@@ -96,7 +97,7 @@ def test_check_names_the_two_ops_that_clash(plan_file: Path) -> None:
 def test_check_of_what_is_no_plan_exits_2(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(damage, encoding="latin-1")
-    with pytest.raises(PlannerError, match="is not a plan"):
+    with pytest.raises(PlannerError, match=golden("is-not-a-plan")):
         Plan.load(path)
 
 

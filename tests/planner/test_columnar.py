@@ -15,6 +15,7 @@ from openrecycle.planner.plan import Plan, PlanError
 from openrecycle.planner.plan_arrays import ColumnarSchedule
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
+from tests.golden import golden
 from tests.planner.problems import problems
 
 JOB = Job.uniform(3, 4, 6)
@@ -101,7 +102,7 @@ def test_what_is_damaged_is_refused(spoil: object) -> None:
     data = pack(
         make_plan(Problem(JOB, frozenset(), Technique.STAGGERED, MemoryLimit("none")), solver="list", look_ahead=False)
     )
-    with pytest.raises(PlanError, match="a plan of W"):
+    with pytest.raises(PlanError, match=golden("a-plan-of-w")):
         unpack(spoil(data), source="a plan of W")  # type: ignore[operator]
 
 

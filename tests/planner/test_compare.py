@@ -11,6 +11,7 @@ from openrecycle.planner.plan import MEASURED, Plan, SolverDoc
 from openrecycle.planner.reference import reference_plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
+from tests.golden import golden
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
 
@@ -52,7 +53,7 @@ def test_an_iteration_as_it_ran_was_made_by_no_solver() -> None:
     ran = plan.model_copy(update={"solver": SolverDoc(name=MEASURED, status="feasible", seconds=0.0)})
     solver = plan.solver
     made = f"{solver.name}, {solver.status}, {solver.seconds:.2f} s"
-    assert rows(plan, ran)["solver"].values == (made, "none: as it ran")
+    assert rows(plan, ran)["solver"].values == (made, golden("none-as-it-ran"))
 
 
 def test_rerouted_ops_moved() -> None:

@@ -16,6 +16,7 @@ from openrecycle.planner.cli import app, main
 from openrecycle.planner.export import EXPORTERS
 from openrecycle.planner.job import Technique
 from openrecycle.planner.plan import Plan
+from tests.golden import golden
 from tests.planner.plans import worked_example
 
 
@@ -146,7 +147,7 @@ def test_an_invalid_plan_is_named_as_such(
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps(document))
     for args in (["export", broken, "--format", "svg"], ["compare", plan_file, broken]):
-        assert "broken.json is not a valid plan: " in refusal(capsys, monkeypatch, *args)
+        assert golden("broken-json-is-not-a") in refusal(capsys, monkeypatch, *args)
 
 
 def test_out_is_all_or_nothing(

@@ -16,6 +16,7 @@ from openrecycle.planner.job import Job, Problem, StageProfile, Technique
 from openrecycle.planner.plan import Plan, PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
+from tests.golden import golden
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
 
@@ -68,7 +69,7 @@ def test_yaml_that_is_no_plan_is_refused_in_one_sentence(text: str | bytes, says
 
 def test_yaml_refuses_plans_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openrecycle.planner.export.yaml_document.MAX_OPS", 100)
-    with pytest.raises(PlannerError, match=r"\d+ ops and YAML is written for at most 100; use json or csv"):
+    with pytest.raises(PlannerError, match=golden("d-ops-and-yaml-is")):
         EXPORTERS["yaml"].render(worked_example())
 
 
@@ -108,14 +109,14 @@ def test_the_registry_is_what_is_promised() -> None:
         assert entry.render(plan)
         assert entry.file_name(plan) == f"plan-{plan.fingerprint[:12]}{entry.suffix}"
     assert len({entry.suffix for entry in EXPORTERS.values()}) == len(EXPORTERS)
-    with pytest.raises(InputError, match="--format: got 'pdf', expected one of chrome-trace, torch-csv"):
+    with pytest.raises(InputError, match=golden("format-got-pdf-expected-one")):
         format_named("pdf")
 
 
 @pytest.mark.parametrize("pipeline", [-1, 3])
 @pytest.mark.parametrize("name", ["torch-csv", "svg", "png"])
 def test_a_pipeline_that_the_plan_has_not(name: str, pipeline: int) -> None:
-    with pytest.raises(InputError, match=f"--pipeline: got {pipeline}, expected a pipeline of the plan, 0 to 2"):
+    with pytest.raises(InputError, match=golden("pipeline-got-expected-a-pipeline", pipeline)):
         EXPORTERS[name].render(worked_example(), pipeline=pipeline)
 
 

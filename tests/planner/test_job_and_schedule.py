@@ -10,6 +10,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Tec
 from openrecycle.planner.schedule import Op, Schedule
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.conftest import examples
+from tests.golden import golden
 from tests.planner.problems import problems
 
 
@@ -35,9 +36,9 @@ def test_ticks_are_exact_for_decimal_fractions() -> None:
 
 
 def test_profiles_and_transfers_must_match_the_grid() -> None:
-    with pytest.raises(InputError, match="one per stage, 3 in all"):
+    with pytest.raises(InputError, match=golden("one-per-stage-3-in")):
         Job(1, 3, 1, profiles=(StageProfile(),) * 2)
-    with pytest.raises(InputError, match="one per stage boundary, 2 in all"):
+    with pytest.raises(InputError, match=golden("one-per-stage-boundary-2")):
         Job(1, 3, 1, transfers=(1.0,))
     with pytest.raises(InputError, match=r"profiles\[1\].forward"):
         Job(1, 2, 1, profiles=(StageProfile(), StageProfile(forward=float("nan"))))
@@ -61,7 +62,7 @@ def test_memory_limits_by_stage() -> None:
 
 def test_problem_needs_living_peers_and_a_grid_that_has_the_failed() -> None:
     job = Job.uniform(2, 3, 2)
-    with pytest.raises(InfeasibleError, match="stage 1 has no living peer; bring back one of W0_1 to W1_1"):
+    with pytest.raises(InfeasibleError, match=golden("stage-1-has-no-living-peer-bring")):
         Problem(job, frozenset({Worker(0, 1), Worker(1, 1)}))
     with pytest.raises(InputError, match="W2_0"):
         Problem(job, frozenset({Worker(2, 0)}))

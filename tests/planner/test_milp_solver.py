@@ -12,6 +12,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.solvers.base import Progress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -24,7 +25,7 @@ def hard() -> Problem:
 def test_refuses_what_it_could_not_solve_and_says_what_to_use() -> None:
     problem = Problem(Job.uniform(8, 8, 16), frozenset({Worker(1, 2)}))
     begin = time.monotonic()
-    with pytest.raises(InputError, match=rf"--solver: got 'milp', expected cp-sat or auto.*{MAX_VARIABLES:,}"):
+    with pytest.raises(InputError, match=golden("solver-got-milp-expected-cp-sat", f"{MAX_VARIABLES:,}")):
         MilpSolver().solve(problem, time_limit=60, warm_start=ListScheduler().solve(problem).schedule)
     assert time.monotonic() - begin < 10
 
@@ -35,7 +36,7 @@ def test_the_time_limit_holds_and_keeps_the_warm_start() -> None:
     solution = MilpSolver().solve(hard(), time_limit=1, warm_start=warm)
     assert time.monotonic() - begin < 10
     assert solution.schedule.period <= warm.period and check(solution.schedule) == []
-    assert solution.message == "time limit reached before the MILP was solved"
+    assert solution.message == golden("time-limit-reached-before-the")
 
 
 def test_cancel_is_heeded_soon() -> None:
@@ -48,7 +49,7 @@ def test_cancel_is_heeded_soon() -> None:
     warm = ListScheduler().solve(hard()).schedule
     solution = MilpSolver().solve(hard(), time_limit=600, warm_start=warm, cancelled=cancelled)
     assert time.monotonic() - asked[0] < 3
-    assert solution.schedule is warm and solution.message == "stopped before the MILP was solved"
+    assert solution.schedule is warm and solution.message == golden("stopped-before-the-milp-was")
 
 
 def test_reports_progress_and_a_bound_for_all_routings() -> None:
@@ -56,7 +57,7 @@ def test_reports_progress_and_a_bound_for_all_routings() -> None:
     seen: list[Progress] = []
     solution = MilpSolver().solve(problem, time_limit=60, on_progress=seen.append)
     assert (solution.schedule.period, seen[-1].incumbent, seen[-1].solver) == (24, 24, "milp")
-    assert solution.bound == 23 and solution.message.startswith("no better schedule exists for this routing")
+    assert solution.bound == 23 and solution.message.startswith(golden("no-better-schedule-exists-for"))
 
 
 def test_fault_free_is_1f1b() -> None:

@@ -12,6 +12,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.packed import SMALL_OPS, from_bytes, packed, storable, to_bytes, unpack
 from openrecycle.planner.plan import Plan, PlanError
 from openrecycle.planner.solvers.portfolio import best_solution, checked_plan_of, make_plan, plan_of
+from tests.golden import golden
 
 LARGE = Job.uniform(8, 8, 16, durations={"F": 40, "I": 41.5, "W": 39, "O": 3, "transfer": 0.5}, time_unit="ms")
 FAILED = frozenset({Worker(3, 5), Worker(6, 2)})
@@ -60,7 +61,7 @@ def test_a_small_plan_stays_a_document() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"C", b"C\x01\x00\x00\x00x", b"X{}", b"D{}"])
 def test_what_is_no_plan_is_refused(data: bytes) -> None:
-    with pytest.raises(PlanError, match="the planning process"):
+    with pytest.raises(PlanError, match=golden("the-planning-process")):
         from_bytes(data, source="the planning process")
 
 

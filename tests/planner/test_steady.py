@@ -14,6 +14,7 @@ from openrecycle.planner.schedule import Schedule
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.steady import steady_period
 from tests.conftest import examples
+from tests.golden import golden
 
 
 def made(problem: Problem) -> Schedule:
@@ -76,5 +77,5 @@ def test_an_order_that_can_not_be_run_is_refused() -> None:
     schedule = made(Problem(Job(1, 1, 2)))
     worker = Worker(0, 0)
     mixed = Schedule(schedule.problem, {worker: tuple(reversed(schedule.ops[worker][:-1])) + schedule.ops[worker][-1:]})
-    with pytest.raises(InputError, match="wait for each other"):
+    with pytest.raises(InputError, match=golden("wait-for-each-other")):
         steady_period(mixed)

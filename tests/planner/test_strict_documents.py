@@ -19,6 +19,7 @@ from openrecycle.planner.plan import Plan, job_doc
 from openrecycle.planner.profiles import load, load_profile, shipped
 from openrecycle.planner.simulation.traces.replay import read
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.golden import golden
 
 Reader = Callable[[str, Path], object]
 
@@ -84,7 +85,7 @@ def test_yaml_too(plan: Plan) -> None:
     assert parse_yaml(text) == plan
     for old, new in (("failed:", "failed: [W0_0]\nfailed:"), ("kind: F", "kind: W, kind: F")):
         assert old in text
-        with pytest.raises(PlannerError, match="is there twice"):
+        with pytest.raises(PlannerError, match=golden("is-there-twice")):
             parse_yaml(text.replace(old, new, 1))
     with pytest.raises(PlannerError):
         parse_yaml("[" * 100_000)

@@ -15,6 +15,7 @@ from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.solvers.tuning import Tuner
 from tests.conftest import examples
+from tests.golden import golden
 from tests.planner.problems import problems
 
 UNEVEN = Problem(
@@ -58,7 +59,7 @@ def test_tuning_can_be_cancelled() -> None:
 def test_a_short_time_limit_gives_the_list_plan_and_says_so() -> None:
     plan = make_plan(UNEVEN, time_limit=1e-6)
     assert plan.solver.name == "list"
-    assert "the time limit is reached" in plan.solver.message
+    assert golden("the-time-limit-is-reached") in plan.solver.message
     assert check(plan) == []
 
 

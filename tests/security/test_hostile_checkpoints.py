@@ -14,6 +14,7 @@ import torch
 
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, Identity, find, whole_checkpoints, write_part
 from openrecycle.agent.state import StageState, StateError, encode, read_tensors
+from tests.golden import golden
 
 STATE = StageState({"committed": 3, "x": encode({"a": (1, 2)}, "x", {})}, {"p": torch.arange(6.0).view(2, 3)})
 
@@ -85,7 +86,7 @@ def test_a_sparse_file_takes_no_memory(folder: Path) -> None:
     with (part(folder) / "tensors.bin").open("r+b") as data:
         data.truncate(1 << 40)
     description = json.loads((part(folder) / "state.json").read_text())
-    with pytest.raises(StateError, match="bytes and its description says"):
+    with pytest.raises(StateError, match=golden("bytes-and-its-description-says")):
         read_tensors(description, part(folder) / "tensors.bin")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import openrecycle.planner.simulation
 from openrecycle.planner import cli
+from tests.golden import golden
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 OOBLECK = DATA / "oobleck"
@@ -92,7 +93,7 @@ def test_drawn_failures_and_a_sweep(simulate: Any) -> None:
     assert [row["mtbf_hours"] for row in rows] == [20, 20, 200, 200]
     assert rows[0]["goodput"] < rows[2]["goodput"]
     code, text, _ = simulate(*args, "--mtbf", "200")
-    assert code == 0 and "mean time between failures" in " ".join(text.split())
+    assert code == 0 and golden("mean-time-between-failures") in " ".join(text.split())
     code, shared, _ = simulate(
         "--policy", "recycle", *SIZES, *drawn, "--host-mtbf", "50", "--rack", "6:90", "--switch", "12:200", "--json"
     )
@@ -134,4 +135,4 @@ def test_a_bad_trace_is_named(simulate: Any, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text("0,add,a\n5,drop,a\n")
     code, _, err = simulate("--policy", "recycle", "--trace", str(path), *SIZES)
-    assert code == 2 and "bad.csv line 2: got 'drop', expected add or remove" in err
+    assert code == 2 and golden("bad-csv-line-2-got") in err

@@ -12,6 +12,7 @@ from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop
 from openrecycle.planner.simulation.trace import Event, Trace
 from tests.conftest import examples
+from tests.golden import golden
 
 WORKERS = 6
 
@@ -227,5 +228,5 @@ def test_a_document_has_what_the_command_promises() -> None:
 
 
 def test_a_pace_is_checked() -> None:
-    with pytest.raises(ValueError, match="not a pace"):
+    with pytest.raises(ValueError, match=golden("not-a-pace")):
         Pace(0, 1.0)

@@ -15,6 +15,7 @@ from openrecycle.planner.simulation.trace import Event, Trace
 from openrecycle.planner.simulation.traces import parse_trace, read_trace
 from openrecycle.planner.simulation.traces.generated import Domain, generated, periodic
 from openrecycle.planner.simulation.traces.history import from_history
+from tests.golden import golden
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 
@@ -104,7 +105,7 @@ def test_bad_traces(text: str, where: str, value: str) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="can be read"):
+    with pytest.raises(InputError, match=golden("can-be-read")):
         read_trace(tmp_path / "none.csv")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe0")
     with pytest.raises(InputError, match="UTF-8"):

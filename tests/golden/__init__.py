@@ -1,0 +1,117 @@
+"""The sentences that tests expect, all in wording.json: whoever words one better edits no test.
+
+A test names one: `assert golden("no-living-peer") in error`. What is there for `match=` is a pattern.
+`pytest --golden -n 0` writes the words that were found into the file where a comparison by == or `in` finds others; of
+all other sentences the failing test shows what there is now.
+`python -m tests.golden` moves sentences that asserts quote there.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from openrecycle.planner.policy import DROP, MIGRATE
+
+FILE = Path(__file__).with_name("wording.json")
+ROOT = Path(__file__).resolve().parents[2]
+_NAMES = {MIGRATE, DROP}
+"""Are values of the API, as a code is."""
+
+
+class Sentence(str):
+    """A sentence, with the name that it has in the file."""
+
+    name: str
+
+
+@functools.cache
+def wording() -> dict[str, str]:
+    return dict(json.loads(FILE.read_text()))
+
+
+def golden(name: str, *values: Any) -> Sentence:
+    """The sentence of that name, with `values` in its places {0}, {1} and so on."""
+    sentence = wording()[name]
+    made = Sentence(sentence.format(*values) if values else sentence)
+    made.name = name
+    return made
+
+
+def write(sentences: dict[str, str]) -> None:
+    FILE.write_text(json.dumps(dict(sorted(sentences.items())), indent=0, ensure_ascii=False) + "\n")
+
+
+def learn(operator: str, left: object, right: object) -> None:
+    """From a comparison that failed: the file takes up what there was instead."""
+    expected, found = (left, right) if isinstance(left, Sentence) else (right, left)
+    if operator not in ("==", "in") or not isinstance(expected, Sentence) or "{0}" in wording()[expected.name]:
+        return
+    texts = [found] if isinstance(found, str) else list(found) if isinstance(found, (list, tuple, set)) else []
+    if operator == "in":
+        texts = [part for text in texts if isinstance(text, str) for part in _parts(text, len(expected.split(" ")))]
+    (best,) = difflib.get_close_matches(expected, [t for t in texts if isinstance(t, str)], 1, 0.4) or (None,)
+    if best is not None:
+        wording()[expected.name] = best
+        write(wording())
+
+
+def _parts(text: str, words: int) -> list[str]:
+    """Of about so many words, of one line each."""
+    lines = [line.split(" ") for line in text.splitlines()]
+    lengths = range(max(1, words - 2), words + 3)
+    return [" ".join(line[at : at + n]) for line in lines for n in lengths for at in range(max(1, len(line) - n + 1))]
+
+
+# -- what tests quote ------------------------------------------------------------------------
+
+
+def _runs(text: str) -> set[tuple[str, ...]]:
+    """Three words, each after the other with a space between."""
+    return {
+        tuple(words[n : n + 3]) for piece in re.split(r"[^A-Za-z' ]", text) for words in [piece.split()] for n in
+        range(len(words) - 2)
+    }  # fmt: skip
+
+
+@functools.cache
+def _product() -> set[tuple[str, ...]]:
+    """Of all that the product may say."""
+    found: set[tuple[str, ...]] = set()
+    for folder in ("agent", "app", "db", "planner", ".src/openrecycle"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found |= _runs(node.value)
+    return found
+
+
+def quoted(source: str) -> Iterator[ast.Constant | ast.JoinedStr]:
+    """The sentences of the product in the asserts of a test, and in its `match=`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert):
+            yield from _sentences(node.test)
+        elif isinstance(node, ast.keyword) and node.arg == "match":
+            yield from _sentences(node.value)
+
+
+def _sentences(node: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
+    if isinstance(node, ast.JoinedStr):
+        if any(isinstance(part, ast.Constant) and _of_product(part.value) for part in node.values):
+            yield node
+    elif isinstance(node, ast.Constant):
+        if isinstance(node.value, str) and _of_product(node.value):
+            yield node
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _sentences(child)
+
+
+def _of_product(text: str) -> bool:
+    return text not in _NAMES and bool(_runs(text) & _product())
