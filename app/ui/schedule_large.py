@@ -61,7 +61,7 @@ def large_chart(
         alt = f"Overview of {len(workers):,} workers over one iteration."
         st.html(large.overview(drawing, drawn, alt))
         part = large.box_of(drawing, detail)
-        box_select(width, len(workers), part, key=PAD, on_box=partial(_remember_box, wish.time))
+        box_select(width, len(workers), part, key=PAD, on_box=partial(remember_box, wish.time))
     if words := large.out_words(drawing):
         st.caption(words)
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
@@ -119,7 +119,7 @@ def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, flo
     return bound.read(BOX, accept, expected, "No box is drawn.")
 
 
-def _remember_box(time: TimeRange) -> None:
+def remember_box(time: TimeRange) -> None:
     """Shows all of it."""
     if box := drawn_box(PAD):
         show_all(time)

@@ -35,8 +35,8 @@ def choose_time(of: str, end: float, unit: str, name: str = TIME) -> TimeRange:
     """Draws the slider. of: what is shown; each has a slider of its own, since their times differ in length. name: in
     the address."""
     key = f"{name}-{of}"
-    expected = f"two times from 0 to {_number(end)}, such as 0-{_number(end / 2)}"
-    sent = bound.read(name, lambda word: _parse(word, end), expected, "All of it is shown.")
+    expected = f"two times from 0 to {spelled(end)}, such as 0-{spelled(end / 2)}"
+    sent = bound.read(name, lambda word: parsed(word, end), expected, "All of it is shown.")
     if key not in st.session_state:
         st.session_state[key] = sent or (0.0, end)
     chosen = st.slider(
@@ -46,18 +46,18 @@ def choose_time(of: str, end: float, unit: str, name: str = TIME) -> TimeRange:
         step=_step(end),
         format="%g",
         key=key,
-        on_change=_slid,
+        on_change=slid,
         args=(name, key, end),
         width=240,
     )
     bound.say(name)
-    return TimeRange(name, key, end, _part(chosen, end))
+    return TimeRange(name, key, end, narrowed(chosen, end))
 
 
 def follow(chart: str, time: TimeRange) -> None:
     """Has the chart of that key choose the time: dragging over it, moving its axis, and a double click for all."""
     _component()(
-        key=_key(chart), data={"chart": chart}, on_range_change=partial(_dragged, chart, time)
+        key=_key(chart), data={"chart": chart}, on_range_change=partial(dragged, chart, time)
     )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def show_all(time: TimeRange) -> None:
     _remember(time.name, None)
 
 
-def _dragged(chart: str, time: TimeRange) -> None:
+def dragged(chart: str, time: TimeRange) -> None:
     """What else a browser may send than two times in order, or nothing for all, changes nothing."""
     state = st.session_state.get(_key(chart))
     sent = state.get("range") if state else None
@@ -90,27 +90,28 @@ def _dragged(chart: str, time: TimeRange) -> None:
         if low >= high:
             return
         digits = max(0, 3 - math.floor(math.log10(high - low)))
-        part = _part((round(low, digits), min(time.end, round(high, digits))), time.end)
+        part = narrowed((round(low, digits), min(time.end, round(high, digits))), time.end)
         chart_revision.moved(chart, part)
     st.session_state[time.key] = part or (0.0, time.end)
     _remember(time.name, part)
 
 
-def _slid(name: str, key: str, end: float) -> None:
-    _remember(name, _part(st.session_state[key], end))
+def slid(name: str, key: str, end: float) -> None:
+    """The slider was moved."""
+    _remember(name, narrowed(st.session_state[key], end))
 
 
 def _remember(name: str, part: Range | None) -> None:
-    bound.put(name, "-".join(map(_number, part)) if part else None)
+    bound.put(name, "-".join(map(spelled, part)) if part else None)
 
 
-def _part(chosen: Range, end: float) -> Range | None:
+def narrowed(chosen: Range, end: float) -> Range | None:
     """None where it is all, as far as the slider can tell, or nothing."""
     low, high = chosen
     return None if (low <= 0 and high > end - _step(end)) or low >= high else (low, high)
 
 
-def _parse(word: str, end: float) -> Range | None:
+def parsed(word: str, end: float) -> Range | None:
     """`5-12`."""
     low, _, high = word.partition("-")
     try:
@@ -120,7 +121,8 @@ def _parse(word: str, end: float) -> Range | None:
     return (found[0], min(found[1], end)) if 0 <= found[0] < found[1] <= end * (1 + 1e-9) else None
 
 
-def _number(value: float) -> str:
+def spelled(value: float) -> str:
+    """As it stands in an address."""
     return f"{value:.9f}".rstrip("0").rstrip(".")
 
 

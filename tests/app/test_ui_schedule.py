@@ -214,11 +214,11 @@ def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch)
     for module in (schedule_large, box_select, time_range, bound):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     time = time_range.TimeRange("time", "slider", 60.0, (40.0, 50.0))
-    schedule_large._remember_box(time)
+    schedule_large.remember_box(time)
     assert query == {"box": "10,30.5,3,7"} and state["slider"] == (0.0, 60.0), "all of the box is shown"
     for nothing in ({}, {"box": None}, {"box": [1, 2]}, {"box": ["1", 2, 3, 4]}, {"box": "1,2,3,4"}):
         state[schedule_large.PAD] = nothing
-        schedule_large._remember_box(time)
+        schedule_large.remember_box(time)
         assert query == {"box": "10,30.5,3,7"}
 
 

@@ -24,14 +24,14 @@ class Page:
 
     def drag(self, sent: object) -> None:
         self.state[f"zoom-of-{CHART}"] = {"range": sent}
-        time_range._dragged(CHART, time_range.TimeRange("time", SLIDER, END, None))
+        time_range.dragged(CHART, time_range.TimeRange("time", SLIDER, END, None))
 
     def slide(self, low: float, high: float) -> None:
         self.state[SLIDER] = (low, high)
-        time_range._slid("time", SLIDER, END)
+        time_range.slid("time", SLIDER, END)
 
     def draw(self, what: str = "a plan") -> tuple[tuple[float, float] | None, int]:
-        shown = time_range._part(self.state[SLIDER], END)
+        shown = time_range.narrowed(self.state[SLIDER], END)
         return chart_revision.drawn_with(CHART, what, shown)
 
 
@@ -61,7 +61,7 @@ def test_a_dragged_chart_sets_the_slider_and_the_link(
     page.drag(sent)
     assert page.address.get("time") == link and page.state[SLIDER] == pytest.approx(slider)
     if link is not None:
-        assert time_range._parse(link, END) == pytest.approx(slider)
+        assert time_range.parsed(link, END) == pytest.approx(slider)
 
 
 @pytest.mark.parametrize("sent", [None, "all", [None, 3], ["1", "2"], [float("nan"), 3.0], [400, 200], [900, 950], {}])
@@ -130,11 +130,11 @@ def test_a_chart_of_a_part_shows_what_it_has_of_the_chosen_time(
 
 @pytest.mark.parametrize("word", ["400-200", "a-b", "200", "-5-10", "0-99999", "nan-3", "1-inf", "", "-"])
 def test_a_time_that_cannot_be(word: str) -> None:
-    assert time_range._parse(word, END) is None
+    assert time_range.parsed(word, END) is None
 
 
 @pytest.mark.parametrize("end", [1 / 3, 100 / 7, 840.0, 27.0, 1e-3, 123456.789])
 def test_the_end_can_be_sent(end: float) -> None:
-    link = f"0-{time_range._number(end)}"
-    parsed = time_range._parse(link, end)
-    assert parsed is not None and time_range._part(parsed, end) is None
+    link = f"0-{time_range.spelled(end)}"
+    parsed = time_range.parsed(link, end)
+    assert parsed is not None and time_range.narrowed(parsed, end) is None
