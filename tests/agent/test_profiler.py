@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -88,16 +86,11 @@ def test_traffic_between_real_processes() -> None:
 @pytest.mark.processes
 def test_a_plan_is_made_from_what_was_measured(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
-    command = ["-m", "agent", "profile", "--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options"]
+    command = ["profile", "--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options"]
     options = ['{"width": 32, "heads": 2, "sequence": 16, "batch": 2}', "--stages", "2", "--micro-batches", "3"]
-    done = subprocess.run(
-        [sys.executable, *command, *options, "--repeats", "3", "--allow-spread", "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    asked = [*command, *options, "--repeats", "3", "--allow-spread", "--out", str(out)]
+    done = CliRunner().invoke(app, asked, catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
     made = load_profile(out)
     assert made.cut == "stages" and len(made.parts) == 2 and made.samples_per_micro_batch == 2
     assert made.boundary_bytes == 4 * 2 * 16 * 32 and made.reductions is not None

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import requests
 from console_server import ROOT, Agents, ConsoleServer
+from typer.testing import CliRunner
 
+from openrecycle.app.cli import cli
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -34,6 +36,13 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def here(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As `run`, in this process: what is refused before anything is started."""
+    clean = {"DATABASE_URL": None, "OPENRECYCLE_TOKEN": None}
+    done = CliRunner().invoke(cli, ["serve", *options], env={**clean, **environment})
+    return subprocess.CompletedProcess(["serve", *options], done.exit_code, done.stdout, done.stderr)
+
+
 def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -44,12 +53,12 @@ def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
 
 
 def test_another_host_needs_a_token() -> None:
-    done = run("--host", "0.0.0.0", "--port", "0")
+    done = here("--host", "0.0.0.0", "--port", "0")
     assert_refused(done, "--host 0.0.0.0 can be reached from other machines", "OPENRECYCLE_TOKEN", "--token-file")
 
 
 def test_a_short_token_is_none() -> None:
-    assert_refused(run("--port", "0", OPENRECYCLE_TOKEN="short"), "at least 16 printable characters")
+    assert_refused(here("--port", "0", OPENRECYCLE_TOKEN="short"), "at least 16 printable characters")
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
@@ -57,13 +66,13 @@ def test_a_token_file_that_others_can_read(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "token"
     path.write_text(TOKEN)
     path.chmod(mode)
-    done = run("--port", "0", "--token-file", str(path))
+    done = here("--port", "0", "--token-file", str(path))
     assert_refused(done, f"has mode {mode:04o}, expected 0600")
     assert TOKEN not in done.stderr
 
 
 def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
-    assert_refused(run("--token-file", str(tmp_path / "none")), "can't be read: No such file or directory")
+    assert_refused(here("--token-file", str(tmp_path / "none")), "can't be read: No such file or directory")
 
 
 def test_a_port_that_is_taken() -> None:
@@ -79,8 +88,6 @@ def test_a_port_that_is_taken() -> None:
         (("--host", "nowhere.invalid"), "--host"),
         (("--port", "0", "--database-url", "mysql://a:secret@b/c"), "got a mysql database"),
         (("--port", "0", "--database-url", "postgresql://a:secret@127.0.0.1:1/c"), "can't be used"),
-        (("--suspect", "0.5"), "suspect: got 0.5, expected at least two heartbeats (2 s)"),
-        (("--dead", "3"), "dead: got 3.0, expected more than suspect (5 s)"),
     ],
 )
 def test_settings_that_make_no_console(options: tuple[str, ...], part: str) -> None:
@@ -88,6 +95,17 @@ def test_settings_that_make_no_console(options: tuple[str, ...], part: str) -> N
     done = run(*options, OPENRECYCLE_TOKEN=TOKEN)
     assert_refused(done, part)
     assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("--suspect", "0.5"), "suspect: got 0.5, expected at least two heartbeats (2 s)"),
+        (("--dead", "3"), "dead: got 3.0, expected more than suspect (5 s)"),
+    ],
+)
+def test_time_outs_that_are_none(options: tuple[str, ...], part: str) -> None:
+    assert_refused(here(*options), part)
 
 
 def test_two_consoles_do_not_share_a_database(tmp_path: Path) -> None:
