@@ -33,9 +33,13 @@ BARE = {"jobs", "job_workers", "job_generation", "job_plans_ahead", "job_plans_a
 OTHERS = ("python_", "process_")
 
 
+# None of the agents here may be suspected for the machine's load.
+OPTIONS = ("--api-only", "--suspect", "40", "--dead", "90")
+
+
 @pytest.fixture(scope="module")
 def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
-    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('metrics') / 'console.db'}", "--api-only")
+    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('metrics') / 'console.db'}", *OPTIONS)
     yield server
     server.close()
 
