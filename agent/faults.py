@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, Worker
 
-_KILL = re.compile(r"(?P<worker>W[0-9]+_[0-9]+)@(?P<iteration>[0-9]+):(?P<op>R|O|V|[FIW](?:[0-9]+\.)?[0-9]+)")
-_REJOIN = re.compile(r"(?P<worker>W[0-9]+_[0-9]+)@(?P<iteration>[0-9]+)")
-_SLOW = re.compile(r"(?P<worker>W[0-9]+_[0-9]+)@(?P<iteration>[0-9]+):(?P<factor>[0-9]{1,3}(\.[0-9]{1,3})?)")
+_KILL = re.compile(
+    r"(?P<worker>W[0-9]{1,6}_[0-9]{1,6})@(?P<iteration>[0-9]{1,15}):(?P<op>R|O|V|[FIW](?:[0-9]{1,9}\.)?[0-9]{1,9})"
+)
+_REJOIN = re.compile(r"(?P<worker>W[0-9]{1,6}_[0-9]{1,6})@(?P<iteration>[0-9]{1,15})")
+_SLOW = re.compile(
+    r"(?P<worker>W[0-9]{1,6}_[0-9]{1,6})@(?P<iteration>[0-9]{1,15}):(?P<factor>[0-9]{1,3}(\.[0-9]{1,3})?)"
+)
 MOST_SLOW = 100.0
 
 

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.clock import Offset, offset_to_console
@@ -32,11 +34,14 @@ from openrecycle.agent.protocol import (
     Heartbeats,
     LogLines,
     MeasuredOps,
+    Message,
     Registered,
     Registration,
     clock_name,
 )
 from openrecycle.agent.timeline import Recorded, Timeline
+
+M = TypeVar("M", bound=Message)
 
 QUEUE = 1000
 STALE_SECONDS = 2.0
@@ -239,15 +244,14 @@ class WorkerReports(threading.Thread):
     def _beat(self, which: Callable[[_Process], bool]) -> None:
         old = time.monotonic() - max(STALE_SECONDS, 2 * self._interval)
         with self._lock:
-            speak = [
-                (p, p.said)
+            heard = [
+                (p, p.said, {"worker": p.worker, "incarnation": p.registration.incarnation, "seq": p.seq})
                 for p in self._processes.values()
                 if p.registered and p.said is not None and p.said_at >= old and which(p)
             ]
-            beats = [
-                Heartbeat(worker=p.worker, incarnation=p.registration.incarnation, seq=p.seq, **said)
-                for p, said in speak
-            ]
+        made = [(process, said, _read(Heartbeat, {**said, **own})) for process, said, own in heard]
+        speak = [(process, said) for process, said, beat in made if beat is not None]
+        beats = [beat for _, _, beat in made if beat is not None]
         for at in range(0, len(beats), BATCH):
             part = beats[at : at + BATCH]
             reply = self._client.post(f"{self._path}/heartbeats", Heartbeats(heartbeats=tuple(part)), BatchReply)
@@ -287,8 +291,9 @@ class WorkerReports(threading.Thread):
             offset = offset or offset_to_console(self._client)
             microseconds = clock.microseconds + offset.microseconds
             uncertainty = clock.uncertainty + offset.uncertainty
-            message = MeasuredOps(**fields | {"offset_us": microseconds, "uncertainty_us": uncertainty})
-            self._of_one(message.incarnation, "measured", message)
+            message = _read(MeasuredOps, {**fields, "offset_us": microseconds, "uncertainty_us": uncertainty})
+            if message is not None:
+                self._of_one(message.incarnation, "measured", message)
             self._measured.sent()
 
     def _post_logs(self) -> None:
@@ -298,6 +303,14 @@ class WorkerReports(threading.Thread):
                 incarnation = process.registration.incarnation
                 message = LogLines(worker=process.worker, incarnation=incarnation, lines=lines, skipped=skipped)
                 self._of_one(incarnation, "logs", message)
+
+
+def _read(kind: type[M], fields: Mapping[str, Any]) -> M | None:
+    """None: no console takes that. What one process says wrongly must not silence the others of its launcher."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError:
+        return None
 
 
 def doing(progress: Progress) -> Doing | None:

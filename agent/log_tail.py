@@ -6,9 +6,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TextIO
 
-from openrecycle.agent.protocol import LOG_LINE, LOG_LINES, LogLine
+from pydantic import ValidationError
+
+from openrecycle.agent.protocol import LATEST, LOG_LINE, LOG_LINES, LogLine
 
 
 class LogTail:
@@ -21,7 +24,7 @@ class LogTail:
 
     def add(self, text: str) -> None:
         """Whole lines; those that are too long are cut."""
-        at = time.time()
+        at = min(max(time.time(), 0.0), LATEST)  # a clock may be set to anything
         for line in text.splitlines():
             if line := line.rstrip():
                 clean = "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line)
@@ -33,8 +36,9 @@ class LogTail:
         """Lines that another tail had taken, with their POSIX seconds, and how many it had dropped before them."""
         with self._lock:
             for at, text in lines:
-                self._lines.append(LogLine(at=at, text=text))
                 self._added += 1
+                with suppress(ValidationError):  # no console takes it
+                    self._lines.append(LogLine(at=at, text=text))
             self._added += skipped
 
     def take(self) -> tuple[tuple[LogLine, ...], int]:

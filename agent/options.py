@@ -60,11 +60,13 @@ def parse_pace(text: str) -> dict[str, float]:
         return {}
     out: dict[str, float] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
-        match = re.fullmatch(r"([FIWO]|transfer)=([0-9]+(?:\.[0-9]{1,3})?)(ms|s)", part)
+        match = re.fullmatch(r"([FIWO]|transfer)=([0-9]{1,9}(?:\.[0-9]{1,3})?)(ms|s)", part)
         if not match:
             raise InputError(
                 "pace", part, "KIND=TIME, such as F=40ms, with KIND F, I, W, O or transfer; commas between"
             )
+        if match[1] in out:
+            raise InputError("pace", part, f"each kind once; {match[1]} is there already")
         out[match[1]] = float(match[2]) * (1000 if match[3] == "s" else 1)
     missing = [kind for kind in "FIW" if not out.get(kind)]
     if missing:
@@ -299,7 +301,11 @@ class TrainingOptions(Group):
             if folder is None:
                 continue
             path = Path(folder)
-            if not path.absolute().parent.is_dir() or (path.exists() and not path.is_dir()):
+            try:
+                fits = path.absolute().parent.is_dir() and (path.is_dir() or not path.exists())
+            except OSError:  # too long for a name, or in a folder that is shut
+                fits = False
+            if not fits:
                 raise group.refuse(name, "a folder, or a name for one in a folder that exists")
         if self.checkpoints.resume is not None and self.checkpoints.directory is None:
             raise self.checkpoints.refuse("resume", "`checkpoints.directory` too, the folder to resume from")

@@ -39,6 +39,8 @@ TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
 MEASURED_OPS = 100_000
 # Of one post of a worker's log: lines, and characters in each.
 LOG_LINES, LOG_LINE = 100, 500
+# POSIX seconds that a message may say.
+LATEST = 1e11
 # Of one post of heartbeats or acknowledgements.
 BATCH = 8_192
 # Characters of an interim plan that is sent to the console.
@@ -68,7 +70,7 @@ WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$
 Text = Annotated[str, StringConstraints(max_length=2000)]
 Count = Annotated[int, Field(ge=0, le=2**53), INTEGER]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
-PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
+PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=LATEST, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Microseconds = Annotated[int, Field(ge=0, le=10**12), INTEGER]
@@ -329,7 +331,7 @@ class InterimPlan(Message):
 
     generation: Annotated[int, Field(ge=1), INTEGER]
     plan_fingerprint: Identifier
-    failed: tuple[WorkerName, ...]
+    failed: Annotated[tuple[WorkerName, ...], Field(max_length=16_384, fail_fast=True)]
     document: Annotated[str, StringConstraints(max_length=INTERIM_DOCUMENT)] = ""
 
 

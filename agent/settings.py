@@ -21,6 +21,9 @@ from openrecycle.planner.errors import InputError
 
 G = TypeVar("G", bound=type)
 
+# Beyond, a whole number is not the same in JSON (agent.protocol.Count).
+LARGEST = 2**53
+
 
 def option(
     default: Any,
@@ -147,7 +150,7 @@ def _checked(group: Any, own: Field[Any], value: Any) -> Any:
             raise InputError(path, value, about["expected"] or " or ".join(map(str, choices)) + nothing)
         return value
     if get_origin(kinds[0]) is Sequence:
-        if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(i, str) for i in value):
             raise InputError(path, value, "a list of texts")
         return tuple(value)
     if Path in kinds and isinstance(value, Path):
@@ -159,8 +162,10 @@ def _checked(group: Any, own: Field[Any], value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and (int in kinds or float in kinds):
         if not _within(value, about) or not (float in kinds or isinstance(value, int)):
             raise InputError(path, value, _expected(about, whole=float not in kinds))
-    elif not isinstance(value, str) or str not in kinds:
-        raise InputError(path, value, _expected(about, whole=float not in kinds) if str not in kinds else "a text")
+    elif not isinstance(value, str) or str not in kinds or (Path in kinds and "\0" in value):
+        raise InputError(
+            path, value, _expected(about, whole=float not in kinds) if str not in kinds else "a text without NULs"
+        )
     if about["parse"] is not None:
         try:
             about["parse"](str(value))
@@ -170,10 +175,10 @@ def _checked(group: Any, own: Field[Any], value: Any) -> Any:
 
 
 def _within(value: float, about: Mapping[str, Any]) -> bool:
-    """Written so that NaN is not."""
+    """Written so that NaN is not, nor a whole number that fits into no float or message."""
     least, above, most = about["least"], about["above"], about["most"]
     return (
-        math.isfinite(value)
+        (abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value))
         and (least is None or value >= least)
         and (above is None or value > above)
         and (most is None or value <= most)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# Characters of a value that an error shows.
+SHOWN = 1_000
+
 
 class PlannerError(ValueError):
     """Base of everything the planner refuses. `str(error)` is one sentence for the user."""
@@ -19,7 +22,7 @@ class InputError(PlannerError):
         self.field = field
         self.value = value
         self.expected = expected
-        super().__init__(f"{field}: got {value!r}, expected {expected}")
+        super().__init__(f"{field}: got {shown(value)}, expected {expected}")
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
         # It crosses from a planning process to the one that reports it.
@@ -39,3 +42,12 @@ class InfeasibleError(PlannerError):
 
     def __reduce__(self) -> tuple[type[InfeasibleError], tuple[str, str]]:
         return type(self), (self.constraint, self.remedy)
+
+
+def shown(value: object) -> str:
+    """`repr`, cut where it is long: what is refused may be of any size."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no whole number of more than 4,300 digits
+        return f"a {type(value).__name__} that is too large to be shown"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"

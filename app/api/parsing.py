@@ -7,11 +7,12 @@ One thread does it, in pieces of some milliseconds, and what a wrong body can co
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, get_args
 
 from fastapi import Request, Response
 from fastapi.dependencies.models import Dependant
@@ -54,8 +55,9 @@ class ReadBeside(APIRoute):
 
 async def known_query(request: Request) -> None:
     """A dependency of every route: query parameters that it does not know, or gets twice, are refused as fields of a
-    body are. A misspelt one would be left out in silence. Raises ConsoleError (422)."""
-    known = list(_query_names(request.scope["route"].dependant))
+    body are. A misspelt one would be left out in silence. Numbers and truths are as JSON writes them, which is what the
+    published schema says of them. Raises ConsoleError (422)."""
+    known = dict(_query_parameters(request.scope["route"].dependant))
     seen: set[str] = set()
     for name, value in request.query_params.multi_items():
         if name not in known or name in seen:
@@ -63,12 +65,26 @@ async def known_query(request: Request) -> None:
             expected = "it once" if name in seen else f"one of {', '.join(known)}" if known else "no query parameter"
             raise ConsoleError(422, "invalid", f"query: got {shown!r}, expected {expected}")
         seen.add(name)
+        for kind, (written, expected) in _WRITTEN.items():
+            if kind in known[name] and not written.fullmatch(value):
+                raise ConsoleError(422, "invalid", f"{name}: got {printable(value[:100])!r}, expected {expected}")
 
 
-def _query_names(dependant: Dependant) -> Iterator[str]:
-    yield from (parameter.alias for parameter in dependant.query_params)
+# What pydantic takes for one is more: 1_0, +5, 5.0 and a space before a number, `yes`.
+_WRITTEN = {
+    bool: (re.compile("true|false"), "true or false"),
+    int: (re.compile("-?(0|[1-9][0-9]*)"), "a whole number"),
+    float: (re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"), "a number"),
+}
+
+
+def _query_parameters(dependant: Dependant) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Their names, and the types that each may be of."""
+    for parameter in dependant.query_params:
+        annotation = parameter.field_info.annotation
+        yield parameter.alias, get_args(annotation) or (annotation,)
     for other in dependant.dependencies:
-        yield from _query_names(other)
+        yield from _query_parameters(other)
 
 
 async def beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

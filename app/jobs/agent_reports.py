@@ -129,6 +129,8 @@ class Reports(ABC):
     def meanwhile(self, job_id: str, message: InterimPlan) -> str:
         """What a generation runs until newcomers have their state."""
         job, failed, plan = self.job(job_id), message.failed, None
+        if len(set(failed)) < len(failed) or any(name not in job.state.members for name in failed):
+            raise ConsoleError(422, "invalid", "failed: expected workers of the job's grid, each once")
         if message.document:
             try:
                 plan = Plan.from_json(message.document, source="document")

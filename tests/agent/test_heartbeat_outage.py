@@ -11,6 +11,7 @@ import pytest
 
 from openrecycle.agent import heartbeat
 from openrecycle.agent.client import ConsoleClient, ConsoleUnavailable
+from openrecycle.agent.clock import Offset
 from openrecycle.agent.heartbeat import Status, WorkerReports
 from openrecycle.agent.protocol import Acknowledgement, BatchReply, Heartbeats, Message, RefusedReport, Registration
 
@@ -200,3 +201,27 @@ def test_one_that_is_fenced_ends_and_the_others_go_on(monkeypatch: pytest.Monkey
     last = client.messages[-1]
     assert isinstance(last, Heartbeats)
     assert [beat.worker for beat in last.heartbeats] == ["W0_0", "W1_0", "W1_1"]
+
+
+def test_what_one_process_says_wrongly_does_not_silence_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording()
+    wrong = [{"phase": "asleep"}, {"op_milliseconds": {"F": float("nan")}}, {"iteration": -1}, {"more": 1}]
+
+    def odd(fields: dict[str, object]) -> Turn:
+        def turn(reports: WorkerReports) -> None:
+            status = Status()
+            reports.heard({"W0_0-a": ("W0_0", {**status.take(), **fields}), "W0_1-a": ("W0_1", status.take())})
+            reports.wrote("W0_0-a", [(-1.0, "before 1970"), (1.0, "x" * 10_000)], 0)
+            reports.measured({"worker": "W0_0", "incarnation": "W0_0-a", "kinds": "Q"}, Offset(0, 0))
+
+        return turn
+
+    def here(*_: object) -> Offset:
+        return Offset(0, 0)
+
+    monkeypatch.setattr(heartbeat, "offset_to_console", here)
+    turns = [odd(fields) for fields in wrong]
+    reporting(client, monkeypatch, turns, interval=0.0, names=NAMES[:2], speaking=NAMES[1:2])
+    batches = [m for m in client.messages if isinstance(m, Heartbeats)]
+    assert len(batches) >= len(wrong)
+    assert {beat.worker for batch in batches for beat in batch.heartbeats} == {"W0_1"}

@@ -133,6 +133,25 @@ def test_every_option_is_explained_once_and_has_one_flag() -> None:
         (lambda: Console(demo=1), "console.demo"),  # type: ignore[arg-type]
         (lambda: TrainingOptions(job=JOB, seed=-1), "seed"),
         (lambda: TrainingOptions(job=JOB, iterations=0), "iterations"),
+        (lambda: TrainingOptions(job=JOB, iterations=2**53 + 1), "iterations"),
+        (lambda: TrainingOptions(job=JOB, iterations=10**5000), "iterations"),
+        (lambda: Timeouts(op=10**400), "faults.timeouts.op"),
+        (lambda: HandOver(rate=10**400), "faults.hand_over.rate"),
+        (lambda: Planning(memory=10**5000), "planning.memory"),
+        (lambda: Planning(capacity=10**400), "planning.capacity"),
+        (lambda: Planning(pace="F=1ms,F=2ms,I=1ms,W=1ms"), "planning.pace"),
+        (lambda: Planning(pace=f"F={'9' * 400}ms,I=1ms,W=1ms"), "planning.pace"),
+        (lambda: Faults(kill=5), "faults.kill"),  # type: ignore[arg-type]
+        (lambda: Faults(kill=None), "faults.kill"),  # type: ignore[arg-type]
+        (lambda: Faults(kill={"W0_0@1:F0": 1}), "faults.kill"),  # type: ignore[arg-type]
+        (lambda: Checkpoints(directory="a\0b"), "checkpoints.directory"),
+        (
+            lambda: TrainingOptions(job=JOB, checkpoints=Checkpoints(directory="a" * 5000)).check(),
+            "checkpoints.directory",
+        ),
+        (lambda: TrainingOptions(job=JOB, faults=Faults(kill=[f"W0_0@{'9' * 5000}:F0"])).check(), "faults.kill"),
+        (lambda: TrainingOptions(job=JOB, faults=Faults(rejoin=[f"W0_0@{'9' * 5000}"])).check(), "faults.rejoin"),
+        (lambda: TrainingOptions(job=JOB, faults=Faults(slow=[f"W0_0@{'9' * 5000}:2"])).check(), "faults.slow"),
         (lambda: TrainingOptions(job=JOB, weights=3), "weights"),  # type: ignore[arg-type]
         (lambda: TrainingOptions(job=JOB, console="http://h:1"), "console"),  # type: ignore[arg-type]
         (lambda: TrainingOptions(job=JOB, console=Console(url="nowhere")).check(), "console.url"),

@@ -207,6 +207,29 @@ class _Anything(dict[str, str]):
         return "1"
 
 
+@pytest.mark.parametrize("value", ["1_0", "+5", "%2B5", "5.0", "1e1", "%20", "5%20", "05", "%D9%A1", "", "true", "-"])
+def test_a_number_in_a_query_is_written_as_in_json(server: ConsoleServer, value: str) -> None:
+    answer = requests.get(f"{server.base}/jobs?limit={value}", timeout=30)
+    assert_problem(answer, 422, "invalid", "limit: got ")
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("deployment?wait=1_0", "wait"), ("deployment?wait=nan", "wait"), ("measured?watch=yes", "watch")],
+)
+def test_other_values_of_a_query_too(server: ConsoleServer, agents: Agents, path: str, field: str) -> None:
+    answer = requests.get(f"{server.base}/jobs/{agents.job_id}/{path}", timeout=30)
+    assert_problem(answer, 422, "invalid", f"{field}: got ")
+
+
+def test_an_interim_plan_names_each_worker_once(server: ConsoleServer, agents: Agents) -> None:
+    names = ["W0_0"] * 2
+    for failed in (names, ["W9_9"], ["W0_0"] * 20_000):
+        message = {"generation": 1, "plan_fingerprint": "x", "failed": failed}
+        answer = requests.post(f"{server.base}/jobs/{agents.job_id}/interim", json=message, timeout=30)
+        assert_problem(answer, 422, "invalid", "failed")
+
+
 def test_the_api_describes_itself(server: ConsoleServer) -> None:
     document = server.get("/openapi.json").json()
     assert document["openapi"].startswith("3.")

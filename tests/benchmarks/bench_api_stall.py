@@ -1,13 +1,15 @@
 """How long the API's answers take while jobs of 16,384 workers are created, of any shape.
 
 A real console process over HTTP. One probe asks for what people, agents and supervisors ask for; jobs of a shape are
-posted meanwhile, eight at a time. Prints median, p99 and the longest answer for each path; what creating takes, too.
+posted meanwhile, eight at a time. Prints median, p99 and the longest answer for each path, what creating takes, and
+whether any answer took more than LIMIT or was refused: then the exit status is 1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +27,7 @@ WORKERS = 16_384
 SHAPES = ((1, WORKERS), (WORKERS, 1), (128, 128))
 JOBS, TOGETHER = 8, 8
 PROBE_SECONDS = 0.01
+LIMIT = 0.5  # seconds that no answer may take
 
 
 class Asker:
@@ -77,8 +80,10 @@ def measure(server: ConsoleServer, pipelines: int, stages: int, jobs: int = JOBS
     return asker, took
 
 
-def main() -> None:
+def main() -> int:
+    """The exit status."""
     print(describe())
+    slow, refused, longest = 0, 0, 0.0
     for pipelines, stages in SHAPES:
         with tempfile.TemporaryDirectory() as folder:
             server = ConsoleServer(f"sqlite:///{folder}/console.db", "--api-only")
@@ -90,6 +95,9 @@ def main() -> None:
                     p99 = waits[int(0.99 * (len(waits) - 1))]
                     figures = f"median {1000 * statistics.median(waits):.0f}, p99 {1000 * p99:.0f}"
                     print(f"  {path}: {figures}, longest {1000 * waits[-1]:.0f} ms ({len(waits)})", flush=True)
+                    slow += sum(seconds > LIMIT for seconds in waits)
+                    longest = max(longest, waits[-1])
+                refused += len(asker.refused)
                 print("".join(f"  {line}\n" for line in asker.refused[:3]), end="")
                 print(f"  SIGTERM to its end: {server.stop():.1f} s")
                 began = time.perf_counter()
@@ -98,8 +106,11 @@ def main() -> None:
             finally:
                 server.close()
     print(describe())
+    print(f"longest answer {1000 * longest:.0f} ms; {slow} of more than {1000 * LIMIT:.0f} ms, {refused} refused")
+    print("missed" if slow or refused else "held")
+    return int(bool(slow or refused))
 
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        main()
+        sys.exit(main())
