@@ -10,10 +10,11 @@ from torch import Tensor
 from openrecycle.agent.backward.probe import Probe, Split, choose_split
 from openrecycle.agent.devices import on_device
 from openrecycle.agent.gradients import gradient_sum
+from openrecycle.agent.layers import build_layers
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import CPU, StageIO, tensors_of
+from openrecycle.agent.stage_io import CPU, Cuts, StageIO, tensors_of
 from openrecycle.agent.workload import Workload, first_readable
 from openrecycle.planner.job import Job
 
@@ -21,10 +22,10 @@ from openrecycle.planner.job import Job
 def assemble(
     workload: Workload,
     job: Job,
+    cuts: Cuts,
     stage: int,
     seed: int,
     optimization: Optimization,
-    stage_io: StageIO,
     device: torch.device = CPU,
 ) -> tuple[Stage, Split]:
     """The stage, ready to run; and what was found out about its backward.
@@ -32,8 +33,9 @@ def assemble(
     Runs a few micro-batches of the size of real ones, on `device`. Initial parameters are those of the
     CPU, so that they don't depend on it. Raises whatever the workload raises.
     """
-    module = workload.build_stage(stage, job.stages, seed).to(device)
-    split = choose_split(module, _probe(workload, job, stage, seed, stage_io, device), autocast=optimization.autocast)
+    module = build_layers(workload, cuts.span(stage), cuts.layers, seed).to(device)
+    probe = _probe(workload, job, stage, seed, cuts.stage_io, device)
+    split = choose_split(module, probe, autocast=optimization.autocast)
     gradients = gradient_sum(
         optimization.mode,
         module.parameters(),

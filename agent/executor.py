@@ -201,7 +201,7 @@ class Executor:
 
     def _forward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "F", *key)
-        seed = seed_for("stage", self._seed, self._iteration, *key, self._me.stage)
+        seed = seed_for("micro-batch", self._seed, self._iteration, *key)
         if key in self._script.before:
             x = self._received("F", key)
         else:

@@ -78,7 +78,7 @@ class GradientSum:
         self._counts = self._buffer[size : size + len(tensors)]
         # Not in the buffer yet: one addition for all tensors costs as much as one for each.
         self._uncounted = dict.fromkeys(map(id, tensors), 0)
-        self._gradients = self._buffer[: sum(p.numel() for p in self.parameters)]
+        self._bounds = {id(t): bound for t, bound in zip(tensors, bounds, strict=True)}
         self._limit = 2.0**62 / max(1, terms)
         self._chunk = _CHUNK if device.type == "cpu" else max(1, size)
         self._scratch: dict[torch.dtype, Tensor] = {}
@@ -131,12 +131,16 @@ class GradientSum:
     def loss(self) -> float:
         return int(self._buffer[_LOSS]) / _SCALE
 
-    def squared_norm(self) -> float:
-        """Squared L2 norm of the summed gradients of this stage, in fp64; equal on all its workers.
+    def squared_norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Squared L2 norm of the summed gradients of these, which follow each other in `self.parameters`; in fp64,
+        and the same whatever comes before and after them.
 
         Means nothing where terms were rejected.
         """
-        parts = [self._float64(chunk).square_().sum() for chunk in _chunks(self._gradients, _NORM_CHUNK)]
+        if not parameters:
+            return 0.0
+        own = self._buffer[self._bounds[id(parameters[0])][0] : self._bounds[id(parameters[-1])][1]]
+        parts = [self._float64(chunk).square_().sum() for chunk in _chunks(own, _NORM_CHUNK)]
         return math.fsum(torch.stack(parts).tolist()) if parts else 0.0
 
     def write_gradients(self) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from openrecycle.agent.assembly import assemble
 from openrecycle.agent.channel import Orders, WorkerChannel
-from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_stage
+from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_layers
 from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin
 from openrecycle.agent.checkpoints.weights import save_weights
 from openrecycle.agent.communicator import Communicator, Groups
@@ -27,6 +27,7 @@ from openrecycle.agent.devices import kind_number
 from openrecycle.agent.executor import Executor, Interrupted, OpError
 from openrecycle.agent.faults import FaultInjector, slowness
 from openrecycle.agent.heartbeat import Status
+from openrecycle.agent.layers import layer_count, partition_of
 from openrecycle.agent.ledger import Redo, decode, encode
 from openrecycle.agent.ledger import redo as plan_redo
 from openrecycle.agent.liveness import AT_REST
@@ -37,7 +38,7 @@ from openrecycle.agent.post_validation import ValidationResult
 from openrecycle.agent.recovery import Agreement, Makeup, agree, check_alike
 from openrecycle.agent.script import Script
 from openrecycle.agent.spec import WorkerSpec
-from openrecycle.agent.stage_io import CPU, stage_io_of
+from openrecycle.agent.stage_io import CPU, Cuts, layer_io_of
 from openrecycle.agent.state_transfer import StateReceiver, StateServer
 from openrecycle.agent.thread_stacks import told
 from openrecycle.agent.timeouts import ALIVE_SECONDS
@@ -75,11 +76,11 @@ class WorkerLoop:
         self._options, self._origin, self._workload = options, origin, workload
         self._communicator, self._channel = communicator, channel
         self._status, self._log = status, log or LogTail()
-        self._stage_io = spec.run.stage_io
-        if self._stage_io is None:
-            self._stage_io = stage_io_of(
-                workload, options.job.stages, options.seed, options.optimization.autocast, device
-            )
+        stages, layer_io = options.job.stages, spec.run.layer_io
+        partition = partition_of(spec.run.partition, layer_count(workload, stages), stages)
+        if layer_io is None:
+            layer_io = layer_io_of(workload, sum(partition), options.seed, options.optimization.autocast, device)
+        self._cuts = Cuts(partition, layer_io)
         self._device = device
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
         # A worker that comes back is not killed, or slow, a second time by the same wish.
@@ -89,7 +90,7 @@ class WorkerLoop:
         if not spec.joins:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
-                self._optimizer.load_state(load_stage(Path(origin.resumed), me.stage))
+                self._optimizer.load_state(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
         self._generation = 0
         self._corrected = False
         """Did this generation's agreement put the last step right?"""
@@ -97,17 +98,18 @@ class WorkerLoop:
     def _take_place(self, me: Worker, origin: Origin | None) -> None:
         """Puts together what a worker of that place needs, with the stage's initial state."""
         options, channel = self._options, self._channel
-        assert self._stage_io is not None
         self._me = me
         stage, split = assemble(
-            self._workload, options.job, me.stage, options.seed, options.optimization, self._stage_io, self._device
+            self._workload, options.job, self._cuts, me.stage, options.seed, options.optimization, self._device
         )
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
         self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.optimization)
         progress = self._status.progress
         progress.forget()
-        self._steps = Steps(me, options.optimization, self._optimizer, self._say_verdict, progress.waiting)
+        self._steps = Steps(
+            *(me, options.optimization, self._optimizer, self._cuts.partition, self._say_verdict, progress.waiting)
+        )
         self._state = StateReceiver(self._optimizer, lambda text: channel.say("hand_over", text=text))
         self._server: StateServer | None = None
         self._executor = Executor(
@@ -121,7 +123,7 @@ class WorkerLoop:
             self._pace,
             self._superseded,
             self._say_committed,
-            self._stage_io,
+            self._cuts.stage_io,
             options.faults.keep_finished,
             self._device,
             progress,
@@ -130,7 +132,8 @@ class WorkerLoop:
         self._checkpointer: Checkpointer | None = None
         if origin is not None:
             self._checkpointer = Checkpointer(
-                options.checkpoints, origin, me.stage, self._iterations, self._say_checkpoint, self._superseded
+                *(options.checkpoints, origin, me.stage, len(self._cuts.span(me.stage)), self._iterations),
+                *(self._say_checkpoint, self._superseded),
             )
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
@@ -147,7 +150,7 @@ class WorkerLoop:
             self._take_place(orders.cell, origin)
             return
         try:
-            state = load_stage(Path(orders.restore), orders.cell.stage)
+            state = load_layers(Path(orders.restore), self._cuts.span(orders.cell.stage))
         except CheckpointError as error:
             raise TransferError(str(error)) from None
         if origin is not None:
@@ -246,7 +249,8 @@ class WorkerLoop:
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
         if self._options.weights is not None and self._me == min(w for w in whole if w.stage == self._me.stage):
-            save_weights(str(self._options.weights), self._me.stage, self._optimizer.module)
+            for layer, module in self._optimizer.module.layers:
+                save_weights(str(self._options.weights), layer, module)
         # One that has not got all of its state yet has no parameters to compare.
         sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
         self._channel.say("done", generation=orders.generation, sha256=sha256)

@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from openrecycle.agent.gradients import GradientSum, MicroBatch
+from openrecycle.agent.layers import LayerStack, Span, parameters_by_layer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.post_validation import CLEAN, SKIP, PostValidation, Slot, ValidationResult
 from openrecycle.agent.state import StageState, StateError, decode, encode, sha256
@@ -81,7 +82,8 @@ class StageOptimizer:
             raise InputError(
                 "scheduler", type(scheduler).__name__, "one of this optimizer whose step() needs no metric"
             )
-        self.module, self.optimizer, self.gradients, self.scheduler = module, optimizer, gradients, scheduler
+        self.module, self.optimizer = LayerStack.of(module), optimizer
+        self.gradients, self.scheduler = gradients, scheduler
         self.committed = 0
         self.settled = True
         self.slot = Slot()
@@ -91,6 +93,7 @@ class StageOptimizer:
         self.skipped: list[MicroBatch] = []
         self._clips = clips
         self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._by_layer = [[p for p in layer if p.requires_grad] for layer in parameters_by_layer(module)]
         self._snapshot = _Snapshot(self)
         self._kept: list[Tensor | None] | None = None
 
@@ -105,7 +108,10 @@ class StageOptimizer:
         """This stage's share of the verdict on the gradients that have just been reduced."""
         rejected = self.gradients.rejected
         self.skipped = self.gradients.rejecting() if rejected else []
-        return Slot(self.gradients.squared_norm() if self._clips and not rejected else 0.0, rejected)
+        if not self._clips:
+            return Slot(rejected=rejected)
+        norm = (lambda _: 0.0) if rejected else self.gradients.squared_norm
+        return Slot(tuple(map(norm, self._by_layer)), rejected)
 
     @_changing
     def step(self, verdict: ValidationResult | None = CLEAN, slot: Slot | None = None) -> float:
@@ -177,8 +183,8 @@ class StageOptimizer:
     # -- the state: for a peer that re-joins, for checkpoints, and for the fingerprint --------
 
     def parameters_sha256(self) -> str:
-        """Of all parameters' bytes, in the module's order."""
-        return sha256(self.module.parameters())
+        """Of the bytes of each layer's parameters, one after the other."""
+        return "".join(map(sha256, parameters_by_layer(self.module)))
 
     def state(self) -> StageState:
         """Everything that the next steps depend on. The tensors are the live ones: copy or send them
@@ -206,7 +212,7 @@ class StageOptimizer:
             "state": states,
             "groups": [
                 {
-                    "parameters": [names[id(p)] for p in group["params"]],
+                    "parameters": [names[id(p)] for p in group["params"] if id(p) in names],
                     "options": encode({k: v for k, v in group.items() if k != "params"}, f"groups.{i}", tensors),
                 }
                 for i, group in enumerate(self.optimizer.param_groups)
@@ -282,7 +288,8 @@ def stage_optimizer(
 
     Raises InputError.
     """
-    optimizer = workload.optimizer(module.parameters())
+    # No optimizer takes an empty list, and layers without parameters may be a stage of their own.
+    optimizer = workload.optimizer(iter(list(module.parameters()) or [nn.Parameter(torch.zeros(0))]))
     scheduler = getattr(workload, "scheduler", None)
     return StageOptimizer(
         module,
@@ -291,6 +298,42 @@ def stage_optimizer(
         scheduler(optimizer) if scheduler is not None else None,
         clips=optimization.clip_norm is not None,
     )
+
+
+def of_layers(state: StageState, span: Span) -> StageState:
+    """The part of a stage's state that belongs to these of its layers."""
+
+    def kept(name: str) -> bool:
+        return int(name.partition(".")[0]) in span
+
+    document, tensors = dict(state.document), dict[str, Tensor]()
+    for part in ("model", "state"):
+        document[part] = {name: value for name, value in document[part].items() if kept(name)}
+    document["groups"] = [g | {"parameters": list(filter(kept, g["parameters"]))} for g in document["groups"]]
+    for name, tensor in state.tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind not in ("model", "optimizer") or kept(rest):
+            tensors[name] = tensor
+    return StageState(document, tensors)
+
+
+def joined(states: Sequence[StageState]) -> StageState:
+    """Of states of several stages, in order, at the same iteration, that of all their layers. Raises StateError."""
+    first = states[0]
+    document, tensors = {**first.document, "model": {}, "state": {}}, dict[str, Tensor]()
+    groups = [{**group, "parameters": []} for group in first.document["groups"]]
+    for state in states:
+        doc = state.document
+        if any(doc[key] != first.document[key] for key in ("committed", "optimizer")):
+            raise StateError("the stages' states are of different iterations or optimizers")
+        if len(doc["groups"]) != len(groups):
+            raise StateError(f"{len(doc['groups'])} parameter groups in a stage and {len(groups)} in another")
+        document["model"].update(doc["model"])
+        document["state"].update(doc["state"])
+        for group, part in zip(groups, doc["groups"], strict=True):
+            group["parameters"] += part["parameters"]
+        tensors.update((name, tensor) for name, tensor in state.tensors.items() if name not in tensors)
+    return StageState(document | {"groups": groups}, tensors)
 
 
 class _Snapshot:

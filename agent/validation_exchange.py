@@ -3,11 +3,11 @@
 With its share of the verdict a stage says how many of its workers still take their state from a peer: so all
 workers know at the same iteration that nobody does any more, and go over to the plan that counts on everybody.
 
-Every worker needs one number pair (a Slot) of every stage. All living peers of a stage hold the
+Every worker needs the few numbers (a Slot) of every stage. All living peers of a stage hold the
 same reduced gradients, so any of them can tell it: in each pipeline the stages tell each other,
 directly, and a pipeline without a worker of some stage is told by a peer of that stage. One hop, no
-collective, and (stages - 1) messages of 32 bytes a worker; they travel while the next iteration's
-warm-up runs.
+collective, and (stages - 1) messages of 24 bytes a worker, and 8 a layer where gradients are clipped; they travel
+while the next iteration's warm-up runs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class _Paths:
 class _Exchange:
     """The slots of one iteration, under way."""
 
-    def __init__(self, groups: Groups, paths: _Paths, iteration: int, slot: Slot, incomplete: int) -> None:
+    def __init__(
+        self, groups: Groups, paths: _Paths, norms: Sequence[int], iteration: int, slot: Slot, incomplete: int
+    ) -> None:
+        """norms: how many there are of each stage."""
         self.iteration = iteration
         self.incomplete = incomplete
         """Workers that take their state from a peer: of this stage, and of all once `wait` has returned."""
@@ -69,23 +72,22 @@ class _Exchange:
         self._mark = float(iteration)
         tag = _TAG + iteration % _ITERATIONS
         self._coming = {
-            stage: groups.receive(teller, torch.full((4,), -1.0, dtype=torch.float64), tag)
+            stage: groups.receive(teller, torch.full((norms[stage] + 3,), -1.0, dtype=torch.float64), tag)
             for stage, teller in paths.tellers.items()
         }
-        mine = torch.tensor(
-            [slot.squared_norm, float(slot.rejected), float(incomplete), self._mark], dtype=torch.float64
-        )
+        numbers = [*slot.squared_norms, float(slot.rejected), float(incomplete), self._mark]
+        mine = torch.tensor(numbers, dtype=torch.float64)
         self.sent = [groups.send(worker, mine, tag) for worker in paths.listeners]
 
     def arrived(self) -> bool:
         """Would `wait` return at once? Never blocks: a wait that expires would close the connection."""
-        return all(float(pending.tensor[3]) == self._mark for pending in self._coming.values())
+        return all(float(pending.tensor[-1]) == self._mark for pending in self._coming.values())
 
     def wait(self) -> list[Slot]:
         """All stages' slots, in order. Raises TransferError."""
         for stage, pending in self._coming.items():
-            norm, rejected, incomplete, _ = pending.wait().tolist()
-            self._slots[stage] = Slot(norm, int(rejected))
+            *norms, rejected, incomplete, _ = pending.wait().tolist()
+            self._slots[stage] = Slot(tuple(norms), int(rejected))
             self.incomplete += int(incomplete)
         return [self._slots[stage] for stage in sorted(self._slots)]
 
@@ -94,9 +96,9 @@ class Steps:
     """Takes the steps of one worker's stage, each as the verdicts so far advise, and puts right what
     a later verdict overturns.
 
-    notable: called with (iteration, verdict, redone) for a verdict that left an update out or came
-    too late (redone: the step had been taken otherwise); all workers say the same. waiting: entered while
-    it waits for peers.
+    partition: layers per stage. notable: called with (iteration, verdict, redone) for a verdict that left an
+    update out or came too late (redone: the step had been taken otherwise); all workers say the same. waiting:
+    entered while it waits for peers.
     """
 
     def __init__(
@@ -104,11 +106,14 @@ class Steps:
         me: Worker,
         optimization: Optimization,
         optimizer: StageOptimizer,
+        partition: Sequence[int],
         notable: Callable[[int, ValidationResult, bool], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._waiting = waiting
         self._me, self._optimization, self._optimizer, self._notable = me, optimization, optimizer, notable
+        self._norms = tuple(partition) if optimization.clip_norm is not None else (0,) * len(partition)
+        """Of each stage, how many it tells the others."""
         self._groups: Groups | None = None
         self._paths = _Paths(me.stage, {}, ())
         self._exchange: _Exchange | None = None
@@ -131,7 +136,7 @@ class Steps:
         slot = optimizer.measure()
         ahead_of_verdict = not self._optimization.synchronous and optimizer.post_validation.optimistic
         try:
-            exchange = _Exchange(self._groups, self._paths, iteration, slot, incomplete)
+            exchange = _Exchange(self._groups, self._paths, self._norms, iteration, slot, incomplete)
         except TransferError:
             if not ahead_of_verdict:
                 raise
@@ -180,10 +185,11 @@ class Steps:
     # -- a generation begins ----------------------------------------------------------------------
 
     def numbers(self) -> tuple[int, ...]:
-        """What the others must know in an agreement: is the last step in doubt, and the slots (bits of
-        the squared norm, rejected) of the last step and the one before."""
-        slots = self._optimizer.slot, self._optimizer.slot_before
-        return int(not self._optimizer.settled), *(n for s in slots for n in (_bits(s.squared_norm), s.rejected))
+        """What the others must know in an agreement: is the last step in doubt, and the slots (rejected, bits of
+        the squared norms) of the last step and the one before; equally many on all workers."""
+        rows = [[s.rejected, *map(_bits, s.squared_norms)] for s in (self._optimizer.slot, self._optimizer.slot_before)]
+        width = 1 + max(self._norms)
+        return int(not self._optimizer.settled), *(n for row in rows for n in row + [0] * (width - len(row)))
 
     def begin(
         self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Worker, tuple[int, ...]]
@@ -202,9 +208,10 @@ class Steps:
         if self._optimizer.settled or self._me not in holders:
             return False
         slots = {}
-        for worker, (count, _, bits, rejected, bits_before, rejected_before) in sorted(holders.items()):
-            ahead = count > committed
-            slots[worker.stage] = Slot(_float(bits_before if ahead else bits), rejected_before if ahead else rejected)
+        width = 1 + max(self._norms)
+        for worker, (count, _, *numbers) in sorted(holders.items()):
+            rejected, *bits = numbers[width:] if count > committed else numbers[:width]
+            slots[worker.stage] = Slot(tuple(map(_float, bits[: self._norms[worker.stage]])), rejected)
         return self._settle_with([slots[stage] for stage in sorted(slots)])
 
     def _slots_of(self, exchange: _Exchange) -> list[Slot]:

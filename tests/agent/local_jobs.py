@@ -50,6 +50,7 @@ class LocalJob:
         workload: NamedWorkload | None = None,
         timeouts: Timeouts | None = None,
         hand_over: HandOver | None = None,
+        partition: tuple[int, ...] = (),
         plans: type[Catalog] = Catalog,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
@@ -80,9 +81,10 @@ class LocalJob:
                     ),
                 ),
                 workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY),
+                partition,
                 origin=None
                 if checkpoints is None
-                else Origin(Identity("tiny", stages, pipelines, micro_batches, 0, {})),
+                else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),
             ),
             LocalCoordination(catalog, grace=grace, **coordination),
             self._hear_line,
