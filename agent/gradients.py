@@ -76,6 +76,7 @@ class GradientSum:
         self._sums = {id(t): self._buffer[a:b] for t, (a, b) in zip(tensors, bounds, strict=True)}
         self._shaped = {id(t): self._sums[id(t)].view(t.shape) for t in tensors}
         self._counts = self._buffer[size : size + len(tensors)]
+        self._counts_from = size
         # Not in the buffer yet: one addition for all tensors costs as much as one for each.
         self._uncounted = dict.fromkeys(map(id, tensors), 0)
         self._bounds = {id(t): bound for t, bound in zip(tensors, bounds, strict=True)}
@@ -142,6 +143,13 @@ class GradientSum:
         own = self._buffer[self._bounds[id(parameters[0])][0] : self._bounds[id(parameters[-1])][1]]
         parts = [self._float64(chunk).square_().sum() for chunk in _chunks(own, _NORM_CHUNK)]
         return math.fsum(torch.stack(parts).tolist()) if parts else 0.0
+
+    def part(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A copy of the buffer that a sum of these parameters and moving buffers alone, in this order, would have."""
+        index = {key: place for place, key in enumerate(self._bounds)}
+        counts = self.buffer[self._counts_from : -2]
+        parts = [*(self._sums[id(t)] for t in tensors), *(counts[index[id(t)]].view(1) for t in tensors)]
+        return torch.cat([*parts, self._buffer[-2:]]).to(self._dtype_for(list(tensors)))
 
     def write_gradients(self) -> None:
         """Sets `.grad` of every parameter to the sum, rounded to its type; None where no micro-batch used it."""

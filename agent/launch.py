@@ -457,6 +457,8 @@ class Launcher:
                 store=self._store.address,
                 after=after,
                 restore=self._deployed.restore,
+                partition=self._deployed.partition,
+                held=self._held,
                 **self._found,
             )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from openrecycle.agent.assembly import assemble
+from openrecycle.agent.assembly import assemble, reassemble
 from openrecycle.agent.channel import Orders, WorkerChannel
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_layers
 from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin
@@ -27,7 +27,7 @@ from openrecycle.agent.devices import kind_number
 from openrecycle.agent.executor import Executor, Interrupted, OpError
 from openrecycle.agent.faults import FaultInjector, slowness
 from openrecycle.agent.heartbeat import Status
-from openrecycle.agent.layers import layer_count, partition_of
+from openrecycle.agent.layers import Partition, Span, layer_count, partition_of
 from openrecycle.agent.ledger import Redo, decode, encode
 from openrecycle.agent.ledger import redo as plan_redo
 from openrecycle.agent.liveness import AT_REST
@@ -35,7 +35,8 @@ from openrecycle.agent.log_tail import LogTail
 from openrecycle.agent.optimizer import stage_optimizer
 from openrecycle.agent.pacing import profile_pace
 from openrecycle.agent.post_validation import ValidationResult
-from openrecycle.agent.recovery import Agreement, Makeup, agree, check_alike
+from openrecycle.agent.recovery import Agreement, Makeup, NoAgreementError, agree, check_alike
+from openrecycle.agent.relayout import Coming, Exchange, common_strategy, moves, regrouped
 from openrecycle.agent.script import Script
 from openrecycle.agent.spec import WorkerSpec
 from openrecycle.agent.stage_io import CPU, Cuts, layer_io_of
@@ -104,13 +105,15 @@ class WorkerLoop:
         )
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
+        self._split = stage.split
         self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.optimization)
+        self._coming: dict[Span, Coming] = {}
         progress = self._status.progress
         progress.forget()
         self._steps = Steps(
             *(me, options.optimization, self._optimizer, self._cuts.partition, self._say_verdict, progress.waiting)
         )
-        self._state = StateReceiver(self._optimizer, lambda text: channel.say("hand_over", text=text))
+        self._state = StateReceiver(self._optimizer, self._say_hand_over)
         self._server: StateServer | None = None
         self._executor = Executor(
             me,
@@ -127,7 +130,7 @@ class WorkerLoop:
             options.faults.keep_finished,
             self._device,
             progress,
-            lambda: not self._state.complete,
+            lambda: not self._state.complete or any(coming.missing for coming in self._coming.values()),
         )
         self._checkpointer: Checkpointer | None = None
         if origin is not None:
@@ -195,6 +198,9 @@ class WorkerLoop:
         self._generation = self._status.generation = orders.generation
         self._log_step("adopted", self._optimizer.committed)
         self._status.phase = "forming"
+        if orders.held and not self._state.begun and self._cuts.partition != orders.held:
+            self._cuts = replace(self._cuts, partition=orders.held)
+            self._take_place(orders.cell, self._origin)
         if orders.cell != self._me or orders.restore is not None:
             self._move(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
@@ -209,8 +215,10 @@ class WorkerLoop:
             at_boundary=orders.after is not None,
             neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
         )
-        agreement = self._agree(groups, living)
+        target = orders.partition or self._cuts.partition
+        agreement = self._agree(groups, living, target)
         joining = self._hand_over(groups, agreement, orders.interim)
+        moving = self._begin_moves(groups, agreement, living, target)
         if self._left_out(orders, agreement.iteration) != self._executor.left_out:
             self._executor.forget_finished()  # it is a share of another mean
         redo = self._compare_finished(groups, agreement)
@@ -227,6 +235,12 @@ class WorkerLoop:
                     self._state.stop()  # what counts for a step of all can't be taken back
                     formed = self._say_formed(iteration)
                 joining, whole = frozenset(), living
+            if moving and self._steps.counts_on_all(iteration):
+                self._executor.settle()
+                if not self._steps.incomplete:
+                    self._rearrange(target)
+                    moving = False
+                    self._channel.say("rearranged", generation=self._generation, iteration=iteration)
             if self._slowdowns:
                 factor = slowness(self._me, iteration, self._slowdowns)
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
@@ -238,7 +252,7 @@ class WorkerLoop:
             self._status.phase = "training"
             if iteration >= self._iterations:
                 break  # the job was told to end while it was held here
-            script = scripts[1 if joining else 0]
+            script = scripts[1 if joining or moving else 0]
             self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
             if iteration == formed:
@@ -258,12 +272,14 @@ class WorkerLoop:
         if self._superseded():
             raise Interrupted
 
-    def _agree(self, groups: Groups, living: list[Worker]) -> Agreement:
+    def _agree(self, groups: Groups, living: list[Worker], target: Partition) -> Agreement:
         """Compares what everybody has, and takes up what follows: rolls back, settles the last step
-        where it is in doubt. Raises NoAgreementError."""
+        where it is in doubt, and where anybody has the layers of `target` already, takes them into use: all have
+        what they need for it then. Raises NoAgreementError."""
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
-        rows = groups.gather_rows((committed, self._state.missing, *alike, *self._steps.numbers()))
+        there = int(self._cuts.partition == target)
+        rows = groups.gather_rows((committed, self._state.missing, *alike, there, *self._steps.numbers()))
         check_alike({w: row[2 : 2 + len(alike)] for w, row in rows.items()})
         agreement = agree(
             {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()},
@@ -274,14 +290,106 @@ class WorkerLoop:
             self._state.forget()
         elif self._me in agreement.roll_back:
             self._optimizer.roll_back()
+        self._come_along(agreement.iteration)
         holders = {
-            w: (row[0], *row[2 + len(alike) :])
+            w: (row[0], *row[3 + len(alike) :])
             for w, row in rows.items()
             if row[0] != _JOINING and w not in agreement.anew
         }
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
         self._state.agreed(agreement.iteration, corrected=self._corrected)
+        for coming in self._coming.values():
+            coming.state.agreed(agreement.iteration, corrected=self._corrected)
+        gone_over = any(row[2 + len(alike)] for row in rows.values() if row[0] != _JOINING)
+        if gone_over and not there and self._me not in agreement.anew:
+            if any(coming.missing for coming in self._coming.values()):
+                raise NoAgreementError(f"{self._me} lacks layers that others have given up")
+            self._executor.forget_finished()
+            self._rearrange(target)
         return agreement
+
+    def _come_along(self, iteration: int) -> None:
+        """Layers under way go on from the iteration agreed on, or begin anew."""
+        for span, coming in list(self._coming.items()):
+            if coming.optimizer.committed == iteration + 1 and not coming.lost:
+                coming.optimizer.roll_back()
+            elif coming.optimizer.committed != iteration or coming.lost:
+                coming.state.stop()
+                del self._coming[span]
+        self._steps.beside = [coming.optimizer for coming in self._coming.values()]
+
+    def _begin_moves(self, groups: Groups, agreement: Agreement, living: list[Worker], target: Partition) -> bool:
+        """Has the layers come that this worker will need, and gives away those that others will. Returns whether
+        anything moves. Raises TransferError."""
+        options = self._options
+        if self._cuts.partition == target or agreement.state_from:
+            self._coming = {}
+            self._steps.beside, self._executor.exchange = [], None
+            return False
+        planned = moves(self._cuts.partition, target, living, self._generation)
+        mine = {move.span for move in planned if move.to == self._me}
+        self._coming = {span: coming for span, coming in self._coming.items() if span in mine}
+        for move in planned:
+            if move.source == self._me:
+                if self._server is None:
+                    rate = options.faults.hand_over.bytes_per_second
+                    self._server = StateServer(self._optimizer, groups.address, rate)
+                at_once, split = options.faults.hand_over.at_once, self._split.name
+                self._server.send_description(groups, move.to, at_once, move.span, split=split)
+            elif move.to == self._me:
+                coming = self._coming.get(move.span)
+                if coming is None:
+                    coming = self._coming[move.span] = Coming(
+                        *(move.span, self._cuts.layers, self._workload, options.job, options.seed),
+                        *(options.optimization, self._device, self._say_hand_over),
+                    )
+                coming.begin(coming.state.receive_description(groups, move.source), move.source)
+        self._executor.exchange = Exchange(self._me, groups, planned, self._coming, self._optimizer)
+        self._steps.beside = self._executor.exchange.stepped
+        self._steps.complete_since = None
+        while True:
+            lacking = sum(coming.missing for coming in self._coming.values())
+            blocking = any(coming.state.blocking for coming in self._coming.values())
+            rows = groups.gather_rows((lacking, int(blocking)))
+            if not any(row[0] for row in rows.values()):
+                self._steps.complete_since, self._steps.incomplete = agreement.iteration - 2, 0
+                return True
+            if not any(row[1] for row in rows.values()):
+                return True
+            if self._superseded():
+                raise Interrupted
+            for coming in self._coming.values():
+                coming.state.wait(WAIT_SECONDS)
+
+    def _rearrange(self, target: Partition) -> None:
+        """Between two iterations, everything settled and everything there: takes the layers of `target` into use, and
+        gives up those that are other workers' then. Copies nothing."""
+        options, coming = self._options, list(self._coming.values())
+        self._cuts = replace(self._cuts, partition=target)
+        for layers in coming:
+            layers.state.stop()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self._split.close()
+        terms = options.job.pipelines * options.job.micro_batches
+        span, parts = self._cuts.span(self._me.stage), [layers.optimizer for layers in coming]
+        optimizer = regrouped(self._workload, self._optimizer, parts, span, options.optimization, terms)
+        strategy = common_strategy([self._split.name, *(layers.strategy or "" for layers in coming)])
+        stage = reassemble(
+            *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization, optimizer),
+            *(strategy, self._device),
+        )
+        self._split, self._optimizer, self._coming = stage.split, optimizer, {}
+        self._state = StateReceiver(optimizer, self._say_hand_over)
+        self._state.holds_everything()
+        self._steps.rearrange(optimizer, target)
+        self._executor.rearrange(stage, self._cuts.stage_io)
+        if self._checkpointer is not None:
+            self._checkpointer.layers = len(span)
+
+    def _say_hand_over(self, text: str) -> None:
+        self._channel.say("hand_over", text=text)
 
     def _hand_over(self, groups: Groups, agreement: Agreement, interim: Plan | None) -> frozenset[Worker]:
         """Has those that lack state begin to take it from their peers. Returns who goes on to lack some while
@@ -318,6 +426,9 @@ class WorkerLoop:
     def _end_hand_overs(self) -> None:
         """Of the generation that is being left. What has arrived stays."""
         self._state.stop()
+        for coming in self._coming.values():
+            coming.state.stop()
+        self._executor.exchange = None
         if self._server is not None:
             self._server.close()
             self._server = None

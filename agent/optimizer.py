@@ -87,6 +87,8 @@ class StageOptimizer:
         self.committed = 0
         self.settled = True
         self.slot = Slot()
+        self.verdict = CLEAN
+        """On the last step, where it is settled."""
         self.post_validation = PostValidation()
         self.lock = threading.RLock()
         self.corrections = 0
@@ -101,6 +103,11 @@ class StageOptimizer:
     def slot_before(self) -> Slot:
         """The slot of the step that came before the last one."""
         return self._snapshot.before[1]
+
+    @property
+    def verdict_before(self) -> ValidationResult:
+        """The verdict on it."""
+        return self._snapshot.before[2]
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -137,6 +144,7 @@ class StageOptimizer:
         self.committed += 1
         self.settled = verdict is not None
         if verdict is not None:
+            self.verdict = verdict
             self.post_validation = self.post_validation.after(verdict)
         return loss
 
@@ -148,7 +156,7 @@ class StageOptimizer:
         """
         assert not self.settled
         self.settled, kept = True, self._kept
-        self._kept = None
+        self.verdict, self._kept = verdict, None
         self.post_validation = self.post_validation.after(verdict)
         if verdict.clean:
             return False
@@ -179,6 +187,39 @@ class StageOptimizer:
         """Undoes the last step. Raises StateError when there is none to undo."""
         self._snapshot.undo()
         self._kept = None
+
+    # -- layers that come and go ---------------------------------------------------------------
+
+    def tensors_of(self, span: Span) -> list[Tensor]:
+        """What is summed of these layers: the parameters that are trained, then the moving buffers."""
+        moving = set(map(id, self.gradients.moving))
+        own = [layer for number, layer in self.module.layers if number in span]
+        parameters = [p for layer in own for p in layer.parameters()]
+        buffers = [b for layer in own for b in layer.buffers()]
+        return [p for p in self._trained if any(p is q for q in parameters)] + [b for b in buffers if id(b) in moving]
+
+    def moving_names(self, span: Span | None = None) -> list[str]:
+        """Of the moving buffers, or those of these layers."""
+        moving = set(map(id, self.gradients.moving))
+        names = [name for name, buffer in self.module.named_buffers() if id(buffer) in moving]
+        return names if span is None else [name for name in names if int(name.partition(".")[0]) in span]
+
+    @_changing
+    def adopt(self, parts: Sequence[StageOptimizer]) -> None:
+        """Takes over, without copies, what those of which it has layers keep of them. All are at one step; how far
+        they are, and what holds for all layers, is that of the first."""
+        first = parts[0]
+        mine = set(map(id, self.module.parameters()))
+        for part in parts:
+            for parameter, state in part.optimizer.state.items():
+                if id(parameter) in mine:
+                    self.optimizer.state[parameter] = state
+        for group, options in zip(self.optimizer.param_groups, first.optimizer.param_groups, strict=True):
+            _put_options(group, {k: v for k, v in options.items() if k != "params"})
+        if self.scheduler is not None and first.scheduler is not None:
+            self.scheduler.load_state_dict(first.scheduler.state_dict())
+        self.committed, self.settled, self.post_validation = first.committed, True, first.post_validation
+        self.verdict, self.corrections = first.verdict, first.corrections
 
     # -- the state: for a peer that re-joins, for checkpoints, and for the fingerprint --------
 
@@ -343,7 +384,7 @@ class _Snapshot:
         self._stage = stage
         self._valid = False
         self._copies: list[Tensor] = []
-        self.before = PostValidation(), Slot()
+        self.before = PostValidation(), Slot(), CLEAN
 
     def _live(self) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, dict[str, Any], list[str]]]]:
         """(parameters, moving buffers, per parameter its optimizer state and which of it are tensors)."""
@@ -372,7 +413,7 @@ class _Snapshot:
             copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in stage.optimizer.param_groups
         ]
         self._scheduler = copy.deepcopy(stage.scheduler.state_dict()) if stage.scheduler is not None else {}
-        self.before = stage.post_validation, stage.slot
+        self.before = stage.post_validation, stage.slot, stage.verdict
         self._valid = True
 
     def restore(self, *, buffers: bool) -> None:
@@ -402,7 +443,7 @@ class _Snapshot:
         if not self._valid:
             raise StateError(f"no snapshot to roll back from {stage.committed} committed iterations")
         self.restore(buffers=True)
-        stage.post_validation, stage.slot = self.before
+        stage.post_validation, stage.slot, stage.verdict = self.before
         stage.settled = True
         stage.committed -= 1
         self._valid = False

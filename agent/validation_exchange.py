@@ -12,6 +12,7 @@ while the next iteration's warm-up runs.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ from openrecycle.planner.job import Worker
 _TAG = 2**29
 # As in agent.executor: a slot of the iteration before may still be under way.
 _ITERATIONS = 4
+_NONE = math.nan
+"""Of an update that is skipped, as a coefficient."""
 
 
 def tellers(living: Iterable[Worker], pipeline: int) -> dict[int, Worker]:
@@ -112,12 +115,16 @@ class Steps:
     ) -> None:
         self._waiting = waiting
         self._me, self._optimization, self._optimizer, self._notable = me, optimization, optimizer, notable
+        self.beside: list[StageOptimizer] = []
+        """Of layers that come to this worker; they take every step that it takes."""
         self._norms = tuple(partition) if optimization.clip_norm is not None else (0,) * len(partition)
         """Of each stage, how many it tells the others."""
         self._groups: Groups | None = None
         self._paths = _Paths(me.stage, {}, ())
         self._exchange: _Exchange | None = None
         self._sent: deque[tuple[int, list[Pending]]] = deque()
+        self.incomplete = 0
+        """How many workers took their state from a peer in the iteration whose verdict is known last."""
         self.complete_since: int | None = None
         """The first iteration of the generation in which no worker of any stage took its state from a peer any more,
         as far as this worker has heard; whoever begins the iteration after the next has heard of it."""
@@ -140,15 +147,20 @@ class Steps:
         except TransferError:
             if not ahead_of_verdict:
                 raise
-            return optimizer.step(None, slot)  # in doubt until the next generation's agreement
+            return self._step(None, slot)  # in doubt until the next generation's agreement
         self._sent.append((iteration, exchange.sent))
         if ahead_of_verdict:
             self._exchange = exchange
-            return optimizer.step(None, slot)
+            return self._step(None, slot)
         verdict = judge(self._slots_of(exchange), self._optimization.clip_norm)
-        loss = optimizer.step(verdict, slot)
+        loss = self._step(verdict, slot)
         self._heed(verdict, redone=False)
         return loss
+
+    def _step(self, verdict: ValidationResult | None, slot: Slot) -> float:
+        for coming in self.beside:
+            coming.step(verdict)
+        return self._optimizer.step(verdict, slot)
 
     def overturned(self) -> bool:
         """Has the verdict on the last step arrived, and did it put that step right? Never blocks.
@@ -164,12 +176,17 @@ class Steps:
             if not self._optimizer.settled:
                 raise TransferError("the verdict on the last step can't arrive any more")
             return False
-        return self._settle_with(self._slots_of(exchange))
+        return self._settle_by(judge(self._slots_of(exchange), self._optimization.clip_norm))
 
     def counts_on_all(self, iteration: int) -> bool:
         """Is `iteration`, which is about to begin, run by a plan that counts on every worker? The same answer on
         all: what was said at the step of an iteration is known to all before their next step."""
         return self.complete_since is not None and iteration >= self.complete_since + 2
+
+    def rearrange(self, optimizer: StageOptimizer, partition: Sequence[int]) -> None:
+        """Between two iterations, with everything settled: every stage has other layers from here on."""
+        self._optimizer, self.beside = optimizer, []
+        self._norms = tuple(partition) if any(self._norms) else self._norms
 
     def drain(self) -> None:
         """Settles, and waits until peers have all that was sent. Between two iterations only."""
@@ -185,11 +202,23 @@ class Steps:
     # -- a generation begins ----------------------------------------------------------------------
 
     def numbers(self) -> tuple[int, ...]:
-        """What the others must know in an agreement: is the last step in doubt, and the slots (rejected, bits of
-        the squared norms) of the last step and the one before; equally many on all workers."""
-        rows = [[s.rejected, *map(_bits, s.squared_norms)] for s in (self._optimizer.slot, self._optimizer.slot_before)]
-        width = 1 + max(self._norms)
-        return int(not self._optimizer.settled), *(n for row in rows for n in row + [0] * (width - len(row)))
+        """What the others must know in an agreement: is the last step in doubt, and of the last step and the one
+        before: the verdict, and the slot (rejected, bits of the squared norms). Equally many on all workers."""
+        optimizer, width = self._optimizer, self._width
+        out = [int(not optimizer.settled)]
+        for verdict, slot in (
+            (optimizer.verdict, optimizer.slot),
+            (optimizer.verdict_before, optimizer.slot_before),
+        ):
+            row = [_bits(_NONE if verdict.coefficient is None else verdict.coefficient), slot.rejected]
+            row += map(_bits, slot.squared_norms)
+            out += row + [0] * (width - len(row))
+        return tuple(out)
+
+    @property
+    def _width(self) -> int:
+        """Of a verdict and a slot. However the model is cut, no stage has more layers."""
+        return 2 + (sum(self._norms) - len(self._norms) + 1 if any(self._norms) else 0)
 
     def begin(
         self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Worker, tuple[int, ...]]
@@ -208,15 +237,20 @@ class Steps:
         if self._optimizer.settled or self._me not in holders:
             return False
         slots = {}
-        width = 1 + max(self._norms)
-        for worker, (count, _, *numbers) in sorted(holders.items()):
-            rejected, *bits = numbers[width:] if count > committed else numbers[:width]
+        for worker, (count, in_doubt, *numbers) in sorted(holders.items()):
+            ahead = count > committed
+            verdict, rejected, *bits = numbers[self._width :] if ahead else numbers[: self._width]
+            if ahead or not in_doubt:
+                coefficient = _float(verdict)  # whoever knows it may have cut the model elsewhere since
+                return self._settle_by(ValidationResult(None if math.isnan(coefficient) else coefficient))
             slots[worker.stage] = Slot(tuple(map(_float, bits[: self._norms[worker.stage]])), rejected)
-        return self._settle_with([slots[stage] for stage in sorted(slots)])
+        in_order = [slots[stage] for stage in sorted(slots)]
+        return self._settle_by(judge(in_order, self._optimization.clip_norm))
 
     def _slots_of(self, exchange: _Exchange) -> list[Slot]:
         with self._waiting():
             slots = exchange.wait()
+        self.incomplete = exchange.incomplete
         if self.complete_since is None and not exchange.incomplete:
             self.complete_since = exchange.iteration
         # What went out two steps ago has been received: its receivers have stepped since.
@@ -232,9 +266,10 @@ class Steps:
 
     # -- the verdict --------------------------------------------------------------------------
 
-    def _settle_with(self, slots: Sequence[Slot]) -> bool:
-        verdict = judge(slots, self._optimization.clip_norm)
+    def _settle_by(self, verdict: ValidationResult) -> bool:
         changed = self._optimizer.settle(verdict)
+        for coming in self.beside:
+            coming.settle(verdict)
         self._heed(verdict, redone=changed)
         return changed
 

@@ -83,6 +83,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
 class _Copy:
     iteration: int
     attempt: int
+    layers: int
     state: StageState
 
 
@@ -105,7 +106,8 @@ class Checkpointer:
         said: Callable[[int, str | None], None],
         interrupted: Callable[[], bool],
     ) -> None:
-        self._options, self._origin, self._stage, self._layers = options, origin, stage, layers
+        self._options, self._origin, self._stage = options, origin, stage
+        self.layers = layers
         self._iterations = iterations
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
@@ -124,7 +126,7 @@ class Checkpointer:
         if writes and (last or self.due(committed)) and committed > self._origin.resumed_at:
             state = optimizer.state()
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
-            self._copy = _Copy(committed, attempt, StageState(state.document, tensors))
+            self._copy = _Copy(committed, attempt, self.layers, StageState(state.document, tensors))
 
     def due(self, committed: int) -> bool:
         """Is there to be a checkpoint of so many iterations?"""
@@ -165,7 +167,7 @@ class Checkpointer:
         assert folder is not None
         try:
             identity, attempt = self._origin.identity, copy.attempt
-            whole = write_part(folder, copy.state, self._stage, self._layers, identity, attempt, options.keep)
+            whole = write_part(folder, copy.state, self._stage, copy.layers, identity, attempt, options.keep)
         except (CheckpointError, OSError) as error:
             self._said(copy.iteration, str(error))
         else:
