@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.clock import Offset
-from openrecycle.agent.coordination import Deploy, Event, Fenced, Halt, Measure
+from openrecycle.agent.coordination.launcher import Deploy, Event, Fenced, Halt, Measure
 from openrecycle.agent.heartbeat import WorkerReports
 from openrecycle.agent.outbox import Outbox
 from openrecycle.agent.protocol import (
@@ -173,7 +173,7 @@ class ConsoleCoordination:
 
     wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
     console's sentence when the job does not train and nothing is announced. checkpoint: asked for
-    the checkpoint to go back to when the console says so; None: there is none. interval: seconds between two
+    the checkpoint to go back to when the console says so; None: the job writes none. interval: seconds between two
     posts of the workers' heartbeats.
     """
 
@@ -183,7 +183,7 @@ class ConsoleCoordination:
         job_id: str,
         say: Callable[[str], None],
         *,
-        checkpoint: Callable[[], str | None] = lambda: None,
+        checkpoint: Callable[[], str | None] | None = None,
         interval: float = 1.0,
     ) -> None:
         self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
@@ -380,7 +380,7 @@ class ConsoleCoordination:
 
     def _event(self, deployment: Deployment, plan: Plan) -> Event:
         moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployment.moves)
-        restore = self._checkpoint() if deployment.restore else None
+        restore = self._checkpoint() if deployment.restore and self._checkpoint else None
         if deployment.restore and restore is None:
             return Halt(f"{deployment.reason}; and there is no whole checkpoint yet")
         return Deploy(deployment, plan, moves, restore)

@@ -77,7 +77,8 @@ def make_launcher(
     options.platform.check(_workers_here(options.job, role))
     from openrecycle.agent import launch
     from openrecycle.agent.console_link import ConsoleCoordination, create_job
-    from openrecycle.agent.coordination import Coordination, LocalCoordination
+    from openrecycle.agent.coordination.launcher import Coordination
+    from openrecycle.agent.coordination.local import LocalCoordination
     from openrecycle.agent.layers import layer_count, partition_of
     from openrecycle.agent.nodes.pool import open_pool
     from openrecycle.agent.preflight import check_workload
@@ -102,7 +103,8 @@ def make_launcher(
     technique, memory = options.planning.limits
     coordination: Coordination
     catalog = Catalog(options.job, technique, memory)
-    restore = _restore_point(options.checkpoints.folder, say)
+    folder = options.checkpoints.folder
+    restore = None if folder is None else _restore_point(folder, say)
     if options.console.url is None:
         _plan_ahead(catalog)
         coordination = LocalCoordination(catalog, migrate=bool(options.planning.migrate), checkpoint=restore)
@@ -183,12 +185,10 @@ def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: 
     return prepare(options.checkpoints, identity, options.iterations, say)
 
 
-def _restore_point(folder: Path | None, say: Callable[[str], None]) -> Callable[[], str | None]:
+def _restore_point(folder: Path, say: Callable[[str], None]) -> Callable[[], str | None]:
     """Asked for the newest checkpoint that is not damaged, when a stage's state is lost."""
 
     def newest() -> str | None:
-        if folder is None:
-            return None
         from openrecycle.agent.checkpoints.checkpoint import CheckpointError, find, set_aside_later
 
         try:

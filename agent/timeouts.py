@@ -1,9 +1,10 @@
 """All limits of the agents, with their defaults and reasons: how long a worker waits for a peer, how long it may be
 silent, how long it may be at one op.
 
-heartbeat < suspect < dead < transfer < group: the lower rungs are the console's (app.coordination.ladder). Whoever
-waits for a dead peer is freed by the generation that the console opens, long before its own time-outs. A shorter one
-would break a transfer whose peer is only slow to be declared dead, and take the blame for it.
+heartbeat < suspect < dead < transfer < group: the lower rungs are the console's (Ladder in
+agent.coordination.membership). Whoever waits for a dead peer is freed by the generation that the console opens, long
+before its own time-outs. A shorter one would break a transfer whose peer is only slow to be declared dead, and take
+the blame for it.
 
 None of them counts time in which the one who judges, or the one who is judged, did not get to run: see agent.liveness.
 """

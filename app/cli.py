@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.app.history.commands import install as install_histories
 from openrecycle.app.observing.keep import Keep, seconds
 from openrecycle.app.runtime.errors import SettingsError

@@ -16,11 +16,11 @@ from contextlib import suppress
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from openrecycle.agent.coordination.events import Note
+from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.agent.protocol import JobCreated, JobSpec, JobState
 from openrecycle.app.advice.service import Advising
 from openrecycle.app.catalogs.service import Catalogs
-from openrecycle.app.coordination.events import Note
-from openrecycle.app.coordination.ladder import Ladder
 from openrecycle.app.history.service import Histories
 from openrecycle.app.jobs.agent_reports import Reports
 from openrecycle.app.jobs.audit import AuditLog

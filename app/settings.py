@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.app.observing.keep import Keep
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.hosts import is_loopback

@@ -15,11 +15,10 @@ from statistics import fmean, median
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.events import Note, Offered
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
 from openrecycle.app.advice.verdict import AdviceRequest, Verdict
-from openrecycle.app.coordination.choices import Candidate, Mode, Offer, Offered
-from openrecycle.app.coordination.choosing import out
-from openrecycle.app.coordination.events import Note
-from openrecycle.app.coordination.membership import State
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.observing.waiting import NOTHING, Waited, segments

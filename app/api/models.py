@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from openrecycle.agent.protocol import JobSpec, JobState
-from openrecycle.app.coordination.worker_states import Condition, RoleState
+from openrecycle.app.workers.states import Condition, RoleState
 
 
 class JobInfo(BaseModel):

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
+from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
 from openrecycle.agent.protocol import WorkerName
 from openrecycle.app.api.models import Outcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.api.runner import in_thread
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
 from openrecycle.app.jobs.operator_actions import named
 from openrecycle.app.plans.replanning import Outcome as ReplanOutcome
 from openrecycle.app.plans.solving_child import MAX_SECONDS

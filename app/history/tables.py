@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model
 from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary, String, Text
 
+from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, Mode
 from openrecycle.agent.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
-from openrecycle.app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
-from openrecycle.app.coordination.worker_states import RoleState
 from openrecycle.app.observing.measuring import Measured
+from openrecycle.app.workers.states import RoleState
 from openrecycle.db.job_rows import table
 
 Record = dict[str, Any]

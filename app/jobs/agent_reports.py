@@ -10,6 +10,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from openrecycle.agent.coordination import events as happening
+from openrecycle.agent.coordination.generations import deployment_of
+from openrecycle.agent.coordination.membership import Interim
 from openrecycle.agent.protocol import (
     Acknowledgement,
     BatchReply,
@@ -26,10 +29,8 @@ from openrecycle.agent.protocol import (
     Registered,
     Registration,
 )
-from openrecycle.app.coordination import events as happening
-from openrecycle.app.coordination.membership import Generation, Interim
-from openrecycle.app.coordination.together import Report
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.together import Report
 from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.observing.measuring import Measuring
 from openrecycle.app.plans.stored import stored_plan
@@ -198,7 +199,7 @@ class Reports(ABC):
         leaving = tuple(name for name in generation.failed if state.members[name].leaving)
         key = (generation.number, leaving)
         if job.deployment is None or job.deployment[0] != key:
-            job.deployment = key, _deployment(generation, leaving)
+            job.deployment = key, deployment_of(generation, leaving)
         return job.deployment[1]
 
     def commands(self, job_id: str, after: int) -> list[Command]:
@@ -209,18 +210,3 @@ class Reports(ABC):
 def plain(text: str) -> str:
     """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
-
-
-def _deployment(generation: Generation, leaving: tuple[str, ...]) -> Deployment:
-    # What it is made of has been checked, and there may be thousands of names.
-    return Deployment.model_construct(
-        generation=generation.number,
-        plan_fingerprint=generation.plan_fingerprint,
-        living=generation.living,
-        failed=generation.failed,
-        joining=generation.joining,
-        moves=generation.moves,
-        restore=generation.restore,
-        leaving=leaving,
-        reason=generation.reason[:2000],
-    )

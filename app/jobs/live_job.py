@@ -16,10 +16,8 @@ from typing import NamedTuple
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.protocol import Command, Deployment, Heartbeat, JobSpec
-from openrecycle.app.advice.verdict import Verdict
-from openrecycle.app.coordination import coordinator, fencing
-from openrecycle.app.coordination.events import (
+from openrecycle.agent.coordination import coordinator, membership
+from openrecycle.agent.coordination.events import (
     Beat,
     ConsoleRestarted,
     Decision,
@@ -32,10 +30,9 @@ from openrecycle.app.coordination.events import (
     Stalled,
     Tick,
 )
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import Member, State
-from openrecycle.app.coordination.together import Report, processes_of, run_together
-from openrecycle.app.coordination.worker_states import Process, WorkerStates, follow
+from openrecycle.agent.coordination.membership import Ladder, Member, State
+from openrecycle.agent.protocol import Command, Deployment, Heartbeat, JobSpec
+from openrecycle.app.advice.verdict import Verdict
 from openrecycle.app.jobs.records import (
     Contact,
     contact_row,
@@ -51,6 +48,7 @@ from openrecycle.app.jobs.records import (
     state_rows,
     waits_row,
 )
+from openrecycle.app.jobs.together import Report, processes_of, run_together
 from openrecycle.app.observing.baseline import Baseline, read_baseline
 from openrecycle.app.observing.folding import LOOK_BACK, Folding
 from openrecycle.app.observing.op_times import OpTimes
@@ -60,6 +58,7 @@ from openrecycle.app.plans.job_plans import LookUp, PlannedJob
 from openrecycle.app.plans.stored import stored_plan
 from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
 from openrecycle.app.runtime.notify import Topic
+from openrecycle.app.workers.states import Process, WorkerStates, follow
 from openrecycle.db.store import Change, Record, Store
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.packed import storable
@@ -283,11 +282,11 @@ class LiveJob(PlannedJob):
         """Whose report it is that comes from `incarnation`, as `worker`: one that was given another place may
         not know it yet. Raises ConsoleError for an unknown or fenced one."""
         state = self.state
-        member = fencing.holder(state, worker, incarnation)
+        member = membership.holder(state, worker, incarnation)
         if member is None:
-            raise ConsoleError(404, "unknown_worker", fencing.no_such_worker(state, worker))
-        if not fencing.counts(member, incarnation):
-            raise ConsoleError(409, "fenced", fencing.fenced_text(member, incarnation))
+            raise ConsoleError(404, "unknown_worker", membership.no_such_worker(state, worker))
+        if not membership.counts(member, incarnation):
+            raise ConsoleError(409, "fenced", membership.fenced_text(member, incarnation))
         return member
 
     def tick(self) -> None:

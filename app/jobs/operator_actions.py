@@ -8,20 +8,10 @@ from dataclasses import asdict, replace
 
 import structlog
 
+from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
+from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, Member, Mode, Offer
 from openrecycle.agent.protocol import Command, WorkerState
-from openrecycle.app.coordination.choices import (
-    LEAST_PATIENCE,
-    MOST_PATIENCE,
-    Chosen,
-    DrainAsked,
-    Mode,
-    ModeSet,
-    Offer,
-    PlanFrozen,
-)
-from openrecycle.app.coordination.choosing import out
-from openrecycle.app.coordination.events import Note
-from openrecycle.app.coordination.membership import Member
 from openrecycle.app.jobs.agent_reports import plain
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
@@ -126,7 +116,7 @@ class Operators:
         return self._find(job_id).apply(ModeSet(mode, patience, who), audit=_audit(who, "mode", f"{mode} {patience:g}"))
 
     def freeze(self, job_id: str, frozen: bool, actor: str) -> str:
-        """Has the plan in force stay, or no longer (app.coordination.freezing). Raises ConsoleError."""
+        """Has the plan in force stay, or no longer (agent.coordination.freezing). Raises ConsoleError."""
         who = named(actor)
         action = "freeze plan" if frozen else "unfreeze plan"
         return self._find(job_id).apply(PlanFrozen(frozen, who), audit=_audit(who, action, ""))

@@ -9,9 +9,9 @@ import orjson
 import structlog
 
 from openrecycle.agent.protocol import JobState
-from openrecycle.app.coordination.sentence import over_sentence
-from openrecycle.app.coordination.worker_states import Condition
 from openrecycle.app.jobs.view import JobSummary
+from openrecycle.app.workers.sentence import over_sentence
+from openrecycle.app.workers.states import Condition
 from openrecycle.db.job_index import JobIndex
 from openrecycle.db.store import Record
 

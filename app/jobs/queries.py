@@ -8,9 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.sentence import sentence
-from openrecycle.app.coordination.worker_states import WorkerStates
+from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.app.jobs.agent_reports import plain
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.past_jobs import PastJobs
@@ -19,6 +17,8 @@ from openrecycle.app.jobs.view_builder import SHARED, SHARED_SECONDS, PlanCache,
 from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.observing.rates import recent_rate, share_of
 from openrecycle.app.runtime.errors import storing, unknown_plan
+from openrecycle.app.workers.sentence import sentence
+from openrecycle.app.workers.states import WorkerStates
 from openrecycle.db.observations import Observations
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.store import Record, Store

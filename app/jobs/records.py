@@ -10,12 +10,20 @@ from typing import NamedTuple
 
 import orjson
 
-from openrecycle.agent.blame import Complaint, Links
+from openrecycle.agent.coordination.blame import Complaint, Links
+from openrecycle.agent.coordination.membership import (
+    ACK_ORDER,
+    Broken,
+    Generation,
+    Interim,
+    Member,
+    Mode,
+    Pending,
+    State,
+)
 from openrecycle.agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
-from openrecycle.app.coordination.choices import Mode
-from openrecycle.app.coordination.membership import ACK_ORDER, Broken, Generation, Interim, Member, Pending, State
-from openrecycle.app.coordination.worker_states import Process, WorkerStates
 from openrecycle.app.observing.waiting import Wait
+from openrecycle.app.workers.states import Process, WorkerStates
 from openrecycle.db.store import Record, Store
 
 # Of the processes that were started for one place, the newest so many.

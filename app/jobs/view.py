@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from openrecycle.agent.protocol import Doing, JobSpec, JobState, OpKind
-from openrecycle.app.coordination.worker_states import Condition, Process, RoleState
 from openrecycle.app.observing.goodput import Figures
+from openrecycle.app.workers.states import Condition, Process, RoleState
 from openrecycle.planner.plan import Plan
 
 

@@ -8,8 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from openrecycle.app.coordination.membership import Member
-from openrecycle.app.coordination.worker_states import OUT, WorkerStates
+from openrecycle.agent.coordination.membership import Member
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.view import EventView, IterationView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
 from openrecycle.app.observing.goodput import Figures
@@ -17,6 +16,7 @@ from openrecycle.app.observing.rates import iteration_view
 from openrecycle.app.observing.waiting import Waited, segments
 from openrecycle.app.plans.packing import Packing
 from openrecycle.app.plans.stored import stored_plan
+from openrecycle.app.workers.states import OUT, WorkerStates
 from openrecycle.db.observations import Observations
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.store import Store

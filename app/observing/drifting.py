@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.events import Note, UsePlan
 from openrecycle.agent.protocol import OpKind
-from openrecycle.app.coordination.choices import UsePlan
-from openrecycle.app.coordination.choosing import out
-from openrecycle.app.coordination.events import Note
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.ahead import Planning
 from openrecycle.app.plans.worth import gain

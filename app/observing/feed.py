@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from openrecycle.agent.coordination.events import Note
 from openrecycle.agent.protocol import VerdictReport
-from openrecycle.app.coordination.events import Note
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import unavailable
 from openrecycle.db.observations import Observations

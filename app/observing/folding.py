@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from openrecycle.app.coordination.events import Note
+from openrecycle.agent.coordination.events import Note
 from openrecycle.db.store import Record
 
 KINDS = frozenset({"console", "worker"})

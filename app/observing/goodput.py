@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from openrecycle.app.coordination.events import Note
+from openrecycle.agent.coordination.events import Note
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.baseline import Baseline, Window
 from openrecycle.app.observing.waiting import NOTHING, Waited, Waiting, trained

@@ -7,10 +7,10 @@ from statistics import median
 
 from openrecycle.agent.protocol import LogLine
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.worker_states import HOLDING
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.view import EventView, JobView, WorkerView
 from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.workers.states import HOLDING
 from openrecycle.planner.job import Worker
 from openrecycle.planner.migration import SECONDS
 from openrecycle.planner.plan import Plan

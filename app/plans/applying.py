@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from openrecycle.agent.coordination.events import UsePlan
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.choices import UsePlan
 from openrecycle.app.jobs.agent_reports import plain
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
+from openrecycle.agent.coordination.events import Event, PlanReady, PlanRefused
+from openrecycle.agent.coordination.membership import State
 from openrecycle.agent.protocol import JobSpec
-from openrecycle.app.coordination.events import Event, PlanReady, PlanRefused
-from openrecycle.app.coordination.membership import State
 from openrecycle.app.runtime.garbage_collection import LARGE_OPS
 from openrecycle.db.store import Store
 from openrecycle.planner.catalog import Catalog

@@ -13,9 +13,8 @@ from typing import Literal
 
 import structlog
 
-from openrecycle.app.coordination.choices import UsePlan
-from openrecycle.app.coordination.choosing import out
-from openrecycle.app.coordination.events import Note
+from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.events import Note, UsePlan
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.solving import Point, Solve, Solves
 from openrecycle.app.plans.solving_child import PlanAsked

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.worker_states import RoleState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.measured import MeasuredIteration, measured_iteration
 from openrecycle.app.plans.exporting import Export
 from openrecycle.app.plans.page_plans import TIME_LIMIT, Question
 from openrecycle.app.plans.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.workers.states import RoleState
 from openrecycle.db.store import Record
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import InputError, PlannerError

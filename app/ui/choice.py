@@ -7,15 +7,15 @@ from typing import Any
 
 import streamlit as st
 
+from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, Mode
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.choices import LEAST_PATIENCE, MOST_PATIENCE, Mode
-from openrecycle.app.coordination.worker_states import OUT
 from openrecycle.app.jobs.view import JobView
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, components, text
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import ready_words
+from openrecycle.app.workers.states import OUT
 from openrecycle.planner.words import names
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}

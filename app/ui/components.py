@@ -14,7 +14,6 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from openrecycle.app.console import get_console
-from openrecycle.app.coordination.worker_states import Condition, RoleState
 from openrecycle.app.jobs.view import JobHead, JobView, RecoveryView
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, text
@@ -22,6 +21,7 @@ from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
+from openrecycle.app.workers.states import Condition, RoleState
 from openrecycle.planner.drawing import Drawing
 from openrecycle.planner.drawing import legend as op_keys
 from openrecycle.planner.plan import Plan

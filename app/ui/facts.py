@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openrecycle.agent.protocol import JobSpec, JobState
-from openrecycle.app.coordination.worker_states import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
 from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
 from openrecycle.app.jobs.view import JobView, WorkerView
 from openrecycle.app.observing.baseline import Baseline
 from openrecycle.app.observing.rates import recent_rate, share_of
 from openrecycle.app.ui import text
+from openrecycle.app.workers.states import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
 from openrecycle.planner.job import Job
 from openrecycle.planner.migration import SECONDS
 from openrecycle.planner.plan import Plan

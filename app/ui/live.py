@@ -8,7 +8,6 @@ import streamlit as st
 
 from openrecycle.agent.protocol import JobState
 from openrecycle.app.console import Console, get_console
-from openrecycle.app.coordination.worker_states import RoleState
 from openrecycle.app.jobs.view import JobView, WorkerView
 from openrecycle.app.observing.measured import MeasuredIteration
 from openrecycle.app.runtime.errors import ConsoleError
@@ -32,6 +31,7 @@ from openrecycle.app.ui.live_now import read_now
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.worker_dialog import open_worker, page_wanted, show_opened
+from openrecycle.app.workers.states import RoleState
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map.
 MAX_TILES = 64

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import streamlit as st
 
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.worker_states import ALIVE, HOLDING, RoleState
 from openrecycle.app.jobs.view import JobView, WorkerView
 from openrecycle.app.observing.worker_detail import WorkerDetail, worker_detail
 from openrecycle.app.observing.worker_history import worker_history
@@ -19,6 +18,7 @@ from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.charts.worker_time import memory, op_times
 from openrecycle.app.ui.event_feed import feed_html
 from openrecycle.app.ui.theme import palette
+from openrecycle.app.workers.states import ALIVE, HOLDING, RoleState
 from openrecycle.planner.drawing import OP_WORDS
 
 OPENED = "opened-worker"

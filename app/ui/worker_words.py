@@ -10,12 +10,12 @@ from html import escape
 from itertools import groupby
 
 from openrecycle.agent.protocol import Doing
-from openrecycle.app.coordination.worker_states import OUT, RoleState
 from openrecycle.app.jobs.view import WorkerView
 from openrecycle.app.observing.worker_detail import Stay, WorkerDetail
 from openrecycle.app.observing.worker_history import Series
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.worker_grid import LOOKS
+from openrecycle.app.workers.states import OUT, RoleState
 from openrecycle.planner.drawing import OP_WORDS
 
 # The table below the bar shows so many stays, the newest.

@@ -11,7 +11,7 @@ from typing import Any
 
 from openrecycle.agent.checkpoints.checkpoint import Identity
 from openrecycle.agent.checkpoints.checkpointing import Origin
-from openrecycle.agent.coordination import LocalCoordination
+from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.devices import Platform
 from openrecycle.agent.launch import Launcher, Stopped
 from openrecycle.agent.options import Checkpoints, Faults, HandOver, Optimization, Planning, TrainingOptions

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.blame import Complaint, Limits, Links, Ruling, attribute, judge
-from openrecycle.agent.coordination import Deploy, Halt, LocalCoordination, Remark
+from openrecycle.agent.coordination.blame import Complaint, Limits, Links, Ruling, attribute, judge
+from openrecycle.agent.coordination.launcher import Deploy, Halt, Remark
+from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 
@@ -147,9 +148,14 @@ class Run:
         self.living: tuple[str, ...] = ()
         self.remarks: list[str] = []
         self.refused: list[Worker | None] = []
+        self.processes: dict[str, str] = {}
         for worker in Job(3, 2, 2).workers():
-            self.coordination.ready(worker, str(worker))
+            self.begin(str(worker), str(worker))
         self.halt = self.take()
+
+    def begin(self, name: str, process: str) -> None:
+        self.processes[name] = process
+        self.coordination.ready(Worker.parse(name), process)
 
     def take(self) -> str:
         self.now += 10.0
@@ -162,14 +168,15 @@ class Run:
             if isinstance(event, Deploy):
                 self.generation, self.living = event.deployment.generation, event.deployment.living
                 for name in self.living:
-                    self.coordination.adopted(Worker.parse(name), name, self.generation)
-                    self.coordination.formed(Worker.parse(name), name, self.generation)
+                    self.coordination.adopted(Worker.parse(name), self.processes[name], self.generation)
+                    self.coordination.formed(Worker.parse(name), self.processes[name], self.generation)
         return ""
 
     def broken(self, *pairs: str) -> str:
         for pair in pairs:
             reporter, _, peer = pair.partition(">")
-            self.coordination.broken(Worker.parse(reporter), reporter, self.generation, self.now, peer, "timed out")
+            process = self.processes[reporter]
+            self.coordination.broken(Worker.parse(reporter), process, self.generation, self.now, peer, "timed out")
         return self.take()
 
 
@@ -182,13 +189,13 @@ def test_a_job_without_a_console_takes_an_end_out_and_then_for_good() -> None:
     assert "W1_1" not in run.living and len(run.living) == 5 and "W1_1 is taken out" in run.remarks[-1]
 
     run.coordination.exited(Worker(1, 1), "W1_1", "put out")
-    run.coordination.ready(Worker(1, 1), "new")
+    run.begin("W1_1", "new")
     run.take()
     assert "W1_1" in run.living, "it may re-join"
     run.broken("W1_1>W2_0")
     assert "W1_1" not in run.living and "for good" in run.remarks[-1]
     run.coordination.exited(Worker(1, 1), "new", "put out")
-    run.coordination.ready(Worker(1, 1), "newer")
+    run.begin("W1_1", "newer")
     run.take()
     assert run.refused[-1] == Worker(1, 1) and "W1_1" not in run.living
 

@@ -15,7 +15,7 @@ import pytest
 from openrecycle.agent import console_link
 from openrecycle.agent.client import Backoff, ConsoleClient
 from openrecycle.agent.console_link import ConsoleCoordination
-from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.planner.job import Worker
 
 TRIES = 12

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from openrecycle.agent.coordination import Deploy, Halt, LocalCoordination, Remark
+from openrecycle.agent.coordination.launcher import Deploy, Halt, Remark
+from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.protocol import Deployment
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.check import check
@@ -29,9 +30,10 @@ def _only(events: list[object]) -> Deploy:
     return event
 
 
-def _all_form(coordination: LocalCoordination, deployment: Deployment) -> None:
+def _all_form(coordination: LocalCoordination, deployment: Deployment, **processes: str) -> None:
+    """processes: of workers whose process is not the one that they began with."""
     for name in deployment.living:
-        coordination.formed(Worker.parse(name), name, deployment.generation)
+        coordination.formed(Worker.parse(name), processes.get(name, name), deployment.generation)
 
 
 def test_the_first_generation_opens_when_all_are_ready() -> None:
@@ -42,11 +44,11 @@ def test_the_first_generation_opens_when_all_are_ready() -> None:
 def test_a_death_opens_a_generation_without_the_dead_and_a_return_one_with_it() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.exited(Worker(1, 0), "a", "was killed by SIGKILL")
+    coordination.exited(Worker(1, 0), "W1_0", "was killed by SIGKILL")
     deploy = _only(coordination.poll(1.0))
     assert deploy.deployment.generation == 2 and deploy.deployment.failed == ("W1_0",)
     assert "W1_0" not in deploy.plan.workers
-    coordination.exited(Worker(1, 0), "a", "again")
+    coordination.exited(Worker(1, 0), "W1_0", "again")
     assert coordination.poll(1.0) == []
     coordination.ready(Worker(1, 0), "b")
     assert coordination.poll(1.5) == [], "a newcomer waits until the others are through with generation 2"
@@ -58,10 +60,10 @@ def test_a_death_opens_a_generation_without_the_dead_and_a_return_one_with_it() 
 def test_a_newcomer_that_waits_enters_with_the_next_death() -> None:
     coordination = _started(3)
     _only(coordination.poll(0.0))
-    coordination.exited(Worker(1, 0), "a", "died")
+    coordination.exited(Worker(1, 0), "W1_0", "died")
     _only(coordination.poll(1.0))
     coordination.ready(Worker(1, 0), "b")
-    coordination.exited(Worker(2, 1), "a", "died")
+    coordination.exited(Worker(2, 1), "W2_1", "died")
     deployment = _only(coordination.poll(2.0)).deployment
     assert deployment.joining == ("W1_0",) and deployment.failed == ("W2_1",)
 
@@ -69,7 +71,7 @@ def test_a_newcomer_that_waits_enters_with_the_next_death() -> None:
 def test_a_newcomer_that_dies_while_it_waits_changes_nothing() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.exited(Worker(1, 0), "a", "died")
+    coordination.exited(Worker(1, 0), "W1_0", "died")
     deploy = _only(coordination.poll(1.0))
     coordination.ready(Worker(1, 0), "b")
     coordination.exited(Worker(1, 0), "b", "died")
@@ -80,8 +82,8 @@ def test_a_newcomer_that_dies_while_it_waits_changes_nothing() -> None:
 def test_a_stage_without_a_living_peer_halts_the_job() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.exited(Worker(0, 1), "a", "died")
-    coordination.exited(Worker(1, 1), "a", "died")
+    coordination.exited(Worker(0, 1), "W0_1", "died")
+    coordination.exited(Worker(1, 1), "W1_1", "died")
     first, second = coordination.poll(0.0)
     assert isinstance(first, Deploy) and isinstance(second, Halt)
     assert "stage 1 has no living worker left" in second.reason and "--checkpoint" in second.reason
@@ -90,16 +92,16 @@ def test_a_stage_without_a_living_peer_halts_the_job() -> None:
 def test_a_broken_transfer_waits_for_its_explanation() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.broken(Worker(0, 0), "", 1, now=10.0)
-    coordination.broken(Worker(0, 1), "", 1, now=10.1)
+    coordination.broken(Worker(0, 0), "W0_0", 1, now=10.0)
+    coordination.broken(Worker(0, 1), "W0_1", 1, now=10.1)
     assert coordination.poll(11.9) == []
-    coordination.exited(Worker(1, 0), "a", "died")
+    coordination.exited(Worker(1, 0), "W1_0", "died")
     assert _only(coordination.poll(12.1)).deployment.generation == 2
     # A report about a generation that is over changes nothing.
-    coordination.broken(Worker(0, 0), "", 1, now=12.2)
+    coordination.broken(Worker(0, 0), "W0_0", 1, now=12.2)
     assert coordination.poll(20.0) == []
     # Without an explanation the same members form anew.
-    coordination.broken(Worker(0, 0), "", 2, now=30.0)
+    coordination.broken(Worker(0, 0), "W0_0", 2, now=30.0)
     deployment = _only(coordination.poll(32.0)).deployment
     assert deployment.generation == 3 and len(deployment.living) == 3
 
@@ -114,13 +116,13 @@ def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
     ((source, to),) = deploy.moves
     assert source.stage == 0 and to.stage == 1 and deploy.restore == "point-7"
     assert set(deploy.deployment.living) == {str(to), str(Worker(1 - source.pipeline, 0))}
-    assert deploy.deployment.joining == (str(to),) and "takes the place of" in deploy.deployment.reason
+    assert deploy.deployment.joining == (str(to),)
     # Superseded before all were back on the checkpoint: the next generation goes back to it too.
-    coordination.broken(to, "", 3, now=1.0)
+    coordination.broken(to, str(source), 3, now=1.0)
     again = _only(coordination.poll(9.0))
     assert again.restore == "point-7" and again.moves == ()
-    _all_form(coordination, again.deployment)
-    coordination.broken(to, "", 4, now=10.0)
+    _all_form(coordination, again.deployment, **{str(to): str(source)})
+    coordination.broken(to, str(source), 4, now=10.0)
     assert _only(coordination.poll(19.0)).restore is None
     # The process that moved is known by its incarnation, not by the place that it began at.
     coordination.exited(source, str(source), "died")

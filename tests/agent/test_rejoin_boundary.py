@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.coordination import LocalCoordination
+from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.planner.job import Worker
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
@@ -34,7 +34,7 @@ def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) ->
     let_in = LocalCoordination.ready
 
     def ready(self: LocalCoordination, worker: Worker, incarnation: str, host: str = "", pid: int = 0) -> None:
-        if self._generation:
+        if self._state.current:
             waiting.append((worker, incarnation))
         else:
             let_in(self, worker, incarnation)

@@ -13,9 +13,9 @@ from unittest import mock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from openrecycle.agent.coordination.events import Offered
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
 from openrecycle.agent.protocol import JobSpec, JobState, Message, WorkerState
-from openrecycle.app.coordination.choices import Candidate, Mode, Offer, Offered
-from openrecycle.app.coordination.membership import State
 from openrecycle.app.jobs.records import read_state
 from openrecycle.app.plans import job_plans as planned
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE

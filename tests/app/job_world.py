@@ -35,7 +35,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
-from tests.app.coordinator_run import LADDER
+from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 
 STEPS = ("adopted", "formed", "resumed")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
+from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.protocol import FailureReport
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, grounds
 from openrecycle.app.advice.verdict import AdviceRequest, Verdict, decide, verdict_document
-from openrecycle.app.coordination.choices import Candidate
-from openrecycle.app.coordination.choosing import out
 from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.plans.maker import PlanMaker
 from openrecycle.planner.check import check

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from coordinator_run import Run
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere
 from ui_factory import plan
 
+from openrecycle.agent.coordination.events import Exited, PlanReady, UsePlan
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.choices import UsePlan
-from openrecycle.app.coordination.events import Exited, PlanReady
 from openrecycle.app.plans.applying import misfit, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
+from tests.agent.coordinator_run import Run
 
 pytestmark = pytest.mark.processes
 

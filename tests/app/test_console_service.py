@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
+from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.agent.protocol import (
     Acknowledgement,
     FailureReport,
@@ -21,9 +22,8 @@ from openrecycle.agent.protocol import (
     Registration,
 )
 from openrecycle.app.console import Console, get_console, set_console
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.worker_states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.workers.states import RoleState
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 

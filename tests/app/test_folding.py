@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from openrecycle.app.coordination.events import Note, Stalled
+from openrecycle.agent.coordination.events import Note, Stalled
 from openrecycle.app.jobs.view import EventView
 from openrecycle.app.observing import folding
 from openrecycle.app.observing.folding import Folding

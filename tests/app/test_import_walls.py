@@ -15,7 +15,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "planner": (),
     "agent": ("planner",),
     "db": ("planner",),
-    "app": ("planner", "db", "agent.protocol", "agent.blame"),
+    "app": ("planner", "db", "agent.protocol", "agent.coordination"),
 }
 # Heavy packages, and where alone they are imported.
 ONLY_IN = {
@@ -24,12 +24,20 @@ ONLY_IN = {
     "sqlalchemy": ("db/", "app/"),
     "fastapi": ("app/",),
 }
-WITHOUT_TORCH = ("agent/protocol.py", "agent/blame.py", "agent/client.py", "agent/heartbeat.py")
+WITHOUT_TORCH = ("agent/protocol.py", "agent/coordination/", "agent/client.py", "agent/heartbeat.py")
+# The state machine that launchers and consoles share does nothing but decide: no files, sockets, threads or clock.
+PURE = "agent/coordination"
+PURE_MAY = ("planner", "agent.coordination", "agent.protocol")
+PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools", "sys", "typing"}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Modules by their full names; of `from x import y` both x and x.y."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+def imported(path: Path, *, types: bool = True) -> Iterator[str]:
+    """Modules by their full names. types: those too that are imported for type checkers alone."""
+    tree = ast.parse(path.read_text(), str(path))
+    for block in [] if types else [n for n in ast.walk(tree) if isinstance(n, ast.If)]:
+        if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
+            block.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("openrecycle.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -52,6 +60,18 @@ def test_a_room_imports_what_it_may(room: str) -> None:
             first = module.partition(".")[0]
             elsewhere = first in ROOMS - {room} and not within(module, MAY[room])
             heavy = first in ONLY_IN and not name.startswith(ONLY_IN[first])
-            if elsewhere or heavy or (first == "torch" and name in WITHOUT_TORCH):
+            if elsewhere or heavy or (first == "torch" and name.startswith(WITHOUT_TORCH)):
                 wrong.append(f"{name} imports {module}")
     assert not wrong
+
+
+def test_who_decides_does_nothing_else() -> None:
+    files = sorted((ROOT / PURE).rglob("*.py"))
+    assert files
+    found = [
+        f"{path.name} imports {module}"
+        for path in files
+        for module in imported(path, types=False)
+        if module.partition(".")[0] not in PURE_STANDARD and not within(module, PURE_MAY)
+    ]
+    assert not found

@@ -16,11 +16,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from openrecycle.agent.coordination.events import Offered
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.app.api.models import WorkerInfo
-from openrecycle.app.coordination.choices import Candidate, Mode, Offer, Offered
-from openrecycle.app.coordination.sentence import sentence
-from openrecycle.app.coordination.worker_states import OUT, Condition, RoleState, words_of
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.queries import Readings
 from openrecycle.app.jobs.view import JobView
@@ -34,9 +33,11 @@ from openrecycle.app.ui import facts
 from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_words import facts_html
+from openrecycle.app.workers.sentence import sentence
+from openrecycle.app.workers.states import OUT, Condition, RoleState, words_of
 from openrecycle.db.observations import Observations
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
-from tests.app.coordinator_run import LADDER
+from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World
 

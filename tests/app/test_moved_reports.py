@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from ui_console import ConsoleHere, JobHere
 
+from openrecycle.agent.coordination.events import Offered
+from openrecycle.agent.coordination.membership import Candidate, Offer
 from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
-from openrecycle.app.coordination.choices import Candidate, Offer, Offered
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.policy import MIGRATE
 

@@ -9,12 +9,12 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.protocol import Acknowledgement, Heartbeat, InterimPlan, Iteration, Registration
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.worker_states import Condition, RoleState
 from openrecycle.app.plans.references import OfJob
 from openrecycle.app.plans.sources import Source, find, names
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import facts, tables
 from openrecycle.app.ui.facts import Card
+from openrecycle.app.workers.states import Condition, RoleState
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import MemoryLimit, Technique, Worker
 from openrecycle.planner.plan import Plan

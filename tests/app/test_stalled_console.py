@@ -20,15 +20,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from ui_console import JobHere, until
 
+from openrecycle.agent.coordination.events import TransferBroken
 from openrecycle.agent.protocol import JobSpec, WorkerState
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.events import TransferBroken
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from tests.app.coordinator_run import LADDER
+from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
 

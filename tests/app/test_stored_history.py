@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import Phase, settings
 
+from openrecycle.agent.coordination.events import Offered
+from openrecycle.agent.coordination.membership import Candidate, Offer
 from openrecycle.agent.protocol import FailureReport, JobSpec, Registration
-from openrecycle.app.coordination.choices import Candidate, Offer, Offered
 from openrecycle.app.jobs.records import read_state
 from openrecycle.app.plans import job_plans as planned
 from openrecycle.app.runtime.errors import ConsoleError

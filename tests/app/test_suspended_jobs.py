@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from coordinator_run import LADDER, Run
 
+from openrecycle.agent.coordination.events import Stalled
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination.events import Stalled
+from tests.agent.coordinator_run import LADDER, Run
 
 ALL = {WorkerState.RUNNING}
 

@@ -14,9 +14,9 @@ from openrecycle.agent.protocol import Acknowledgement, FailureReport, JobSpec, 
 from openrecycle.app.api import intake as intake_module
 from openrecycle.app.api.intake import Intake
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.together import Report
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.records import read_processes
+from openrecycle.app.jobs.together import Report
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Change, Store

@@ -9,13 +9,13 @@ import pytest
 import ui_factory as factory
 
 from openrecycle.agent.protocol import JobState
-from openrecycle.app.coordination.worker_states import RoleState
 from openrecycle.app.jobs.view import JobView
 from openrecycle.app.observing.baseline import Baseline
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
 from openrecycle.app.ui.event_feed import feed_html
+from openrecycle.app.workers.states import RoleState
 from openrecycle.planner.job import Job, StageProfile
 from openrecycle.planner.plan import job_doc
 

@@ -12,13 +12,12 @@ from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
+from openrecycle.agent.coordination.membership import Ladder, Mode
 from openrecycle.agent.protocol import LogLine, LogLines, Registration
 from openrecycle.app.console import Console, set_console
-from openrecycle.app.coordination.choices import Mode
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.worker_states import Condition
 from openrecycle.app.ui import live_now
 from openrecycle.app.ui.patience import Patience
+from openrecycle.app.workers.states import Condition
 from openrecycle.db.store import Store
 
 pytestmark = pytest.mark.processes

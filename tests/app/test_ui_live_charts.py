@@ -14,12 +14,12 @@ import pyarrow.ipc
 import pytest
 import ui_factory as factory
 
-from openrecycle.app.coordination.worker_states import RoleState
 from openrecycle.app.jobs.view import EventView, JobView
 from openrecycle.app.ui.charts.progress import LATE, WORDS, Mark, generation_marks, losses, progress_rows, throughput
 from openrecycle.app.ui.charts.vega import LiveChart
 from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
+from openrecycle.app.workers.states import RoleState
 
 
 @pytest.fixture(scope="module")

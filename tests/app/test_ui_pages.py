@@ -13,8 +13,8 @@ from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
+from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.app.console import Console, set_console
-from openrecycle.app.coordination.ladder import Ladder
 from openrecycle.app.plans.references import OfJob, parse_reference
 
 pytestmark = pytest.mark.processes

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.agent.protocol import (
     Acknowledgement,
     FailureReport,
@@ -17,7 +18,6 @@ from openrecycle.agent.protocol import (
     Registration,
 )
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.ladder import Ladder
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import requests
 
-from openrecycle.app.coordination.ladder import Ladder
+from openrecycle.agent.coordination.membership import Ladder
 from tests.benchmarks.machine import describe
 from tests.benchmarks.phi_accrual import accrual, judge, timeout
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from openrecycle.agent.coordination import Deploy, Event, LocalCoordination
+from openrecycle.agent.coordination.launcher import Deploy, Event
+from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.launch import Launcher, Stopped
 from openrecycle.agent.options import Planning, TrainingOptions
 from openrecycle.agent.protocol import Command, Iteration

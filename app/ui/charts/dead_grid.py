@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from openrecycle.app.coordination.worker_states import RoleState
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui.charts.vega import LiveChart, config
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.theme import Palette
+from openrecycle.app.workers.states import RoleState
 
 PICKED = "picked"
 # Words of the chart, and the look of the same name on Live.

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from openrecycle.app.coordination.worker_states import HOLDING, OUT, RoleState
 from openrecycle.app.jobs.view import JobView, WorkerView
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
 from openrecycle.app.ui.theme import Palette
+from openrecycle.app.workers.states import HOLDING, OUT, RoleState
 
 _CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
 _RING = "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0M.55,0A.55,.55,0,1,0,-.55,0A.55,.55,0,1,0,.55,0Z"

@@ -1,6 +1,6 @@
 """Who is to blame when transfers break though nobody died. Pure: no processes, no clock, no torch.
 
-Used by both who decide on generations: the launcher (agent.coordination) and the console (app.coordination).
+
 
 A worker says with which peer a transfer broke. One bad link makes many complain: whoever waits for a worker that
 waits, or finds a connection closed by one that has given up. So complaints are followed to where they end: a

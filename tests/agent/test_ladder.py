@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.app.console import Console
-from openrecycle.app.coordination.ladder import Ladder
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_run import LADDER, Run, fingerprint
 
-from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination.events import (
+from openrecycle.agent.coordination.events import (
     Acknowledged,
     Beat,
     ConsoleRestarted,
@@ -23,11 +21,12 @@ from openrecycle.app.coordination.events import (
     Tick,
     TransferBroken,
 )
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import State
+from openrecycle.agent.coordination.membership import Ladder, State
+from openrecycle.agent.protocol import JobState, WorkerState
 from openrecycle.app.jobs.live_job import TICK_SECONDS
 from openrecycle.app.jobs.records import _read_broken, job_columns
 from openrecycle.planner.errors import InputError
+from tests.agent.coordinator_run import LADDER, Run, fingerprint
 
 
 def test_the_first_generation_opens_when_the_last_worker_registers() -> None:
@@ -354,13 +353,24 @@ def test_a_worker_outside_the_generation_can_not_acknowledge_it() -> None:
 def test_workers_that_leave_after_the_last_iteration_are_no_failures() -> None:
     run = Run(iterations=10).start()
     run.beat("W0_0", draining=True)
-    run.exit("W0_0")
+    run.wait(30, "W0_1", "W1_0", "W1_1")
     assert run.member("W0_0").state is WorkerState.FINISHED
     run.send(IterationsCommitted(10))
-    run.exit("W0_1")
     run.wait(30)
     assert {m.state for m in run.state.members.values()} == {WorkerState.FINISHED}
     assert len(run.opened) == 1
+
+
+def test_a_worker_that_its_launcher_sees_end_was_needed_until_the_job_is_over() -> None:
+    """Its stage's final hash, say, which peers have too."""
+    run = Run(iterations=10).start()
+    run.send(IterationsCommitted(10))
+    run.beat(draining=True)
+    run.exit("W0_0")
+    assert run.opened[-1].failed == ("W0_0",)
+    run.send(Finished(JobState.FINISHED))
+    run.exit("W0_1")
+    assert len(run.opened) == 2 and run.member("W0_1").state is WorkerState.FINISHED
 
 
 @pytest.mark.parametrize("state", [JobState.FINISHED, JobState.STOPPED])

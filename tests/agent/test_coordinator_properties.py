@@ -4,38 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator_run import LADDER, Run
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination import coordinator
-from openrecycle.app.coordination.choices import (
-    Candidate,
-    Chosen,
-    DrainAsked,
-    Mode,
-    ModeSet,
-    Offer,
-    Offered,
-    PlanFrozen,
-    UsePlan,
-)
-from openrecycle.app.coordination.events import (
+from openrecycle.agent.coordination import coordinator
+from openrecycle.agent.coordination.events import (
     Acknowledged,
+    Chosen,
     ConsoleRestarted,
+    DrainAsked,
     Exited,
     Finished,
     IterationsCommitted,
+    ModeSet,
+    Offered,
+    PlanFrozen,
     PlanReady,
     PlanRefused,
     Registered,
     Stalled,
     TransferBroken,
+    UsePlan,
 )
-from openrecycle.app.coordination.membership import State
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
+from openrecycle.agent.protocol import JobState, WorkerState
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
+from tests.agent.coordinator_run import LADDER, Run
 
 PIPELINES, STAGES = 3, 2
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]

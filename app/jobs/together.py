@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrecycle.app.coordination.coordinator import step
-from openrecycle.app.coordination.events import Acknowledged, Note, Refuse, Registered
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import State
+from openrecycle.agent.coordination.coordinator import step
+from openrecycle.agent.coordination.events import Acknowledged, Note, Refuse, Registered
+from openrecycle.agent.coordination.membership import Ladder, State
 
 
 @dataclass(frozen=True)

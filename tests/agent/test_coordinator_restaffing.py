@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrecycle.agent.coordination.events import Acknowledged, Exited, PlanReady
+from openrecycle.agent.coordination.membership import PRESENT
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination.events import Acknowledged, Exited, PlanReady
-from openrecycle.app.coordination.membership import PRESENT
-from tests.app.coordinator_run import Run, fingerprint
+from tests.agent.coordinator_run import Run, fingerprint
 
 
 def lost_stage(pipelines: int = 3, stages: int = 3) -> Run:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from openrecycle.agent.coordination.coordinator import nobody_heard
+from openrecycle.agent.coordination.membership import Ladder, Member, State, peer_of, returned
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination.freezing import returned
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.liveness import nobody_heard
-from openrecycle.app.coordination.membership import Member, State, peer_of
-from openrecycle.app.coordination.worker_states import WorkerStates, lost_name
+from openrecycle.app.workers.states import WorkerStates, lost_name
 from openrecycle.planner.words import names, percent
 
 MOST_MOVES = 4

@@ -1,4 +1,4 @@
-"""Which generation opens next, and when. Pure.
+"""Which generation opens next, when, and who takes which place in it. Pure.
 
 It opens in two moves: a change of membership makes a Pending and asks for a plan (NeedPlan); PlanReady
 for the same failed workers opens it (OpenGeneration). A failure in between replaces the Pending, so that
@@ -7,14 +7,12 @@ generations only rise and each has one plan. In manual mode an operator has time
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from openrecycle.agent.protocol import WorkerState
-from openrecycle.app.coordination import restaffing
-from openrecycle.app.coordination.choices import Mode
-from openrecycle.app.coordination.events import Decision, NeedPlan, Note, OpenGeneration, PlanReady, PlanRefused, Step
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import PRESENT, Generation, Member, Pending, State
+from openrecycle.agent.coordination.events import Decision, NeedPlan, Note, OpenGeneration, PlanReady, PlanRefused, Step
+from openrecycle.agent.coordination.membership import PRESENT, Generation, Ladder, Member, Mode, Pending, State
+from openrecycle.agent.protocol import Deployment, WorkerState
 from openrecycle.planner.words import names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
@@ -42,7 +40,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         if state.tally.unready:
             return Step(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
     elif (lost := _lost_stages(state)) and state.checkpoints and _present(state):
-        state, moves = restaffing.staff(state)
+        state, moves = staff(state)
         restore = True
         moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in moves]
         notes += [Note("warning", "recovery", text, worker) for worker, text in moved]
@@ -78,7 +76,7 @@ def pend(state: State, reason: str, moves: tuple[tuple[str, str], ...] = (), *, 
         failed=tuple(name for name in state.members if name not in living_set),
         joining=tuple(m.name for m in present if m.state is REJOINING),
         reason=reason,
-        moves=restaffing.still_valid(state, (*_unknown_moves(state), *moves)),
+        moves=still_valid(state, (*_unknown_moves(state), *moves)),
         restore=restore,
     )
 
@@ -140,6 +138,15 @@ def plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> St
     pending = state.pending
     if not _awaited(state, event.failed) or pending is None:
         return Step(state, reason="nobody waits for that plan")
+    if event.moves:
+        if problem := why_not(state, event.moves):
+            return Step(state, reason=f"that plan's moves are not possible: {problem}")
+        members = dict(state.members)
+        for source, to in event.moves:
+            move(members, source, to)
+        state = replace(state, members=members)
+        why = "; ".join((pending.reason, *(f"{source} takes the place of {to}" for source, to in event.moves)))
+        pending = pend(state, why, event.moves, restore=pending.restore)
     generation = Generation(
         state.generation + 1,
         pending.living,
@@ -165,6 +172,22 @@ def plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> St
     )
 
 
+def deployment_of(generation: Generation, leaving: tuple[str, ...] = (), origin: str = "") -> Deployment:
+    """As its members are told. origin: where its plan is from."""
+    # What it is made of has been checked, and there may be thousands of names.
+    return Deployment.model_construct(
+        generation=generation.number,
+        plan_fingerprint=generation.plan_fingerprint,
+        living=generation.living,
+        failed=generation.failed,
+        joining=generation.joining,
+        moves=generation.moves,
+        restore=generation.restore,
+        leaving=leaving,
+        reason="; ".join(filter(None, (generation.reason, origin)))[:2000],
+    )
+
+
 def plan_refused(state: State, event: PlanRefused, now: float, ladder: Ladder) -> Step:
     if not _awaited(state, event.failed):
         return Step(state, reason="nobody waits for that plan")
@@ -180,3 +203,89 @@ def _awaited(state: State, failed: tuple[str, ...]) -> bool:
 
 def _without(failed: tuple[str, ...]) -> str:
     return f" without {names(failed)}" if failed else ""
+
+
+# -- workers that change their stage, in their processes --------------------------------------
+
+
+def still_valid(state: State, moves: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """The moves that a launcher may still have to make: of those that it may not know, the ones that
+    led to a worker that is present, with a move of a move as one."""
+    chained: dict[str, str] = {}
+    for source, to in moves:
+        before = next((first for first, last in chained.items() if last == source), source)
+        # A place that is given a second time is so because the first process there is gone.
+        chained = {first: last for first, last in chained.items() if last != to}
+        chained[before] = to
+    return tuple((a, b) for a, b in chained.items() if state.members[b].state in PRESENT)
+
+
+def staff(state: State) -> tuple[State, tuple[tuple[str, str], ...]]:
+    """Gives each stage without a present worker one of the fullest stage; also (from, to) of each move.
+
+    A stage with one worker left gives none, so that with fewer workers than stages some stay empty.
+    """
+    members, moves = dict(state.members), list[tuple[str, str]]()
+    while True:
+        stages: dict[int, list[Member]] = {m.stage: [] for m in members.values()}
+        for member in members.values():
+            if member.state in PRESENT:
+                stages[member.stage].append(member)
+        empty = [stage for stage, present in stages.items() if not present]
+        fullest = max(stages.values(), key=len)
+        if not empty or len(fullest) < 2:
+            return replace(state, members=members), tuple(moves)
+        source = fullest[-1]
+        target = next(m for m in members.values() if m.stage == empty[0])
+        move(members, source.name, target.name)
+        moves.append((source.name, target.name))
+
+
+def why_not(state: State, moves: Sequence[tuple[str, str]], failed: Iterable[str] = ()) -> str:
+    """Why those moves can't be made while `failed` are out; "": they can. Where all go back to a checkpoint, whoever
+    is present can go, and nobody has to stay."""
+    members, restore = state.members, bool(state.pending and state.pending.restore)
+    gone = {*failed, *(source for source, _ in moves)}
+    for source, to in moves:
+        if members[source].state not in (PRESENT if restore else (RUNNING, SUSPECT)):
+            return f"{source} is {members[source].state}"
+        if members[to].state is not FAILED or members[to].leaving:
+            return f"{to} is not empty"
+    for stage in () if restore else {m.stage for m in members.values()}:
+        if not holders(state, stage, gone):
+            return f"nobody would be left who holds stage {stage}"
+    return ""
+
+
+def holders(state: State, stage: int, gone: Collection[str] = ()) -> list[str]:
+    """Who has the state of `stage`, but for those who are to go."""
+    here = (m for m in state.members.values() if m.stage == stage and m.name not in gone)
+    return [m.name for m in here if m.state in (RUNNING, SUSPECT)]
+
+
+def move(members: dict[str, Member], source: str, to: str) -> None:
+    """The process of `source` takes the empty place `to`, where it first needs the stage's state."""
+    leaves, empty = members[source], members[to]
+    members[to] = replace(
+        empty,
+        state=REJOINING,
+        incarnation=leaves.incarnation,
+        retired=empty.incarnations,
+        generation=0,
+        acknowledged="",
+        last_heard=leaves.last_heard,
+        draining=False,
+        detail="",
+        leaving=False,
+    )
+    members[source] = replace(
+        leaves,
+        state=FAILED,
+        incarnation=None,
+        generation=0,
+        acknowledged="",
+        last_heard=None,
+        draining=False,
+        detail=f"its process took the place of {to}",
+        leaving=False,
+    )

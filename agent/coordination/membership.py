@@ -1,4 +1,4 @@
-"""What the coordinator knows of a job: its workers, its generations, what it waits for.
+"""What the coordinator knows of a job: its workers, its generations, what it waits for, and whose report counts.
 
 Plain immutable data. `now` and every time in here are seconds of one monotonic clock.
 """
@@ -7,12 +7,105 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from openrecycle.agent.blame import Complaint, Links
+from openrecycle.agent.coordination.blame import Complaint, Links
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination.choices import PATIENCE, Mode, Offer
+from openrecycle.planner.errors import InputError
+
+# -- limits and modes -------------------------------------------------------------------------
+
+LOST_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """When silence means what, in seconds. Each rung must lie above the one before.
+
+    heartbeat: how often a worker reports. suspect: silence after which it is marked. dead: silence
+    after which the job goes on without it. transfer_grace: how long a broken transfer may wait for
+    the exit or the time-out that explains it. Raises InputError.
+    """
+
+    heartbeat: float = 1.0
+    suspect: float = 5.0
+    dead: float = 20.0
+    transfer_grace: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0.05 <= self.heartbeat <= 3600:
+            raise InputError("heartbeat", self.heartbeat, "0.05 to 3600 seconds")
+        if not self.suspect >= 2 * self.heartbeat:
+            raise InputError("suspect", self.suspect, f"at least two heartbeats ({2 * self.heartbeat:g} s)")
+        if not self.suspect < self.dead <= 86400:
+            raise InputError("dead", self.dead, f"more than suspect ({self.suspect:g} s), at most a day")
+        if not 0 < self.transfer_grace < self.dead:
+            raise InputError("transfer_grace", self.transfer_grace, f"above 0, below dead ({self.dead:g} s)")
+
+    @property
+    def lost(self) -> float:
+        """Silence of all workers, after which the job is given up; until then they may have been suspended together."""
+        return max(self.dead, LOST_SECONDS)
+
+    def check_above(self, transfer: float | None, group: float | None) -> None:
+        """The rungs that a job's agents have said they wait on. Raises InputError."""
+        if transfer is not None and transfer <= self.dead:
+            expected = f"more than dead ({self.dead:g} s), the silence after which this console takes a worker out"
+            raise InputError("transfer_timeout", transfer, expected)
+        if group is not None and transfer is not None and group <= transfer:
+            raise InputError("group_timeout", group, f"more than transfer_timeout ({transfer:g} s)")
+
+
+PATIENCE = 60.0
+LEAST_PATIENCE, MOST_PATIENCE = 1.0, 86_400.0
+
+
+class Mode(StrEnum):
+    """AUTOMATIC: the coordinator decides at once. MANUAL: when workers are lost, the job waits for an
+    operator to choose how it goes on, and the best way is taken when nobody does."""
+
+    AUTOMATIC = "automatic"
+    MANUAL = "manual"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One option, called as in planner.policy. failed: the places that are empty under it; moves: (from,
+    to) of workers that change their stage.
+
+    rate: samples per second by its plan; share: of the fault-free plan's, slowdown_vs_1f1b: against
+    fault-free 1F1B. pause: seconds until it trains. samples: until the expected repair. plan: its
+    fingerprint. text: what it does and brings, in a sentence without its full stop.
+    """
+
+    name: str
+    failed: tuple[str, ...]
+    moves: tuple[tuple[str, str], ...] = ()
+    rate: float = 0.0
+    share: float = 0.0
+    slowdown_vs_1f1b: float = 0.0
+    pause: float = 0.0
+    samples: float = 0.0
+    plan: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """failed: the workers that were out when it was made. candidates: best first. better: the name of
+    one that is clearly better than re-routing, which is what the job does anyway; "": none is."""
+
+    failed: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    better: str = ""
+
+    def find(self, name: str) -> Candidate | None:
+        return next((c for c in self.candidates if c.name == name), None)
+
+
+# -- members and generations ------------------------------------------------------------------
 
 AckState = Literal["", "adopted", "formed", "resumed"]
 ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
@@ -245,3 +338,47 @@ def _unready(member: Member) -> bool:
 def peer_of(reporter: str, worker: str) -> str:
     """Whom a transfer failed with; a reporter that can't tell names itself."""
     return "a peer" if worker == reporter else worker
+
+
+def returned(state: State) -> list[str]:
+    """Workers that are back, and in no generation yet."""
+    return [
+        m.name for m in state.members.values() if m.state is WorkerState.REJOINING and m.generation != state.generation
+    ]
+
+
+# -- whose report it is, and whether it counts: a process that is out of the job changes nothing
+
+
+def holder(state: State, worker: str, incarnation: str) -> Member | None:
+    """Whom a report of `worker` comes from: a process that was given another place may not know it yet."""
+    member = state.members.get(worker)
+    if member is None or member.incarnation == incarnation or incarnation in member.retired:
+        return member
+    return state.present_at.get(incarnation, member)
+
+
+def place_of(members: Mapping[str, Member], incarnation: str) -> Member | None:
+    """Whose process it is, or was; None: nobody has heard of it."""
+    return next((m for m in members.values() if incarnation in m.incarnations), None)
+
+
+def counts(member: Member, incarnation: str) -> bool:
+    """Is it the process of this place? One that was asked to leave counts until it has left."""
+    return member.incarnation == incarnation and (member.state is not WorkerState.FAILED or member.leaving)
+
+
+def fenced_text(member: Member, incarnation: str) -> str:
+    if member.incarnation is None:
+        return f"{member.name}: incarnation {incarnation!r} has not registered"
+    if member.incarnation == incarnation:
+        return (
+            f"{member.name}: incarnation {incarnation!r} is out of the job ({member.detail}); "
+            "it may only re-join, as a new incarnation"
+        )
+    return f"{member.name}: incarnation: got {incarnation!r}, expected {member.incarnation!r}, the newest"
+
+
+def no_such_worker(state: State, name: str) -> str:
+    cells = list(state.members)
+    return f"worker: got {name!r}, expected a worker of the job's grid, {cells[0]} to {cells[-1]}"

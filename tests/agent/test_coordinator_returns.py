@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_run import Run
 
+from openrecycle.agent.coordination.events import Acknowledged, Registered, TransferBroken
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination.events import Acknowledged, Registered, TransferBroken
+from tests.agent.coordinator_run import Run
 
 
 def test_a_returned_worker_joins_when_the_others_have_recovered() -> None:

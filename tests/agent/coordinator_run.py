@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from openrecycle.app.coordination import coordinator
-from openrecycle.app.coordination.events import (
+from openrecycle.agent.coordination import coordinator
+from openrecycle.agent.coordination.events import (
     Acknowledged,
     Beat,
     Decision,
@@ -18,10 +18,9 @@ from openrecycle.app.coordination.events import (
     Step,
     Tick,
 )
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import Generation, Member, State
-from openrecycle.app.coordination.sentence import sentence
-from openrecycle.app.coordination.worker_states import Process, WorkerStates, follow
+from openrecycle.agent.coordination.membership import Generation, Ladder, Member, State
+from openrecycle.app.workers.sentence import sentence
+from openrecycle.app.workers.states import Process, WorkerStates, follow
 
 LADDER = Ladder(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_run import Run, fingerprint
 
-from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered
-from openrecycle.app.coordination.events import (
+from openrecycle.agent.coordination.events import (
     Acknowledged,
+    Chosen,
     ConsoleRestarted,
+    DrainAsked,
     Exited,
+    ModeSet,
+    Offered,
     PlanReady,
     Stalled,
     Tick,
     TransferBroken,
 )
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
+from openrecycle.agent.protocol import JobState, WorkerState
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
+from tests.agent.coordinator_run import Run, fingerprint
 
 OUT = ("W0_0", "W1_0")
 MOVED = Candidate(MIGRATE, ("W1_0", "W2_1"), (("W2_1", "W0_0"),), text="15 samples/s")

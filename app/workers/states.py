@@ -13,8 +13,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from openrecycle.agent.coordination.membership import Member, State
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination.membership import Member, State
 
 
 class RoleState(StrEnum):

@@ -1,26 +1,50 @@
-"""What operators and the advisor say: which way the job goes on, who decides that, and who is to leave. Pure.
+"""What operators and the advisor say: which way the job goes on, who decides that, who is to leave, and whether the
+plan is to stay. Pure.
 
 In automatic mode the job re-routes at once, and takes the advisor's better way, if there is one, as
-soon as all train again. In manual mode it waits for an operator first (app.coordination.generations). Each public
+soon as all train again. In manual mode it waits for an operator first (agent.coordination.generations). Each public
 function but `overdue` takes one kind of event: (state, event, now, ladder) -> Step.
+
+Frozen, the plan in force stays for as long as the workers that run it do. What would replace it by
+choice waits: a better plan, a better option, a worker that has come back. What makes it impossible is
+handled as ever, and its plan is frozen in turn: a failure, a worker that was asked to leave. A generation
+that has to open anyway takes in whoever has come back by then.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from openrecycle.agent.coordination.events import (
+    Chosen,
+    Decision,
+    DrainAsked,
+    ModeSet,
+    Note,
+    Offered,
+    PlanFrozen,
+    PlanReady,
+    Step,
+    UsePlan,
+    refuse,
+)
+from openrecycle.agent.coordination.generations import ask, holders, move, pend, plan_ready, reconsider, why_not
+from openrecycle.agent.coordination.membership import (
+    PRESENT,
+    Candidate,
+    Ladder,
+    Member,
+    Mode,
+    Offer,
+    State,
+    no_such_worker,
+    returned,
+)
 from openrecycle.agent.protocol import WorkerState
-from openrecycle.app.coordination import restaffing
-from openrecycle.app.coordination.choices import Candidate, Chosen, DrainAsked, Mode, ModeSet, Offer, Offered, UsePlan
-from openrecycle.app.coordination.events import Decision, Note, PlanReady, Step
-from openrecycle.app.coordination.fencing import no_such_worker, refuse
-from openrecycle.app.coordination.generations import ask, pend, plan_ready, reconsider
-from openrecycle.app.coordination.ladder import Ladder
-from openrecycle.app.coordination.membership import PRESENT, Member, State
 from openrecycle.planner.policy import REROUTE
 from openrecycle.planner.words import names
 
-RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
+RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
 
 
 def offered(state: State, event: Offered, now: float, ladder: Ladder) -> Step:
@@ -96,7 +120,7 @@ def drain_asked(state: State, event: DrainAsked, now: float, ladder: Ladder) -> 
         return refuse(state, "not_running", f"worker: {member.name} is {member.state}, expected one that runs")
     if not state.settled:
         return refuse(state, "no_choice", f"{member.name} can't leave while the job recovers; try again when it trains")
-    if not _holders(state, member.stage, {member.name}):
+    if not holders(state, member.stage, {member.name}):
         text = f"worker: {member.name} is the last one that holds stage {member.stage}, expected one with a peer"
         return refuse(state, "invalid", text)
     text = f"{event.actor} asked {member.name} to leave"
@@ -162,6 +186,41 @@ def out(state: State) -> tuple[str, ...] | None:
     return state.current.failed
 
 
+# -- a plan that is to stay -------------------------------------------------------------------
+
+
+def plan_frozen(state: State, event: PlanFrozen, now: float, ladder: Ladder) -> Step:
+    if state.over:
+        return refuse(state, "job_over", f"the job is {state.over}")
+    if event.frozen:
+        return _freeze(state, event.actor)
+    return _unfreeze(state, event.actor, now)
+
+
+def _freeze(state: State, actor: str) -> Step:
+    if state.frozen_by:
+        return Step(state, reason=f"{state.frozen_by} has frozen the plan already")
+    text = (
+        f"{actor} froze the plan: it stays while its workers do; better plans and workers that come back wait, "
+        "and a failure is handled as ever"
+    )
+    return Step(replace(state, frozen_by=actor), (Note("warning", "operator", text),), text)
+
+
+def _unfreeze(state: State, actor: str, now: float) -> Step:
+    """What has waited is done now, in this order: workers that are back, then the better option."""
+    if not state.frozen_by:
+        return Step(state, reason="the plan is not frozen")
+    text = f"{actor} unfroze the plan"
+    notes: list[Decision] = [Note("warning", "operator", text)]
+    state = replace(state, frozen_by="")
+    if state.settled and (back := returned(state)):
+        return reconsider(state, f"{text}: {names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
+    if state.mode is Mode.AUTOMATIC and state.offer and out(state) == state.offer.failed:
+        return take_better(state, state.offer, notes)
+    return Step(state, tuple(notes), text)
+
+
 # -- taking a way -------------------------------------------------------------------------------
 
 
@@ -188,14 +247,14 @@ def take_better(state: State, offer: Offer, notes: list[Decision]) -> Step:
 def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -> Step:
     """Asks for the generation in which the job goes on by `candidate`; where workers have changed since it was
     worked out, by re-routing."""
-    if problem := _misfit(state, candidate):
+    if problem := why_not(state, candidate.moves, candidate.failed):
         notes.append(Note("warning", "plan", f"{candidate.name} is not possible any more: {problem}"))
         if state.pending is not None:
             return ask(state, state.pending, notes)
         return Step(state, tuple(notes), problem)
     members = dict(state.members)
     for source, to in candidate.moves:
-        restaffing.move(members, source, to)
+        move(members, source, to)
         text = f"{source} gives up its stage and takes the place of {to}, with the state of a peer"
         notes.append(Note("warning", "recovery", text, to))
     for name in candidate.failed:
@@ -203,27 +262,6 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
             _let_go(members, name, f"its pipeline stands by ({candidate.name})")
     state = replace(state, members=members)
     return ask(state, pend(state, why, candidate.moves), notes)
-
-
-def _misfit(state: State, candidate: Candidate) -> str:
-    """Why the candidate can't be taken; "": it can."""
-    members = state.members
-    gone = {*candidate.failed, *(source for source, _ in candidate.moves)}
-    for source, to in candidate.moves:
-        if members[source].state not in (RUNNING, SUSPECT):
-            return f"{source} is {members[source].state}"
-        if members[to].state is not FAILED or members[to].leaving:
-            return f"{to} is not empty"
-    for stage in {m.stage for m in members.values()}:
-        if not _holders(state, stage, gone):
-            return f"nobody would be left who holds stage {stage}"
-    return ""
-
-
-def _holders(state: State, stage: int, gone: set[str]) -> list[str]:
-    """Who has the state of `stage`, but for those who are to go."""
-    here = (m for m in state.members.values() if m.stage == stage and m.name not in gone)
-    return [m.name for m in here if m.state in (RUNNING, SUSPECT)]
 
 
 def _is_frozen(state: State) -> Step:

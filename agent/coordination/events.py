@@ -1,25 +1,27 @@
 """What can happen to a job, and what the coordinator may decide.
 
-Plain immutable data. Every time in here is seconds of the clock of app.coordination.membership.
+Plain immutable data. Every time in here is seconds of the clock of agent.coordination.membership.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from openrecycle.agent.coordination.membership import AckState, Generation, Interim, Mode, Offer, State
 from openrecycle.agent.protocol import JobState
-from openrecycle.app.coordination.choices import Chosen, DrainAsked, ModeSet, Offered, PlanFrozen, UsePlan
-from openrecycle.app.coordination.membership import AckState, Generation, Interim, State
 
 # -- what can happen ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Registered:
+    """reports: does it send heartbeats? The silence of one that does not says nothing: it is lost when it ends."""
+
     worker: str
     incarnation: str
+    reports: bool = True
 
 
 class Beat(NamedTuple):
@@ -83,9 +85,13 @@ class Stalled:
 
 @dataclass(frozen=True)
 class PlanReady:
+    """The plan for a generation without `failed`, once `moves` are made: (from, to) of workers that change their stage,
+    so that the plan is shorter."""
+
     failed: tuple[str, ...]
     fingerprint: str
     origin: str
+    moves: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,60 @@ class ConsoleRestarted:
     """The state was read back from the database; nobody was heard in between. reason: why it was."""
 
     reason: str = "the console was restarted and took the job up again"
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The options have been worked out. None: they could not be, for the reason given."""
+
+    failed: tuple[str, ...]
+    offer: Offer | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An operator picked a candidate. failed: the workers that were out in what they saw; None: not said."""
+
+    name: str
+    actor: str
+    failed: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ModeSet:
+    """patience: seconds that the job waits for an operator in manual mode."""
+
+    mode: Mode
+    patience: float
+    actor: str
+
+
+@dataclass(frozen=True)
+class PlanFrozen:
+    """An operator wants the plan in force to stay (agent.coordination.choosing), or, not frozen, no longer."""
+
+    frozen: bool
+    actor: str
+
+
+@dataclass(frozen=True)
+class DrainAsked:
+    """An operator wants `worker` to leave at the next boundary."""
+
+    worker: str
+    actor: str
+
+
+@dataclass(frozen=True)
+class UsePlan:
+    """The plan of this fingerprint is to be in force, with the same workers. failed: those that it does
+    without. actor: the operator who wants it; "": the console does, for the reason given."""
+
+    fingerprint: str
+    failed: tuple[str, ...]
+    actor: str
+    reason: str = ""
 
 
 Event = (
@@ -203,3 +263,7 @@ class Step:
     @property
     def refusal(self) -> Refuse | None:
         return next((d for d in self.decisions if isinstance(d, Refuse)), None)
+
+
+def refuse(state: State, code: Any, detail: str) -> Step:
+    return Step(state, (Refuse(code, detail),), detail)

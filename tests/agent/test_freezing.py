@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from coordinator_run import Run, fingerprint
-
+from openrecycle.agent.coordination.events import (
+    Chosen,
+    ConsoleRestarted,
+    Finished,
+    ModeSet,
+    Offered,
+    PlanFrozen,
+    UsePlan,
+)
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.app.coordination.choices import Candidate, Chosen, Mode, ModeSet, Offer, Offered, PlanFrozen, UsePlan
-from openrecycle.app.coordination.events import ConsoleRestarted, Finished
 from openrecycle.planner.policy import MIGRATE, REROUTE
+from tests.agent.coordinator_run import Run, fingerprint
 
 OUT = ("W0_0", "W1_0")
 MOVED = Candidate(MIGRATE, ("W1_0", "W2_1"), (("W2_1", "W0_0"),), text="15 samples/s")

@@ -1,0 +1,390 @@
+"""Decides who is in a job's generation, and when the next one opens. No I/O, no clock, no threads.
+
+    step(state, event, now, ladder) -> Step(state, decisions, reason)
+
+Here: who comes, what they report of a generation, who is lost (by silence, the end of a process, a broken transfer),
+and how the job ends. agent.coordination.generations: what follows from it. agent.coordination.choosing: what operators
+and the advisor say to it. agent.coordination.blame: whose link it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from openrecycle.agent.coordination import choosing, generations
+from openrecycle.agent.coordination.blame import Complaint, judge
+from openrecycle.agent.coordination.events import (
+    Acknowledged,
+    Chosen,
+    ConsoleRestarted,
+    Decision,
+    DrainAsked,
+    Event,
+    Exited,
+    Finished,
+    Heard,
+    IterationsCommitted,
+    Meanwhile,
+    ModeSet,
+    Note,
+    Offered,
+    PlanFrozen,
+    PlanReady,
+    PlanRefused,
+    Raised,
+    Registered,
+    Stalled,
+    Step,
+    Tick,
+    TransferBroken,
+    UsePlan,
+    refuse,
+)
+from openrecycle.agent.coordination.generations import lose, reconsider
+from openrecycle.agent.coordination.membership import (
+    ACK_ORDER,
+    PRESENT,
+    Broken,
+    Ladder,
+    Member,
+    State,
+    counts,
+    fenced_text,
+    holder,
+    no_such_worker,
+    peer_of,
+    place_of,
+    returned,
+)
+from openrecycle.agent.protocol import WorkerState
+from openrecycle.planner.words import names
+
+RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
+REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
+
+
+def step(state: State, event: Event, now: float, ladder: Ladder) -> Step:
+    """Pure: the same arguments give the same Step. A refused event leaves `state` as it is."""
+    return _HANDLERS[type(event)](state, event, now, ladder)
+
+
+# -- who comes, what they report, and the end -------------------------------------------------
+
+
+def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> Step:
+    member = state.members.get(event.worker)
+    if member is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
+    if state.over or member.state is FINISHED:
+        return refuse(state, "job_over", f"{event.worker}: the job is {state.over or 'past its last iteration'}")
+    if event.incarnation in member.retired or (event.incarnation == member.incarnation and member.state is FAILED):
+        return refuse(state, "fenced", fenced_text(member, event.incarnation))
+    if event.incarnation == member.incarnation:
+        return Step(state, reason=f"{event.worker} had registered already")
+    if event.worker in state.links.barred:
+        return refuse(state, "fenced", f"{event.worker} may not re-join: its links broke again after it had")
+    if state.current and (elsewhere := place_of(state.members, event.incarnation)) is not None:
+        # The network brought it late, or twice: since then the process was given another place.
+        if counts(elsewhere, event.incarnation):
+            return Step(state, reason=f"{event.worker} had registered already, and is {elsewhere.name} now")
+        return refuse(state, "fenced", fenced_text(elsewhere, event.incarnation))
+
+    arrived = replace(
+        member,
+        state=STARTING if state.current is None else REJOINING,
+        incarnation=event.incarnation,
+        retired=member.incarnations,
+        generation=0,
+        acknowledged="",
+        last_heard=now if event.reports else None,
+        draining=False,
+        detail="",
+        leaving=False,
+    )
+    notes: list[Decision] = []
+    if state.current and member.state in PRESENT:
+        text = f"{member.name} was started anew while its earlier process was still in the job"
+        notes.append(Note("error", "failure", text, member.name))
+        reason = f"{member.name} was started anew"
+    elif state.current:
+        notes.append(Note("info", "worker", f"{member.name} is back and asks to re-join", member.name))
+        reason = f"{member.name} re-joins"
+    else:
+        notes.append(Note("info", "worker", f"{member.name} registered", member.name))
+        reason = "all workers have registered"
+    return reconsider(state.with_member(arrived), reason, notes, now)
+
+
+def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder) -> Step:
+    member = holder(state, event.worker, event.incarnation)
+    if member is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
+    if fenced := _fence(state, member, event.incarnation):
+        return fenced
+    if event.generation > state.generation:
+        return refuse(
+            state, "invalid", f"generation: got {event.generation}, expected at most {state.generation}, the newest"
+        )
+    if event.generation < state.generation or state.over:
+        return Step(state, reason=f"generation {event.generation} is over")
+    if member.generation != state.generation:
+        return refuse(
+            state, "not_member", f"{member.name} is not in generation {event.generation}; it waits for a later one"
+        )
+    if ACK_ORDER.index(event.state) <= ACK_ORDER.index(member.acknowledged):
+        return Step(state, reason="known already")
+    notes: list[Decision] = []
+    now_in = replace(member, acknowledged=event.state)
+    if event.state == "resumed" and member.state is REJOINING:
+        now_in = replace(now_in, state=RUNNING)
+        moved = {to: source for source, to in state.current.moves} if state.current else {}
+        source = moved.get(member.name)
+        text = f"{source}'s process trains as {member.name}" if source else f"{member.name} has re-joined the job"
+        notes.append(Note("info", "recovery", text, member.name))
+    state = state.with_member(now_in)
+    if event.state == "resumed" and state.settled:
+        living = len(state.current.living) if state.current else 0
+        text = f"generation {state.generation}: all {living:,} workers have committed an iteration"
+        notes.append(Note("info", "recovery" if state.generation > 1 else "job", text))
+        if not state.frozen_by and (back := returned(state)):
+            return reconsider(state, f"{names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
+    return Step(state, tuple(notes), f"{member.name} {event.state} generation {event.generation}")
+
+
+def _iterations_committed(state: State, event: IterationsCommitted, now: float, ladder: Ladder) -> Step:
+    if event.count <= state.committed:
+        return Step(state, reason="known already")
+    return Step(replace(state, committed=event.count), reason=f"{event.count} iterations are committed")
+
+
+def _meanwhile(state: State, event: Meanwhile, now: float, ladder: Ladder) -> Step:
+    if state.current is None or event.generation != state.generation or state.over:
+        return Step(state, reason=f"generation {event.generation} is not in force")
+    if unknown := [name for name in event.interim.failed if name not in state.members]:
+        return refuse(state, "invalid", f"failed: got {unknown[0]!r}, expected workers of the job's grid")
+    current = replace(state.current, interim=event.interim)
+    text = f"a plan without {names(event.interim.failed)} is run until all have their state"
+    return Step(replace(state, current=current), reason=text)
+
+
+def _finished(state: State, event: Finished, now: float, ladder: Ladder) -> Step:
+    if state.over:
+        return Step(state, reason=f"the job is {state.over} already")
+    present = PRESENT | {STARTING}
+    members = {n: replace(m, state=FINISHED) if m.state in present else m for n, m in state.members.items()}
+    text = f"job {event.state}" + (f": {event.reason}" if event.reason else "")
+    over = replace(
+        state, members=members, pending=None, broken=None, halted="", over=event.state, over_reason=event.reason
+    )
+    return Step(over, (Note("info", "job", text),), text)
+
+
+def _console_restarted(state: State, event: ConsoleRestarted, now: float, ladder: Ladder) -> Step:
+    if state.over:
+        return Step(state)
+    members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
+    # Moves are done already, and the launcher has not been told of them; a broken connection is reported once.
+    pending = state.pending if state.pending and state.pending.moves else None
+    broken = replace(state.broken, since=now) if state.broken else None
+    state = replace(state, members=members, pending=pending, broken=broken)
+    return reconsider(state, event.reason, [Note("info", "console", event.reason)], now)
+
+
+def _fence(state: State, member: Member, incarnation: str) -> Step | None:
+    """The refusal of a report from a process that does not count; None: it counts."""
+    if counts(member, incarnation):
+        return None
+    return refuse(state, "fenced", fenced_text(member, incarnation))
+
+
+# -- who is lost ------------------------------------------------------------------------------
+
+
+def _heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
+    notes, passing = list[Decision](), True
+    if nobody_heard(state, now) > ladder.suspect and event.beats:
+        # All were suspended, or cut off: who is woken later than the first has all of its time, too.
+        waited = _waited_for(state)
+        state = state.with_heard({**state.members, **{m.name: replace(m, last_heard=now) for m in waited}})
+        passing = False
+    members = dict(state.members)
+    for said, (incarnation, heard, draining) in event.beats.items():
+        member = holder(state, said, incarnation)
+        if member is None or member.incarnation != incarnation or member.state is FAILED:
+            continue  # fenced: it changes nothing
+        member = members[member.name]  # as it is by now
+        name, before = member.name, member.last_heard
+        if before is not None and before > heard:
+            heard = before
+        if member.state is SUSPECT and now - heard <= ladder.suspect:
+            notes.append(Note("info", "worker", f"{name} is heard again", name))
+            member, passing = replace(member, state=RUNNING), False
+        if draining != member.draining:
+            passing = False
+        members[name] = member.heard_at(heard, draining)
+    return Step(state.with_heard(members), tuple(notes), "heartbeats", passing)
+
+
+def _tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
+    if state.over:
+        return Step(state)
+    members, notes, dead = dict(state.members), list[Decision](), dict[str, str]()
+    # Where nobody is heard, nobody would be left to go on with: they are suspended together, or cut off.
+    together = ladder.suspect < nobody_heard(state, now) <= ladder.lost
+    for name, member in state.members.items():
+        if member.last_heard is None or member.state in (FAILED, FINISHED):
+            continue
+        age = now - member.last_heard
+        if age > ladder.dead and _is_done(state, member):
+            members[name] = replace(member, state=FINISHED)
+        elif age > ladder.dead and not together:
+            dead[name] = f"not heard for {age:.1f} s (dead at {ladder.dead:g} s)"
+        elif age > ladder.suspect and member.state is RUNNING and not _is_done(state, member):
+            members[name] = replace(member, state=SUSPECT)
+            text = f"{name} has not been heard for {age:.1f} s (dead at {ladder.dead:g} s)"
+            notes.append(Note("warning", "worker", text, name))
+    if any(members[name] is not state.members[name] for name in members):
+        state = replace(state, members=members)
+    if dead:
+        return lose(state, dead, notes, now)
+    if state.pending and state.pending.until is not None and now >= state.pending.until:
+        return choosing.overdue(state, notes)
+    broken = state.broken
+    if broken and not state.pending and now - broken.since >= ladder.transfer_grace:
+        return _blame(state, broken, notes, now)
+    return Step(state, tuple(notes), "time went by")
+
+
+def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> Step:
+    """Nobody died: a link broke (agent.coordination.blame)."""
+    holders = [m.name for m in state.members.values() if m.state in (RUNNING, SUSPECT)]
+    living = state.current.living if state.current else ()
+    late = [name for name in living if not state.members[name].acknowledged]
+    ruling = judge(state.links, broken.complaints, committed=state.committed, holders=holders, late=late)
+    state = replace(state, links=ruling.links)
+    if ruling.halt:
+        text = f"halted: {ruling.halt}"
+        notes.append(Note("error", "job", text))
+        return Step(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
+    notes.append(Note("warning", "generation", ruling.text, ruling.out or broken.reporter))
+    if ruling.out:
+        return lose(state, {ruling.out: f"taken out: {ruling.text}"}, notes, now)
+    return reconsider(state, ruling.text, notes, now, anew=True)
+
+
+def _stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
+    members = {
+        name: m if m.last_heard is None else replace(m, last_heard=min(now, m.last_heard + event.seconds))
+        for name, m in state.members.items()
+    }
+    text = f"the console stood still for {event.seconds:.1f} s; that time is not held against the workers"
+    pending, broken = state.pending, state.broken
+    if pending and pending.until is not None:
+        pending = replace(pending, until=pending.until + event.seconds)  # nobody could choose meanwhile
+    if broken:  # nor say who died
+        broken = replace(broken, since=min(now, broken.since + event.seconds))
+    state = replace(state, members=members, pending=pending, broken=broken)
+    return Step(state, (Note("warning", "console", text),), text)
+
+
+def _exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
+    """However near the end it was: a launcher tells of none that it does not need any more."""
+    member = holder(state, event.worker, event.incarnation)
+    if member is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
+    if state.over or event.incarnation in member.retired:
+        return Step(state, reason=f"the end of that process of {event.worker} is known")
+    if member.incarnation not in (None, event.incarnation) or (member.incarnation is None and member.state is FAILED):
+        # Its process died before it could register: nothing but that incarnation is lost.
+        retired = replace(member, retired=(*member.retired, event.incarnation))
+        return Step(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
+    if member.leaving:
+        return Step(state.with_member(replace(member, leaving=False)), reason=f"{event.worker} has left, as asked")
+    if member.state in (FAILED, FINISHED):
+        return Step(state, reason=f"{event.worker} was out already")
+    if member.incarnation is None:
+        state = state.with_member(replace(member, incarnation=event.incarnation))
+    detail = f"its process {event.detail or 'ended'}"
+    return lose(state, {member.name: detail}, [], now)
+
+
+def _transfer_broken(state: State, event: TransferBroken, now: float, ladder: Ladder) -> Step:
+    reporter = holder(state, event.reporter, event.incarnation)
+    worker = state.members.get(event.worker)
+    if reporter is None or worker is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker if reporter else event.reporter))
+    if fenced := _fence(state, reporter, event.incarnation):
+        return fenced
+    old = event.generation != state.generation if event.generation else reporter.acknowledged == ""
+    if state.over or state.current is None or state.pending or old:
+        return Step(state, reason="that connection belongs to a generation that is over or about to end")
+    complaint = Complaint(reporter.name, "" if event.worker == event.reporter else event.worker, event.detail)
+    if state.broken:
+        known = state.broken
+        if all(c.reporter != reporter.name for c in known.complaints):
+            state = replace(state, broken=replace(known, complaints=(*known.complaints, complaint)))
+        return Step(state, reason=f"waiting already since {known.reporter} reported a broken connection")
+    detail = f" ({event.detail})" if event.detail else ""
+    text = f"{event.reporter} can't exchange data with {peer_of(event.reporter, event.worker)}{detail}"
+    broken = Broken(now, event.reporter, event.worker, event.detail, (complaint,))
+    return Step(replace(state, broken=broken), (Note("warning", "failure", text, event.reporter),), text)
+
+
+def nobody_heard(state: State, now: float) -> float:
+    """For how many seconds none of several workers that should speak has been heard; 0 where one has, or is alone."""
+    waited = _waited_for(state)
+    return now - max(m.last_heard or 0.0 for m in waited) if len(waited) > 1 else 0.0
+
+
+def _waited_for(state: State) -> list[Member]:
+    """Workers in the job, whose word is waited for."""
+    out = (FAILED, FINISHED)
+    return [
+        m for m in state.members.values() if m.last_heard is not None and m.state not in out and not _is_done(state, m)
+    ]
+
+
+def _raised(state: State, event: Raised, now: float, ladder: Ladder) -> Step:
+    """The worker lives; all form anew, with what its launcher has them do about it."""
+    member = holder(state, event.worker, event.incarnation)
+    if member is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
+    if fenced := _fence(state, member, event.incarnation):
+        return fenced
+    if state.over or state.current is None:
+        return Step(state, reason="the job does not train")
+    notes: list[Decision] = [Note("warning", "failure", event.detail, member.name)]
+    if state.pending or event.generation != state.generation:
+        return Step(state, tuple(notes), "that generation is over or about to end")
+    return reconsider(state, event.detail, notes, now, anew=True)
+
+
+def _is_done(state: State, member: Member) -> bool:
+    """Has the worker nothing left to do, so that its silence is no failure?"""
+    return member.draining or state.committed >= state.iterations
+
+
+_HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
+    Registered: _registered,
+    Heard: _heard,
+    Exited: _exited,
+    TransferBroken: _transfer_broken,
+    Raised: _raised,
+    Tick: _tick,
+    Stalled: _stalled,
+    PlanReady: generations.plan_ready,
+    PlanRefused: generations.plan_refused,
+    Acknowledged: _acknowledged,
+    IterationsCommitted: _iterations_committed,
+    Meanwhile: _meanwhile,
+    Finished: _finished,
+    ConsoleRestarted: _console_restarted,
+    Offered: choosing.offered,
+    Chosen: choosing.chosen,
+    ModeSet: choosing.mode_set,
+    PlanFrozen: choosing.plan_frozen,
+    DrainAsked: choosing.drain_asked,
+    UsePlan: choosing.use_plan,
+}

@@ -1,0 +1,111 @@
+"""What a launcher tells whoever decides on generations, and what it is told to do: the same with a console and without.
+
+Both take reports without blocking and hand out what was decided as events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from openrecycle.agent.protocol import Command, Deployment, Iteration, Recovery, VerdictReport
+from openrecycle.planner.job import Worker
+from openrecycle.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from openrecycle.agent.clock import Offset
+
+
+@dataclass(frozen=True)
+class Deploy:
+    """A new generation: its members and the plan they run.
+
+    moves: (from, to) for each worker that takes a place on another stage; what it held is given up.
+    restore: the checkpoint that everybody takes up first; None: everybody goes on with what it has.
+    partition: layers per stage, for which the plan is; (): as they are.
+    """
+
+    deployment: Deployment
+    plan: Plan
+    moves: tuple[tuple[Worker, Worker], ...] = ()
+    restore: str | None = None
+    partition: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Halt:
+    """The job can't go on; the sentence says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A warning for people. refused: the newcomer that it is about, which may not join; None: nobody is refused."""
+
+    text: str
+    refused: Worker | None = None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """An iteration, not begun yet, whose ops all workers are to record."""
+
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """That process no longer counts, and must end."""
+
+    incarnation: str
+
+
+Event = Deploy | Halt | Command | Remark | Measure | Fenced
+
+
+class Coordination(Protocol):
+    """Takes the launcher's reports; `poll` returns what is to be done. None of them blocks."""
+
+    def ready(self, worker: Worker, incarnation: str, host: str, pid: int) -> None:
+        """A worker process is up and waits for a generation."""
+
+    def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
+        """What a worker says for people to see: `alive`, `log`, `measured`, and that it has `resumed`. clock: from
+        its to this process's."""
+
+    def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
+        """A worker process has ended."""
+
+    def broken(
+        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
+    ) -> None:
+        """A worker could not exchange data in `generation`, with `peer`; "": it can't tell with whom."""
+
+    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
+        """An op of a micro-batch raised in a worker, in `generation`: all must form anew."""
+
+    def opened(self, generation: int, incarnations: Iterable[str]) -> None:
+        """Members of `generation` have been told of it. incarnations: those with all of their stage's state."""
+
+    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        """A worker has left what it was at, for `generation`, with so many iterations committed."""
+
+    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        """A worker is in the groups of `generation`, with `iteration` agreed on."""
+
+    def meanwhile(self, generation: int, plan: Plan) -> None:
+        """What the members of `generation` run until those who take their state from a peer have it."""
+
+    def committed(self, iterations: Iterable[Iteration]) -> None: ...
+
+    def recovered(self, recovery: Recovery) -> None: ...
+
+    def verdict(self, report: VerdictReport) -> None: ...
+
+    def finished(self, state: str, reason: str) -> None: ...
+
+    def poll(self, now: float) -> list[Event]: ...
+
+    def close(self, hurried: Callable[[], bool]) -> None: ...

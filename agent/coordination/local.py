@@ -1,0 +1,186 @@
+"""A launcher without a console: the same state machine as a console's, driven by what the launcher sees itself.
+
+It sees its workers' processes end, so nobody's silence is judged here (agent.liveness does), nobody is asked for a
+choice, and plans come from a catalog at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from openrecycle.agent.coordination import coordinator
+from openrecycle.agent.coordination.events import (
+    Acknowledged,
+    Event,
+    Exited,
+    IterationsCommitted,
+    NeedPlan,
+    Note,
+    OpenGeneration,
+    PlanReady,
+    PlanRefused,
+    Raised,
+    Refuse,
+    Registered,
+    Tick,
+    TransferBroken,
+)
+from openrecycle.agent.coordination.generations import deployment_of, why_not
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, Remark
+from openrecycle.agent.coordination.launcher import Event as Order
+from openrecycle.agent.coordination.membership import AckState, Generation, Ladder, State
+from openrecycle.agent.protocol import Iteration, Recovery, VerdictReport
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.job import Worker
+from openrecycle.planner.migration import normalize
+from openrecycle.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from openrecycle.agent.clock import Offset
+
+
+class LocalCoordination(Coordination):
+    """Decides alone, for a job without a console. No clock.
+
+    grace: seconds that a broken transfer waits for the exit that explains it, before a link is blamed
+    (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan
+    follows; in any case a worker moves to a stage that nobody lives on. checkpoint: asked for the checkpoint to
+    go back to when a stage's state is lost; None: the job writes none.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        grace: float = Ladder.transfer_grace,
+        migrate: bool = False,
+        checkpoint: Callable[[], str | None] | None = None,
+    ) -> None:
+        job = catalog.job
+        self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
+        self._ladder = Ladder(transfer_grace=grace)
+        # When all iterations are committed is for the launcher to say: until then it needs every worker.
+        self._state = State.new(job.pipelines, job.stages, sys.maxsize, checkpoints=checkpoint is not None)
+        self._now = 0.0
+        self._planned: tuple[Plan, str] | None = None
+        """The answer to the newest question for a plan, and where it is from."""
+        self._places: dict[str, str] = {}
+        """By incarnation, as the launcher knows them."""
+        self._orders: list[Order] = []
+
+    # -- Coordination -------------------------------------------------------------------------
+
+    def ready(self, worker: Worker, incarnation: str, host: str = "", pid: int = 0) -> None:
+        self._places[incarnation] = str(worker)
+        if refusal := self._take(Registered(str(worker), incarnation, reports=False)):
+            self._orders.append(Remark(refusal.detail, worker))
+
+    def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
+        """Nobody looks."""
+
+    def opened(self, generation: int, incarnations: Iterable[str]) -> None:
+        """It is known."""
+
+    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int = 0) -> None:
+        self._acknowledge(worker, incarnation, generation, "adopted")
+
+    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int = 0) -> None:
+        # A launcher's own workers say so once they have all of their state, and more is not waited for: whoever
+        # comes back is let in after an iteration that all have finished.
+        self._acknowledge(worker, incarnation, generation, "resumed")
+
+    def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
+        self._take(Exited(str(worker), incarnation, "launcher", detail))
+        self._places.pop(incarnation, None)
+        if self._state.current is None:
+            self._orders.append(Halt(f"{worker} {detail} before training began"))
+
+    def broken(
+        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
+    ) -> None:
+        self._now = now
+        self._take(TransferBroken(str(worker), incarnation, peer or str(worker), generation, detail))
+
+    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
+        self._take(Raised(str(worker), incarnation, generation, text))
+
+    def committed(self, iterations: Iterable[Iteration]) -> None:
+        self._take(IterationsCommitted(max((i.iteration + 1 for i in iterations), default=0)))
+
+    def meanwhile(self, generation: int, plan: Plan) -> None:
+        """Nobody looks."""
+
+    def recovered(self, recovery: Recovery) -> None:
+        """Nobody looks."""
+
+    def verdict(self, report: VerdictReport) -> None:
+        """Nobody looks."""
+
+    def finished(self, state: str, reason: str) -> None:
+        """Nobody looks."""
+
+    def poll(self, now: float) -> list[Order]:
+        self._now = now
+        self._take(Tick())
+        orders, self._orders = self._orders, []
+        return orders
+
+    def close(self, hurried: Callable[[], bool]) -> None:
+        """There is nobody to tell."""
+
+    # -- the machine --------------------------------------------------------------------------
+
+    def _acknowledge(self, worker: Worker, incarnation: str, generation: int, state: AckState) -> None:
+        self._take(Acknowledged(str(worker), incarnation, generation, state))
+
+    def _take(self, event: Event) -> Refuse | None:
+        """One event, and what follows from it; what the launcher has to do about it waits for `poll`."""
+        before, step = self._state, coordinator.step(self._state, event, self._now, self._ladder)
+        self._state = step.state
+        if step.state.halted and step.state.halted != before.halted:
+            self._orders.append(Halt(step.state.halted))
+        for decision in step.decisions:
+            match decision:
+                case NeedPlan():
+                    self._take(self._plan(decision.failed))
+                case OpenGeneration():
+                    self._open(decision.generation)
+                case Note(severity="warning", kind="generation"):
+                    self._orders.append(Remark(f"generation {before.generation}: {decision.text}"))
+        return step.refusal
+
+    def _plan(self, failed: tuple[str, ...]) -> PlanReady | PlanRefused:
+        try:
+            moves = self._moves(failed)
+            empty = {*failed, *(source for source, _ in moves)} - {to for _, to in moves}
+            self._planned = plan, origin = self._catalog.plan_for(map(Worker.parse, empty))
+        except PlannerError as error:
+            return PlanRefused(failed, str(error))
+        return PlanReady(failed, plan.fingerprint, origin, moves)
+
+    def _moves(self, failed: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+        """Workers that change their stage for a shorter plan."""
+        if not (self._migrate and failed):
+            return ()
+        catalog = self._catalog
+        lost = map(Worker.parse, failed)
+        normal = normalize(catalog.job, lost, technique=catalog.technique, memory=catalog.memory)
+        moves = tuple((str(m.worker), str(m.takes)) for m in normal.migrations)
+        return () if why_not(self._state, moves) else moves
+
+    def _open(self, generation: Generation) -> None:
+        assert self._planned is not None
+        plan, origin = self._planned
+        restore = self._checkpoint() if generation.restore and self._checkpoint else None
+        if generation.restore and restore is None:
+            self._orders.append(Halt(f"{generation.reason}; and there is no whole checkpoint yet"))
+            return
+        holds = {m.incarnation: name for name, m in self._state.members.items() if m.incarnation in self._places}
+        moves = {(self._places[i], name) for i, name in holds.items() if i and self._places[i] != name}
+        self._places |= {i: name for i, name in holds.items() if i}
+        deployment = deployment_of(generation, origin=origin)
+        moved = tuple((Worker.parse(source), Worker.parse(to)) for source, to in sorted(moves))
+        self._orders.append(Deploy(deployment, plan, moved, restore))

@@ -1,0 +1,1 @@
+"""How each worker and the whole job is, as people are told."""
