@@ -238,9 +238,8 @@ class WorkerLoop:
             if moving and self._steps.counts_on_all(iteration):
                 self._executor.settle()
                 if not self._steps.incomplete:
-                    self._rearrange(target)
+                    self._rearrange(target, iteration)
                     moving = False
-                    self._channel.say("rearranged", generation=self._generation, iteration=iteration)
             if self._slowdowns:
                 factor = slowness(self._me, iteration, self._slowdowns)
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
@@ -305,7 +304,7 @@ class WorkerLoop:
             if any(coming.missing for coming in self._coming.values()):
                 raise NoAgreementError(f"{self._me} lacks layers that others have given up")
             self._executor.forget_finished()
-            self._rearrange(target)
+            self._rearrange(target, agreement.iteration)
         return agreement
 
     def _come_along(self, iteration: int) -> None:
@@ -361,7 +360,7 @@ class WorkerLoop:
             for coming in self._coming.values():
                 coming.state.wait(WAIT_SECONDS)
 
-    def _rearrange(self, target: Partition) -> None:
+    def _rearrange(self, target: Partition, iteration: int) -> None:
         """Between two iterations, everything settled and everything there: takes the layers of `target` into use, and
         gives up those that are other workers' then. Copies nothing."""
         options, coming = self._options, list(self._coming.values())
@@ -387,6 +386,7 @@ class WorkerLoop:
         self._executor.rearrange(stage, self._cuts.stage_io)
         if self._checkpointer is not None:
             self._checkpointer.layers = len(span)
+        self._channel.say("rearranged", generation=self._generation, iteration=iteration)
 
     def _say_hand_over(self, text: str) -> None:
         self._channel.say("hand_over", text=text)

@@ -51,6 +51,7 @@ class LocalJob:
         timeouts: Timeouts | None = None,
         hand_over: HandOver | None = None,
         partition: tuple[int, ...] = (),
+        decides: type[LocalCoordination] = LocalCoordination,
         plans: type[Catalog] = Catalog,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
@@ -86,7 +87,7 @@ class LocalJob:
                 if checkpoints is None
                 else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),
             ),
-            LocalCoordination(catalog, grace=grace, **coordination),
+            decides(catalog, grace=grace, **coordination),
             self._hear_line,
             catalog,
         )
