@@ -56,7 +56,7 @@ def kind_of(workload: Workload) -> str:
 
 def build_layer(workload: Workload, layer: int, layers: int, seed: int) -> nn.Module:
     """Equal arguments give equal initial parameters."""
-    build = getattr(workload, "build_layer", None) or workload.build_stage
+    build = getattr(workload, "build_layer", None) or getattr(workload, "build_stage")  # noqa: B009 -- one of the two
     module: nn.Module = build(layer, layers, seed)
     return module
 

@@ -374,7 +374,7 @@ class WorkerLoop:
         terms = options.job.pipelines * options.job.micro_batches
         span, parts = self._cuts.span(self._me.stage), [layers.optimizer for layers in coming]
         optimizer = regrouped(self._workload, self._optimizer, parts, span, options.optimization, terms)
-        strategy = common_strategy([self._split.name, *(layers.strategy or "" for layers in coming)])
+        strategy = common_strategy([self._split.name, *(layers.strategy for layers in coming)])
         stage = reassemble(
             *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization, optimizer),
             *(strategy, self._device),

@@ -190,7 +190,7 @@ def regrouped(
     return made
 
 
-def common_strategy(names: Iterable[StrategyName]) -> StrategyName | None:
+def common_strategy(names: Iterable[StrategyName | None]) -> StrategyName | None:
     """How the backward of layers is split that come from stages where it was found out; None: it has to be tried."""
     found = set(names)
     return found.pop() if len(found) == 1 else None
