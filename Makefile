@@ -1,10 +1,10 @@
 # The two commands: `make run` and `make test`. Both make .venv first.
 PYTHON ?= python3
 PORT ?= 8501
-# Two test processes: many tests start a dozen processes of their own.
-JOBS ?= 2
 # FAST=1: without the tests that start processes, or need a browser or PostgreSQL.
 FAST ?=
+# Test processes, on two cores: what waits for processes, time-outs and pages takes little of them; FAST has none of it.
+JOBS ?= $(if $(FAST),2,4)
 BIN := .venv/bin
 export PYTHON
 
@@ -24,7 +24,7 @@ lint: setup-tests  ## style and types
 	@$(BIN)/mypy
 
 chaos: setup-tests  ## hundreds of kills, every bit compared (about half an hour)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m chaos tests
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "chaos or hypothesis" --hypothesis-profile at-length tests
 
 bench: setup-tests  ## every benchmark, with the machine's load beside each figure
 	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m tests.benchmarks.$$(basename $$file .py) || exit 1; done

@@ -26,7 +26,9 @@ _SOURCE = str(Path(__file__).resolve().parents[1] / ".src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))
 
 # The same examples in each run, however long a busy machine takes for one. tests/chaos looks for new ones.
-settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+_SAME = settings(deadline=None, derandomize=True, database=None)
+settings.register_profile("at-length", _SAME, max_examples=100)
+settings.register_profile("tests", _SAME, max_examples=30)
 settings.load_profile("tests")
 
 
@@ -37,6 +39,12 @@ _SLOW = ("processes", "browser", "postgresql", "chaos")
 def at_length(*values: Any) -> Any:
     """A parameter's value that `make test` spares itself, as another one goes the same way; `make chaos` does not."""
     return pytest.param(*values, marks=pytest.mark.chaos)
+
+
+def examples(most: int, **others: Any) -> Any:
+    """Settings of a test of hypothesis: so many examples in `make chaos`, a third of them in `make test`."""
+    few = settings.get_current_profile_name() == "tests"
+    return settings(max_examples=-(-most // 3) if few else most, **others)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -48,7 +48,7 @@ class Histories:
         self._rows = JobRows(database)
         self._busy = threading.Lock()
         self._children = Children(work, name="history")
-        self._stop = threading.Event()
+        self._stop, self._deleted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
 
     def start(self) -> None:
@@ -56,6 +56,7 @@ class Histories:
 
     def close(self) -> None:
         self._stop.set()
+        self._deleted.set()
         self._children.close()
         if self._thread.is_alive():
             self._thread.join(5)
@@ -127,6 +128,7 @@ class Histories:
         with job.lock, storing():
             self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
         self._console.let_go(job_id)
+        self._deleted.set()
         log.info("job deleted", job=job_id, actor=actor)
 
     def kept_for(self, job_id: str) -> str:
@@ -148,7 +150,9 @@ class Histories:
                 log.warning("histories wait for the database", reason=type(error).__name__)
             except Exception:
                 log.exception("jobs that came or went could not be followed")
-            if self._stop.wait(FOLLOW_SECONDS):
+            self._deleted.wait(FOLLOW_SECONDS)
+            self._deleted.clear()
+            if self._stop.is_set():
                 return
 
     def _delete_rows(self) -> None:

@@ -11,9 +11,9 @@ from tests.agent.consoles import console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import GRID, TINY, small
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
-ITERATIONS = 60
+ITERATIONS = 30
 
 
 def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
     command = ["launch", "--record", str(record), *GRID, *TINY]
     with console(tmp_path) as server:
-        command += ["--console", server.root, "--iterations", str(ITERATIONS), "--pace", "F=8ms,I=8ms,W=8ms"]
+        command += ["--console", server.root, "--iterations", str(ITERATIONS), "--pace", "F=16ms,I=16ms,W=16ms"]
         process = Launched(*command, errors=tmp_path / "errors.txt")
         try:
             job = f"/jobs/{server.job_id()}"

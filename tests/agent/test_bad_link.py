@@ -12,7 +12,7 @@ from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 SHORT = Timeouts(form=15.0, transfer=4.0, group=5.0)
 

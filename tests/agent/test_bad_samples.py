@@ -23,7 +23,7 @@ from tests.agent.poisoned import Poisoned
 from tests.agent.runs import forked
 from tests.conftest import at_length
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 ITERATIONS = 9

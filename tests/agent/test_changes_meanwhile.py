@@ -12,7 +12,7 @@ from tests.chaos.chaotic_job import ChaoticJob
 from tests.chaos.disturbances import ConsoleKilled
 from tests.chaos.test_random_changes import BAD_NETWORK, on_sqlite, play
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
 WITHOUT_A_CONSOLE = 3
 

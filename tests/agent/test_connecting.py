@@ -24,7 +24,7 @@ from tests.agent.connecting import ConnectingGroup
 from tests.agent.launches import warm
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
 ITERATIONS = 8

@@ -15,10 +15,10 @@ from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY, Run, forked
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
 GRID = ("--pipelines", "3", "--stages", "2", "--micro-batches", "2")
-ITERATIONS = 150
+ITERATIONS = 75
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,15 @@ class Job:
     def __init__(self, server: JobConsole, record: Path, *arguments: str) -> None:
         self.server, self.record = server, record
         command = ["launch", "--record", str(record), *GRID, *TINY]
-        command += ["--console", server.root, "--demo", "--iterations", str(ITERATIONS), "--pace", "F=8ms,I=8ms,W=8ms"]
+        command += [
+            "--console",
+            server.root,
+            "--demo",
+            "--iterations",
+            str(ITERATIONS),
+            "--pace",
+            "F=16ms,I=16ms,W=16ms",
+        ]
         self.process = Launched(*command, *arguments, errors=record.with_suffix(".errors"))
         self.job_id = server.job_id()
 

@@ -15,7 +15,7 @@ from tests.agent.runs import GRID, TINY
 from tests.app.console_server import ConsoleServer
 from tests.conftest import new_database
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
 
 def test_training_goes_on_when_the_leading_console_is_killed(postgres_url: str, tmp_path: Path) -> None:

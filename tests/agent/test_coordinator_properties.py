@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -31,6 +30,7 @@ from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, St
 from openrecycle.agent.protocol import JobState, WorkerState
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER, Run
+from tests.conftest import examples
 
 PIPELINES, STAGES = 3, 2
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
@@ -270,4 +270,4 @@ class Membership(RuleBasedStateMachine):
 
 
 TestMembership = Membership.TestCase
-TestMembership.settings = settings(max_examples=80, stateful_step_count=40, derandomize=True)
+TestMembership.settings = examples(80, stateful_step_count=40)

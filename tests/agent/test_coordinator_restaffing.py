@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.coordination.events import Acknowledged, Exited, PlanReady
 from openrecycle.agent.coordination.membership import PRESENT
 from openrecycle.agent.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run, fingerprint
+from tests.conftest import examples
 
 
 def lost_stage(pipelines: int = 3, stages: int = 3) -> Run:
@@ -77,7 +78,7 @@ def test_a_newcomer_of_the_lost_stage_needs_nobody_to_move() -> None:
     assert generation.restore and not generation.moves and generation.living == ("W0_0", "W0_1", "W1_0")
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_whatever_dies_and_returns_each_process_has_one_place(data: st.DataObject) -> None:
     """No incarnation at two places, no generation with an empty stage, no move from a place that still lives on."""

@@ -7,13 +7,14 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from openrecycle.agent.backward.probe import Probe, choose_split
 from openrecycle.agent.gradients import FastSum, GradientSum, gradient_sum
 from openrecycle.agent.stage import Stage
+from tests.conftest import examples
 
 KINDS = [GradientSum, FastSum]
 
@@ -119,7 +120,7 @@ def test_the_range_is_4096_over_the_number_of_terms(terms: int) -> None:
     assert total.rejected == 1
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(seed=st.integers(0, 2**31))
 def test_the_norm_is_the_same_however_the_terms_came(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

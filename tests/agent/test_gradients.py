@@ -6,11 +6,12 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from openrecycle.agent.gradients import GradientSum
+from tests.conftest import examples
 
 
 def _sum(terms: list[torch.Tensor], parameter: nn.Parameter) -> GradientSum:
@@ -20,7 +21,7 @@ def _sum(terms: list[torch.Tensor], parameter: nn.Parameter) -> GradientSum:
     return total
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 40), workers=st.integers(1, 5))
 def test_any_order_and_any_split_over_workers_gives_the_same_bits(seed: int, count: int, workers: int) -> None:
     generator = torch.Generator().manual_seed(seed)

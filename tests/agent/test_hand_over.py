@@ -13,7 +13,7 @@ from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 # Some 1.6 MB of state a stage, which take 8 s to come, and a time-out for transfers that is shorter.
 WIDE = {"width": 96, "heads": 2, "sequence": 16, "batch": 2}
@@ -58,7 +58,9 @@ def _trained_while_it_came(job: LocalJob, generation: int) -> int:
     return len(before)
 
 
-@pytest.mark.parametrize("optimization", [Optimization(), Optimization(clip_norm=0.5)], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    "optimization", [at_length(Optimization()), Optimization(clip_norm=0.5)], ids=["plain", "clipped"]
+)
 def test_the_others_train_on_while_the_state_comes(optimization: Optimization) -> None:
     """It takes longer than any time-out; with clipping, steps are put right while it comes."""
 
@@ -106,9 +108,9 @@ def test_a_death_while_the_state_comes(victim: str) -> None:
 
 def test_a_job_that_ends_meanwhile_ends() -> None:
     job = _job(iterations=25, on_line=_restart_at_the_first_failure).run()
-    assert job.losses == _losses(25)
-    (final,) = [line["final"] for line in job.lines if "final" in line]
     undisturbed = LocalJob(
         iterations=25, **GRID, workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", WIDE)
     ).run()
+    assert job.losses == undisturbed.losses
+    (final,) = [line["final"] for line in job.lines if "final" in line]
     assert [final] == [line["final"] for line in undisturbed.lines if "final" in line]

@@ -13,7 +13,7 @@ from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 # Transfers and generations have minutes: nothing but the op's own limit may notice.

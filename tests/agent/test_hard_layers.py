@@ -8,7 +8,7 @@ import pytest
 
 from tests.agent.runs import Run, forked
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("mixed_layers")]
+pytestmark = pytest.mark.processes
 
 GRID = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3", "--iterations", "5")
 

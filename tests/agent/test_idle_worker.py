@@ -13,7 +13,7 @@ from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
 IDLE = Worker(1, 1)

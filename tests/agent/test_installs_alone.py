@@ -63,7 +63,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clone, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("wheel")
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in filter(None, subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")):
-        if not name.startswith("tests/") and (ROOT / name).exists():
+        if not name.startswith("tests/") and (ROOT / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, clone / name)
     # Without isolation: nothing is downloaded.

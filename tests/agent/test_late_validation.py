@@ -22,7 +22,7 @@ from tests.agent.nan_model import NanModel
 from tests.agent.runs import Run, nan_model
 from tests.conftest import at_length
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("nan_model")]
+pytestmark = pytest.mark.processes
 
 ITERATIONS, CLIP = 56, 2.0
 UNRULY = {"loud": [1, 55], "poisoned": [20]}

@@ -40,6 +40,7 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
             return PATIENCE
 
     monkeypatch.setattr(console_link, "Backoff", Watched)
+    monkeypatch.setattr(console_link, "STOPPED_PATIENCE_SECONDS", 0.0)
     link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{port}"), "job", lambda text: None)
     link.exited(Worker(0, 1), "i1", "was killed by SIGKILL")
     assert all(event.wait(PATIENCE) for event in enough.values())

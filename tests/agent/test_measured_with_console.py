@@ -14,7 +14,7 @@ from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
 GRID = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3")
 

@@ -14,7 +14,7 @@ from openrecycle.agent.options import Checkpoints
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 

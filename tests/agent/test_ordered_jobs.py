@@ -13,7 +13,7 @@ from tests.agent import own_jobs
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 ORDERED = Platform(transport="ordered")
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 3, "micro_batches": 3}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.script import MicroBatch, Script
@@ -16,6 +16,7 @@ from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.schedule import Op, Schedule
 from tests.agent.virtual_wires import Deadlock, Labelled, Mispaired, Round, train
+from tests.conftest import examples
 
 
 def random_schedule(seed: int, job: Job, dead: frozenset[Worker], *, coupled: bool) -> Schedule:
@@ -79,7 +80,7 @@ def parts_of(schedule: Schedule, seed: int) -> dict[Worker, tuple[Worker, ...]]:
     return parts
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(run=runs(), width=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_every_receive_gets_its_message_and_nobody_waits_for_ever(
     run: tuple[Schedule, list[Round]], width: int, seed: int

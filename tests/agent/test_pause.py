@@ -12,7 +12,7 @@ from openrecycle.agent.holding import Hold
 from openrecycle.agent.protocol import Command
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 PAUSE, RESUME = Command(seq=1, kind="pause"), Command(seq=2, kind="resume")

@@ -15,7 +15,7 @@ from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY
 
-pytestmark = [pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 HELD = {"activation_bytes": 100, "weight_backward_bytes": 100}
 UNEVEN = Job(

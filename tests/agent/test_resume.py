@@ -15,7 +15,7 @@ import pytest
 from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from tests.agent.runs import TINY, Run, forked
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("resume")]
+pytestmark = pytest.mark.processes
 
 GRID = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3", *TINY, "--clip-norm", "1.0")
 ITERATIONS = 8

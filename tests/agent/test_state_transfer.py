@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from openrecycle.agent.optimizer import StageOptimizer
 from openrecycle.agent.post_validation import CLEAN, SKIP, Slot, ValidationResult
 from openrecycle.agent.state_transfer import GaveUp, StateReceiver, StateServer, StateTransferError
 from openrecycle.planner.job import Worker
+from tests.conftest import examples
 
 A, B = Worker(0, 0), Worker(1, 0)
 OPTIMIZERS: dict[str, Any] = {
@@ -150,7 +151,7 @@ def test_beside_the_training_it_ends_with_the_same_bits(optimizer: str, before: 
 VERDICTS = st.sampled_from([CLEAN, CLEAN, CLEAN, SKIP, ValidationResult(0.5)])
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(verdicts=st.lists(VERDICTS, min_size=3, max_size=20), seed=st.integers(0, 2**32))
 def test_steps_that_are_put_right_take_back_what_came_since(verdicts: list[ValidationResult], seed: int) -> None:
     """Either side may hear of a verdict first, and pieces arrive at any moment."""

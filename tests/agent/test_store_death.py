@@ -9,7 +9,7 @@ import pytest
 
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 ITERATIONS = 8

@@ -10,7 +10,7 @@ from tests.agent.runs import ITERATIONS, Run, fault_free, small
 from tests.conftest import at_length
 
 # One test process for all of these: they share the fault-free run they compare with.
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

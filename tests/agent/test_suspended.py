@@ -14,7 +14,7 @@ from openrecycle.agent.timeouts import Timeouts
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs")]
+pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 WORKERS = [f"W{p}_{s}" for p in range(2) for s in range(2)]

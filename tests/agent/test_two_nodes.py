@@ -14,7 +14,7 @@ from tests.agent.consoles import until
 from tests.agent.node_runs import free_port, kill_group, lines, members, start, two_nodes
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
 PACED = ("--pace", "F=15ms,I=15ms,W=15ms")
 

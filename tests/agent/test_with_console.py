@@ -19,7 +19,7 @@ from tests.agent.launches import Launched
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, small
 
 # One test process for all of these: they share the fault-free run they compare with.
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("jobs")]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

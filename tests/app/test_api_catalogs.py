@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -19,6 +19,7 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.app.api.routes import create_routes
 from openrecycle.planner.check import check
 from openrecycle.planner.plan import Plan
+from tests.conftest import examples
 
 pytestmark = pytest.mark.processes
 
@@ -216,7 +217,7 @@ def test_no_body_breaks_it(here: ConsoleHere, client: TestClient) -> None:
         until(partial(begun, number_of), "there is room for another")
     seen: set[int] = set()
 
-    @settings(max_examples=40, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @examples(40, suppress_health_check=list(HealthCheck))
     @given(body=st.one_of(junk, st.fixed_dictionaries({}, optional=FIELDS)))
     def send(body: Any) -> None:
         content = json.dumps(body).encode()

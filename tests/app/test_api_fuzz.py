@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -18,6 +18,7 @@ from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console import Console
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.conftest import examples
 
 pytestmark = pytest.mark.processes
 
@@ -115,7 +116,7 @@ BODIES = {
 def test_no_body_breaks_the_api(api: tuple[TestClient, str], path: str) -> None:
     client, job_id = api
 
-    @settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None)
+    @examples(60, suppress_health_check=[HealthCheck.too_slow])
     @given(body=BODIES[path])
     def send(body: Any) -> None:
         content = json.dumps(body).encode()
@@ -131,7 +132,7 @@ def test_no_body_breaks_the_api(api: tuple[TestClient, str], path: str) -> None:
     assert client.get(f"/api/v1/jobs/{job_id}").status_code == 200
 
 
-@settings(max_examples=60, derandomize=True, database=None)
+@examples(60)
 @given(
     path=st.text(max_size=40).map(lambda s: s.replace("#", "").replace("?", "")),
     after=st.text(max_size=5),

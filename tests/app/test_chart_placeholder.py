@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 import ui_factory as factory
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from openrecycle.app.ui.charts.chart_placeholder import WIDTH, chart_placeholder
@@ -18,6 +18,7 @@ from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.drawing import Drawing, Rows
 from openrecycle.planner.job import Worker
 from openrecycle.planner.schedule import Schedule
+from tests.conftest import examples
 
 pytestmark = pytest.mark.processes
 
@@ -52,7 +53,7 @@ def rows_of(schedule: Schedule) -> dict[Worker, float]:
     return {worker: TOP + (at - first) / (last - first) * height for worker, at in rows.at.items()}
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@examples(15, suppress_health_check=[HealthCheck.too_slow])
 @given(pipelines=st.integers(2, 4), stages=st.integers(1, 4), data=st.data())
 def test_every_op_is_in_the_picture(pipelines: int, stages: int, data: st.DataObject) -> None:
     cells = [f"W{p}_{s}" for p in range(1, pipelines) for s in range(stages)]

@@ -22,7 +22,6 @@ class Thing:
 def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(garbage_collection, "WHOLE_SECONDS", 0.0)
     gc.unfreeze()
-    gc.collect()
     yield
     gc.unfreeze()
 

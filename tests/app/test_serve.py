@@ -14,6 +14,8 @@ import pytest
 import requests
 from console_server import ROOT, Agents, ConsoleServer
 
+from tests.conftest import at_length
+
 pytestmark = pytest.mark.processes
 
 TOKEN = "a-token-for-the-tests"
@@ -96,8 +98,10 @@ def test_two_consoles_do_not_share_a_database(tmp_path: Path) -> None:
         server.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("pages", [True, False])
+@pytest.mark.parametrize(
+    ("number", "pages"),
+    [(signal.SIGTERM, True), (signal.SIGINT, False), at_length(signal.SIGTERM, False), at_length(signal.SIGINT, True)],
+)
 def test_it_ends_and_leaves_no_process(tmp_path: Path, number: int, pages: bool) -> None:
     server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", *([] if pages else ["--api-only"]))
     try:

@@ -20,6 +20,7 @@ from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console import Console
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.conftest import at_length
 
 pytestmark = pytest.mark.processes
 
@@ -43,8 +44,15 @@ serve(Settings(port=0, database_url=sys.argv[1], api_only=True), on_ready=hang)
 """
 
 
-@pytest.mark.parametrize("what", ["thread", "loop"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [
+        ("thread", signal.SIGTERM),
+        ("loop", signal.SIGINT),
+        at_length("thread", signal.SIGINT),
+        at_length("loop", signal.SIGTERM),
+    ],
+)
 def test_it_ends_in_time_whatever_hangs(tmp_path: Path, what: str, number: int) -> None:
     command = [sys.executable, "-c", HANGING, f"sqlite:///{tmp_path / 'console.db'}", what]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -14,7 +14,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 import ui_factory as factory
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -28,6 +28,7 @@ from openrecycle.planner.drawing import BAR_HEIGHT, OP_WORDS, Drawing, Rows
 from openrecycle.planner.job import Worker
 from openrecycle.planner.paths import critical_path, micro_batch_path
 from openrecycle.planner.schedule import Op, Schedule
+from tests.conftest import examples
 
 
 def schedule_of(failed: tuple[str, ...] = (), **options: Any) -> Schedule:
@@ -67,7 +68,7 @@ def expected(schedule: Schedule, shown: Rows) -> list[tuple[str, bool, float, fl
     ]
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@examples(25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_op_is_one_bar_at_its_place(data: st.DataObject) -> None:
     pipelines, stages = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 4))

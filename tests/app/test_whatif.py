@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ui_factory import plan
 
@@ -18,6 +18,7 @@ from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.job import Job, StageProfile, Technique, Worker
 from openrecycle.planner.plan import job_doc
 from openrecycle.planner.profiles import load_profile, shipped
+from tests.conftest import examples
 
 MEASURED = Job(
     3,
@@ -51,7 +52,7 @@ def questions(draw: st.DrawFn) -> WhatIf:
     ).with_failed(draw(st.sets(st.sampled_from(cells))))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(questions())
 def test_a_link_says_the_whole_question(question: WhatIf) -> None:
     assert parse(question.params()) == (question, [])

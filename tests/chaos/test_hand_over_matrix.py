@@ -17,7 +17,7 @@ from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-jobs"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 GRID: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
 MODEL = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 96, "heads": 2, "sequence": 16, "batch": 2})

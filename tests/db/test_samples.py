@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.db.samples import (
@@ -21,6 +21,7 @@ from openrecycle.db.samples import (
     rolled_up,
     unpack,
 )
+from tests.conftest import examples
 
 T = 1_700_000_040  # a whole minute
 
@@ -54,14 +55,14 @@ def equal(a: Samples, b: Samples) -> bool:
     )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(beats)
 def test_a_block_gives_back_what_was_packed(rows: list[tuple[float, ...]]) -> None:
     samples = rolled_up(from_beats(rows_of(*rows)), 1)
     assert equal(unpack(pack(samples)), samples)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(beats, st.integers(1, 39))
 def test_hours_out_of_minutes_are_hours_out_of_beats(rows: list[tuple[float, ...]], cut: int) -> None:
     """However the beats were cut into parts; their own order decides what came last."""
@@ -115,7 +116,7 @@ def test_bytes_that_are_no_block(data: bytes, words: str) -> None:
         unpack(data)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.binary(max_size=400), st.integers(0, 300))
 def test_damage_is_noticed_or_harmless(noise: bytes, place: int) -> None:
     good = pack(rolled_up(from_beats(rows_of(*(beat(i % 3, T + i, i) for i in range(20)))), 1))

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.baseline import gpipe, one_forward_one_backward, reference_period, zb_h1, zb_h2
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import InfeasibleError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from tests.conftest import examples
 from tests.planner.problems import jobs
 
 
@@ -61,7 +62,7 @@ def test_zero_bubble_schedules_reach_their_closed_forms(stages: int, extra: int)
     assert h2.period == 3 * micro_batches
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(jobs())
 def test_zero_bubble_schedules_are_valid_for_any_times(job: Job) -> None:
     problem = Problem(job, technique=Technique.DECOUPLED, memory=MemoryLimit(str(2 * job.stages - 1)))

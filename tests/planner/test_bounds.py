@@ -3,12 +3,13 @@ from __future__ import annotations
 from itertools import permutations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from openrecycle.planner.baseline import gpipe, one_forward_one_backward
 from openrecycle.planner.bounds import best_bound, period_bound
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 
@@ -43,13 +44,13 @@ def test_the_reason_names_the_stage() -> None:
     assert "stage 2" in best_bound(worked("staggered", "none", Worker(1, 2))).reason
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(problems())
 def test_no_schedule_of_the_list_scheduler_beats_the_bound(problem: Problem) -> None:
     assert ListScheduler().solve(problem).schedule.period >= period_bound(problem)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems(techniques=[Technique.FAULT_FREE], memories=["none"]))
 def test_no_reference_schedule_beats_the_bound(problem: Problem) -> None:
     bound = period_bound(problem)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import chain, combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.catalog import Catalog, rename_pipelines
@@ -13,6 +13,7 @@ from openrecycle.planner.failures import canonical_pattern
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plan import PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 
 JOB = Job.uniform(3, 2, 3)
 
@@ -54,7 +55,7 @@ def test_a_renamed_plan_keeps_its_numbers_and_gets_its_own_fingerprint(full: Cat
     assert one.fingerprint != other.fingerprint
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.permutations(range(3)))
 def test_renaming_there_and_back(full: Catalog, names: list[int]) -> None:
     plan = full.find([Worker(0, 1)])

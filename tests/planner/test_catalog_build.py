@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -37,6 +37,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.packed import Effort, Question
 from openrecycle.planner.plan import PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 
 LIST = Effort(solver="list")
 SMALL = Question(Job.uniform(3, 2, 3), Technique.STAGGERED, MemoryLimit("uniform"))
@@ -147,7 +148,7 @@ def test_quick_tries_on_large_grids_are_no_worse_than_one_distribution(
     assert max(quick / slow for quick, slow in zip(periods, careful, strict=True)) < 1.1
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_every_survivable_failure_finds_its_plan_by_migrations(by_count: StoredCatalog, data: st.DataObject) -> None:
     job = GRID.job

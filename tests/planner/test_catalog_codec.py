@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.check import check
@@ -25,6 +25,7 @@ from openrecycle.planner.plan import Plan, PlanError
 from openrecycle.planner.plan_arrays import Columns
 from openrecycle.planner.schedule import Schedule
 from openrecycle.planner.solvers.portfolio import best_solution, make_plan, metrics_of, plan_of, solver_of
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 EFFORT = Effort(solver="list")
@@ -40,7 +41,7 @@ def planned(*names: str, technique: Technique = Technique.STAGGERED, memory: str
     return make_plan(Problem(JOB, failed, technique, MemoryLimit(memory)), solver="list", look_ahead=False)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(problems())
 def test_every_plan_comes_back_exactly(problem: Problem) -> None:
     plan = make_plan(problem, solver="list", look_ahead=False)
@@ -54,7 +55,7 @@ def test_every_plan_comes_back_exactly(problem: Problem) -> None:
     assert again.compute_fingerprint() == plan.fingerprint
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(problems())
 def test_arrays_are_read_like_ops(problem: Problem) -> None:
     solution = best_solution(problem, solver="list", look_ahead=False)
@@ -68,7 +69,7 @@ def test_arrays_are_read_like_ops(problem: Problem) -> None:
     assert (by_op.step == columns.step).all()
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(problems())
 def test_metrics_of_columns_are_those_of_the_schedule(problem: Problem) -> None:
     schedule = Schedule(problem, dict(best_solution(problem, solver="list", look_ahead=False).schedule.ops))
@@ -111,7 +112,7 @@ def test_alike_pipelines_share_a_row() -> None:
     assert len(set(decode_header(encode_plan(planned("W1_2"), EFFORT)).rows)) > 1
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems(speeds=False), st.randoms(use_true_random=False))
 def test_a_renamed_plan_is_valid_and_keeps_its_numbers(problem: Problem, noise: random.Random) -> None:
     plan = make_plan(problem, solver="list", look_ahead=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.baseline import gpipe, one_forward_one_backward
@@ -19,6 +19,7 @@ from openrecycle.planner.plan_arrays import Columns
 from openrecycle.planner.schedule import Op, Schedule
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 PROBLEM = Problem(
@@ -56,20 +57,20 @@ def sentences(subject: Schedule | Plan) -> str:
     return "\n".join(map(str, check(subject)))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(problems())
 def test_every_schedule_of_the_list_scheduler_is_valid(problem: Problem) -> None:
     assert check(ListScheduler().solve(problem).schedule) == []
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(problems(techniques=[Technique.FAULT_FREE], memories=["none"]))
 def test_reference_schedules_are_valid(problem: Problem) -> None:
     assert check(one_forward_one_backward(problem)) == []
     assert check(gpipe(problem)) == []
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems(), st.sampled_from(["list"]))
 def test_every_plan_tells_the_truth(problem: Problem, solver: str) -> None:
     plan = make_plan(problem, solver=solver, look_ahead=False)
@@ -77,7 +78,7 @@ def test_every_plan_tells_the_truth(problem: Problem, solver: str) -> None:
     assert check(Plan.from_json(plan.to_json())) == []
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(problems(memories=["1", "2", "uniform"]), st.data())
 def test_moving_any_op_into_what_must_precede_it_is_caught(problem: Problem, data: st.DataObject) -> None:
     """A tick before the end of the op before it on its worker, or of the op it depends on."""

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner import plan_arrays
@@ -17,6 +17,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Tec
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.plan_arrays import Columns, columns_of
 from openrecycle.planner.solvers.portfolio import best_solution, checked_plan_of, make_plan, metrics_of, solver_of
+from tests.conftest import examples
 
 TIMES = {"F": 4, "I": 3.5, "W": 3, "O": 2, "transfer": 1}
 ALIKE = Job.uniform(3, 4, 6, durations=TIMES)
@@ -58,7 +59,7 @@ def test_what_solvers_make_is_valid(problem: Problem) -> None:
     assert check(solved(problem).model_copy()) == []
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.sampled_from(PROBLEMS), st.data())
 def test_the_same_is_found_in_arrays_and_in_the_document(problem: Problem, data: st.DataObject) -> None:
     """One number of a valid plan is another one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.check import check
@@ -14,6 +14,7 @@ from openrecycle.planner.packed import decode_header, pack, unpack
 from openrecycle.planner.plan import Plan, PlanError
 from openrecycle.planner.plan_arrays import ColumnarSchedule
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 JOB = Job.uniform(3, 4, 6)
@@ -23,7 +24,7 @@ def example() -> Plan:
     return make_plan(Problem(JOB, frozenset({Worker(1, 2)})), solver="list", look_ahead=False)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems())
 def test_a_schedule_in_columns_is_that_of_the_document(problem: Problem) -> None:
     plan = make_plan(problem, solver="list", look_ahead=False)
@@ -104,7 +105,7 @@ def test_what_is_damaged_is_refused(spoil: object) -> None:
         unpack(spoil(data), source="a plan of W")  # type: ignore[operator]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems(), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
 def test_bytes_are_counted_alike_by_ops_by_columns_and_by_the_check(
     problem: Problem, activation: int, for_weights: int, fixed: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from openrecycle.planner.catalog import rename_pipelines
 from openrecycle.planner.export.compare import Row, compare
@@ -10,6 +10,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plan import MEASURED, Plan, SolverDoc
 from openrecycle.planner.reference import reference_plan
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
 
@@ -95,7 +96,7 @@ def test_other_grids_and_units_are_not_matched() -> None:
     assert found["time_unit"].values == ("slot", "slot", "ms")
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(problem=problems())
 def test_a_plan_against_itself_and_its_mirror(problem: Problem) -> None:
     plan = listed(problem)

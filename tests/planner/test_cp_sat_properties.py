@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from problems import problems
 
@@ -22,12 +22,13 @@ from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.lns import Frame, Slices
 from openrecycle.planner.solvers.pooled import PooledModel
 from openrecycle.planner.solvers.reduction import Reduction, routes_of
+from tests.conftest import examples
 
 tiny = problems(pipelines=2, stages=2, micro_batches=2, speeds=False)
 # Where workers differ in speed little is alike, and proofs take long.
 tiny_unlike = problems(pipelines=2, stages=2, micro_batches=2)
 small = problems(pipelines=3, stages=3, micro_batches=3, speeds=False) | tiny_unlike
-quick = settings(max_examples=40, derandomize=True)
+quick = examples(40)
 
 
 def any_routes(problem: Problem, seed: int) -> Routes:
@@ -63,7 +64,7 @@ def test_valid_no_worse_than_the_warm_start_and_no_better_than_the_bound(problem
     assert period_bound(problem) <= solution.bound <= solution.schedule.period <= warm.period
 
 
-@settings(quick, max_examples=25)
+@examples(25)
 @given(problems(pipelines=3, stages=2, micro_batches=3, speeds=False) | tiny_unlike, st.integers(0, 5))
 def test_reductions_lose_nothing(problem: Problem, seed: int) -> None:
     """All micro-batches, no order among them, none copied: the same optimum."""

@@ -6,7 +6,7 @@ import csv
 import io
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import InputError, PlannerError
@@ -15,11 +15,12 @@ from openrecycle.planner.export.yaml_document import parse_yaml
 from openrecycle.planner.job import Job, Problem, StageProfile, Technique
 from openrecycle.planner.plan import Plan, PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problem=problems(micro_batches=4))
 def test_json_and_yaml_give_an_equal_plan_back(problem: Problem) -> None:
     plan = listed(problem)
@@ -71,7 +72,7 @@ def test_yaml_refuses_plans_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -
         EXPORTERS["yaml"].render(worked_example())
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problem=problems())
 def test_csv_has_every_op_once(problem: Problem) -> None:
     plan = listed(problem)

@@ -7,7 +7,7 @@ from collections import Counter
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from PIL import Image
 
 from openrecycle.planner.drawing import LIGHT
@@ -20,6 +20,7 @@ from openrecycle.planner.export.svg import draw_svg
 from openrecycle.planner.job import Job, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.schedule import Op
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
 
@@ -46,7 +47,7 @@ def rgb(colour: str) -> tuple[int, ...]:
     return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problem=problems())
 def test_svg_has_a_bar_per_op_and_a_row_per_worker(problem: Problem) -> None:
     plan = listed(problem)
@@ -148,7 +149,7 @@ def test_a_large_plan_is_drawn_by_stage() -> None:
     assert {rgb(LIGHT.ops[kind]) for kind in "FIW"} <= {colour for _, colour in image.getcolors(1 << 20) or []}
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(problem=problems())
 def test_areas_of_the_overview_are_the_busy_shares(problem: Problem) -> None:
     plan = listed(problem)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from openrecycle.planner.baseline import gpipe, one_forward_one_backward
 from openrecycle.planner.errors import InputError
@@ -18,6 +18,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Tec
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.schedule import Op, Schedule
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import at_length, examples
 from tests.planner.plans import as_plan, listed, worked_example
 from tests.planner.problems import problems
 
@@ -95,7 +96,7 @@ def test_rerouting_without_a_failure_is_refused_too() -> None:
         to_torch_csv(as_plan(Schedule.build(problem, both_on_one)))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=problems(techniques=list(Technique), speeds=False))
 def test_every_stage_in_the_order_of_the_lines_never_waits_for_ever(problem: Problem) -> None:
     """Ranks that run their lines in order, as torch does, all come to the end."""
@@ -139,7 +140,7 @@ UNEVEN = Job(
 @pytest.mark.parametrize(
     ("job", "technique"),
     [
-        (Job.uniform(2, 2, 3), Technique.FAULT_FREE),
+        at_length(Job.uniform(2, 2, 3), Technique.FAULT_FREE),
         (Job.uniform(3, 4, 6), Technique.STAGGERED),
         (UNEVEN, Technique.DECOUPLED),
     ],

@@ -8,13 +8,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from openrecycle.planner.export.chrome_trace import to_chrome_trace
 from openrecycle.planner.job import Job, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.schedule import Op
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
 
@@ -106,7 +107,7 @@ def test_arrows_of_the_worked_example() -> None:
     assert not phases(trace(worked_example()))["s"]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=problems())
 def test_the_trace_shows_the_schedule(problem: Problem) -> None:
     plan = listed(problem)

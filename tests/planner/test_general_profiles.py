@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from typer.testing import CliRunner
 
 from openrecycle.planner.baseline import reference_period
@@ -28,6 +28,7 @@ from openrecycle.planner.routing import route
 from openrecycle.planner.schedule import Schedule
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 HALF = ((Worker(0, 1), 0.5),)
@@ -142,7 +143,7 @@ def test_a_first_stage_without_input_gradient() -> None:
         assert schedule.period >= period_bound(schedule.problem)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems(pipelines=3, stages=3, micro_batches=4))
 def test_documents_come_back_exactly(problem: Problem) -> None:
     plan = make_plan(problem, solver="list", look_ahead=False)

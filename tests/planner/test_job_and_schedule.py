@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.baseline import one_forward_one_backward
@@ -9,6 +9,7 @@ from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker, parse_durations
 from openrecycle.planner.schedule import Op, Schedule
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 
@@ -104,7 +105,7 @@ def test_every_number_by_hand() -> None:
     assert str(staggered.ops[Worker(0, 1)][0]) == "F0.0@W0_1"
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(problems())
 def test_relations_between_the_numbers(problem: Problem) -> None:
     schedule = ListScheduler().solve(problem).schedule

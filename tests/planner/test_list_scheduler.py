@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.baseline import reference_period
@@ -15,6 +15,7 @@ from openrecycle.planner.solvers.base import Progress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.rules import EVERY, ORDERS, Rule
 from openrecycle.planner.solvers.table import Table
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 
@@ -56,7 +57,7 @@ def test_a_limit_of_one_activation_is_survived(technique: str) -> None:
     assert set(schedule.peak_activations.values()) == {1}
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(problems())
 def test_equal_problems_get_equal_schedules(problem: Problem) -> None:
     """Agents plan on their own and must agree; so neither clock nor chance may decide."""
@@ -64,7 +65,7 @@ def test_equal_problems_get_equal_schedules(problem: Problem) -> None:
     assert ListScheduler().solve(problem).schedule.ops == ListScheduler().solve(again).schedule.ops
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(problems(memories=["uniform", "none"]))
 def test_without_failures_never_worse_than_1f1b(problem: Problem) -> None:
     healthy = Problem(problem.job, technique=problem.technique, memory=problem.memory)
@@ -98,7 +99,7 @@ def test_a_large_grid() -> None:
     assert solution.schedule.period <= 1.05 * solution.bound
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problems())
 def test_the_period_known_ahead_is_that_of_the_ops(problem: Problem) -> None:
     schedule = ListScheduler().solve(problem).schedule
@@ -108,7 +109,7 @@ def test_the_period_known_ahead_is_that_of_the_ops(problem: Problem) -> None:
     assert schedule.ops == Schedule.build(problem, schedule.compute_ops()).ops
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(problems())
 def test_compiled_and_plain_give_the_same_schedule(problem: Problem) -> None:
     pytest.importorskip("numba")
@@ -123,7 +124,7 @@ def test_times_too_long_for_machine_words_are_still_exact() -> None:
     assert check(ListScheduler(compiled=True).solve(problem).schedule) == []
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(problems(), st.sampled_from(EVERY), st.sampled_from(("all", "peers", "none")), st.sampled_from((*ORDERS, 7)))
 def test_every_rule_gives_a_valid_schedule(problem: Problem, rule: Rule, split: str, order: str | int) -> None:
     rule = replace(rule, split=split if problem.technique.splits else "none", order=order)

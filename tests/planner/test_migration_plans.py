@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -24,6 +24,7 @@ from openrecycle.planner.failures import failures_per_stage
 from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.migration import Normalization, normalize
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from tests.conftest import examples
 from tests.planner.problems import MEMORIES, REROUTING, jobs
 
 GRID = Job.uniform(3, 4, 6)
@@ -44,7 +45,7 @@ def every_distribution(job: Job, total: int) -> list[tuple[int, ...]]:
     return [c for c in itertools.product(range(job.pipelines), repeat=job.stages) if sum(c) == total]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(models())
 def test_the_model_never_falls_with_the_count(model: PeriodModel) -> None:
     for stage in range(model.job.stages):
@@ -54,7 +55,7 @@ def test_the_model_never_falls_with_the_count(model: PeriodModel) -> None:
         assert model.period(stage, model.job.pipelines) is None
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(models())
 def test_each_count_gets_the_shortest_period_of_all_distributions(model: PeriodModel) -> None:
     job = model.job
@@ -81,7 +82,7 @@ def moves(draw: st.DrawFn) -> tuple[PeriodModel, tuple[int, ...], CopyCost, floa
     return model, counts, cost, draw(st.sampled_from((None, 0.0, 5.0, 40.0, 1000.0)))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(moves())
 def test_no_distribution_beats_the_candidates(
     case: tuple[PeriodModel, tuple[int, ...], CopyCost, float | None],
@@ -130,7 +131,7 @@ def check_possible(job: Job, failed: frozenset[Worker], result: Normalization) -
     assert result.present == failures_per_stage(failed, job)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     job=jobs(pipelines=3, stages=3, micro_batches=3),
     data=st.data(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.failures import parse_failed
@@ -13,6 +13,7 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Tec
 from openrecycle.planner.paths import critical_path, micro_batch_path, waited
 from openrecycle.planner.schedule import Schedule
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 
 TECHNIQUES = ["adaptive", "decoupled", "staggered"]
 
@@ -35,7 +36,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return schedule_of(job, failed, draw(st.sampled_from(TECHNIQUES)), draw(st.sampled_from(["none", "uniform"])))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(schedule=schedules())
 def test_a_critical_path_is_unbroken_and_ends_where_the_period_does(schedule: Schedule) -> None:
     path = critical_path(schedule)
@@ -57,7 +58,7 @@ def test_a_critical_path_is_unbroken_and_ends_where_the_period_does(schedule: Sc
         assert ops[0].kind == "F" and ops[0].stage == 0
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(schedule=schedules(), data=st.data())
 def test_a_micro_batch_goes_down_and_comes_back(schedule: Schedule, data: st.DataObject) -> None:
     job = schedule.problem.job

@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plan import Plan, PlanError
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 
@@ -21,7 +22,7 @@ def plan() -> Plan:
     return make_plan(problem, solver="list", look_ahead=False)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems())
 def test_json_round_trip_is_exact(problem: Problem) -> None:
     plan = make_plan(problem, solver="list", look_ahead=False)
@@ -32,7 +33,7 @@ def test_json_round_trip_is_exact(problem: Problem) -> None:
     assert again.compute_fingerprint() == plan.fingerprint
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(problems())
 def test_what_is_done_worker_by_worker_is_as_if_it_were_done_at_once(problem: Problem) -> None:
     plan = make_plan(problem, solver="list", look_ahead=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.catalog import Catalog
@@ -15,6 +15,7 @@ from openrecycle.planner.policy import JobState, Option, advise, best_option
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 
 JOB = Job.uniform(3, 4, 6)
 PLANNED = PlannedJob(JOB, samples=18, memory=MemoryLimit("none"))
@@ -164,7 +165,7 @@ def test_the_best_is_the_best(options: list[Option], horizon: float, before: flo
     assert ranked[0].samples(horizon, before) == max(o.samples(horizon, before) for o in options)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.sets(st.sampled_from(list(JOB.workers())), min_size=1, max_size=6), st.floats(10, 1e5))
 def test_any_failures_get_advice(failed: set[Worker], heals_in: float) -> None:
     """While enough live; every option's rate is that of no more than a healthy job."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.bounds import period_bound
@@ -18,6 +18,7 @@ from openrecycle.planner.solvers.orders import Manner, Orders
 from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
 from openrecycle.planner.solvers.rules import EVERY
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 SPLITTING = (Technique.DECOUPLED, Technique.STAGGERED)
@@ -47,7 +48,7 @@ def manner(problem: Problem, noise: random.Random) -> Manner:
     )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems(techniques=SPLITTING))
 def test_an_order_keeps_the_schedule_it_was_read_from(problem: Problem) -> None:
     """Read from starts and timed again it is valid and no longer; period and rank agree."""
@@ -59,7 +60,7 @@ def test_an_order_keeps_the_schedule_it_was_read_from(problem: Problem) -> None:
     assert orders.rank(order)[0] == again.period == Schedule(problem, again.ops).period
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(problems(techniques=SPLITTING), st.integers(0, 1 << 30), st.booleans())
 def test_any_window_dispatched_in_either_direction_leaves_a_valid_schedule(
     problem: Problem, seed: int, backwards: bool
@@ -113,7 +114,7 @@ def test_machine_code_does_the_same() -> None:
     assert (order != first).any()
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(problems(pipelines=3, stages=3, micro_batches=4))
 def test_rearranged_schedules_are_valid_and_never_worse(problem: Problem) -> None:
     first = ListScheduler().solve(problem).schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from problems import problems
 
 from openrecycle.planner.errors import InputError
@@ -13,13 +13,14 @@ from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Tec
 from openrecycle.planner.schedule import Schedule
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.steady import steady_period
+from tests.conftest import examples
 
 
 def made(problem: Problem) -> Schedule:
     return make_plan(problem, solver="list", look_ahead=False).schedule()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems())
 def test_an_order_is_no_slower_than_its_plan(problem: Problem) -> None:
     """The plan's times are one way to run its order, again and again; workers that wait for nothing but
@@ -31,7 +32,7 @@ def test_an_order_is_no_slower_than_its_plan(problem: Problem) -> None:
     assert period >= busiest - 1e-9
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problems())
 def test_ops_twice_as_long_make_twice_the_period(problem: Problem) -> None:
     job = problem.job

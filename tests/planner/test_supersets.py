@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from openrecycle.planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
 from openrecycle.planner.catalog_build import build_catalog
@@ -20,10 +20,11 @@ from openrecycle.planner.packed import Effort, Question
 from openrecycle.planner.schedule import Op, Schedule
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import SOLVERS, best_solution, of_more_failures
+from tests.conftest import examples
 from tests.planner.problems import problems
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems())
 def test_a_plan_is_no_longer_than_that_for_as_many_failures_on_every_stage(problem: Problem) -> None:
     made = ListScheduler().solve(problem)
@@ -37,7 +38,7 @@ def test_a_plan_is_no_longer_than_that_for_as_many_failures_on_every_stage(probl
         assert made.schedule.period <= serving.period
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems())
 def test_a_plan_is_no_longer_than_a_reference_with_the_rerouted_work_in_it(problem: Problem) -> None:
     job = problem.job
@@ -147,7 +148,7 @@ def test_with_no_solver_a_failure_more_makes_a_shorter_plan(
     assert made.period <= other.period
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problems(pipelines=3, stages=3, micro_batches=4, speeds=False, unlike=False))
 def test_no_list_plan_is_longer_than_one_for_a_failure_more(problem: Problem) -> None:
     made = best_solution(problem, solver="list").schedule

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.app.console_server import ConsoleServer
-from tests.security.attacks import GUARDED, OPEN, Attack, console
+from tests.security.attacks import GUARDED, OPEN, Attack, a_head_that_drips, answers_that_are_not_read, console
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("attacks"), pytest.mark.processes]
+
+WAITING = (a_head_that_drips, answers_that_are_not_read)
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +27,15 @@ def with_token() -> Iterator[ConsoleServer]:
         yield server
 
 
-@pytest.mark.parametrize("attack", OPEN, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize("attack", [a for a in OPEN if a not in WAITING], ids=lambda attack: attack.__name__)
 def test_without_a_token(attack: Attack, without_token: ConsoleServer) -> None:
     assert attack(without_token)
+
+
+def test_those_that_wait_for_a_limit(without_token: ConsoleServer) -> None:
+    """Beside each other."""
+    with ThreadPoolExecutor(len(WAITING)) as pool:
+        assert all(pool.map(lambda attack: attack(without_token), WAITING))
 
 
 @pytest.mark.parametrize("attack", GUARDED, ids=lambda attack: attack.__name__)

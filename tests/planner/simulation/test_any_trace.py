@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import openrecycle.planner.simulation
@@ -18,6 +18,7 @@ from openrecycle.planner.simulation.policies.measured import READY_AFTER
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.policies.published import PUBLISHED, published
 from openrecycle.planner.simulation.trace import Event, Trace
+from tests.conftest import examples
 
 OOBLECK = Path(openrecycle.planner.simulation.__file__).parent / "data" / "oobleck"
 SMALL = PlannedJob(Job.uniform(3, 3, 4), samples=12, least_stages=2)
@@ -55,7 +56,7 @@ def check(outcome: Outcome, trace: Trace) -> None:
     assert outcome.worker_time >= 0
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(traces(12), st.integers(0, 3))
 def test_planned_policies(trace: Trace, spares: int) -> None:
     full = simulate(trace, planned_policy("fault-free", SMALL, RecoveryCosts()))
@@ -71,7 +72,7 @@ def test_measured_policies(name: str) -> None:
     folder, model = (OOBLECK, "gpt-2") if name != "recycle" else (OOBLECK.parent / "recycle", "gpt-3-350m")
     throughput = folder / ("throughput-by-node-count.csv" if name != "recycle" else "throughput-by-gpu-count.csv")
 
-    @settings(max_examples=40)
+    @examples(40)
     @given(traces(32))
     def holds(trace: Trace) -> None:
         policy = published(name, throughput, folder / "cost-constants.csv", model)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop
 from openrecycle.planner.simulation.trace import Event, Trace
+from tests.conftest import examples
 
 WORKERS = 6
 
@@ -154,7 +155,7 @@ def traces(draw: st.DrawFn) -> Trace:
     return Trace.of("drawn", events, end=time + draw(st.integers(1, 500)))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     traces(),
     st.builds(
