@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.data import DatasetBatches, first_length
+from openrecycle.agent.layers import Tied
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.stage_io import StageIO, tensors_of
 from openrecycle.agent.workload import first_readable
@@ -33,8 +34,9 @@ class CallableWorkload:
     """A Workload (see there) out of functions.
 
     make_layers: (layer, layers) to a module; or one module, or builder without arguments, per layer. layers: how many;
-    None: there is one per stage, and they can't be cut. make_batch: (iteration, pipeline, micro-batch) to
-    (inputs, targets). stage_io: None to be inferred.
+    None: there is one per stage, and they can't be cut. tied_names: parameters that layers share, beside those that
+    given modules share. make_batch: (iteration, pipeline, micro-batch) to (inputs, targets). stage_io: None to be
+    inferred.
     """
 
     make_layers: Layers
@@ -45,6 +47,7 @@ class CallableWorkload:
     stage_io: StageIO | None
     seed: int
     layers: int | None = None
+    tied_names: Tied = ()
 
     def __post_init__(self) -> None:
         self._batch: tuple[tuple[int, int, int], tuple[Any, Any]] | None = None
@@ -59,6 +62,15 @@ class CallableWorkload:
 
     def layer_count(self, stages: int) -> int:
         return stages if self.layers is None else self.layers
+
+    def tied(self, layers: int) -> Tied:
+        """Those that are one parameter in the modules given, and those that are said to be."""
+        holders: dict[int, list[str]] = {}
+        if isinstance(self.make_layers, Sequence):
+            for layer, part in enumerate(self.make_layers):
+                for name, parameter in part.named_parameters() if isinstance(part, nn.Module) else ():
+                    holders.setdefault(id(parameter), []).append(f"{layer}.{name}")
+        return (*self.tied_names, *(tuple(names) for names in holders.values() if len(names) > 1))
 
     def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
         torch.manual_seed(seed_for("parameters", seed, layer))

@@ -24,6 +24,7 @@ from openrecycle.agent.relayout import Exchange
 from openrecycle.agent.script import Script
 from openrecycle.agent.stage import MicroBatch, Stage
 from openrecycle.agent.stage_io import CPU, Gradients, StageIO, StageOutput, check_output
+from openrecycle.agent.tied import TiedSums
 from openrecycle.agent.timeline import Timeline
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.agent.transport.transfers import Layout, Transfers
@@ -83,6 +84,7 @@ class Executor:
         self._connect_to(stage_io)
         self.exchange: Exchange | None = None
         """Of the sums of layers that move to another stage."""
+        self.tied: TiedSums | None = None
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
         self._iteration = 0
         self.left_out: frozenset[MicroBatch] = frozenset()
@@ -271,6 +273,8 @@ class Executor:
         arrived = time.monotonic()
         self._transfers.reduce(self._stage.gradients.buffer)
         # From here on this worker has what its step needs, and takes it whatever breaks: see agent.recovery.
+        if self.tied is not None:
+            self.tied.sum(self._iteration, self._steps.optimizer)
         broken = None
         try:
             if self.exchange is not None:

@@ -133,15 +133,18 @@ class GradientSum:
         return int(self._buffer[_LOSS]) / _SCALE
 
     def squared_norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Squared L2 norm of the summed gradients of these, which follow each other in `self.parameters`; in fp64,
-        and the same whatever comes before and after them.
+        """Squared L2 norm of the summed gradients of these, in fp64; the same whatever else is in the sum.
 
         Means nothing where terms were rejected.
         """
-        if not parameters:
-            return 0.0
-        own = self._buffer[self._bounds[id(parameters[0])][0] : self._bounds[id(parameters[-1])][1]]
-        parts = [self._float64(chunk).square_().sum() for chunk in _chunks(own, _NORM_CHUNK)]
+        runs: list[list[int]] = []
+        for start, end in (self._bounds[id(p)] for p in parameters):
+            if runs and runs[-1][1] == start:
+                runs[-1][1] = end
+            else:
+                runs.append([start, end])
+        chunks = (chunk for a, b in runs for chunk in _chunks(self._buffer[a:b], _NORM_CHUNK))
+        parts = [self._float64(chunk).square_().sum() for chunk in chunks]
         return math.fsum(torch.stack(parts).tolist()) if parts else 0.0
 
     def part(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -150,6 +153,17 @@ class GradientSum:
         counts = self.buffer[self._counts_from : -2]
         parts = [*(self._sums[id(t)] for t in tensors), *(counts[index[id(t)]].view(1) for t in tensors)]
         return torch.cat([*parts, self._buffer[-2:]]).to(self._dtype_for(list(tensors)))
+
+    def part_like(self, tensors: Sequence[Tensor]) -> Tensor:
+        """On the CPU, a tensor that takes the `part` of tensors of these shapes."""
+        size = sum(t.numel() for t in tensors) + len(tensors) + 2
+        return torch.empty(size, dtype=self._dtype_for(list(tensors)))
+
+    def put(self, tensor: Tensor, total: Tensor) -> None:
+        """Sets a parameter's sum, and its count, which comes last."""
+        at = list(self._bounds).index(id(tensor))
+        self._sums[id(tensor)].copy_(total[:-1])
+        self.buffer[self._counts_from + at].copy_(total[-1])
 
     def write_gradients(self) -> None:
         """Sets `.grad` of every parameter to the sum, rounded to its type; None where no micro-batch used it."""

@@ -6,6 +6,7 @@ layers of one stage tensors and gradients get the form that a transfer between t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -62,15 +63,54 @@ def build_layer(workload: Workload, layer: int, layers: int, seed: int) -> nn.Mo
 
 
 def build_layers(workload: Workload, span: Span, layers: int, seed: int) -> LayerStack:
-    """Those of `span`, out of `layers` in all."""
-    return LayerStack({layer: build_layer(workload, layer, layers, seed) for layer in span})
+    """Those of `span`, out of `layers` in all; each with a copy of its own of what it shares with others."""
+    built = {layer: build_layer(workload, layer, layers, seed) for layer in span}
+    tied = tied_of(workload, layers)
+    for first, *others in tied:
+        for name in others:
+            if (here := layer_of(name)) in built:
+                owner = layer_of(first)
+                source = built.get(owner) or build_layer(workload, owner, layers, seed)
+                _copy(source, first.partition(".")[2], built[here], name.partition(".")[2])
+    return LayerStack(built, frozenset(name for group in tied for name in group[1:]))
+
+
+Tied = tuple[tuple[str, ...], ...]
+"""Groups of parameters that are one; the names, `LAYER.NAME`, in the order of the layers."""
+
+
+def layer_of(name: str) -> int:
+    """The number that a parameter's name begins with."""
+    return int(name.partition(".")[0])
+
+
+def tied_of(workload: Workload, layers: int) -> Tied:
+    """What a workload says, by `tied(layers)`, of the parameters that its layers share. Raises InputError."""
+    tied = getattr(workload, "tied", None)
+    found = () if tied is None else tied(layers)
+    for group in found:
+        for name in group:
+            if not re.fullmatch(r"[0-9]{1,6}\..+", str(name)):
+                raise InputError("tied", name, "LAYER.NAME of a parameter, such as 0.embedding.weight")
+    return tuple(tuple(sorted(group, key=lambda name: (layer_of(name), name))) for group in found)
+
+
+def _copy(source: nn.Module, name: str, target: nn.Module, its_name: str) -> None:
+    """Gives `target` a parameter with the values of another one."""
+    path, _, last = its_name.rpartition(".")
+    values = source.get_parameter(name)
+    setattr(target.get_submodule(path), last, nn.Parameter(values.detach().clone(), values.requires_grad))
 
 
 class LayerStack(nn.Module):
-    """Layers that follow each other. A parameter's name begins with the number of its layer in the model."""
+    """Layers that follow each other. A parameter's name begins with the number of its layer in the model.
 
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+    copies: names, of the whole model, of parameters that are copies of another layer's (agent.tied).
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], copies: frozenset[str] = frozenset()) -> None:
         super().__init__()
+        self.copies = copies
         for number, layer in layers.items():
             self.add_module(str(number), layer)
 

@@ -27,7 +27,7 @@ from openrecycle.agent.devices import kind_number
 from openrecycle.agent.executor import Executor, Interrupted, OpError
 from openrecycle.agent.faults import FaultInjector, slowness
 from openrecycle.agent.heartbeat import Status
-from openrecycle.agent.layers import Partition, Span, layer_count, partition_of
+from openrecycle.agent.layers import Partition, Span, layer_count, partition_of, tied_of
 from openrecycle.agent.ledger import Redo, decode, encode
 from openrecycle.agent.ledger import redo as plan_redo
 from openrecycle.agent.liveness import AT_REST
@@ -42,6 +42,7 @@ from openrecycle.agent.spec import WorkerSpec
 from openrecycle.agent.stage_io import CPU, Cuts, layer_io_of
 from openrecycle.agent.state_transfer import StateReceiver, StateServer
 from openrecycle.agent.thread_stacks import told
+from openrecycle.agent.tied import TiedSums
 from openrecycle.agent.timeouts import ALIVE_SECONDS
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.agent.validation_exchange import Steps
@@ -219,6 +220,7 @@ class WorkerLoop:
         agreement = self._agree(groups, living, target)
         joining = self._hand_over(groups, agreement, orders.interim)
         moving = self._begin_moves(groups, agreement, living, target)
+        self._tie(groups, living)
         if self._left_out(orders, agreement.iteration) != self._executor.left_out:
             self._executor.forget_finished()  # it is a share of another mean
         redo = self._compare_finished(groups, agreement)
@@ -239,6 +241,7 @@ class WorkerLoop:
                 self._executor.settle()
                 if not self._steps.incomplete:
                     self._rearrange(target, iteration)
+                    self._tie(groups, living)
                     moving = False
             if self._slowdowns:
                 factor = slowness(self._me, iteration, self._slowdowns)
@@ -388,6 +391,11 @@ class WorkerLoop:
             self._checkpointer.layers = len(span)
         self._channel.say("rearranged", generation=self._generation, iteration=iteration)
 
+    def _tie(self, groups: Groups, living: list[Worker]) -> None:
+        """To the other stages that have copies of this one's parameters."""
+        tied = tied_of(self._workload, self._cuts.layers)
+        self._executor.tied = TiedSums(self._me, groups, tied, self._cuts.partition, living) if tied else None
+
     def _say_hand_over(self, text: str) -> None:
         self._channel.say("hand_over", text=text)
 
@@ -428,7 +436,7 @@ class WorkerLoop:
         self._state.stop()
         for coming in self._coming.values():
             coming.state.stop()
-        self._executor.exchange = None
+        self._executor.exchange = self._executor.tied = None
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -95,7 +95,10 @@ class StageOptimizer:
         self.skipped: list[MicroBatch] = []
         self._clips = clips
         self._trained = [p for p in module.parameters() if p.requires_grad]
-        self._by_layer = [[p for p in layer if p.requires_grad] for layer in parameters_by_layer(module)]
+        copies = {id(p) for name, p in self.module.named_parameters() if name in self.module.copies}
+        self._by_layer = [
+            [p for p in layer if p.requires_grad and id(p) not in copies] for layer in parameters_by_layer(module)
+        ]
         self._snapshot = _Snapshot(self)
         self._kept: list[Tensor | None] | None = None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.gradients import gradient_sum
-from openrecycle.agent.layers import build_layer, kind_of, layer_count, partition_of, spans
+from openrecycle.agent.layers import build_layer, kind_of, layer_count, partition_of, spans, tied_of
 from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.options import Optimization, TrainingOptions
 from openrecycle.agent.poison import named
@@ -32,7 +32,7 @@ _STEPS = 6
 
 
 def check_workload(workload: Workload, options: TrainingOptions) -> None:
-    """Raises InputError for data that the layers can't be given, for a parameter or buffer that two layers share,
+    """Raises InputError for data that the layers can't be given, for what two layers share without saying so,
     and for an optimizer or scheduler that can't be driven, or whose state can't be handed over."""
     # The caller's own random numbers must not depend on what is tried out here.
     with torch.random.fork_rng(devices=[]):
@@ -113,7 +113,10 @@ def _check_layers(workload: Workload, layers: int, seed: int) -> list[list[Tenso
 def _build(workload: Workload, layers: int, seed: int) -> list[list[Tensor]]:
     # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
-    kind, shapes = kind_of(workload), []
+    kind, shapes = kind_of(workload), list[list[Tensor]]()
+    tied = tied_of(workload, layers)
+    members = {name: group for group in tied for name in group}
+    forms: dict[str, str] = {}
     for layer in range(layers):
         try:
             module = build_layer(workload, layer, layers, seed)
@@ -127,17 +130,29 @@ def _build(workload: Workload, layers: int, seed: int) -> list[list[Tensor]]:
         mine = [*module.named_parameters(), *module.named_buffers()]
         alive = {id(t): (other, name) for ref, other, name in seen if (t := ref()) is not None}
         for name, tensor in mine:
+            full = f"{layer}.{name}"
+            if full in members and isinstance(tensor, nn.Parameter):
+                forms[full] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             if id(tensor) in alive:
                 other, its_name = alive[id(tensor)]
+                if members.get(full, ()) and f"{other}.{its_name}" in members[full]:
+                    continue
                 raise InputError(
                     f"{kind}s",
                     f"{its_name} of {kind} {other}, which is {name} of {kind} {layer}, too",
-                    f"parameters and buffers that belong to one {kind} each: shared ones would drift apart in "
-                    f"different processes (give each {kind} a copy, or put what shares them into one {kind})",
+                    f"that it is said: tied=[['{other}.{its_name}', '{layer}.{name}']]; buffers can't be shared (give "
+                    f"each {kind} a copy, or put what shares them into one {kind})",
                 )
         seen += [(weakref.ref(tensor), layer, name) for name, tensor in mine]
         shapes.append([torch.empty_like(p, device="meta").requires_grad_(p.requires_grad) for p in module.parameters()])
         del module, mine, alive
+    for group in tied:
+        for name in group:
+            if name not in forms:
+                raise InputError("tied", name, f"LAYER.NAME of a parameter, with LAYER from 0 to {layers - 1}")
+            if forms[name] != forms[group[0]]:
+                expected = f"the form of {group[0]}, which is {forms[group[0]]}"
+                raise InputError("tied", f"{name}, which is {forms[name]}", expected)
     return shapes
 
 

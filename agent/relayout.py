@@ -180,7 +180,7 @@ def regrouped(
     """The layers of `span`, out of those that are here, with all that the optimizer keeps of them. Copies nothing."""
     parts = [own, *coming]
     here: dict[int, nn.Module] = {number: layer for part in parts for number, layer in part.module.layers}
-    module = LayerStack({number: here[number] for number in span})
+    module = LayerStack({number: here[number] for number in span}, own.module.copies)
     moving_here = {id(buffer) for part in parts for buffer in part.gradients.moving}
     moving: list[Tensor] = [b for b in module.buffers() if id(b) in moving_here]
     device = own.gradients.buffer.device

@@ -99,6 +99,9 @@ class ResilientTrainer:
         module or one builder without arguments per layer. A layer takes what the one before returns: a
         tensor, or several as positional arguments. The random numbers of a builder are seeded per layer.
         A stage is a run of layers; where the model is cut does not show in the numbers.
+    tied: parameters that several layers share, as groups of LAYER.NAME, such as
+        [["0.embedding.weight", "11.head.weight"]]; found out where the layers are modules. Each layer has a copy,
+        whose gradient is the sum over all of them, so that they take the same steps.
     stages: instead of layers, the same with one module per stage, which can't be cut.
     loss: (output of the last layer, targets) to the mean loss of a micro-batch.
     stage_io: per pair of neighbouring layers (or stages) the TensorSpecs of what passes; found out if not given.
@@ -147,6 +150,7 @@ class ResilientTrainer:
         stages: Layers | None = None,
         layers: Layers | None = None,
         layer_count: int | None = None,
+        tied: Sequence[Sequence[str]] = (),
         loss: Loss,
         data: Data | Any,
         optimizer: OptimizerFactory,
@@ -196,6 +200,7 @@ class ResilientTrainer:
             stage_io=stage_io,
             seed=seed,
             layers=count,
+            tied_names=tuple(tuple(group) for group in tied),
         )
         self._callbacks = partial(_Callbacks, _full(on_iteration), on_recovery, on_error)
         self._launcher: Launcher | None = None

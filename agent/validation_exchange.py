@@ -183,6 +183,10 @@ class Steps:
         all: what was said at the step of an iteration is known to all before their next step."""
         return self.complete_since is not None and iteration >= self.complete_since + 2
 
+    @property
+    def optimizer(self) -> StageOptimizer:
+        return self._optimizer
+
     def rearrange(self, optimizer: StageOptimizer, partition: Sequence[int]) -> None:
         """Between two iterations, with everything settled: every stage has other layers from here on."""
         self._optimizer, self.beside = optimizer, []

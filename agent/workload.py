@@ -25,7 +25,8 @@ class Workload(Protocol):
 
     Its model comes as layers, `layer_count(stages)` and `build_layer(layer, layers, seed)`, of which a stage holds a
     contiguous run; or as stages that can't be cut, `build_stage(stage, stages, seed)`. Each gives a torch.nn.Module
-    that takes what the one before returns; equal arguments give equal initial parameters.
+    that takes what the one before returns; equal arguments give equal initial parameters. Parameters that several
+    layers share are named by `tied(layers)`: groups of `LAYER.NAME`.
     `inputs` and `targets` depend on (seed, iteration, pipeline, micro_batch) only, so that whichever
     worker runs a micro-batch sees the same data.
     A workload may have more: `scheduler(optimizer)`, an LRScheduler that is stepped once per

@@ -57,7 +57,7 @@ class Embedding(nn.Module):
 
 class Gpt:
     """A Workload. width, heads, layers (blocks in all; 0: `blocks` per stage), sequence (bytes), batch (samples per
-    micro-batch)."""
+    micro-batch), tied (the head's weight is the embedding's)."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Gpt:
         sequence: int = 64,
         batch: int = 4,
         dropout: float = 0.1,
+        tied: bool = False,
         learning_rate: float = 1e-3,
     ) -> None:
         for name, value in (("width", width), ("heads", heads), ("blocks", blocks), ("sequence", sequence)):
@@ -79,7 +80,7 @@ class Gpt:
             raise ValueError(f"width: got {width}, expected a multiple of heads ({heads})")
         if layers < 0:
             raise ValueError(f"layers: got {layers}, expected 0 or more")
-        self._width, self._heads, self._blocks, self._layers = width, heads, blocks, layers
+        self._width, self._heads, self._blocks, self._layers, self._tied = width, heads, blocks, layers, tied
         self._sequence, self._dropout, self._learning_rate = sequence, dropout, learning_rate
         self.samples_per_micro_batch = batch
         self.stage_output_shape = (batch, sequence, width)
@@ -87,6 +88,11 @@ class Gpt:
 
     def layer_count(self, stages: int) -> int:
         return self._layers or stages * self._blocks
+
+    def tied(self, layers: int) -> tuple[tuple[str, str], ...]:
+        """The embedding's weight is the head's, too."""
+        head = f"{layers - 1}.{2 if layers > 1 else 3}.weight"
+        return (("0.0.token.weight", head),) if self._tied else ()
 
     def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
         """The first has the embedding, too, and the last the head."""
