@@ -309,6 +309,7 @@ class Launcher:
                 }
             )
             self._held = deployed.partition
+            self._coordination.rearranged(deployed.deployment.generation, self._held)
 
     def _incarnations(self, stage: int | None = None) -> dict[str, str]:
         """Of the members of the job, or of one stage, by name."""
@@ -421,7 +422,8 @@ class Launcher:
         if not lacking and not self._rearranges(event):
             return None
         try:
-            return self._catalog.plan_for({*map(Worker.parse, event.deployment.failed), *lacking})[0]
+            catalog = self._catalog.at(self._held)
+            return catalog.plan_for({*map(Worker.parse, event.deployment.failed), *lacking})[0]
         except PlannerError:
             return None
 

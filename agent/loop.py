@@ -205,9 +205,6 @@ class WorkerLoop:
         if orders.cell != self._me or orders.restore is not None:
             self._move(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
-        if self._options.planning.by_profile:
-            self._pace = profile_pace(self._options.job, self._me, living)
-            self._executor.set_pace(self._pace)
         scripts = [Script.of(orders.plan.schedule(), self._me, orders.runs)]
         if orders.interim is not None:
             scripts.append(Script.of(orders.interim.schedule(), self._me))
@@ -221,6 +218,7 @@ class WorkerLoop:
         joining = self._hand_over(groups, agreement, orders.interim)
         moving = self._begin_moves(groups, agreement, living, target)
         self._tie(groups, living)
+        self._set_pace(living)
         if self._left_out(orders, agreement.iteration) != self._executor.left_out:
             self._executor.forget_finished()  # it is a share of another mean
         redo = self._compare_finished(groups, agreement)
@@ -242,6 +240,7 @@ class WorkerLoop:
                 if not self._steps.incomplete:
                     self._rearrange(target, iteration)
                     self._tie(groups, living)
+                    self._set_pace(living)
                     moving = False
             if self._slowdowns:
                 factor = slowness(self._me, iteration, self._slowdowns)
@@ -274,6 +273,14 @@ class WorkerLoop:
         if self._superseded():
             raise Interrupted
 
+    def _set_pace(self, living: list[Worker]) -> None:
+        """Of what this worker's layers take, where that is known layer by layer, or by a profile."""
+        planning, job = self._options.planning, self._options.job
+        if planning.by_profile or (planning.pace and planning.pace_per == "layer"):
+            job = job.with_partition(self._cuts.partition) if job.layers else job
+            self._pace = profile_pace(job, self._me, living)
+            self._executor.set_pace(self._pace)
+
     def _agree(self, groups: Groups, living: list[Worker], target: Partition) -> Agreement:
         """Compares what everybody has, and takes up what follows: rolls back, settles the last step
         where it is in doubt, and where anybody has the layers of `target` already, takes them into use: all have
@@ -282,6 +289,10 @@ class WorkerLoop:
         alike = self._makeup.numbers()
         there = int(self._cuts.partition == target)
         rows = groups.gather_rows((committed, self._state.missing, *alike, there, *self._steps.numbers()))
+        gone_over = any(row[2 + len(alike)] for row in rows.values() if row[0] != _JOINING)
+        if gone_over and not there and committed == _JOINING:
+            self._cuts = replace(self._cuts, partition=target)
+            self._take_place(self._me, self._origin)
         check_alike({w: row[2 : 2 + len(alike)] for w, row in rows.items()})
         agreement = agree(
             {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()},
@@ -302,8 +313,7 @@ class WorkerLoop:
         self._state.agreed(agreement.iteration, corrected=self._corrected)
         for coming in self._coming.values():
             coming.state.agreed(agreement.iteration, corrected=self._corrected)
-        gone_over = any(row[2 + len(alike)] for row in rows.values() if row[0] != _JOINING)
-        if gone_over and not there and self._me not in agreement.anew:
+        if gone_over and self._cuts.partition != target:
             if any(coming.missing for coming in self._coming.values()):
                 raise NoAgreementError(f"{self._me} lacks layers that others have given up")
             self._executor.forget_finished()

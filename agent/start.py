@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from openrecycle.agent.client import ConsoleClient
 from openrecycle.agent.nodes.role import NodeRole
-from openrecycle.agent.options import TrainingOptions
+from openrecycle.agent.options import TrainingOptions, parse_partition
 from openrecycle.agent.processes import preload, start_server
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.agent.settings import spelled
@@ -52,8 +52,14 @@ def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable
 
     step = measure_step(workload, options.job, options.optimization)
     say(f"a step takes {step:g} ms here, which plans reckon with")
-    profiles = tuple(replace(profile, optimizer=step) for profile in options.job.profiles)
-    return replace(options, job=replace(options.job, profiles=profiles))
+    job = options.job
+    if job.layers:  # each stage's part of it
+        each = round(step * job.stages / len(job.layers), 6)
+        layers = tuple(replace(layer, optimizer=each) for layer in job.layers)
+        derived: dict[str, Any] = {"profiles": (), "transfers": (), "backward_transfers": ()}
+        return replace(options, job=replace(job, layers=layers, **derived))
+    profiles = tuple(replace(profile, optimizer=step) for profile in job.profiles)
+    return replace(options, job=replace(job, profiles=profiles))
 
 
 def make_launcher(
@@ -79,7 +85,7 @@ def make_launcher(
     from openrecycle.agent.console_link import ConsoleCoordination, create_job
     from openrecycle.agent.coordination.launcher import Coordination
     from openrecycle.agent.coordination.local import LocalCoordination
-    from openrecycle.agent.layers import layer_count, partition_of
+    from openrecycle.agent.layers import kind_of, layer_count, partition_of
     from openrecycle.agent.nodes.pool import open_pool
     from openrecycle.agent.preflight import check_workload
     from openrecycle.agent.spec import RunSpec
@@ -90,7 +96,13 @@ def make_launcher(
     workload = source.load()
     if not checked:
         check_workload(workload, options)
-    partition = partition_of((), layer_count(workload, options.job.stages), options.job.stages)
+    layers = layer_count(workload, options.job.stages)
+    options = replace(
+        options, job=options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
+    )
+    partition = partition_of(
+        options.job.partition or parse_partition(options.planning.partition or ""), layers, options.job.stages
+    )
     layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
     if on_cpu or autocast is None:
@@ -107,7 +119,9 @@ def make_launcher(
     restore = None if folder is None else _restore_point(folder, say)
     if options.console.url is None:
         _plan_ahead(catalog)
-        coordination = LocalCoordination(catalog, migrate=bool(options.planning.migrate), checkpoint=restore)
+        coordination = LocalCoordination(
+            catalog, migrate=bool(options.planning.migrate), checkpoint=restore, relayout=options.planning.relayout
+        )
     else:
         url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
         client = ConsoleClient(url, token=token)
