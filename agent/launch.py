@@ -16,6 +16,7 @@ from typing import Any
 from openrecycle.agent import channel, poison, worker
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Fenced, Halt, Measure, Remark
 from openrecycle.agent.holding import Hold
+from openrecycle.agent.layers import holders
 from openrecycle.agent.liveness import CurrentOp, Silences, Turns, boot_clock
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.protocol import Command, Iteration, VerdictReport
@@ -72,7 +73,9 @@ class Launcher:
         self._rejoins = list(options.rejoins)
         self._interim: Plan | None = None
         self._held = spec.partition
-        """Layers per stage that the workers have, as far as is known; (): as many each as they began with."""
+        """Layers per stage that the workers have, as far as is known; (): their stages can't be cut."""
+        self._moved, self._stalls = 0, dict[str, float]()
+        """Of the newest change of them: layers that changed their stage, and by worker the milliseconds it took."""
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
         self._turns = Turns(boot_clock)
@@ -302,14 +305,15 @@ class Launcher:
         if deployed is None or message["generation"] != deployed.deployment.generation:
             return
         if self._rearranges(deployed):
-            self._listener(
-                {
-                    "relayout": {k: message[k] for k in ("iteration", "generation")}
-                    | {"partition": list(deployed.partition), "reason": deployed.deployment.reason}
-                }
-            )
+            self._moved = sum(a != b for a, b in zip(holders(self._held), holders(deployed.partition), strict=True))
             self._held = deployed.partition
             self._coordination.rearranged(deployed.deployment.generation, self._held)
+        self._stalls[entry.incarnation] = message["stall_ms"]
+        if len(self._stalls) == len(deployed.deployment.living):
+            about = {k: message[k] for k in ("iteration", "generation")}
+            about |= {"partition": list(deployed.partition), "moved_layers": self._moved}
+            about |= {"stall_ms": max(self._stalls.values()), "reason": deployed.deployment.reason}
+            self._listener({"relayout": about})
 
     def _incarnations(self, stage: int | None = None) -> dict[str, str]:
         """Of the members of the job, or of one stage, by name."""
@@ -368,6 +372,7 @@ class Launcher:
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
         self._deployed = event
+        self._stalls = {}
         now = time.monotonic_ns()
         for source, to in event.moves:
             if self._pool.move(source, to, deployment.generation):

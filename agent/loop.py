@@ -11,6 +11,7 @@ only adds workers interrupts nothing: all leave at the same boundary, with nothi
 
 from __future__ import annotations
 
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -376,7 +377,7 @@ class WorkerLoop:
     def _rearrange(self, target: Partition, iteration: int) -> None:
         """Between two iterations, everything settled and everything there: takes the layers of `target` into use, and
         gives up those that are other workers' then. Copies nothing."""
-        options, coming = self._options, list(self._coming.values())
+        options, coming, begun = self._options, list(self._coming.values()), time.monotonic()
         self._cuts = replace(self._cuts, partition=target)
         for layers in coming:
             layers.state.stop()
@@ -399,7 +400,8 @@ class WorkerLoop:
         self._executor.rearrange(stage, self._cuts.stage_io)
         if self._checkpointer is not None:
             self._checkpointer.layers = len(span)
-        self._channel.say("rearranged", generation=self._generation, iteration=iteration)
+        stall = round(1000 * (time.monotonic() - begun), 3)
+        self._channel.say("rearranged", generation=self._generation, iteration=iteration, stall_ms=stall)
 
     def _tie(self, groups: Groups, living: list[Worker]) -> None:
         """To the other stages that have copies of this one's parameters."""

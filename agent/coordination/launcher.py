@@ -23,14 +23,17 @@ class Deploy:
 
     moves: (from, to) for each worker that takes a place on another stage; what it held is given up.
     restore: the checkpoint that everybody takes up first; None: everybody goes on with what it has.
-    partition: layers per stage, for which the plan is; (): as they are.
     """
 
     deployment: Deployment
     plan: Plan
     moves: tuple[tuple[Worker, Worker], ...] = ()
     restore: str | None = None
-    partition: tuple[int, ...] = ()
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers per stage, for which the plan is; (): the model's stages can't be cut."""
+        return self.plan.partition
 
 
 @dataclass(frozen=True)

@@ -255,4 +255,4 @@ class LocalCoordination(Coordination):
         self._places |= {i: name for i, name in holds.items() if i}
         deployment = deployment_of(generation, origin=origin)
         moved = tuple((Worker.parse(source), Worker.parse(to)) for source, to in sorted(moves))
-        self._orders.append(Deploy(deployment, plan, moved, restore, self._going_to or self._held))
+        self._orders.append(Deploy(deployment, plan, moved, restore))

@@ -59,7 +59,9 @@ class LocalJob:
         **coordination: Any,
     ) -> None:
         warm()
-        job = Job(pipelines, stages, micro_batches)
+        workload = workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY)
+        layers = int(workload.options.get("layers", 0))
+        job = Job.uniform(pipelines, stages, micro_batches, layers=layers, partition=partition if layers else ())
         self.lines: list[Message] = []
         self.messages: list[tuple[str, Message]] = []
         self.void: list[Message] = []
@@ -81,8 +83,8 @@ class LocalJob:
                         hand_over=hand_over or HandOver(),
                     ),
                 ),
-                workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY),
-                partition,
+                workload,
+                job.partition or partition,
                 origin=None
                 if checkpoints is None
                 else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),

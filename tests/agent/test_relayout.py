@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from openrecycle.agent.coordination.launcher import Deploy
-from openrecycle.agent.coordination.local import LocalCoordination
+from openrecycle.agent.coordination.local import LocalCoordination, worth_moving
 from openrecycle.agent.options import HandOver, Optimization
 from openrecycle.agent.relayout import Move, moves
 from openrecycle.agent.workload import NamedWorkload
@@ -51,7 +51,10 @@ class Rearranging(LocalCoordination):
         if newest is not None:
             last = self._orders[-1]
             assert isinstance(last, Deploy)
-            self._orders[-1] = replace(last, partition=self.partitions[newest])
+            lost = map(Worker.parse, last.deployment.failed)
+            plan, _ = self._catalog.at(self.partitions[newest]).plan_for(lost)
+            deployment = last.deployment.model_copy(update={"plan_fingerprint": plan.fingerprint})
+            self._orders[-1] = replace(last, plan=plan, deployment=deployment)
 
 
 def _job(iterations: int, partitions: dict[int, tuple[int, ...]], **given: Any) -> LocalJob:
@@ -86,3 +89,36 @@ def test_layers_move_and_move_back_when_the_worker_returns(calm: LocalJob) -> No
     changes = [line["relayout"]["partition"] for line in job.lines if "relayout" in line]
     assert changes == [[3, 1, 2], [2, 2, 2]]
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
+def test_a_move_is_worth_its_cost_by_the_hour() -> None:
+    assert worth_moving(100.0, 99.0, 30.0)[0]  # 36 s an hour for 30
+    assert not worth_moving(100.0, 99.0, 40.0)[0]
+    assert not worth_moving(100.0, 101.0, 0.0)[0]
+
+
+@pytest.mark.processes
+def test_a_job_moves_layers_by_itself_and_moves_them_back() -> None:
+    """Re-routed at once; the better partition follows; when the worker is back, so does the one without failures."""
+    long = 60
+    grid = {"pipelines": 3, "stages": 2, "micro_batches": 2}
+    workload = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY | {"layers": 8})
+    undisturbed = LocalJob(**grid, iterations=long, workload=workload).run()
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "relayout" in line and line["relayout"]["partition"] != [4, 4]:
+            job.start("W1_1")
+
+    job = LocalJob(
+        **grid,
+        iterations=long,
+        workload=workload,
+        relayout="always",
+        kills=("W1_1@2:F0",),
+        pace=0.01,
+        on_line=act,
+    ).run()
+    first, last = (line["relayout"] for line in job.lines if "relayout" in line)
+    assert first["partition"] == [5, 3] and first["moved_layers"] == 1 and first["stall_ms"] > 0
+    assert last["partition"] == [4, 4]
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]
