@@ -88,8 +88,10 @@ class TiedSums:
         for route, pending in coming:
             part = pending.wait().to(sums.buffer.device)
             sizes = [shape[name].numel() for name in route.names]
-            *values, counts = part[:-2].split([*sizes, len(sizes)])
-            terms |= {name: torch.cat([v, c]) for name, v, c in zip(route.names, values, counts.split(1), strict=True)}
+            *values, counts = torch.split(part[:-2], [*sizes, len(sizes)])
+            terms |= {
+                name: torch.cat([v, c]) for name, v, c in zip(route.names, values, torch.split(counts, 1), strict=True)
+            }
         for group in self._tied:
             total: Tensor | None = None
             for name in group:  # in one order everywhere, which matters to sums of floats
