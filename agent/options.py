@@ -117,10 +117,13 @@ class Planning(Group):
     def layered(self, job: Job, layers: int | None) -> Job:
         """`job` with the model's layers, so that its stages can be cut anew. layers: how many; None: its stages can't
         be cut. Where plans reckon with times of whole stages, they stay as they are. Raises InputError."""
-        if layers is None or layers < job.stages:
-            if self.pace_per == "layer" or self.partition is not None:
-                name = "pace_per" if self.pace_per == "layer" else "partition"
-                raise self.refuse(name, "nothing for a model that comes in stages, which can't be cut")
+        per_layer = self.pace_per == "layer"
+        if layers is None and (per_layer or self.partition is not None):
+            name = "pace_per" if per_layer else "partition"
+            raise self.refuse(name, "nothing for a model that comes in stages, which can't be cut")
+        if per_layer and not self.milliseconds:
+            raise self.refuse("pace_per", "stage, or a `planning.pace` such as F=4ms,I=4ms,W=4ms beside it")
+        if layers is None or (layers <= job.stages and not per_layer):
             return job
         partition = parse_partition(self.partition or "")
         if job.layers:
@@ -128,8 +131,8 @@ class Planning(Group):
                 raise InputError("profile", f"{len(job.layers)} layers", f"one of the model's {layers} layers")
             return job.with_partition(partition) if partition else job
         plain = Job(job.pipelines, job.stages, job.micro_batches, capacity_bytes=job.capacity_bytes)
-        if self.pace_per == "layer" or job == plain:
-            durations = self.milliseconds if self.pace_per == "layer" else None
+        if per_layer or job == plain:
+            durations = self.milliseconds if per_layer else None
             made = Job.uniform(
                 *(job.pipelines, job.stages, job.micro_batches),
                 durations=durations,
