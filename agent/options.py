@@ -126,6 +126,9 @@ class Planning(Group):
         if layers is None or (layers <= job.stages and not per_layer):
             return job
         partition = parse_partition(self.partition or "")
+        if partition and (len(partition) != job.stages or min(partition) < 1 or sum(partition) != layers):
+            expected = f"{job.stages} numbers of at least 1 that add up to the model's {layers} layers"
+            raise self.refuse("partition", expected)
         if job.layers:
             if len(job.layers) != layers:
                 raise InputError("profile", f"{len(job.layers)} layers", f"one of the model's {layers} layers")
