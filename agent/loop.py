@@ -154,15 +154,20 @@ class WorkerLoop:
         if orders.restore is None:
             self._take_place(orders.cell, origin)
             return
+        # Some may have gone over to other layers already, and others not: a checkpoint has them all.
+        before, cuts = self._cuts, replace(self._cuts, partition=orders.partition or self._cuts.partition)
         try:
-            state = load_layers(Path(orders.restore), self._cuts.span(orders.cell.stage))
+            state = load_layers(Path(orders.restore), cuts.span(orders.cell.stage))
         except CheckpointError as error:
             raise TransferError(str(error)) from None
+        self._cuts = cuts
         if origin is not None:
             origin = replace(origin, resumed=orders.restore, resumed_at=int(state.document["committed"]))
         self._take_place(orders.cell, origin)
         self._optimizer.load_state(state)
         self._state.holds_everything()
+        if cuts != before:
+            self._say_rearranged(self._optimizer.committed, 0.0)
 
     def run(self) -> None:
         """Returns when the launcher says that the job is over."""
@@ -400,7 +405,10 @@ class WorkerLoop:
         self._executor.rearrange(stage, self._cuts.stage_io)
         if self._checkpointer is not None:
             self._checkpointer.layers = len(span)
-        stall = round(1000 * (time.monotonic() - begun), 3)
+        self._say_rearranged(iteration, 1000 * (time.monotonic() - begun))
+
+    def _say_rearranged(self, iteration: int, stall_ms: float) -> None:
+        stall = round(stall_ms, 3)
         self._channel.say("rearranged", generation=self._generation, iteration=iteration, stall_ms=stall)
 
     def _tie(self, groups: Groups, living: list[Worker]) -> None:
