@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from openrecycle.agent.backward.probe import Probe, Split, choose_split
+from openrecycle.agent.backward.split import STRATEGIES, StrategyName
 from openrecycle.agent.devices import on_device
 from openrecycle.agent.gradients import gradient_sum
+from openrecycle.agent.layers import build_layers
+from openrecycle.agent.optimizer import StageOptimizer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import CPU, StageIO, tensors_of
+from openrecycle.agent.stage_io import CPU, Cuts, StageIO, tensors_of
 from openrecycle.agent.workload import Workload, first_readable
 from openrecycle.planner.job import Job
 
@@ -21,10 +24,10 @@ from openrecycle.planner.job import Job
 def assemble(
     workload: Workload,
     job: Job,
+    cuts: Cuts,
     stage: int,
     seed: int,
     optimization: Optimization,
-    stage_io: StageIO,
     device: torch.device = CPU,
 ) -> tuple[Stage, Split]:
     """The stage, ready to run; and what was found out about its backward.
@@ -32,8 +35,9 @@ def assemble(
     Runs a few micro-batches of the size of real ones, on `device`. Initial parameters are those of the
     CPU, so that they don't depend on it. Raises whatever the workload raises.
     """
-    module = workload.build_stage(stage, job.stages, seed).to(device)
-    split = choose_split(module, _probe(workload, job, stage, seed, stage_io, device), autocast=optimization.autocast)
+    module = build_layers(workload, cuts.span(stage), cuts.layers, seed).to(device)
+    probe = _probe(workload, job, stage, seed, cuts.stage_io, device)
+    split = choose_split(module, probe, autocast=optimization.autocast)
     gradients = gradient_sum(
         optimization.mode,
         module.parameters(),
@@ -42,6 +46,28 @@ def assemble(
         device=device,
     )
     return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast), split
+
+
+def reassemble(
+    workload: Workload,
+    job: Job,
+    cuts: Cuts,
+    stage: int,
+    seed: int,
+    optimization: Optimization,
+    optimizer: StageOptimizer,
+    strategy: StrategyName | None,
+    device: torch.device = CPU,
+) -> Stage:
+    """The stage of layers that are here already, with what is summed of them. strategy: how the backward of each of
+    them is split; None: it is tried, on a few micro-batches."""
+    module, gradients, autocast = optimizer.module, optimizer.gradients, optimization.autocast
+    if strategy is None:
+        probe = _probe(workload, job, stage, seed, cuts.stage_io, device)
+        split = choose_split(module, probe, autocast=autocast).strategy
+    else:
+        split = STRATEGIES[strategy](module)
+    return Stage(module, gradients, split=split, autocast=autocast)
 
 
 def _probe(workload: Workload, job: Job, stage: int, seed: int, stage_io: StageIO, device: torch.device) -> Probe:

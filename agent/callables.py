@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.data import DatasetBatches, first_length
+from openrecycle.agent.layers import Tied
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.stage_io import StageIO, tensors_of
 from openrecycle.agent.workload import first_readable
 from openrecycle.planner.errors import InputError
 
-StageBuilder = Callable[[int, int], nn.Module]
-Stages = StageBuilder | Sequence[nn.Module | Callable[[], nn.Module]]
+LayerBuilder = Callable[[int, int], nn.Module]
+Layers = LayerBuilder | Sequence[nn.Module | Callable[[], nn.Module]]
+"""Of layers, or of stages that can't be cut."""
 Data = Callable[[int, int, int], tuple[Any, Any]]
 Loss = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -31,17 +33,21 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LR
 class CallableWorkload:
     """A Workload (see there) out of functions.
 
-    make_stages: (stage, stages) to a module; or one module, or builder without arguments, per stage.
-    make_batch: (iteration, pipeline, micro-batch) to (inputs, targets). stage_io: None to be inferred.
+    make_layers: (layer, layers) to a module; or one module, or builder without arguments, per layer. layers: how many;
+    None: there is one per stage, and they can't be cut. tied_names: parameters that layers share, beside those that
+    given modules share. make_batch: (iteration, pipeline, micro-batch) to (inputs, targets). stage_io: None to be
+    inferred.
     """
 
-    make_stages: Stages
+    make_layers: Layers
     make_batch: Data
     make_loss: Loss
     make_optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None
     stage_io: StageIO | None
     seed: int
+    layers: int | None = None
+    tied_names: Tied = ()
 
     def __post_init__(self) -> None:
         self._batch: tuple[tuple[int, int, int], tuple[Any, Any]] | None = None
@@ -50,15 +56,31 @@ class CallableWorkload:
     def samples_per_micro_batch(self) -> int:
         return first_length(first_readable(partial(self.inputs, self.seed)))
 
-    def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
-        torch.manual_seed(seed_for("parameters", seed, stage))
-        if isinstance(self.make_stages, Sequence):
-            part = self.make_stages[stage]
+    @property
+    def kind(self) -> str:
+        return "stage" if self.layers is None else "layer"
+
+    def layer_count(self, stages: int) -> int:
+        return stages if self.layers is None else self.layers
+
+    def tied(self, layers: int) -> Tied:
+        """Those that are one parameter in the modules given, and those that are said to be."""
+        holders: dict[int, list[str]] = {}
+        if isinstance(self.make_layers, Sequence):
+            for layer, part in enumerate(self.make_layers):
+                for name, parameter in part.named_parameters() if isinstance(part, nn.Module) else ():
+                    holders.setdefault(id(parameter), []).append(f"{layer}.{name}")
+        return (*self.tied_names, *(tuple(names) for names in holders.values() if len(names) > 1))
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        torch.manual_seed(seed_for("parameters", seed, layer))
+        if isinstance(self.make_layers, Sequence):
+            part = self.make_layers[layer]
             module = part if isinstance(part, nn.Module) else part()
         else:
-            module = self.make_stages(stage, stages)
+            module = self.make_layers(layer, layers)
         if not isinstance(module, nn.Module):
-            raise InputError("stages", type(module).__name__, f"a torch.nn.Module for stage {stage}")
+            raise InputError(f"{self.kind}s", type(module).__name__, f"a torch.nn.Module for {self.kind} {layer}")
         return module
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor | tuple[Tensor, ...]:
@@ -98,7 +120,6 @@ class CallableWorkload:
 
 
 _ARGUMENTS = {
-    "make_stages": "stages",
     "make_batch": "data",
     "make_loss": "loss",
     "make_optimizer": "optimizer",
@@ -120,9 +141,10 @@ class SentWorkload:
     def of(cls, workload: CallableWorkload) -> SentWorkload:
         """Raises InputError naming the argument that can't be sent."""
         for field in fields(workload):
-            _check_sendable(_ARGUMENTS.get(field.name, field.name), getattr(workload, field.name))
-        stages = workload.make_stages
-        path = getattr(stages, "__qualname__", type(stages).__name__)
+            argument = f"{workload.kind}s" if field.name == "make_layers" else _ARGUMENTS.get(field.name, field.name)
+            _check_sendable(argument, getattr(workload, field.name))
+        layers = workload.make_layers
+        path = getattr(layers, "__qualname__", type(layers).__name__)
         return cls(path, pickle.dumps(workload), _modules_of_script())
 
     def load(self) -> CallableWorkload:

@@ -44,8 +44,9 @@ class Orders:
     through which the generation's groups are formed. after: the iteration through which the members of
     the generation before go on first, when this one does nothing but add workers; None: they leave at once.
     interim: the plan that is run while members still take their state from a peer; None: all wait for them.
-    left_out: (iteration, micro-batch, numbered over the pipelines) of those that nobody runs; runs: see
-    agent.script.
+    partition: layers per stage, for which `plan` is; workers that have other layers take what they lack from peers,
+    and run `interim` meanwhile. (): as they are. held: layers per stage until then. left_out: (iteration,
+    micro-batch, numbered over the pipelines) of those that nobody runs; runs: see agent.script.
     """
 
     deployment: Deployment
@@ -57,6 +58,8 @@ class Orders:
     interim: Plan | None = None
     left_out: frozenset[tuple[int, int]] = frozenset()
     runs: Mapping[Worker, tuple[Worker, ...]] = field(default_factory=dict)
+    partition: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
 
     @property
     def generation(self) -> int:
@@ -211,4 +214,6 @@ class WorkerChannel:
             self._plans[message["interim"]] if message["interim"] is not None else None,
             frozenset((iteration, micro_batch) for iteration, micro_batch in message["left_out"]),
             {Worker.parse(worker): tuple(map(Worker.parse, parts)) for worker, parts in message["runs"]},
+            tuple(message["partition"]),
+            tuple(message["held"]),
         )

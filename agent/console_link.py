@@ -259,6 +259,9 @@ class ConsoleCoordination:
         )
         self._report("/interim", report)
 
+    def rearranged(self, generation: int, partition: tuple[int, ...]) -> None:
+        """The console knows it from the plan in force."""
+
     def committed(self, iterations: Iterable[Iteration]) -> None:
         batch = tuple(iterations)
         if batch:

@@ -20,9 +20,11 @@ from openrecycle.agent.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITI
 from openrecycle.agent.op_times import OpTimes
 from openrecycle.agent.pacing import PacedDevice
 from openrecycle.agent.randomness import seed_for
+from openrecycle.agent.relayout import Exchange
 from openrecycle.agent.script import Script
 from openrecycle.agent.stage import MicroBatch, Stage
 from openrecycle.agent.stage_io import CPU, Gradients, StageIO, StageOutput, check_output
+from openrecycle.agent.tied import TiedSums
 from openrecycle.agent.timeline import Timeline
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.agent.transport.transfers import Layout, Transfers
@@ -78,10 +80,11 @@ class Executor:
         self._faults, self._device, self._interrupted = faults, PacedDevice(pace), interrupted
         self._committed = committed
         self._last = me.stage == job.stages - 1
-        self._incoming: StageOutput = stage_io[me.stage - 1] if me.stage else ()
-        self._outgoing: StageOutput = () if self._last else stage_io[me.stage]
         self._where, self._complete = device, completion(device)
-        self._layout = Layout(job, self._incoming, self._outgoing, max(map(len, stage_io), default=1), device)
+        self._connect_to(stage_io)
+        self.exchange: Exchange | None = None
+        """Of the sums of layers that move to another stage."""
+        self.tied: TiedSums | None = None
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
         self._iteration = 0
         self.left_out: frozenset[MicroBatch] = frozenset()
@@ -154,6 +157,19 @@ class Executor:
         self._progress.at(AT_REST)
         self._progress.warmed_up()
 
+    def rearrange(self, stage: Stage, stage_io: StageIO) -> None:
+        """Between two iterations, with everything settled: the worker's stage has other layers from here on."""
+        self._stage, self.exchange = stage, None
+        self._connect_to(stage_io)
+        if self._groups is not None:
+            self._transfers = self._groups.transfers(self._layout)
+
+    def _connect_to(self, stage_io: StageIO) -> None:
+        self._incoming: StageOutput = stage_io[self._me.stage - 1] if self._me.stage else ()
+        self._outgoing: StageOutput = () if self._last else stage_io[self._me.stage]
+        widest = max(map(len, stage_io), default=1)
+        self._layout = Layout(self._job, self._incoming, self._outgoing, widest, self._where)
+
     def set_pace(self, pace: Mapping[str, float]) -> None:
         """Seconds by op kind, from the next op on."""
         self._device.set_pace(pace)
@@ -201,7 +217,7 @@ class Executor:
 
     def _forward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "F", *key)
-        seed = seed_for("stage", self._seed, self._iteration, *key, self._me.stage)
+        seed = seed_for("micro-batch", self._seed, self._iteration, *key)
         if key in self._script.before:
             x = self._received("F", key)
         else:
@@ -257,11 +273,21 @@ class Executor:
         arrived = time.monotonic()
         self._transfers.reduce(self._stage.gradients.buffer)
         # From here on this worker has what its step needs, and takes it whatever breaks: see agent.recovery.
-        incomplete, broken = int(self._incomplete()), None
+        if self.tied is not None:
+            self.tied.sum(self._iteration, self._steps.optimizer)
+        broken = None
+        try:
+            if self.exchange is not None:
+                self.exchange.take(self._iteration)
+        except TransferError as error:
+            broken = error
+        if self.exchange is not None:
+            self._steps.beside = self.exchange.stepped
+        incomplete = int(self._incomplete())
         try:
             incomplete = self._transfers.reduced_by_all(incomplete)
         except TransferError as error:
-            broken = error
+            broken = broken or error
         reduced = time.monotonic()
         self._progress.at("O")
         # What the reduction itself takes; the rest was waiting for peers.

@@ -76,9 +76,10 @@ class GradientSum:
         self._sums = {id(t): self._buffer[a:b] for t, (a, b) in zip(tensors, bounds, strict=True)}
         self._shaped = {id(t): self._sums[id(t)].view(t.shape) for t in tensors}
         self._counts = self._buffer[size : size + len(tensors)]
+        self._counts_from = size
         # Not in the buffer yet: one addition for all tensors costs as much as one for each.
         self._uncounted = dict.fromkeys(map(id, tensors), 0)
-        self._gradients = self._buffer[: sum(p.numel() for p in self.parameters)]
+        self._bounds = {id(t): bound for t, bound in zip(tensors, bounds, strict=True)}
         self._limit = 2.0**62 / max(1, terms)
         self._chunk = _CHUNK if device.type == "cpu" else max(1, size)
         self._scratch: dict[torch.dtype, Tensor] = {}
@@ -131,13 +132,38 @@ class GradientSum:
     def loss(self) -> float:
         return int(self._buffer[_LOSS]) / _SCALE
 
-    def squared_norm(self) -> float:
-        """Squared L2 norm of the summed gradients of this stage, in fp64; equal on all its workers.
+    def squared_norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Squared L2 norm of the summed gradients of these, in fp64; the same whatever else is in the sum.
 
         Means nothing where terms were rejected.
         """
-        parts = [self._float64(chunk).square_().sum() for chunk in _chunks(self._gradients, _NORM_CHUNK)]
+        runs: list[list[int]] = []
+        for start, end in (self._bounds[id(p)] for p in parameters):
+            if runs and runs[-1][1] == start:
+                runs[-1][1] = end
+            else:
+                runs.append([start, end])
+        chunks = (chunk for a, b in runs for chunk in _chunks(self._buffer[a:b], _NORM_CHUNK))
+        parts = [self._float64(chunk).square_().sum() for chunk in chunks]
         return math.fsum(torch.stack(parts).tolist()) if parts else 0.0
+
+    def part(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A copy of the buffer that a sum of these parameters and moving buffers alone, in this order, would have."""
+        index = {key: place for place, key in enumerate(self._bounds)}
+        counts = self.buffer[self._counts_from : -2]
+        parts = [*(self._sums[id(t)] for t in tensors), *(counts[index[id(t)]].view(1) for t in tensors)]
+        return torch.cat([*parts, self._buffer[-2:]]).to(self._dtype_for(list(tensors)))
+
+    def part_like(self, tensors: Sequence[Tensor]) -> Tensor:
+        """On the CPU, a tensor that takes the `part` of tensors of these shapes."""
+        size = sum(t.numel() for t in tensors) + len(tensors) + 2
+        return torch.empty(size, dtype=self._dtype_for(list(tensors)))
+
+    def put(self, tensor: Tensor, total: Tensor) -> None:
+        """Sets a parameter's sum, and its count, which comes last."""
+        at = list(self._bounds).index(id(tensor))
+        self._sums[id(tensor)].copy_(total[:-1])
+        self.buffer[self._counts_from + at].copy_(total[-1])
 
     def write_gradients(self) -> None:
         """Sets `.grad` of every parameter to the sum, rounded to its type; None where no micro-batch used it."""

@@ -16,6 +16,7 @@ from typing import Any
 from openrecycle.agent import channel, poison, worker
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Fenced, Halt, Measure, Remark
 from openrecycle.agent.holding import Hold
+from openrecycle.agent.layers import holders
 from openrecycle.agent.liveness import CurrentOp, Silences, Turns, boot_clock
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.protocol import Command, Iteration, VerdictReport
@@ -71,6 +72,10 @@ class Launcher:
         self._hold = Hold()
         self._rejoins = list(options.rejoins)
         self._interim: Plan | None = None
+        self._held = spec.partition
+        """Layers per stage that the workers have, as far as is known; (): their stages can't be cut."""
+        self._moved, self._stalls = 0, dict[str, float]()
+        """Of the newest change of them: layers that changed their stage, and by worker the milliseconds it took."""
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
         self._turns = Turns(boot_clock)
@@ -228,6 +233,8 @@ class Launcher:
                 self._coordination.formed(cell, entry.incarnation, message["generation"], message["iteration"])
                 if self._record.formed_by_all:
                     self._release_the_leaving()
+            case "rearranged":
+                self._rearranged(entry, message)
             case "committed":
                 self._all_live(message["generation"], message["iteration"])
                 self._certain(
@@ -292,6 +299,22 @@ class Launcher:
         if self._after is not None and self._deployed and message["generation"] < self._deployed.deployment.generation:
             self._send_deployments(after=None)  # as for a transfer that broke
 
+    def _rearranged(self, entry: WorkerProcess, message: channel.Message) -> None:
+        """A worker has taken the layers of the newest generation's plan into use; all do, before the same iteration."""
+        deployed = self._deployed
+        if deployed is None or message["generation"] != deployed.deployment.generation:
+            return
+        if self._rearranges(deployed):
+            self._moved = sum(a != b for a, b in zip(holders(self._held), holders(deployed.partition), strict=True))
+            self._held = deployed.partition
+            self._coordination.rearranged(deployed.deployment.generation, self._held)
+        self._stalls[entry.incarnation] = message["stall_ms"]
+        if len(self._stalls) == len(deployed.deployment.living):
+            about = {k: message[k] for k in ("iteration", "generation")}
+            about |= {"partition": list(deployed.partition), "moved_layers": self._moved}
+            about |= {"stall_ms": max(self._stalls.values()), "reason": deployed.deployment.reason}
+            self._listener({"relayout": about})
+
     def _incarnations(self, stage: int | None = None) -> dict[str, str]:
         """Of the members of the job, or of one stage, by name."""
         members = ((w, e) for w, e in self._pool.running.items() if e.member and stage in (None, w.stage))
@@ -349,6 +372,7 @@ class Launcher:
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
         self._deployed = event
+        self._stalls = {}
         now = time.monotonic_ns()
         for source, to in event.moves:
             if self._pool.move(source, to, deployment.generation):
@@ -400,12 +424,17 @@ class Launcher:
                 entry.whole = True
         living = set(event.deployment.living)
         lacking = {w for w, entry in self._pool.running.items() if str(w) in living and not entry.whole}
-        if not lacking:
+        if not lacking and not self._rearranges(event):
             return None
         try:
-            return self._catalog.plan_for({*map(Worker.parse, event.deployment.failed), *lacking})[0]
+            catalog = self._catalog.at(self._held)
+            return catalog.plan_for({*map(Worker.parse, event.deployment.failed), *lacking})[0]
         except PlannerError:
             return None
+
+    def _rearranges(self, event: Deploy) -> bool:
+        """Do layers move to other stages?"""
+        return bool(event.partition) and event.partition != self._held
 
     def _boundary(self, event: Deploy) -> int | None:
         """For a generation in which workers come, change their place or leave, and none was lost: the iteration
@@ -419,7 +448,9 @@ class Launcher:
             return None
         going = {*(str(source) for source, _ in event.moves), *deployment.leaving}
         stay = set(self._deployed.deployment.living) - going
-        if set(deployment.living) - set(deployment.joining) != stay or not (deployment.joining or going):
+        if set(deployment.living) - set(deployment.joining) != stay:
+            return None
+        if not (deployment.joining or going or self._rearranges(event)):
             return None
         newest, held = self._record.newest, self._hold.after
         return held if held is not None and held >= newest - 1 else newest + 1
@@ -457,6 +488,8 @@ class Launcher:
                 store=self._store.address,
                 after=after,
                 restore=self._deployed.restore,
+                partition=self._deployed.partition,
+                held=self._held,
                 **self._found,
             )
 

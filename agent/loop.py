@@ -11,15 +11,16 @@ only adds workers interrupts nothing: all leave at the same boundary, with nothi
 
 from __future__ import annotations
 
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from openrecycle.agent.assembly import assemble
+from openrecycle.agent.assembly import assemble, reassemble
 from openrecycle.agent.channel import Orders, WorkerChannel
-from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_stage
+from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_layers
 from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin
 from openrecycle.agent.checkpoints.weights import save_weights
 from openrecycle.agent.communicator import Communicator, Groups
@@ -27,6 +28,7 @@ from openrecycle.agent.devices import kind_number
 from openrecycle.agent.executor import Executor, Interrupted, OpError
 from openrecycle.agent.faults import FaultInjector, slowness
 from openrecycle.agent.heartbeat import Status
+from openrecycle.agent.layers import Partition, Span, layer_count, partition_of, tied_of
 from openrecycle.agent.ledger import Redo, decode, encode
 from openrecycle.agent.ledger import redo as plan_redo
 from openrecycle.agent.liveness import AT_REST
@@ -34,12 +36,14 @@ from openrecycle.agent.log_tail import LogTail
 from openrecycle.agent.optimizer import stage_optimizer
 from openrecycle.agent.pacing import profile_pace
 from openrecycle.agent.post_validation import ValidationResult
-from openrecycle.agent.recovery import Agreement, Makeup, agree, check_alike
+from openrecycle.agent.recovery import Agreement, Makeup, NoAgreementError, agree, check_alike
+from openrecycle.agent.relayout import Coming, Exchange, common_strategy, moves, regrouped
 from openrecycle.agent.script import Script
 from openrecycle.agent.spec import WorkerSpec
-from openrecycle.agent.stage_io import CPU, stage_io_of
+from openrecycle.agent.stage_io import CPU, Cuts, layer_io_of
 from openrecycle.agent.state_transfer import StateReceiver, StateServer
 from openrecycle.agent.thread_stacks import told
+from openrecycle.agent.tied import TiedSums
 from openrecycle.agent.timeouts import ALIVE_SECONDS
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.agent.validation_exchange import Steps
@@ -75,11 +79,11 @@ class WorkerLoop:
         self._options, self._origin, self._workload = options, origin, workload
         self._communicator, self._channel = communicator, channel
         self._status, self._log = status, log or LogTail()
-        self._stage_io = spec.run.stage_io
-        if self._stage_io is None:
-            self._stage_io = stage_io_of(
-                workload, options.job.stages, options.seed, options.optimization.autocast, device
-            )
+        stages, layer_io = options.job.stages, spec.run.layer_io
+        partition = partition_of(spec.run.partition, layer_count(workload, stages), stages)
+        if layer_io is None:
+            layer_io = layer_io_of(workload, sum(partition), options.seed, options.optimization.autocast, device)
+        self._cuts = Cuts(partition, layer_io)
         self._device = device
         self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
         # A worker that comes back is not killed, or slow, a second time by the same wish.
@@ -89,7 +93,7 @@ class WorkerLoop:
         if not spec.joins:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
-                self._optimizer.load_state(load_stage(Path(origin.resumed), me.stage))
+                self._optimizer.load_state(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
         self._generation = 0
         self._corrected = False
         """Did this generation's agreement put the last step right?"""
@@ -97,18 +101,21 @@ class WorkerLoop:
     def _take_place(self, me: Worker, origin: Origin | None) -> None:
         """Puts together what a worker of that place needs, with the stage's initial state."""
         options, channel = self._options, self._channel
-        assert self._stage_io is not None
         self._me = me
         stage, split = assemble(
-            self._workload, options.job, me.stage, options.seed, options.optimization, self._stage_io, self._device
+            self._workload, options.job, self._cuts, me.stage, options.seed, options.optimization, self._device
         )
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
+        self._split = stage.split
         self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.optimization)
+        self._coming: dict[Span, Coming] = {}
         progress = self._status.progress
         progress.forget()
-        self._steps = Steps(me, options.optimization, self._optimizer, self._say_verdict, progress.waiting)
-        self._state = StateReceiver(self._optimizer, lambda text: channel.say("hand_over", text=text))
+        self._steps = Steps(
+            *(me, options.optimization, self._optimizer, self._cuts.partition, self._say_verdict, progress.waiting)
+        )
+        self._state = StateReceiver(self._optimizer, self._say_hand_over)
         self._server: StateServer | None = None
         self._executor = Executor(
             me,
@@ -121,16 +128,17 @@ class WorkerLoop:
             self._pace,
             self._superseded,
             self._say_committed,
-            self._stage_io,
+            self._cuts.stage_io,
             options.faults.keep_finished,
             self._device,
             progress,
-            lambda: not self._state.complete,
+            lambda: not self._state.complete or any(coming.missing for coming in self._coming.values()),
         )
         self._checkpointer: Checkpointer | None = None
         if origin is not None:
             self._checkpointer = Checkpointer(
-                options.checkpoints, origin, me.stage, self._iterations, self._say_checkpoint, self._superseded
+                *(options.checkpoints, origin, me.stage, len(self._cuts.span(me.stage)), self._iterations),
+                *(self._say_checkpoint, self._superseded),
             )
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
@@ -146,15 +154,20 @@ class WorkerLoop:
         if orders.restore is None:
             self._take_place(orders.cell, origin)
             return
+        # Some may have gone over to other layers already, and others not: a checkpoint has them all.
+        before, cuts = self._cuts, replace(self._cuts, partition=orders.partition or self._cuts.partition)
         try:
-            state = load_stage(Path(orders.restore), orders.cell.stage)
+            state = load_layers(Path(orders.restore), cuts.span(orders.cell.stage))
         except CheckpointError as error:
             raise TransferError(str(error)) from None
+        self._cuts = cuts
         if origin is not None:
             origin = replace(origin, resumed=orders.restore, resumed_at=int(state.document["committed"]))
         self._take_place(orders.cell, origin)
         self._optimizer.load_state(state)
         self._state.holds_everything()
+        if cuts != before:
+            self._say_rearranged(self._optimizer.committed, 0.0)
 
     def run(self) -> None:
         """Returns when the launcher says that the job is over."""
@@ -192,12 +205,12 @@ class WorkerLoop:
         self._generation = self._status.generation = orders.generation
         self._log_step("adopted", self._optimizer.committed)
         self._status.phase = "forming"
+        if orders.held and not self._state.begun and self._cuts.partition != orders.held:
+            self._cuts = replace(self._cuts, partition=orders.held)
+            self._take_place(orders.cell, self._origin)
         if orders.cell != self._me or orders.restore is not None:
             self._move(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
-        if self._options.planning.by_profile:
-            self._pace = profile_pace(self._options.job, self._me, living)
-            self._executor.set_pace(self._pace)
         scripts = [Script.of(orders.plan.schedule(), self._me, orders.runs)]
         if orders.interim is not None:
             scripts.append(Script.of(orders.interim.schedule(), self._me))
@@ -206,8 +219,12 @@ class WorkerLoop:
             at_boundary=orders.after is not None,
             neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
         )
-        agreement = self._agree(groups, living)
+        target = orders.partition or self._cuts.partition
+        agreement = self._agree(groups, living, target)
         joining = self._hand_over(groups, agreement, orders.interim)
+        moving = self._begin_moves(groups, agreement, living, target)
+        self._tie(groups, living)
+        self._set_pace(living)
         if self._left_out(orders, agreement.iteration) != self._executor.left_out:
             self._executor.forget_finished()  # it is a share of another mean
         redo = self._compare_finished(groups, agreement)
@@ -224,6 +241,13 @@ class WorkerLoop:
                     self._state.stop()  # what counts for a step of all can't be taken back
                     formed = self._say_formed(iteration)
                 joining, whole = frozenset(), living
+            if moving and self._steps.counts_on_all(iteration):
+                self._executor.settle()
+                if not self._steps.incomplete:
+                    self._rearrange(target, iteration)
+                    self._tie(groups, living)
+                    self._set_pace(living)
+                    moving = False
             if self._slowdowns:
                 factor = slowness(self._me, iteration, self._slowdowns)
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
@@ -235,7 +259,7 @@ class WorkerLoop:
             self._status.phase = "training"
             if iteration >= self._iterations:
                 break  # the job was told to end while it was held here
-            script = scripts[1 if joining else 0]
+            script = scripts[1 if joining or moving else 0]
             self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
             if iteration == formed:
@@ -246,7 +270,8 @@ class WorkerLoop:
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
         if self._options.weights is not None and self._me == min(w for w in whole if w.stage == self._me.stage):
-            save_weights(str(self._options.weights), self._me.stage, self._optimizer.module)
+            for layer, module in self._optimizer.module.layers:
+                save_weights(str(self._options.weights), layer, module)
         # One that has not got all of its state yet has no parameters to compare.
         sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
         self._channel.say("done", generation=orders.generation, sha256=sha256)
@@ -254,12 +279,26 @@ class WorkerLoop:
         if self._superseded():
             raise Interrupted
 
-    def _agree(self, groups: Groups, living: list[Worker]) -> Agreement:
+    def _set_pace(self, living: list[Worker]) -> None:
+        """Of what this worker's layers take, where that is known layer by layer, or by a profile."""
+        planning, job = self._options.planning, self._options.job
+        if planning.by_profile or (planning.pace and planning.pace_per == "layer"):
+            job = job.with_partition(self._cuts.partition) if job.layers else job
+            self._pace = profile_pace(job, self._me, living)
+            self._executor.set_pace(self._pace)
+
+    def _agree(self, groups: Groups, living: list[Worker], target: Partition) -> Agreement:
         """Compares what everybody has, and takes up what follows: rolls back, settles the last step
-        where it is in doubt. Raises NoAgreementError."""
+        where it is in doubt, and where anybody has the layers of `target` already, takes them into use: all have
+        what they need for it then. Raises NoAgreementError."""
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
-        rows = groups.gather_rows((committed, self._state.missing, *alike, *self._steps.numbers()))
+        there = int(self._cuts.partition == target)
+        rows = groups.gather_rows((committed, self._state.missing, *alike, there, *self._steps.numbers()))
+        gone_over = any(row[2 + len(alike)] for row in rows.values() if row[0] != _JOINING)
+        if gone_over and not there and committed == _JOINING:
+            self._cuts = replace(self._cuts, partition=target)
+            self._take_place(self._me, self._origin)
         check_alike({w: row[2 : 2 + len(alike)] for w, row in rows.items()})
         agreement = agree(
             {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()},
@@ -270,14 +309,115 @@ class WorkerLoop:
             self._state.forget()
         elif self._me in agreement.roll_back:
             self._optimizer.roll_back()
+        self._come_along(agreement.iteration)
         holders = {
-            w: (row[0], *row[2 + len(alike) :])
+            w: (row[0], *row[3 + len(alike) :])
             for w, row in rows.items()
             if row[0] != _JOINING and w not in agreement.anew
         }
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
         self._state.agreed(agreement.iteration, corrected=self._corrected)
+        for coming in self._coming.values():
+            coming.state.agreed(agreement.iteration, corrected=self._corrected)
+        if gone_over and self._cuts.partition != target:
+            if any(coming.missing for coming in self._coming.values()):
+                raise NoAgreementError(f"{self._me} lacks layers that others have given up")
+            self._executor.forget_finished()
+            self._rearrange(target, agreement.iteration)
         return agreement
+
+    def _come_along(self, iteration: int) -> None:
+        """Layers under way go on from the iteration agreed on, or begin anew."""
+        for span, coming in list(self._coming.items()):
+            if coming.optimizer.committed == iteration + 1 and not coming.lost:
+                coming.optimizer.roll_back()
+            elif coming.optimizer.committed != iteration or coming.lost:
+                coming.state.stop()
+                del self._coming[span]
+        self._steps.beside = [coming.optimizer for coming in self._coming.values()]
+
+    def _begin_moves(self, groups: Groups, agreement: Agreement, living: list[Worker], target: Partition) -> bool:
+        """Has the layers come that this worker will need, and gives away those that others will. Returns whether
+        anything moves. Raises TransferError."""
+        options = self._options
+        if self._cuts.partition == target or agreement.state_from:
+            self._coming = {}
+            self._steps.beside, self._executor.exchange = [], None
+            return False
+        planned = moves(self._cuts.partition, target, living, self._generation)
+        mine = {move.span for move in planned if move.to == self._me}
+        self._coming = {span: coming for span, coming in self._coming.items() if span in mine}
+        for move in planned:
+            if move.source == self._me:
+                if self._server is None:
+                    rate = options.faults.hand_over.bytes_per_second
+                    self._server = StateServer(self._optimizer, groups.address, rate)
+                at_once, split = options.faults.hand_over.at_once, self._split.name
+                self._server.send_description(groups, move.to, at_once, move.span, split=split)
+            elif move.to == self._me:
+                coming = self._coming.get(move.span)
+                if coming is None:
+                    coming = self._coming[move.span] = Coming(
+                        *(move.span, self._cuts.layers, self._workload, options.job, options.seed),
+                        *(options.optimization, self._device, self._say_hand_over),
+                    )
+                coming.begin(coming.state.receive_description(groups, move.source), move.source)
+        self._executor.exchange = Exchange(self._me, groups, planned, self._coming, self._optimizer)
+        self._steps.beside = self._executor.exchange.stepped
+        self._steps.complete_since = None
+        while True:
+            lacking = sum(coming.missing for coming in self._coming.values())
+            blocking = any(coming.state.blocking for coming in self._coming.values())
+            rows = groups.gather_rows((lacking, int(blocking)))
+            if not any(row[0] for row in rows.values()):
+                self._steps.complete_since, self._steps.incomplete = agreement.iteration - 2, 0
+                return True
+            if not any(row[1] for row in rows.values()):
+                return True
+            if self._superseded():
+                raise Interrupted
+            for coming in self._coming.values():
+                coming.state.wait(WAIT_SECONDS)
+
+    def _rearrange(self, target: Partition, iteration: int) -> None:
+        """Between two iterations, everything settled and everything there: takes the layers of `target` into use, and
+        gives up those that are other workers' then. Copies nothing."""
+        options, coming, begun = self._options, list(self._coming.values()), time.monotonic()
+        self._cuts = replace(self._cuts, partition=target)
+        for layers in coming:
+            layers.state.stop()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self._split.close()
+        terms = options.job.pipelines * options.job.micro_batches
+        span, parts = self._cuts.span(self._me.stage), [layers.optimizer for layers in coming]
+        optimizer = regrouped(self._workload, self._optimizer, parts, span, options.optimization, terms)
+        strategy = common_strategy([self._split.name, *(layers.strategy for layers in coming)])
+        stage = reassemble(
+            *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization, optimizer),
+            *(strategy, self._device),
+        )
+        self._split, self._optimizer, self._coming = stage.split, optimizer, {}
+        self._state = StateReceiver(optimizer, self._say_hand_over)
+        self._state.holds_everything()
+        self._steps.rearrange(optimizer, target)
+        self._executor.rearrange(stage, self._cuts.stage_io)
+        if self._checkpointer is not None:
+            self._checkpointer.layers = len(span)
+        self._say_rearranged(iteration, 1000 * (time.monotonic() - begun))
+
+    def _say_rearranged(self, iteration: int, stall_ms: float) -> None:
+        stall = round(stall_ms, 3)
+        self._channel.say("rearranged", generation=self._generation, iteration=iteration, stall_ms=stall)
+
+    def _tie(self, groups: Groups, living: list[Worker]) -> None:
+        """To the other stages that have copies of this one's parameters."""
+        tied = tied_of(self._workload, self._cuts.layers)
+        self._executor.tied = TiedSums(self._me, groups, tied, self._cuts.partition, living) if tied else None
+
+    def _say_hand_over(self, text: str) -> None:
+        self._channel.say("hand_over", text=text)
 
     def _hand_over(self, groups: Groups, agreement: Agreement, interim: Plan | None) -> frozenset[Worker]:
         """Has those that lack state begin to take it from their peers. Returns who goes on to lack some while
@@ -314,6 +454,9 @@ class WorkerLoop:
     def _end_hand_overs(self) -> None:
         """Of the generation that is being left. What has arrived stays."""
         self._state.stop()
+        for coming in self._coming.values():
+            coming.state.stop()
+        self._executor.exchange = self._executor.tied = None
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from openrecycle.agent.gradients import GradientSum, MicroBatch
+from openrecycle.agent.layers import LayerStack, Span, parameters_by_layer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.post_validation import CLEAN, SKIP, PostValidation, Slot, ValidationResult
 from openrecycle.agent.state import StageState, StateError, decode, encode, sha256
@@ -81,16 +82,23 @@ class StageOptimizer:
             raise InputError(
                 "scheduler", type(scheduler).__name__, "one of this optimizer whose step() needs no metric"
             )
-        self.module, self.optimizer, self.gradients, self.scheduler = module, optimizer, gradients, scheduler
+        self.module, self.optimizer = LayerStack.of(module), optimizer
+        self.gradients, self.scheduler = gradients, scheduler
         self.committed = 0
         self.settled = True
         self.slot = Slot()
+        self.verdict = CLEAN
+        """On the last step, where it is settled."""
         self.post_validation = PostValidation()
         self.lock = threading.RLock()
         self.corrections = 0
         self.skipped: list[MicroBatch] = []
         self._clips = clips
         self._trained = [p for p in module.parameters() if p.requires_grad]
+        copies = {id(p) for name, p in self.module.named_parameters() if name in self.module.copies}
+        self._by_layer = [
+            [p for p in layer if p.requires_grad and id(p) not in copies] for layer in parameters_by_layer(module)
+        ]
         self._snapshot = _Snapshot(self)
         self._kept: list[Tensor | None] | None = None
 
@@ -99,13 +107,21 @@ class StageOptimizer:
         """The slot of the step that came before the last one."""
         return self._snapshot.before[1]
 
+    @property
+    def verdict_before(self) -> ValidationResult:
+        """The verdict on it."""
+        return self._snapshot.before[2]
+
     # -- the step -----------------------------------------------------------------------------
 
     def measure(self) -> Slot:
         """This stage's share of the verdict on the gradients that have just been reduced."""
         rejected = self.gradients.rejected
         self.skipped = self.gradients.rejecting() if rejected else []
-        return Slot(self.gradients.squared_norm() if self._clips and not rejected else 0.0, rejected)
+        if not self._clips:
+            return Slot(rejected=rejected)
+        norm = (lambda _: 0.0) if rejected else self.gradients.squared_norm
+        return Slot(tuple(map(norm, self._by_layer)), rejected)
 
     @_changing
     def step(self, verdict: ValidationResult | None = CLEAN, slot: Slot | None = None) -> float:
@@ -131,6 +147,7 @@ class StageOptimizer:
         self.committed += 1
         self.settled = verdict is not None
         if verdict is not None:
+            self.verdict = verdict
             self.post_validation = self.post_validation.after(verdict)
         return loss
 
@@ -142,7 +159,7 @@ class StageOptimizer:
         """
         assert not self.settled
         self.settled, kept = True, self._kept
-        self._kept = None
+        self.verdict, self._kept = verdict, None
         self.post_validation = self.post_validation.after(verdict)
         if verdict.clean:
             return False
@@ -174,11 +191,44 @@ class StageOptimizer:
         self._snapshot.undo()
         self._kept = None
 
+    # -- layers that come and go ---------------------------------------------------------------
+
+    def tensors_of(self, span: Span) -> list[Tensor]:
+        """What is summed of these layers: the parameters that are trained, then the moving buffers."""
+        moving = set(map(id, self.gradients.moving))
+        own = [layer for number, layer in self.module.layers if number in span]
+        parameters = [p for layer in own for p in layer.parameters()]
+        buffers = [b for layer in own for b in layer.buffers()]
+        return [p for p in self._trained if any(p is q for q in parameters)] + [b for b in buffers if id(b) in moving]
+
+    def moving_names(self, span: Span | None = None) -> list[str]:
+        """Of the moving buffers, or those of these layers."""
+        moving = set(map(id, self.gradients.moving))
+        names = [name for name, buffer in self.module.named_buffers() if id(buffer) in moving]
+        return names if span is None else [name for name in names if int(name.partition(".")[0]) in span]
+
+    @_changing
+    def adopt(self, parts: Sequence[StageOptimizer]) -> None:
+        """Takes over, without copies, what those of which it has layers keep of them. All are at one step; how far
+        they are, and what holds for all layers, is that of the first."""
+        first = parts[0]
+        mine = set(map(id, self.module.parameters()))
+        for part in parts:
+            for parameter, state in part.optimizer.state.items():
+                if id(parameter) in mine:
+                    self.optimizer.state[parameter] = state
+        for group, options in zip(self.optimizer.param_groups, first.optimizer.param_groups, strict=True):
+            _put_options(group, {k: v for k, v in options.items() if k != "params"})
+        if self.scheduler is not None and first.scheduler is not None:
+            self.scheduler.load_state_dict(first.scheduler.state_dict())
+        self.committed, self.settled, self.post_validation = first.committed, True, first.post_validation
+        self.verdict, self.corrections = first.verdict, first.corrections
+
     # -- the state: for a peer that re-joins, for checkpoints, and for the fingerprint --------
 
     def parameters_sha256(self) -> str:
-        """Of all parameters' bytes, in the module's order."""
-        return sha256(self.module.parameters())
+        """Of the bytes of each layer's parameters, one after the other."""
+        return "".join(map(sha256, parameters_by_layer(self.module)))
 
     def state(self) -> StageState:
         """Everything that the next steps depend on. The tensors are the live ones: copy or send them
@@ -206,7 +256,7 @@ class StageOptimizer:
             "state": states,
             "groups": [
                 {
-                    "parameters": [names[id(p)] for p in group["params"]],
+                    "parameters": [names[id(p)] for p in group["params"] if id(p) in names],
                     "options": encode({k: v for k, v in group.items() if k != "params"}, f"groups.{i}", tensors),
                 }
                 for i, group in enumerate(self.optimizer.param_groups)
@@ -282,7 +332,8 @@ def stage_optimizer(
 
     Raises InputError.
     """
-    optimizer = workload.optimizer(module.parameters())
+    # No optimizer takes an empty list, and layers without parameters may be a stage of their own.
+    optimizer = workload.optimizer(iter(list(module.parameters()) or [nn.Parameter(torch.zeros(0))]))
     scheduler = getattr(workload, "scheduler", None)
     return StageOptimizer(
         module,
@@ -293,6 +344,42 @@ def stage_optimizer(
     )
 
 
+def of_layers(state: StageState, span: Span) -> StageState:
+    """The part of a stage's state that belongs to these of its layers."""
+
+    def kept(name: str) -> bool:
+        return int(name.partition(".")[0]) in span
+
+    document, tensors = dict(state.document), dict[str, Tensor]()
+    for part in ("model", "state"):
+        document[part] = {name: value for name, value in document[part].items() if kept(name)}
+    document["groups"] = [g | {"parameters": list(filter(kept, g["parameters"]))} for g in document["groups"]]
+    for name, tensor in state.tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind not in ("model", "optimizer") or kept(rest):
+            tensors[name] = tensor
+    return StageState(document, tensors)
+
+
+def joined(states: Sequence[StageState]) -> StageState:
+    """Of states of several stages, in order, at the same iteration, that of all their layers. Raises StateError."""
+    first = states[0]
+    document, tensors = {**first.document, "model": {}, "state": {}}, dict[str, Tensor]()
+    groups = [{**group, "parameters": []} for group in first.document["groups"]]
+    for state in states:
+        doc = state.document
+        if any(doc[key] != first.document[key] for key in ("committed", "optimizer")):
+            raise StateError("the stages' states are of different iterations or optimizers")
+        if len(doc["groups"]) != len(groups):
+            raise StateError(f"{len(doc['groups'])} parameter groups in a stage and {len(groups)} in another")
+        document["model"].update(doc["model"])
+        document["state"].update(doc["state"])
+        for group, part in zip(groups, doc["groups"], strict=True):
+            group["parameters"] += part["parameters"]
+        tensors.update((name, tensor) for name, tensor in state.tensors.items() if name not in tensors)
+    return StageState(document | {"groups": groups}, tensors)
+
+
 class _Snapshot:
     """What one step changes, as it was before it. The copies' memory is used again for the next one."""
 
@@ -300,7 +387,7 @@ class _Snapshot:
         self._stage = stage
         self._valid = False
         self._copies: list[Tensor] = []
-        self.before = PostValidation(), Slot()
+        self.before = PostValidation(), Slot(), CLEAN
 
     def _live(self) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, dict[str, Any], list[str]]]]:
         """(parameters, moving buffers, per parameter its optimizer state and which of it are tensors)."""
@@ -329,7 +416,7 @@ class _Snapshot:
             copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in stage.optimizer.param_groups
         ]
         self._scheduler = copy.deepcopy(stage.scheduler.state_dict()) if stage.scheduler is not None else {}
-        self.before = stage.post_validation, stage.slot
+        self.before = stage.post_validation, stage.slot, stage.verdict
         self._valid = True
 
     def restore(self, *, buffers: bool) -> None:
@@ -359,7 +446,7 @@ class _Snapshot:
         if not self._valid:
             raise StateError(f"no snapshot to roll back from {stage.committed} committed iterations")
         self.restore(buffers=True)
-        stage.post_validation, stage.slot = self.before
+        stage.post_validation, stage.slot, stage.verdict = self.before
         stage.settled = True
         stage.committed -= 1
         self._valid = False

@@ -74,6 +74,13 @@ def parse_pace(text: str) -> dict[str, float]:
     return out
 
 
+def parse_partition(text: str) -> tuple[int, ...]:
+    """`11,11,12` to numbers; () for an empty text. Raises InputError."""
+    if not re.fullmatch(r"([0-9]{1,5}(,[0-9]{1,5})*)?", text.replace(" ", "")):
+        raise InputError("partition", text, "numbers of layers, one per stage, with commas between: 11,11,11,11")
+    return tuple(map(int, filter(None, text.replace(" ", "").split(","))))
+
+
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Planning(Group):
@@ -97,9 +104,49 @@ class Planning(Group):
         None, "F=40ms,I=40ms,W=40ms: stretch each op to this; profile: to what the profile says.", parse=parse_pace
     )
 
+    pace_per: Literal["stage", "layer"] = option("stage", "Is the pace that of a stage, or of each of its layers?")
+    partition: str | None = option(
+        None, "Layers per stage: 11,11,11,11. By default as even as op times allow.", parse=parse_partition
+    )
+    relayout: Literal["auto", "never", "always"] = option(
+        "auto", "May layers change their stage after a failure? auto: if an hour of it saves more than it costs."
+    )
+
     @property
     def limits(self) -> tuple[Technique, MemoryLimit]:
         return Technique(self.technique), MemoryLimit.parse(str(self.memory))
+
+    def layered(self, job: Job, layers: int | None) -> Job:
+        """`job` with the model's layers, so that its stages can be cut anew. layers: how many; None: its stages can't
+        be cut. Where plans reckon with times of whole stages, they stay as they are. Raises InputError."""
+        per_layer = self.pace_per == "layer"
+        if layers is None and (per_layer or self.partition is not None):
+            name = "pace_per" if per_layer else "partition"
+            raise self.refuse(name, "nothing for a model that comes in stages, which can't be cut")
+        if per_layer and not self.milliseconds:
+            raise self.refuse("pace_per", "stage, or a `planning.pace` such as F=4ms,I=4ms,W=4ms beside it")
+        if layers is None or (layers <= job.stages and not per_layer):
+            return job
+        partition = parse_partition(self.partition or "")
+        if partition and (len(partition) != job.stages or min(partition) < 1 or sum(partition) != layers):
+            expected = f"{job.stages} numbers of at least 1 that add up to the model's {layers} layers"
+            raise self.refuse("partition", expected)
+        if job.layers:
+            if len(job.layers) != layers:
+                raise InputError("profile", f"{len(job.layers)} layers", f"one of the model's {layers} layers")
+            return job.with_partition(partition) if partition else job
+        plain = Job(job.pipelines, job.stages, job.micro_batches, capacity_bytes=job.capacity_bytes)
+        if per_layer or job == plain:
+            durations = self.milliseconds if per_layer else None
+            made = Job.uniform(
+                *(job.pipelines, job.stages, job.micro_batches),
+                durations=durations,
+                time_unit="ms" if durations else job.time_unit,
+                layers=layers,
+                partition=partition,
+            )
+            return replace(made, capacity_bytes=job.capacity_bytes)
+        return job
 
     @property
     def by_profile(self) -> bool:

@@ -26,12 +26,12 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Slot:
-    """One stage's share of the verdict. squared_norm: of its reduced gradient, 0 where nobody clips.
+    """One stage's share of the verdict. squared_norms: per layer, of the reduced gradient; none where nobody clips.
 
     rejected: how many of its terms were NaN, infinite or out of range.
     """
 
-    squared_norm: float = 0.0
+    squared_norms: tuple[float, ...] = ()
     rejected: int = 0
 
 
@@ -51,12 +51,16 @@ SKIP = ValidationResult(None)
 
 
 def judge(slots: Sequence[Slot], clip_norm: float | None) -> ValidationResult:
-    """slots: one per stage, in the stages' order, which fixes the order of the sum."""
+    """slots: one per stage. The sum of the layers' norms is rounded once, so that it does not matter which layers
+    are in one stage."""
     if any(slot.rejected for slot in slots):
         return SKIP
     if clip_norm is None:
         return CLEAN
-    norm = math.sqrt(sum(slot.squared_norm for slot in slots))
+    try:
+        norm = math.sqrt(math.fsum(squared for slot in slots for squared in slot.squared_norms))
+    except (OverflowError, ValueError):  # of infinities, and of numbers of both signs
+        return SKIP
     if not math.isfinite(norm):
         return SKIP
     return ValidationResult(min(1.0, clip_norm / (norm + _EPSILON)))

@@ -1,6 +1,6 @@
 """What can be known of a job's model, data and optimizer before any worker starts: it is said then, by its name.
 
-Stages are built without memory where torch can (meta tensors), one at a time otherwise. Optimizers are tried on a
+Layers are built without memory where torch can (meta tensors), one at a time otherwise. Optimizers are tried on a
 few numbers.
 """
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.gradients import gradient_sum
+from openrecycle.agent.layers import build_layer, kind_of, layer_count, partition_of, spans, tied_of
 from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.options import Optimization, TrainingOptions
 from openrecycle.agent.poison import named
@@ -31,13 +32,16 @@ _STEPS = 6
 
 
 def check_workload(workload: Workload, options: TrainingOptions) -> None:
-    """Raises InputError for data that the stages can't be given, for a parameter or buffer that two stages share,
+    """Raises InputError for data that the layers can't be given, for what two layers share without saying so,
     and for an optimizer or scheduler that can't be driven, or whose state can't be handed over."""
     # The caller's own random numbers must not depend on what is tried out here.
     with torch.random.fork_rng(devices=[]):
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
-        shapes = _check_stages(workload, options.job.stages, options.seed)
-        _check_optimizer(workload, shapes, options.optimization)
+        stages = options.job.stages
+        partition = partition_of((), layer_count(workload, stages), stages)
+        shapes = _check_layers(workload, sum(partition), options.seed)
+        by_stage = [[p for layer in span for p in shapes[layer]] for span in spans(partition)]
+        _check_optimizer(workload, by_stage, options.optimization)
 
 
 # -- data -------------------------------------------------------------------------------------
@@ -92,48 +96,63 @@ def _specs(parts: tuple[Any, ...]) -> str:
     return ", ".join(str(TensorSpec(shape, dtype)) for shape, dtype in zip(parts[::2], parts[1::2], strict=True))
 
 
-# -- stages -----------------------------------------------------------------------------------
+# -- layers -----------------------------------------------------------------------------------
 
 
-def _check_stages(workload: Workload, stages: int, seed: int) -> list[list[Tensor]]:
-    """Per stage its parameters' stand-ins, without memory; of all stages that could be built."""
+def _check_layers(workload: Workload, layers: int, seed: int) -> list[list[Tensor]]:
+    """Per layer its parameters' stand-ins, without memory; of all layers that could be built."""
     try:
         with torch.device("meta"):
-            return _build(workload, stages, seed)
+            return _build(workload, layers, seed)
     except InputError:
         raise
     except Exception:  # a builder that reads a file, or looks at numbers, needs them
-        return _build(workload, stages, seed)
+        return _build(workload, layers, seed)
 
 
-def _build(workload: Workload, stages: int, seed: int) -> list[list[Tensor]]:
-    # Of what is still alive when its stage is gone, a later stage may hold the same.
+def _build(workload: Workload, layers: int, seed: int) -> list[list[Tensor]]:
+    # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
-    shapes = []
-    for stage in range(stages):
+    kind, shapes = kind_of(workload), list[list[Tensor]]()
+    tied = tied_of(workload, layers)
+    members = {name: group for group in tied for name in group}
+    forms: dict[str, str] = {}
+    for layer in range(layers):
         try:
-            module = workload.build_stage(stage, stages, seed)
+            module = build_layer(workload, layer, layers, seed)
         except InputError:
             raise
         except Exception as error:
             if torch.empty(0).device.type == "meta":
                 raise
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise InputError("stages", text[:200], f"a builder that makes stage {stage}") from error
+            raise InputError(f"{kind}s", text[:200], f"a builder that makes {kind} {layer}") from error
         mine = [*module.named_parameters(), *module.named_buffers()]
         alive = {id(t): (other, name) for ref, other, name in seen if (t := ref()) is not None}
         for name, tensor in mine:
+            full = f"{layer}.{name}"
+            if full in members and isinstance(tensor, nn.Parameter):
+                forms[full] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             if id(tensor) in alive:
                 other, its_name = alive[id(tensor)]
+                if members.get(full, ()) and f"{other}.{its_name}" in members[full]:
+                    continue
                 raise InputError(
-                    "stages",
-                    f"{its_name} of stage {other}, which is {name} of stage {stage}, too",
-                    "parameters and buffers that belong to one stage each: every stage is trained on its own, so "
-                    "shared ones would drift apart (give each stage a copy, or put what shares them into one stage)",
+                    f"{kind}s",
+                    f"{its_name} of {kind} {other}, which is {name} of {kind} {layer}, too",
+                    f"that it is said: tied=[['{other}.{its_name}', '{layer}.{name}']]; buffers can't be shared (give "
+                    f"each {kind} a copy, or put what shares them into one {kind})",
                 )
-        seen += [(weakref.ref(tensor), stage, name) for name, tensor in mine]
+        seen += [(weakref.ref(tensor), layer, name) for name, tensor in mine]
         shapes.append([torch.empty_like(p, device="meta").requires_grad_(p.requires_grad) for p in module.parameters()])
         del module, mine, alive
+    for group in tied:
+        for name in group:
+            if name not in forms:
+                raise InputError("tied", name, f"LAYER.NAME of a parameter, with LAYER from 0 to {layers - 1}")
+            if forms[name] != forms[group[0]]:
+                expected = f"the form of {group[0]}, which is {forms[group[0]]}"
+                raise InputError("tied", f"{name}, which is {forms[name]}", expected)
     return shapes
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from openrecycle.agent.checkpoints.checkpointing import Origin
 from openrecycle.agent.communicator import LOOPBACK
+from openrecycle.agent.layers import Partition
 from openrecycle.agent.options import TrainingOptions
 from openrecycle.agent.stage_io import StageIO
 from openrecycle.agent.workload import WorkloadSource
@@ -16,13 +17,15 @@ from openrecycle.planner.job import Worker
 class RunSpec:
     """What is the same for all workers: the options, and what was found out from them before the start.
 
-    stage_io: what passes between stages; None: each worker finds out. origin: of the job's checkpoints, where it
-    writes any. heartbeat_seconds: how often a console is told of each; None: there is none.
+    partition: layers per stage; (): even. layer_io: what passes between layers; None: each worker finds out.
+    origin: of the job's checkpoints, where it writes any. heartbeat_seconds: how often a console is told of each;
+    None: there is none.
     """
 
     options: TrainingOptions
     workload: WorkloadSource
-    stage_io: StageIO | None = None
+    partition: Partition = ()
+    layer_io: StageIO | None = None
     origin: Origin | None = None
     heartbeat_seconds: float | None = None
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from openrecycle.agent.backward.buffers import MovingBuffers
 from openrecycle.agent.backward.split import Deferred, MicroBatchState, Strategy
 from openrecycle.agent.gradients import GradientSum, MicroBatch
+from openrecycle.agent.layers import LayerStack
 from openrecycle.agent.options import Autocast
 from openrecycle.agent.stage_io import Gradients, Tensors, tensors_of
 
@@ -39,7 +40,7 @@ class Stage:
         split: Strategy | None = None,
         autocast: Autocast | None = None,
     ) -> None:
-        self.module = module
+        self.module = LayerStack.of(module)
         self.gradients = gradients
         self.split = split or Deferred(module)
         self._buffers = MovingBuffers(module, gradients.moving)
@@ -63,13 +64,12 @@ class Stage:
         """F. Returns the output, detached; on the last stage `loss` maps it to the scaled scalar loss.
 
         The tensors of `x` are the module's positional arguments. seed: of this micro-batch's
-        randomness on this stage (dropout), whichever worker runs it.
+        randomness (dropout), whichever worker runs it and wherever the model is cut.
         """
         inputs = tuple(_leaf(t) for t in (x if isinstance(x, tuple) else (x,)))
-        _seed(seed, inputs[0].device)
         state = MicroBatchState(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
         with self._buffers.kept(state.moves), self.split.recording(state), self._precision(inputs[0]):
-            y = self.module(*inputs)
+            y = self.module(*inputs, seed=seed)
             if loss is not None:
                 y = loss(y)
                 state.loss = y.detach()
@@ -127,14 +127,6 @@ class Stage:
             return contextlib.nullcontext()
         # No cache of cast weights: a weight used twice gets two gradients in its own type, as without autocast.
         return torch.autocast(like.device.type, torch.bfloat16, cache_enabled=False)
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed, which takes 0.1 ms to visit every kind of accelerator."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

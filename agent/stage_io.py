@@ -1,7 +1,8 @@
-"""What passes from one stage to the next: shapes and types, declared by the workload or inferred.
+"""What passes from one layer to the next, and so from stage to stage: shapes and types, declared by the workload or
+inferred.
 
 Receives are posted ahead of the data, so each worker must know beforehand what will come. Inference
-runs a probe micro-batch through the stages without data or memory where torch can (meta tensors,
+runs a probe micro-batch through the layers without data or memory where torch can (meta tensors,
 then fake ones), and for real where it can't.
 """
 
@@ -14,8 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from openrecycle.agent.layers import Partition, Span, build_layer, kind_of, layer_count, partition_of, spans
 from openrecycle.agent.options import Autocast
 from openrecycle.agent.workload import Workload, first_readable
 from openrecycle.planner.errors import InputError
@@ -55,7 +57,42 @@ class TensorSpec:
 StageOutput = tuple[TensorSpec, ...]
 """From a stage to the next, in the order of the next stage's positional arguments."""
 StageIO = tuple[StageOutput, ...]
-"""One per pair of neighbouring stages, stages - 1 in all."""
+"""One per pair of neighbouring stages, stages - 1 in all; of layers likewise."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a model is cut into stages. partition: layers per stage. layer_io: what passes between layers."""
+
+    partition: Partition
+    layer_io: StageIO
+
+    @property
+    def layers(self) -> int:
+        return sum(self.partition)
+
+    @property
+    def stage_io(self) -> StageIO:
+        """What passes between stages."""
+        return tuple(self.layer_io[span[-1]] for span in spans(self.partition)[:-1])
+
+    def span(self, stage: int) -> Span:
+        """The layers of a stage."""
+        return spans(self.partition)[stage]
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        stages: int,
+        partition: Partition = (),
+        autocast: Autocast | None = None,
+        device: torch.device = CPU,
+        seed: int = 0,
+    ) -> Cuts:
+        """As given, or even; see `layer_io_of`. Raises InputError."""
+        partition = partition_of(partition, layer_count(workload, stages), stages)
+        return cls(partition, layer_io_of(workload, sum(partition), seed, autocast, device))
 
 
 Tensors = Tensor | tuple[Tensor, ...]
@@ -90,34 +127,35 @@ def check_output(stage: int, boundary: StageOutput, output: Any) -> tuple[Tensor
     return tensors
 
 
-def stage_io_of(
-    workload: Workload, stages: int, seed: int, autocast: Autocast | None = None, device: torch.device = CPU
+def layer_io_of(
+    workload: Workload, layers: int, seed: int, autocast: Autocast | None = None, device: torch.device = CPU
 ) -> StageIO:
-    """Those that the workload declares (see Workload), else inferred.
+    """Those that the workload declares (see Workload), else inferred; one per pair of neighbouring layers.
 
-    device: where stages will compute. It matters to autocast, which goes by the device; elsewhere than on
-    the CPU stages are run for real.
+    device: where layers will compute. It matters to autocast, which goes by the device; elsewhere than on
+    the CPU layers are run for real.
 
-    Raises InputError naming the stage that can't be run, or what is declared wrongly.
+    Raises InputError naming the layer that can't be run, or what is declared wrongly.
     """
     declared = getattr(workload, "stage_io", None)
     if declared is not None:
-        return _checked(declared, stages)
+        return _checked(declared, layers)
     shape = getattr(workload, "stage_output_shape", None)
     if shape is not None:
         spec = TensorSpec(tuple(shape), _name(getattr(workload, "stage_output_dtype", torch.float32)))
-        return ((spec,),) * (stages - 1)
-    if stages == 1:
+        return ((spec,),) * (layers - 1)
+    if layers == 1:
         return ()
     # The caller's own random numbers must not depend on the probe.
     with torch.random.fork_rng(devices=[]):
-        return _infer(workload, stages, seed, autocast, device)
+        return _infer(workload, layers, seed, autocast, device)
 
 
-def _checked(declared: Sequence[Sequence[TensorSpec]], stages: int) -> StageIO:
+def _checked(declared: Sequence[Sequence[TensorSpec]], layers: int) -> StageIO:
     stage_io = tuple(tuple(boundary) for boundary in declared)
-    if len(stage_io) != stages - 1:
-        raise InputError("stage_io", len(stage_io), f"one per pair of neighbouring stages, {stages - 1} in all")
+    if len(stage_io) != layers - 1:
+        expected = f"one per pair of neighbouring stages, or layers where there are layers, {layers - 1} in all"
+        raise InputError("stage_io", len(stage_io), expected)
     for s, boundary in enumerate(stage_io):
         if not boundary or not all(isinstance(spec, TensorSpec) for spec in boundary):
             raise InputError(f"stage_io[{s}]", boundary, "one TensorSpec or more")
@@ -127,37 +165,38 @@ def _checked(declared: Sequence[Sequence[TensorSpec]], stages: int) -> StageIO:
     return stage_io
 
 
-def _infer(workload: Workload, stages: int, seed: int, autocast: Autocast | None, device: torch.device) -> StageIO:
+def _infer(workload: Workload, layers: int, seed: int, autocast: Autocast | None, device: torch.device) -> StageIO:
     probe = tensors_of(first_readable(partial(workload.inputs, seed)), "data")
     if device.type != "cpu":
-        return _chain(workload, stages, seed, autocast, tuple(t.to(device) for t in probe))
+        return _chain(workload, layers, seed, autocast, tuple(t.to(device) for t in probe))
     # Autocast goes by the device, and does nothing to meta tensors.
     symbolic = [_fake] if autocast else [_meta, _fake]
     for way in symbolic:
         try:
             with way() as take:
-                return _chain(workload, stages, seed, autocast, tuple(map(take, probe)))
+                return _chain(workload, layers, seed, autocast, tuple(map(take, probe)))
         except Exception:  # not every operation has a symbolic form; the real run will tell
             continue
-    return _chain(workload, stages, seed, autocast, probe)
+    return _chain(workload, layers, seed, autocast, probe)
 
 
-def _chain(workload: Workload, stages: int, seed: int, autocast: Autocast | None, x: tuple[Tensor, ...]) -> StageIO:
-    """Runs the stages one after the other and keeps one at a time. Raises InputError."""
+def _chain(workload: Workload, layers: int, seed: int, autocast: Autocast | None, x: tuple[Tensor, ...]) -> StageIO:
+    """Runs the layers one after the other and keeps one at a time. Raises InputError."""
     out: list[StageOutput] = []
-    for stage in range(stages):
+    what = kind_of(workload)
+    for layer in range(layers):
         try:
-            module: nn.Module = workload.build_stage(stage, stages, seed)
+            module = build_layer(workload, layer, layers, seed)
             if x[0].device.type not in ("cpu", "meta"):
                 module = module.to(x[0].device)
             with torch.enable_grad(), precision(autocast, x[0].device):
-                y = tensors_of(module(*map(_leaf, x)), f"output of stage {stage}")
+                y = tensors_of(module(*map(_leaf, x)), f"output of {what} {layer}")
         except Exception as error:
             got = ", ".join(str(TensorSpec.of(t)) for t in x)
             raise InputError(
-                f"stage {stage}", got, f"inputs that it can run on ({type(error).__name__}: {error})"
+                f"{what} {layer}", got, f"inputs that it can run on ({type(error).__name__}: {error})"
             ) from error
-        if stage < stages - 1:
+        if layer < layers - 1:
             out.append(tuple(map(TensorSpec.of, y)))
         x = tuple(t.detach() for t in y)
     return tuple(out)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from openrecycle.agent.client import ConsoleClient
 from openrecycle.agent.nodes.role import NodeRole
-from openrecycle.agent.options import TrainingOptions
+from openrecycle.agent.options import TrainingOptions, parse_partition
 from openrecycle.agent.processes import preload, start_server
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.agent.settings import spelled
@@ -52,8 +52,14 @@ def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable
 
     step = measure_step(workload, options.job, options.optimization)
     say(f"a step takes {step:g} ms here, which plans reckon with")
-    profiles = tuple(replace(profile, optimizer=step) for profile in options.job.profiles)
-    return replace(options, job=replace(options.job, profiles=profiles))
+    job = options.job
+    if job.layers:  # each stage's part of it
+        each = round(step * job.stages / len(job.layers), 6)
+        layers = tuple(replace(layer, optimizer=each) for layer in job.layers)
+        derived: dict[str, Any] = {"profiles": (), "transfers": (), "backward_transfers": ()}
+        return replace(options, job=replace(job, layers=layers, **derived))
+    profiles = tuple(replace(profile, optimizer=step) for profile in job.profiles)
+    return replace(options, job=replace(job, profiles=profiles))
 
 
 def make_launcher(
@@ -79,23 +85,31 @@ def make_launcher(
     from openrecycle.agent.console_link import ConsoleCoordination, create_job
     from openrecycle.agent.coordination.launcher import Coordination
     from openrecycle.agent.coordination.local import LocalCoordination
+    from openrecycle.agent.layers import kind_of, layer_count, partition_of
     from openrecycle.agent.nodes.pool import open_pool
     from openrecycle.agent.preflight import check_workload
     from openrecycle.agent.spec import RunSpec
-    from openrecycle.agent.stage_io import stage_io_of
+    from openrecycle.agent.stage_io import layer_io_of
 
     _make_folder("checkpoints.directory", options.checkpoints.folder)
     _make_folder("weights", None if options.weights is None else Path(options.weights))
     workload = source.load()
     if not checked:
         check_workload(workload, options)
-    stage_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
+    layers = layer_count(workload, options.job.stages)
+    options = replace(
+        options, job=options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
+    )
+    partition = partition_of(
+        options.job.partition or parse_partition(options.planning.partition or ""), layers, options.job.stages
+    )
+    layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
     if on_cpu or autocast is None:
-        stage_io = stage_io_of(workload, options.job.stages, options.seed, autocast)
+        layer_io = layer_io_of(workload, sum(partition), options.seed, autocast)
     if options.console.url is not None and options.pace and "O" not in options.pace and on_cpu:
         options = _with_step(options, source, say)
-    origin = _origin(options, source, say)
+    origin = _origin(options, source, sum(partition), say)
     pool = open_pool(role, options.job, source, options.console.token, say) if role else None
     heartbeat_seconds: float | None = None
     technique, memory = options.planning.limits
@@ -105,7 +119,9 @@ def make_launcher(
     restore = None if folder is None else _restore_point(folder, say)
     if options.console.url is None:
         _plan_ahead(catalog)
-        coordination = LocalCoordination(catalog, migrate=bool(options.planning.migrate), checkpoint=restore)
+        coordination = LocalCoordination(
+            catalog, migrate=bool(options.planning.migrate), checkpoint=restore, relayout=options.planning.relayout
+        )
     else:
         url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
         client = ConsoleClient(url, token=token)
@@ -141,7 +157,7 @@ def make_launcher(
         )
         say(f"job {created.job_id} at {url}")
     options = replace(options, console=replace(options.console, token=None))
-    run = RunSpec(options, source, stage_io, origin, heartbeat_seconds)
+    run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds)
     return launch.Launcher(run, coordination, listener, catalog, pool)
 
 
@@ -169,7 +185,7 @@ def _workers_here(job: Job, role: NodeRole | None) -> int:
     return sum(node == role.rank for node in place(job, role.nodes).values())
 
 
-def _origin(options: TrainingOptions, source: WorkloadSource, say: Callable[[str], None]) -> Origin | None:
+def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: Callable[[str], None]) -> Origin | None:
     if options.checkpoints.directory is None:
         return None
     from openrecycle.agent.checkpoints.checkpoint import Identity
@@ -179,7 +195,7 @@ def _origin(options: TrainingOptions, source: WorkloadSource, say: Callable[[str
     name = getattr(source, "path", type(source).__name__)
     of_faults = ("keep_finished", "on_bad_sample", "bad_sample_limit")
     recipe = asdict(options.optimization) | {field: getattr(faults, field) for field in of_faults}
-    identity = Identity(name, job.stages, job.pipelines, job.micro_batches, options.seed, recipe)
+    identity = Identity(name, layers, job.stages, job.pipelines, job.micro_batches, options.seed, recipe)
     return prepare(options.checkpoints, identity, options.iterations, say)
 
 

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from openrecycle.agent.communicator import Groups
-from openrecycle.agent.optimizer import StageOptimizer
+from openrecycle.agent.layers import Span
+from openrecycle.agent.optimizer import StageOptimizer, of_layers
 from openrecycle.agent.state import DTYPES, StageState, StateError, memory, pack, sha256, unpack
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.planner.job import Worker
@@ -132,10 +133,19 @@ class StateServer:
         self.address = (host, int(self._listening.getsockname()[1]))
         threading.Thread(target=self._accept, name="state-server", daemon=True).start()
 
-    def send_description(self, groups: Groups, to: Worker, at_once: int) -> None:
-        """Over the generation's groups, while the newcomer waits for it. Raises TransferError."""
+    def send_description(
+        self, groups: Groups, to: Worker, at_once: int, span: Span | None = None, **about: str
+    ) -> None:
+        """Over the generation's groups, while the newcomer waits for it. span: of these layers alone. about: what
+        else it is told. Raises TransferError."""
         with self._optimizer.lock:
             state = self._optimizer.state()
+            numbers, number = {}, 0
+            for column in columns(state):
+                numbers[column.name] = number
+                number += len(pieces_of(column.name, column.elements))
+            if span is not None:
+                state = of_layers(state, span)
             large = columns(state)
             size = sum(t.numel() * t.element_size() for t in state.tensors.values())
             if size <= at_once:
@@ -147,9 +157,11 @@ class StateServer:
             description = {
                 "address": list(self.address),
                 "secret": self._secret.hex(),
-                "columns": [[c.name, c.elements] for c in large],
+                "columns": [[c.name, c.elements, numbers[c.name]] for c in large],
                 "tensors": specs,
                 "bytes": size,
+                "moving": self._optimizer.moving_names(span),
+                **about,
             }
             small = StageState(
                 {"hand_over": description, "state": dict(state.document)},
@@ -248,6 +260,8 @@ class StateReceiver:
     def __init__(self, optimizer: StageOptimizer, say: Callable[[str], None]) -> None:
         self._optimizer, self._say = optimizer, say
         self._pieces: list[Piece] = []
+        self._numbers: list[int] = []
+        """Of each piece, with the peer that is asked."""
         self._arrived: dict[int, Version] = {}
         self._changed = threading.Condition(optimizer.lock)
         self._connection: socket.socket | None = None
@@ -315,7 +329,7 @@ class StateReceiver:
             name: torch.empty([int(n) for n in shape], dtype=DTYPES[dtype], device="meta")
             for name, (dtype, shape) in description["tensors"].items()
         }
-        pieces = [p for name, elements in description["columns"] for p in pieces_of(str(name), int(elements))]
+        pieces = [p for name, elements, _ in description["columns"] for p in pieces_of(str(name), int(elements))]
         if sum(prod(t.shape) for n, t in empty.items() if n.startswith("model.")) != sum(
             p.end - p.start for p in pieces
         ):
@@ -337,6 +351,8 @@ class StateReceiver:
         """Starts to ask `source` for what is missing, until `stop`."""
         self.stop()
         session = self._session
+        firsts = {str(name): int(number) for name, _, number in description["columns"]}
+        self._numbers = [firsts[piece.column] + piece.start // PIECE_ELEMENTS for piece in self._pieces]
         address = str(description["address"][0]), int(description["address"][1])
         secret, size = bytes.fromhex(description["secret"]), int(description["bytes"])
         threading.Thread(
@@ -403,7 +419,7 @@ class StateReceiver:
                     continue
             while len(asked) < ASKED_AHEAD and wanted:
                 asked.append(wanted.popleft())
-                connection.sendall(_REQUEST.pack(asked[-1]))
+                connection.sendall(_REQUEST.pack(self._numbers[asked[-1]]))
             number = asked.popleft()
             if not self._take(connection, number):
                 wanted.append(number)
@@ -422,8 +438,8 @@ class StateReceiver:
         header = read_json(_exactly(connection, header_size))
         payload = _exactly(connection, payload_size)
         piece = self._pieces[number]
-        if header["piece"] != number:
-            raise StateError(f"got piece {header['piece']}, expected {number}")
+        if header["piece"] != self._numbers[number]:
+            raise StateError(f"got piece {header['piece']}, expected {self._numbers[number]}")
         parts, at = [], 0
         for _, dtype in header["tensors"]:
             count = piece.end - piece.start

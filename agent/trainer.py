@@ -1,11 +1,11 @@
 """ResilientTrainer: pipeline-parallel training of your own model, through failures, on this machine.
 
 trainer = ResilientTrainer(
-    stages=build_stage, loss=functional.cross_entropy, data=dataset, batch_size=8,
+    layers=build_layer, layer_count=12, loss=functional.cross_entropy, data=dataset, batch_size=8,
     optimizer=partial(torch.optim.AdamW, lr=1e-3), job=Job.uniform(2, 3, 4),
 )
 result = trainer.fit(iterations=1000)      # under `if __name__ == "__main__":`
-result.state_dict(0)                       # the trained weights of stage 0
+result.state_dict(0)                       # the trained weights of layer 0
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import torch
 from openrecycle.agent.callables import (
     CallableWorkload,
     Data,
+    Layers,
     Loss,
     OptimizerFactory,
     SchedulerFactory,
     SentWorkload,
-    Stages,
 )
 from openrecycle.agent.checkpoints.weights import load_weights
 from openrecycle.agent.data import DatasetBatches, Loading, MicroBatchSampler
@@ -81,9 +81,10 @@ class TrainingResult:
     parameters_sha256: str
     _weights: Callable[[int], dict[str, Any]] = field(repr=False)
 
-    def state_dict(self, stage: int) -> dict[str, Any]:
-        """The trained weights of a stage, for `load_state_dict` of the module that its builder makes."""
-        return self._weights(stage)
+    def state_dict(self, layer: int) -> dict[str, Any]:
+        """The trained weights of a layer, for `load_state_dict` of the module that its builder makes; of a job given
+        as stages, those of a stage."""
+        return self._weights(layer)
 
 
 class ResilientTrainer:
@@ -94,11 +95,16 @@ class ResilientTrainer:
     under `if __name__ == "__main__":`.
 
     The model:
-    stages: (stage, stages) to a torch.nn.Module; or a sequence, one module or one builder without
-        arguments per stage. A module takes what the one before returns: a tensor, or several as
-        positional arguments. The random numbers of a builder are seeded per stage.
-    loss: (output of the last stage, targets) to the mean loss of a micro-batch.
-    stage_io: per pair of neighbouring stages the TensorSpecs of what passes; found out if not given.
+    layers: (layer, layers) to a torch.nn.Module, with layer_count, the number of layers; or a sequence, one
+        module or one builder without arguments per layer. A layer takes what the one before returns: a
+        tensor, or several as positional arguments. The random numbers of a builder are seeded per layer.
+        A stage is a run of layers; where the model is cut does not show in the numbers.
+    tied: parameters that several layers share, as groups of LAYER.NAME, such as
+        [["0.embedding.weight", "11.head.weight"]]; found out where the layers are modules. Each layer has a copy,
+        whose gradient is the sum over all of them, so that they take the same steps.
+    stages: instead of layers, the same with one module per stage, which can't be cut.
+    loss: (output of the last layer, targets) to the mean loss of a micro-batch.
+    stage_io: per pair of neighbouring layers (or stages) the TensorSpecs of what passes; found out if not given.
 
     The data:
     data: (iteration, pipeline, micro_batch) to (inputs, targets), the same for equal arguments in
@@ -116,7 +122,7 @@ class ResilientTrainer:
     job: the grid, and the op times that plans are made from. profile: these times, where job has none:
         a file that `openrecycle profile` wrote, a shipped profile's name, or what either holds.
     planning: which plans may be made, a Planning(...). platform: devices, a Platform(...).
-    weights: folder that the trained weights are written to, a file per stage; kept in memory if not given.
+    weights: folder that the trained weights are written to, a file per layer; kept in memory if not given.
     checkpoints: what is written to go on from, a Checkpoints(...).
     record: JSON-lines file for losses, failures and the final hash, as of `openrecycle train --record`.
 
@@ -141,7 +147,10 @@ class ResilientTrainer:
     def __init__(
         self,
         *,
-        stages: Stages,
+        stages: Layers | None = None,
+        layers: Layers | None = None,
+        layer_count: int | None = None,
+        tied: Sequence[Sequence[str]] = (),
         loss: Loss,
         data: Data | Any,
         optimizer: OptimizerFactory,
@@ -166,8 +175,7 @@ class ResilientTrainer:
     ) -> None:
         if not isinstance(job, Job):
             raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
-        if isinstance(stages, Sequence) and len(stages) != job.stages:
-            raise InputError("stages", len(stages), f"one per stage of the job, {job.stages} in all")
+        make_layers, count = _model(stages, layers, layer_count, job)
         for argument, value in (("loss", loss), ("optimizer", optimizer)):
             if not callable(value):
                 raise InputError(argument, value, "something that can be called")
@@ -184,19 +192,21 @@ class ResilientTrainer:
         if options.record is not None:
             check_writable(Path(options.record))
         workload = CallableWorkload(
-            make_stages=stages,
+            make_layers=make_layers,
             make_batch=_batches(data, job, seed, batch_size, loading or Loading()),
             make_loss=loss,
             make_optimizer=optimizer,
             scheduler=scheduler,
             stage_io=stage_io,
             seed=seed,
+            layers=count,
+            tied_names=tuple(tuple(group) for group in tied),
         )
         self._callbacks = partial(_Callbacks, _full(on_iteration), on_recovery, on_error)
         self._launcher: Launcher | None = None
         self._stop_asked = False
         self._workload = SentWorkload.of(workload)
-        self._options = options
+        self._options, self._layers = options, count
         check_workload(workload, options)
 
     def fit(self, *, iterations: int) -> TrainingResult:
@@ -250,7 +260,8 @@ class ResilientTrainer:
             if options.weights is not None:
                 weights: Callable[[int], dict[str, Any]] = partial(load_weights, folder)
             else:
-                weights = [load_weights(folder, stage) for stage in range(options.job.stages)].__getitem__
+                count = self._layers or options.job.stages
+                weights = [load_weights(folder, layer) for layer in range(count)].__getitem__
             result = lines.result(weights)
             if callbacks.error is not None:
                 with contextlib.suppress(AttributeError):  # a class with slots
@@ -272,6 +283,30 @@ class ResilientTrainer:
         launcher = self._launcher
         if launcher is not None:
             launcher.end_soon()
+
+
+def _model(
+    stages: Layers | None, layers: Layers | None, layer_count: int | None, job: Job
+) -> tuple[Layers, int | None]:
+    """What builds the model's layers, and how many there are; None: one per stage, which can't be cut. Raises
+    InputError."""
+    if (stages is None) == (layers is None):
+        given = "neither" if stages is None else "both"
+        raise InputError("layers", given, "layers, or stages that can't be cut")
+    if stages is not None:
+        if layer_count is not None:
+            raise InputError("layer_count", layer_count, "nothing beside stages")
+        if isinstance(stages, Sequence) and len(stages) != job.stages:
+            raise InputError("stages", len(stages), f"one per stage of the job, {job.stages} in all")
+        return stages, None
+    assert layers is not None
+    if isinstance(layers, Sequence):
+        if layer_count not in (None, len(layers)):
+            raise InputError("layer_count", layer_count, f"the number of layers given, {len(layers)}")
+        layer_count = len(layers)
+    if isinstance(layer_count, bool) or not isinstance(layer_count, int) or layer_count < job.stages:
+        raise InputError("layer_count", layer_count, f"a whole number, at least one layer per stage: {job.stages}")
+    return layers, layer_count
 
 
 class _Lines:

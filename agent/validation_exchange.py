@@ -3,15 +3,16 @@
 With its share of the verdict a stage says how many of its workers still take their state from a peer: so all
 workers know at the same iteration that nobody does any more, and go over to the plan that counts on everybody.
 
-Every worker needs one number pair (a Slot) of every stage. All living peers of a stage hold the
+Every worker needs the few numbers (a Slot) of every stage. All living peers of a stage hold the
 same reduced gradients, so any of them can tell it: in each pipeline the stages tell each other,
 directly, and a pipeline without a worker of some stage is told by a peer of that stage. One hop, no
-collective, and (stages - 1) messages of 32 bytes a worker; they travel while the next iteration's
-warm-up runs.
+collective, and (stages - 1) messages of 24 bytes a worker, and 8 a layer where gradients are clipped; they travel
+while the next iteration's warm-up runs.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ from openrecycle.planner.job import Worker
 _TAG = 2**29
 # As in agent.executor: a slot of the iteration before may still be under way.
 _ITERATIONS = 4
+_NONE = math.nan
+"""Of an update that is skipped, as a coefficient."""
 
 
 def tellers(living: Iterable[Worker], pipeline: int) -> dict[int, Worker]:
@@ -61,7 +64,10 @@ class _Paths:
 class _Exchange:
     """The slots of one iteration, under way."""
 
-    def __init__(self, groups: Groups, paths: _Paths, iteration: int, slot: Slot, incomplete: int) -> None:
+    def __init__(
+        self, groups: Groups, paths: _Paths, norms: Sequence[int], iteration: int, slot: Slot, incomplete: int
+    ) -> None:
+        """norms: how many there are of each stage."""
         self.iteration = iteration
         self.incomplete = incomplete
         """Workers that take their state from a peer: of this stage, and of all once `wait` has returned."""
@@ -69,23 +75,22 @@ class _Exchange:
         self._mark = float(iteration)
         tag = _TAG + iteration % _ITERATIONS
         self._coming = {
-            stage: groups.receive(teller, torch.full((4,), -1.0, dtype=torch.float64), tag)
+            stage: groups.receive(teller, torch.full((norms[stage] + 3,), -1.0, dtype=torch.float64), tag)
             for stage, teller in paths.tellers.items()
         }
-        mine = torch.tensor(
-            [slot.squared_norm, float(slot.rejected), float(incomplete), self._mark], dtype=torch.float64
-        )
+        numbers = [*slot.squared_norms, float(slot.rejected), float(incomplete), self._mark]
+        mine = torch.tensor(numbers, dtype=torch.float64)
         self.sent = [groups.send(worker, mine, tag) for worker in paths.listeners]
 
     def arrived(self) -> bool:
         """Would `wait` return at once? Never blocks: a wait that expires would close the connection."""
-        return all(float(pending.tensor[3]) == self._mark for pending in self._coming.values())
+        return all(float(pending.tensor[-1]) == self._mark for pending in self._coming.values())
 
     def wait(self) -> list[Slot]:
         """All stages' slots, in order. Raises TransferError."""
         for stage, pending in self._coming.items():
-            norm, rejected, incomplete, _ = pending.wait().tolist()
-            self._slots[stage] = Slot(norm, int(rejected))
+            *norms, rejected, incomplete, _ = pending.wait().tolist()
+            self._slots[stage] = Slot(tuple(norms), int(rejected))
             self.incomplete += int(incomplete)
         return [self._slots[stage] for stage in sorted(self._slots)]
 
@@ -94,9 +99,9 @@ class Steps:
     """Takes the steps of one worker's stage, each as the verdicts so far advise, and puts right what
     a later verdict overturns.
 
-    notable: called with (iteration, verdict, redone) for a verdict that left an update out or came
-    too late (redone: the step had been taken otherwise); all workers say the same. waiting: entered while
-    it waits for peers.
+    partition: layers per stage. notable: called with (iteration, verdict, redone) for a verdict that left an
+    update out or came too late (redone: the step had been taken otherwise); all workers say the same. waiting:
+    entered while it waits for peers.
     """
 
     def __init__(
@@ -104,15 +109,22 @@ class Steps:
         me: Worker,
         optimization: Optimization,
         optimizer: StageOptimizer,
+        partition: Sequence[int],
         notable: Callable[[int, ValidationResult, bool], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._waiting = waiting
         self._me, self._optimization, self._optimizer, self._notable = me, optimization, optimizer, notable
+        self.beside: list[StageOptimizer] = []
+        """Of layers that come to this worker; they take every step that it takes."""
+        self._norms = tuple(partition) if optimization.clip_norm is not None else (0,) * len(partition)
+        """Of each stage, how many it tells the others."""
         self._groups: Groups | None = None
         self._paths = _Paths(me.stage, {}, ())
         self._exchange: _Exchange | None = None
         self._sent: deque[tuple[int, list[Pending]]] = deque()
+        self.incomplete = 0
+        """How many workers took their state from a peer in the iteration whose verdict is known last."""
         self.complete_since: int | None = None
         """The first iteration of the generation in which no worker of any stage took its state from a peer any more,
         as far as this worker has heard; whoever begins the iteration after the next has heard of it."""
@@ -131,19 +143,24 @@ class Steps:
         slot = optimizer.measure()
         ahead_of_verdict = not self._optimization.synchronous and optimizer.post_validation.optimistic
         try:
-            exchange = _Exchange(self._groups, self._paths, iteration, slot, incomplete)
+            exchange = _Exchange(self._groups, self._paths, self._norms, iteration, slot, incomplete)
         except TransferError:
             if not ahead_of_verdict:
                 raise
-            return optimizer.step(None, slot)  # in doubt until the next generation's agreement
+            return self._step(None, slot)  # in doubt until the next generation's agreement
         self._sent.append((iteration, exchange.sent))
         if ahead_of_verdict:
             self._exchange = exchange
-            return optimizer.step(None, slot)
+            return self._step(None, slot)
         verdict = judge(self._slots_of(exchange), self._optimization.clip_norm)
-        loss = optimizer.step(verdict, slot)
+        loss = self._step(verdict, slot)
         self._heed(verdict, redone=False)
         return loss
+
+    def _step(self, verdict: ValidationResult | None, slot: Slot) -> float:
+        for coming in self.beside:
+            coming.step(verdict)
+        return self._optimizer.step(verdict, slot)
 
     def overturned(self) -> bool:
         """Has the verdict on the last step arrived, and did it put that step right? Never blocks.
@@ -159,12 +176,21 @@ class Steps:
             if not self._optimizer.settled:
                 raise TransferError("the verdict on the last step can't arrive any more")
             return False
-        return self._settle_with(self._slots_of(exchange))
+        return self._settle_by(judge(self._slots_of(exchange), self._optimization.clip_norm))
 
     def counts_on_all(self, iteration: int) -> bool:
         """Is `iteration`, which is about to begin, run by a plan that counts on every worker? The same answer on
         all: what was said at the step of an iteration is known to all before their next step."""
         return self.complete_since is not None and iteration >= self.complete_since + 2
+
+    @property
+    def optimizer(self) -> StageOptimizer:
+        return self._optimizer
+
+    def rearrange(self, optimizer: StageOptimizer, partition: Sequence[int]) -> None:
+        """Between two iterations, with everything settled: every stage has other layers from here on."""
+        self._optimizer, self.beside = optimizer, []
+        self._norms = tuple(partition) if any(self._norms) else self._norms
 
     def drain(self) -> None:
         """Settles, and waits until peers have all that was sent. Between two iterations only."""
@@ -180,10 +206,23 @@ class Steps:
     # -- a generation begins ----------------------------------------------------------------------
 
     def numbers(self) -> tuple[int, ...]:
-        """What the others must know in an agreement: is the last step in doubt, and the slots (bits of
-        the squared norm, rejected) of the last step and the one before."""
-        slots = self._optimizer.slot, self._optimizer.slot_before
-        return int(not self._optimizer.settled), *(n for s in slots for n in (_bits(s.squared_norm), s.rejected))
+        """What the others must know in an agreement: is the last step in doubt, and of the last step and the one
+        before: the verdict, and the slot (rejected, bits of the squared norms). Equally many on all workers."""
+        optimizer, width = self._optimizer, self._width
+        out = [int(not optimizer.settled)]
+        for verdict, slot in (
+            (optimizer.verdict, optimizer.slot),
+            (optimizer.verdict_before, optimizer.slot_before),
+        ):
+            row = [_bits(_NONE if verdict.coefficient is None else verdict.coefficient), slot.rejected]
+            row += map(_bits, slot.squared_norms)
+            out += row + [0] * (width - len(row))
+        return tuple(out)
+
+    @property
+    def _width(self) -> int:
+        """Of a verdict and a slot. However the model is cut, no stage has more layers."""
+        return 2 + (sum(self._norms) - len(self._norms) + 1 if any(self._norms) else 0)
 
     def begin(
         self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Worker, tuple[int, ...]]
@@ -202,14 +241,20 @@ class Steps:
         if self._optimizer.settled or self._me not in holders:
             return False
         slots = {}
-        for worker, (count, _, bits, rejected, bits_before, rejected_before) in sorted(holders.items()):
+        for worker, (count, in_doubt, *numbers) in sorted(holders.items()):
             ahead = count > committed
-            slots[worker.stage] = Slot(_float(bits_before if ahead else bits), rejected_before if ahead else rejected)
-        return self._settle_with([slots[stage] for stage in sorted(slots)])
+            verdict, rejected, *bits = numbers[self._width :] if ahead else numbers[: self._width]
+            if ahead or not in_doubt:
+                coefficient = _float(verdict)  # whoever knows it may have cut the model elsewhere since
+                return self._settle_by(ValidationResult(None if math.isnan(coefficient) else coefficient))
+            slots[worker.stage] = Slot(tuple(map(_float, bits[: self._norms[worker.stage]])), rejected)
+        in_order = [slots[stage] for stage in sorted(slots)]
+        return self._settle_by(judge(in_order, self._optimization.clip_norm))
 
     def _slots_of(self, exchange: _Exchange) -> list[Slot]:
         with self._waiting():
             slots = exchange.wait()
+        self.incomplete = exchange.incomplete
         if self.complete_since is None and not exchange.incomplete:
             self.complete_since = exchange.iteration
         # What went out two steps ago has been received: its receivers have stepped since.
@@ -225,9 +270,10 @@ class Steps:
 
     # -- the verdict --------------------------------------------------------------------------
 
-    def _settle_with(self, slots: Sequence[Slot]) -> bool:
-        verdict = judge(slots, self._optimization.clip_norm)
+    def _settle_by(self, verdict: ValidationResult) -> bool:
         changed = self._optimizer.settle(verdict)
+        for coming in self.beside:
+            coming.settle(verdict)
         self._heed(verdict, redone=changed)
         return changed
 

@@ -21,22 +21,24 @@ PROBED = 16
 
 
 class Workload(Protocol):
-    """A training task cut into stages.
+    """A training task.
 
+    Its model comes as layers, `layer_count(stages)` and `build_layer(layer, layers, seed)`, of which a stage holds a
+    contiguous run; or as stages that can't be cut, `build_stage(stage, stages, seed)`. Each gives a torch.nn.Module
+    that takes what the one before returns; equal arguments give equal initial parameters. Parameters that several
+    layers share are named by `tied(layers)`: groups of `LAYER.NAME`.
     `inputs` and `targets` depend on (seed, iteration, pipeline, micro_batch) only, so that whichever
     worker runs a micro-batch sees the same data.
     A workload may have more: `scheduler(optimizer)`, an LRScheduler that is stepped once per
-    iteration; and, where agent.stage_io should not find out what passes from stage to stage,
-    `stage_io` (TensorSpecs per pair of neighbours) or `stage_output_shape` and `stage_output_dtype` (of
-    one tensor that is the same between all stages); and `samples(iteration, pipeline, micro_batch)`, the indices of
-    the samples in a micro-batch, for messages about one that raises.
+    iteration; and, where agent.stage_io should not find out what passes from one to the next,
+    `stage_io` (TensorSpecs per pair of neighbouring layers, or stages) or `stage_output_shape` and
+    `stage_output_dtype` (of one tensor that is the same between all of them); and
+    `samples(iteration, pipeline, micro_batch)`, the indices of the samples in a micro-batch, for messages about one
+    that raises.
     """
 
     @property
     def samples_per_micro_batch(self) -> int: ...
-
-    def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
-        """The module of one stage; equal arguments give equal initial parameters."""
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
         """What enters the first stage: a tensor, or a tuple of tensors, its positional arguments."""

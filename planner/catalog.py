@@ -47,6 +47,7 @@ class Catalog:
         # 2,048 workers takes seconds, and most are found for the very failures they were made for.
         self._plans: dict[frozenset[Worker], tuple[Plan, tuple[int, ...]]] = {}
         self._renamed: tuple[Plan, frozenset[Worker], Plan] | None = None  # what was found last, and for whom
+        self._elsewhere: dict[tuple[int, ...], Catalog] = {job.partition: self}
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -106,6 +107,16 @@ class Catalog:
         if renamed is not plan:
             self._renamed = plan, failed, renamed
         return renamed
+
+    def at(self, partition: tuple[int, ...]) -> Catalog:
+        """That of the same job with its layers cut so; (): this one. Raises InputError."""
+        if not partition or not self.job.layers:
+            return self
+        if partition not in self._elsewhere:
+            other = Catalog(self.job.with_partition(partition), self.technique, self.memory)
+            other._elsewhere = self._elsewhere
+            self._elsewhere[partition] = other
+        return self._elsewhere[partition]
 
     def has(self, failed: Iterable[Worker]) -> bool:
         """Is a plan stored for such failures?"""

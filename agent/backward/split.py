@@ -11,7 +11,7 @@ then run the whole backward in W.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -161,6 +161,13 @@ class TorchSplit:
 
     def close(self) -> None:
         """Nothing was changed."""
+
+
+STRATEGIES: dict[StrategyName, Callable[[nn.Module], Strategy]] = {
+    "deferred": Deferred,
+    "torch": TorchSplit,
+    "fused": Fused,
+}
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:

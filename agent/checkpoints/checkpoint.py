@@ -6,20 +6,20 @@
 
 state.json is the state's document and, in order, each tensor's name, type and shape; tensors.bin is their
 bytes, one after the other, in the machine's order (little-endian wherever torch runs). Nothing in a
-checkpoint is pickled, so reading one runs nothing, whoever wrote it. Until version 2 it held torch's
-pickled description of tensors; such a checkpoint is refused.
+checkpoint is pickled, so reading one runs nothing, whoever wrote it. Version 1 held torch's pickled description of
+tensors, and version 2 knew no layers; such checkpoints are refused.
 
 A checkpoint exists wholly or not at all. One living worker per stage writes its part into a hidden
 directory, with its checksums last; whoever sees that all parts are there writes the manifest and
 renames the directory. Everything is on the disk before the rename.
 
-State is per stage and knows no pipelines, so it can be taken up with other workers failed and with
-another number of pipelines. The number of stages, the model, the optimizer's and scheduler's class
-and the seed must be the same; a job whose iterations hold other micro-batches goes on training, but
-not to the same bits.
+State is per layer, a file for those of a stage, and knows no pipelines: it can be taken up with other workers
+failed, with another number of pipelines, and by stages that are cut elsewhere. The number of layers, the model, the
+optimizer's and scheduler's class and the seed must be the same; a job whose iterations hold other micro-batches goes
+on training, but not to the same bits.
 
-To read one stage's state, on any machine and without a running job:
-`load_stage(directory, stage) -> StageState`, where directory is a checkpoint or a folder of them.
+To read the state of some layers, on any machine and without a running job:
+`load_layers(directory, range(first, after)) -> StageState`, where directory is a checkpoint or a folder of them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from typing import Any
 
 import torch
 
+from openrecycle.agent.layers import Partition, Span, partition_of, spans
+from openrecycle.agent.optimizer import joined, of_layers
 from openrecycle.agent.state import StageState, StateError, describe, opened, read_tensors, write_tensors
 from openrecycle.planner.plan import read_json
 
-FORMAT, VERSION = "openrecycle-checkpoint", 2
+FORMAT, VERSION = "openrecycle-checkpoint", 3
 # Asked for before a file is read. A state of 100,000 tensors has a description of 20 MB, a job of 16,384
 # stages a manifest of 4 MB; nothing that is larger is one.
 MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**24, 2**28
@@ -53,14 +55,16 @@ class CheckpointError(StateError):
 
 
 class OldCheckpointError(CheckpointError):
-    """A checkpoint of the pickled form. It is whole, and must not be taken for missing or written over."""
+    """A checkpoint of an older form. It is whole, and must not be taken for missing or written over."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint says about the job that wrote it. recipe: how it trains, by the options' names."""
+    """What a checkpoint says about the job that wrote it. layers: of the whole model. recipe: how it trains, by the
+    options' names."""
 
     workload: str
+    layers: int
     stages: int
     pipelines: int
     micro_batches: int
@@ -72,28 +76,31 @@ class Identity:
 class Checkpoint:
     """A whole checkpoint. iteration: how many iterations are in it, so also the next one.
 
-    files: per stage the sha256 of each of its files.
+    files: per stage the sha256 of each of its files. partition: layers per stage.
     """
 
     path: Path
     iteration: int
     identity: Identity
     files: tuple[Mapping[str, str], ...]
+    partition: Partition
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
         """Reads the manifest. Raises CheckpointError."""
         try:
             doc = _read(path / "manifest.json", MAX_MANIFEST_BYTES)
-            if (doc["format"], doc["version"]) == (FORMAT, 1):
+            if doc["format"] == FORMAT and doc["version"] in (1, 2):
                 raise OldCheckpointError(
-                    f"{path}: a checkpoint of version 1, which is pickled and not read any more; resume it with the "
-                    f"version that wrote it, or take another --checkpoint folder"
+                    f"{path}: a checkpoint of version {doc['version']}, which is not read any more; resume it with the "
+                    f"release that wrote it, or take another --checkpoint folder"
                 )
             if (doc["format"], doc["version"]) != (FORMAT, VERSION):
                 raise CheckpointError(f"{path}: got {doc['format']} {doc['version']}, expected {FORMAT} {VERSION}")
             stages = tuple({name: str(files[name]) for name in (_STATE, _TENSORS)} for files in doc["stages"])
-            return cls(path, _count(doc["iteration"]), _identity(doc["job"], len(stages)), stages)
+            identity = _identity(doc["job"], len(stages))
+            partition = partition_of(tuple(map(_count, doc["partition"])), identity.layers, len(stages))
+            return cls(path, _count(doc["iteration"]), identity, stages, partition)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: no whole checkpoint: {type(error).__name__}: {error}") from None
 
@@ -102,10 +109,21 @@ class Checkpoint:
         for stage in range(len(self.files)):
             self._verify(stage)
 
-    def load(self, stage: int) -> StageState:
-        """One stage's state, verified. Raises CheckpointError."""
-        self._verify(stage)
-        return _read_part(_part(self.path, stage))
+    def load(self, span: Span) -> StageState:
+        """The state of some layers, verified. Raises CheckpointError."""
+        if not span or not 0 <= span[0] <= span[-1] < sum(self.partition):
+            raise CheckpointError(f"{self.path}: has layers 0 to {sum(self.partition) - 1}, not {span}")
+        parts = []
+        for stage, own in enumerate(spans(self.partition)):
+            if own[0] <= span[-1] and span[0] <= own[-1]:
+                self._verify(stage)
+                parts.append(_read_part(_part(self.path, stage)))
+        if span in spans(self.partition):
+            return parts[0]
+        try:
+            return of_layers(joined(parts), span)
+        except (StateError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{self.path}: can't be read: {reason_of(error)}") from None
 
     def _verify(self, stage: int) -> None:
         if not 0 <= stage < len(self.files):
@@ -175,25 +193,28 @@ def set_aside_later(directory: Path, iteration: int) -> list[str]:
     return names
 
 
-def load_stage(directory: Path, stage: int) -> StageState:
-    """A stage's state from a checkpoint, or from the newest one in a folder of checkpoints.
+def load_layers(directory: Path, span: Span) -> StageState:
+    """The state of some layers from a checkpoint, or from the newest one in a folder of checkpoints.
 
     `StageOptimizer.load_state` takes it up; its `document["committed"]` is the next iteration.
     Raises CheckpointError.
     """
     if (directory / "manifest.json").exists():
-        return Checkpoint.open(directory).load(stage)
+        return Checkpoint.open(directory).load(span)
     candidates = whole_checkpoints(directory)
     if not candidates:
         raise CheckpointError(f"{directory}: no whole checkpoint in it")
-    return candidates[0].load(stage)
+    return candidates[0].load(span)
 
 
 # -- writing ----------------------------------------------------------------------------------
 
 
-def write_part(directory: Path, state: StageState, stage: int, identity: Identity, attempt: int, keep: int) -> bool:
-    """Writes one stage's part, and makes the checkpoint whole when all parts are there; returns whether.
+def write_part(
+    directory: Path, state: StageState, stage: int, layers: int, identity: Identity, attempt: int, keep: int
+) -> bool:
+    """Writes one stage's part, the state of so many layers, and makes the checkpoint whole when all parts are there;
+    returns whether.
 
     attempt: tells apart writers of one iteration that did not know of each other (a generation's number).
     keep: how many whole checkpoints stay. Raises CheckpointError, or OSError.
@@ -209,7 +230,7 @@ def write_part(directory: Path, state: StageState, stage: int, identity: Identit
         files = {name: _sha256(part / name) for name in (_STATE, _TENSORS)}
         _sync(partial)
         # From here on another writer may make the checkpoint whole, and this directory be renamed.
-        _write(part / "part.json", {"files": files})
+        _write(part / "part.json", {"files": files, "layers": layers})
     except (OSError, ValueError, RuntimeError) as error:
         # A full disk gets its space back.
         shutil.rmtree(part, ignore_errors=True)
@@ -219,7 +240,7 @@ def write_part(directory: Path, state: StageState, stage: int, identity: Identit
 
 def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identity, keep: int) -> bool:
     try:
-        parts = [json.loads((_part(partial, s) / "part.json").read_text())["files"] for s in range(identity.stages)]
+        parts = [json.loads((_part(partial, s) / "part.json").read_text()) for s in range(identity.stages)]
     except FileNotFoundError:
         return False  # whoever writes the last part sees them all
     manifest = {
@@ -228,7 +249,8 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
         "iteration": iteration,
         "job": {**vars(identity), "recipe": dict(identity.recipe)},
         "torch": torch.__version__,
-        "stages": parts,
+        "stages": [part["files"] for part in parts],
+        "partition": [part["layers"] for part in parts],
     }
     target = directory / f"iteration-{iteration:010d}"
     try:
@@ -334,7 +356,7 @@ def _count(value: Any) -> int:
 def _identity(document: Any, stages: int) -> Identity:
     """Raises ValueError, KeyError or TypeError where it is none, or of another number of stages."""
     values = {field.name: document[field.name] for field in fields(Identity)}
-    for name in ("stages", "pipelines", "micro_batches"):
+    for name in ("layers", "stages", "pipelines", "micro_batches"):
         _count(values[name])
     if values["stages"] != stages or isinstance(values["seed"], bool) or not isinstance(values["seed"], int):
         raise ValueError(f"a job of {values['stages']!r} stages and the seed {values['seed']!r} with {stages} parts")

@@ -59,7 +59,8 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     except CheckpointError as error:
         raise options.refuse("resume", f"a whole checkpoint ({error})") from None
     was = found.identity
-    for field, mine, theirs in (("job.stages", identity.stages, was.stages), ("seed", identity.seed, was.seed)):
+    layers = "job.stages" if identity.layers == identity.stages else "layers"
+    for field, mine, theirs in ((layers, identity.layers, was.layers), ("seed", identity.seed, was.seed)):
         if mine != theirs:
             raise InputError(field, mine, f"{theirs}, as in the checkpoint {found.path}")
     if found.iteration >= iterations:
@@ -82,6 +83,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
 class _Copy:
     iteration: int
     attempt: int
+    layers: int
     state: StageState
 
 
@@ -99,11 +101,13 @@ class Checkpointer:
         options: Checkpoints,
         origin: Origin,
         stage: int,
+        layers: int,
         iterations: int,
         said: Callable[[int, str | None], None],
         interrupted: Callable[[], bool],
     ) -> None:
         self._options, self._origin, self._stage = options, origin, stage
+        self.layers = layers
         self._iterations = iterations
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
@@ -122,7 +126,7 @@ class Checkpointer:
         if writes and (last or self.due(committed)) and committed > self._origin.resumed_at:
             state = optimizer.state()
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
-            self._copy = _Copy(committed, attempt, StageState(state.document, tensors))
+            self._copy = _Copy(committed, attempt, self.layers, StageState(state.document, tensors))
 
     def due(self, committed: int) -> bool:
         """Is there to be a checkpoint of so many iterations?"""
@@ -162,7 +166,8 @@ class Checkpointer:
         options, folder = self._options, self._options.folder
         assert folder is not None
         try:
-            whole = write_part(folder, copy.state, self._stage, self._origin.identity, copy.attempt, options.keep)
+            identity, attempt = self._origin.identity, copy.attempt
+            whole = write_part(folder, copy.state, self._stage, copy.layers, identity, attempt, options.keep)
         except (CheckpointError, OSError) as error:
             self._said(copy.iteration, str(error))
         else:

@@ -1,4 +1,4 @@
-"""The trained weights, one file per stage: what is left when a job is done."""
+"""The trained weights, one file per layer: what is left when a job is done."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class WeightsError(RuntimeError):
     """The weights could not be written; the sentence says where and why."""
 
 
-def save_weights(folder: str, stage: int, module: nn.Module) -> None:
+def save_weights(folder: str, layer: int, module: nn.Module) -> None:
     """Writes the module's state dict, wholly or not at all. Raises WeightsError."""
-    file = weights_file(folder, stage)
+    file = weights_file(folder, layer)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -33,14 +33,14 @@ def save_weights(folder: str, stage: int, module: nn.Module) -> None:
     except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)
         reason = reason_of(error)
-        raise WeightsError(f"the weights of stage {stage} could not be written to {file}: {reason}") from None
+        raise WeightsError(f"the weights of layer {layer} could not be written to {file}: {reason}") from None
 
 
-def load_weights(folder: str, stage: int) -> dict[str, Any]:
-    """The state dict of a stage. Raises OSError where there is none."""
-    state: dict[str, Any] = torch.load(weights_file(folder, stage), weights_only=True)
+def load_weights(folder: str, layer: int) -> dict[str, Any]:
+    """The state dict of a layer. Raises OSError where there is none."""
+    state: dict[str, Any] = torch.load(weights_file(folder, layer), weights_only=True)
     return state
 
 
-def weights_file(folder: str, stage: int) -> Path:
-    return Path(folder) / f"stage{stage}.pt"
+def weights_file(folder: str, layer: int) -> Path:
+    return Path(folder) / f"layer{layer}.pt"

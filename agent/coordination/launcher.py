@@ -30,6 +30,11 @@ class Deploy:
     moves: tuple[tuple[Worker, Worker], ...] = ()
     restore: str | None = None
 
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers per stage, for which the plan is; (): the model's stages can't be cut."""
+        return self.plan.partition
+
 
 @dataclass(frozen=True)
 class Halt:
@@ -92,6 +97,9 @@ class Coordination(Protocol):
 
     def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
         """A worker is in the groups of `generation`, with `iteration` agreed on."""
+
+    def rearranged(self, generation: int, partition: tuple[int, ...]) -> None:
+        """The workers have so many layers per stage from here on."""
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
         """What the members of `generation` run until those who take their state from a peer have it."""

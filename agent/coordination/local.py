@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal
 
 from openrecycle.agent.coordination import coordinator
 from openrecycle.agent.coordination.events import (
@@ -26,6 +27,7 @@ from openrecycle.agent.coordination.events import (
     Registered,
     Tick,
     TransferBroken,
+    UsePlan,
 )
 from openrecycle.agent.coordination.generations import deployment_of, why_not
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, Remark
@@ -36,10 +38,23 @@ from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Worker
 from openrecycle.planner.migration import normalize
+from openrecycle.planner.partition import Layout, lay_out
 from openrecycle.planner.plan import Plan
 
 if TYPE_CHECKING:
     from openrecycle.agent.clock import Offset
+
+
+Relayout = Literal["auto", "never", "always"]
+MOVE_ITERATIONS = 1.0
+"""What it costs that layers move, in iterations: those who give or take any, and the groups that form anew."""
+
+
+def worth_moving(now: float, then: float, iteration_seconds: float) -> tuple[bool, str]:
+    """Does an hour of the shorter period save more than the move costs? now, then: periods."""
+    saved, cost = 3600 * (1 - then / now), MOVE_ITERATIONS * iteration_seconds
+    reason = f"layers move: the period falls by {1 - then / now:.1%}"
+    return saved > cost, reason
 
 
 class LocalCoordination(Coordination):
@@ -48,7 +63,7 @@ class LocalCoordination(Coordination):
     grace: seconds that a broken transfer waits for the exit that explains it, before a link is blamed
     (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan
     follows; in any case a worker moves to a stage that nobody lives on. checkpoint: asked for the checkpoint to
-    go back to when a stage's state is lost; None: the job writes none.
+    go back to when a stage's state is lost; None: the job writes none. relayout: may layers change their stage?
     """
 
     def __init__(
@@ -58,8 +73,17 @@ class LocalCoordination(Coordination):
         grace: float = Ladder.transfer_grace,
         migrate: bool = False,
         checkpoint: Callable[[], str | None] | None = None,
+        relayout: Relayout = "never",
     ) -> None:
         job = catalog.job
+        self._relayout, self._held = relayout, job.partition
+        self._going_to: tuple[int, ...] = ()
+        """The partition whose layers are under way; (): none are."""
+        self._layouts = ThreadPoolExecutor(1, "layout")
+        self._layout: tuple[int, Future[Layout]] | None = None
+        """For which generation, and what is found."""
+        self._looked_at = 0
+        self._iteration_seconds = 0.0
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
         self._ladder = Ladder(transfer_grace=grace)
         # When all iterations are committed is for the launcher to say: until then it needs every worker.
@@ -91,6 +115,7 @@ class LocalCoordination(Coordination):
         # A launcher's own workers say so once they have all of their state, and more is not waited for: whoever
         # comes back is let in after an iteration that all have finished.
         self._acknowledge(worker, incarnation, generation, "resumed")
+        self._look_for_layout()
 
     def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
         self._take(Exited(str(worker), incarnation, "launcher", detail))
@@ -108,7 +133,14 @@ class LocalCoordination(Coordination):
         self._take(Raised(str(worker), incarnation, generation, text))
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
+        iterations = list(iterations)
+        if iterations:
+            self._iteration_seconds = iterations[-1].seconds
         self._take(IterationsCommitted(max((i.iteration + 1 for i in iterations), default=0)))
+
+    def rearranged(self, generation: int, partition: tuple[int, ...]) -> None:
+        self._held, self._going_to = partition, ()
+        self._look_for_layout()
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
         """Nobody looks."""
@@ -125,11 +157,50 @@ class LocalCoordination(Coordination):
     def poll(self, now: float) -> list[Order]:
         self._now = now
         self._take(Tick())
+        self._take_layout()
         orders, self._orders = self._orders, []
         return orders
 
     def close(self, hurried: Callable[[], bool]) -> None:
-        """There is nobody to tell."""
+        self._layouts.shutdown(wait=False, cancel_futures=True)
+
+    # -- layers -------------------------------------------------------------------------------
+
+    def _look_for_layout(self) -> None:
+        """Once all train: is there a better partition for those who live? Looked for in a thread."""
+        state, job = self._state, self._catalog.job
+        if self._relayout == "never" or not job.layers or not state.settled or self._going_to or self._layout:
+            return
+        if state.current is None or state.generation == self._looked_at:
+            return
+        self._looked_at = state.generation
+        lost, at = frozenset(map(Worker.parse, state.current.failed)), self._held
+        technique, memory = self._catalog.technique, self._catalog.memory
+        found = self._layouts.submit(lay_out, job, lost, technique=technique, memory=memory, present=at)
+        self._layout = state.generation, found
+
+    def _take_layout(self) -> None:
+        if self._layout is None or not self._layout[1].done():
+            return
+        (generation, found), self._layout = self._layout, None
+        current = self._state.current
+        if current is None or generation != self._state.generation or not self._state.settled:
+            return  # all is different since; it is looked for again
+        try:
+            partition = found.result().partition
+            if partition == self._held:
+                return
+            lost = frozenset(map(Worker.parse, current.failed))
+            plan, _ = self._catalog.at(partition).plan_for(lost)
+            now, _ = self._catalog.at(self._held).plan_for(lost)
+        except PlannerError:
+            return
+        better, reason = worth_moving(now.metrics.period, plan.metrics.period, self._iteration_seconds)
+        if not better and self._relayout != "always":
+            return
+        self._planned, self._going_to = (plan, reason), partition
+        if self._take(UsePlan(plan.fingerprint, current.failed, "", reason)):
+            self._going_to = ()
 
     # -- the machine --------------------------------------------------------------------------
 
@@ -156,7 +227,8 @@ class LocalCoordination(Coordination):
         try:
             moves = self._moves(failed)
             empty = {*failed, *(source for source, _ in moves)} - {to for _, to in moves}
-            self._planned = plan, origin = self._catalog.plan_for(map(Worker.parse, empty))
+            at = self._going_to or self._held
+            self._planned = plan, origin = self._catalog.at(at).plan_for(map(Worker.parse, empty))
         except PlannerError as error:
             return PlanRefused(failed, str(error))
         return PlanReady(failed, plan.fingerprint, origin, moves)

@@ -1,4 +1,4 @@
-"""A small byte-level GPT on real text, cut into pipeline stages.
+"""A small byte-level GPT on real text, a layer per transformer block.
 
 The text is the source code of the Python standard library, which every machine with Python has.
 """
@@ -56,16 +56,19 @@ class Embedding(nn.Module):
 
 
 class Gpt:
-    """A Workload. width, heads, blocks (per stage), sequence (bytes), batch (samples per micro-batch)."""
+    """A Workload. width, heads, layers (blocks in all; 0: `blocks` per stage), sequence (bytes), batch (samples per
+    micro-batch), tied (the head's weight is the embedding's)."""
 
     def __init__(
         self,
         width: int = 64,
         heads: int = 4,
         blocks: int = 1,
+        layers: int = 0,
         sequence: int = 64,
         batch: int = 4,
         dropout: float = 0.1,
+        tied: bool = False,
         learning_rate: float = 1e-3,
     ) -> None:
         for name, value in (("width", width), ("heads", heads), ("blocks", blocks), ("sequence", sequence)):
@@ -75,19 +78,30 @@ class Gpt:
             raise ValueError(f"batch: got {batch}, expected at least 1")
         if width % heads:
             raise ValueError(f"width: got {width}, expected a multiple of heads ({heads})")
-        self._width, self._heads, self._blocks = width, heads, blocks
+        if layers < 0:
+            raise ValueError(f"layers: got {layers}, expected 0 or more")
+        self._width, self._heads, self._blocks, self._layers, self._tied = width, heads, blocks, layers, tied
         self._sequence, self._dropout, self._learning_rate = sequence, dropout, learning_rate
         self.samples_per_micro_batch = batch
         self.stage_output_shape = (batch, sequence, width)
         self.stage_output_dtype = torch.float32
 
-    def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
-        torch.manual_seed(seed_for("parameters", seed, stage))
-        layers: list[nn.Module] = [Embedding(self._width, self._sequence)] if stage == 0 else []
-        layers += [Block(self._width, self._heads, self._dropout) for _ in range(self._blocks)]
-        if stage == stages - 1:
-            layers += [nn.LayerNorm(self._width), nn.Linear(self._width, VOCABULARY)]
-        return nn.Sequential(*layers)
+    def layer_count(self, stages: int) -> int:
+        return self._layers or stages * self._blocks
+
+    def tied(self, layers: int) -> tuple[tuple[str, str], ...]:
+        """The embedding's weight is the head's, too."""
+        head = f"{layers - 1}.{2 if layers > 1 else 3}.weight"
+        return (("0.0.token.weight", head),) if self._tied else ()
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        """The first has the embedding, too, and the last the head."""
+        torch.manual_seed(seed_for("parameters", seed, layer))
+        parts: list[nn.Module] = [Embedding(self._width, self._sequence)] if layer == 0 else []
+        parts.append(Block(self._width, self._heads, self._dropout))
+        if layer == layers - 1:
+            parts += [nn.LayerNorm(self._width), nn.Linear(self._width, VOCABULARY)]
+        return nn.Sequential(*parts)
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
         return self._windows(seed, iteration, pipeline, micro_batch)[:, :-1].long()

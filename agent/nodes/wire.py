@@ -11,6 +11,7 @@ import torch.distributed
 from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.layers import Partition
 from openrecycle.agent.options import TrainingOptions
 from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.stage_io import StageIO
@@ -30,7 +31,8 @@ MACHINE = {
 # What a RunSpec holds, and how it is told.
 _FORMS: dict[str, TypeAdapter[Any]] = {
     "options": TypeAdapter(TrainingOptions),
-    "stage_io": TypeAdapter(StageIO | None),
+    "partition": TypeAdapter(Partition),
+    "layer_io": TypeAdapter(StageIO | None),
     "origin": TypeAdapter(Origin | None),
 }
 _LEAD_KEY = "openrecycle/lead-port"

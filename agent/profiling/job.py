@@ -22,7 +22,7 @@ from openrecycle.agent.profiling.shapes import parts_of, shape_of
 from openrecycle.agent.profiling.stages import Rounds, StageError, measure_stages
 from openrecycle.agent.profiling.traffic import TrafficError, measure_traffic
 from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import Tensors, stage_io_of, tensors_of
+from openrecycle.agent.stage_io import Cuts, Tensors, tensors_of
 from openrecycle.agent.workload import NamedWorkload, load_workload
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
@@ -81,7 +81,7 @@ def measure_workload(
     """
     pipelines, stages, micro_batches = grid
     workload, job = load_workload(path, dict(options)), Job.uniform(*grid)
-    between = stage_io_of(workload, stages, 0, optimization.autocast)
+    cuts = Cuts.of(workload, stages, autocast=optimization.autocast)
     inputs = tensors_of(workload.inputs(0, 0, 0, 0), "data")
     x: Tensors = inputs if len(inputs) > 1 else inputs[0]
     targets = workload.targets(0, 0, 0, 0)
@@ -90,7 +90,7 @@ def measure_workload(
         return workload.loss(output, targets) / (pipelines * micro_batches)
 
     def trained(stage: int) -> tuple[Stage, StageOptimizer]:
-        made, _ = assemble(workload, job, stage, 0, optimization, between)
+        made, _ = assemble(workload, job, cuts, stage, 0, optimization)
         return made, stage_optimizer(workload, made.module, made.gradients, optimization)
 
     parts, sizes = [], []

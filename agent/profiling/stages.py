@@ -29,7 +29,7 @@ from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.profiling.profiler import CLOCKS, Effort, size_of
 from openrecycle.agent.profiling.traffic import measure_traffic
 from openrecycle.agent.script import MicroBatch, Script
-from openrecycle.agent.stage_io import StageIO, StageOutput, stage_io_of
+from openrecycle.agent.stage_io import Cuts, StageIO, StageOutput
 from openrecycle.agent.transport.transfers import Transfers
 from openrecycle.agent.validation_exchange import Steps
 from openrecycle.agent.workload import NamedWorkload, WorkloadSource
@@ -161,10 +161,11 @@ class Bench:
 
     def __init__(self, run: StageRun, clock: Callable[[], float] | None = None) -> None:
         workload, me, job = run.workload.load(), run.cell, run.job
-        between = stage_io_of(workload, job.stages, 0, run.optimization.autocast)
-        stage, _ = assemble(workload, job, me.stage, 0, run.optimization, between)
+        cuts = Cuts.of(workload, job.stages, autocast=run.optimization.autocast)
+        between = cuts.stage_io
+        stage, _ = assemble(workload, job, cuts, me.stage, 0, run.optimization)
         optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.optimization)
-        steps = Steps(me, run.optimization, optimizer, lambda *_: None)
+        steps = Steps(me, run.optimization, optimizer, cuts.partition, lambda *_: None)
         self._gradients = stage.gradients.buffer
         self._clock, self._marks = clock or CLOCKS[run.effort.clock], list[float]()
         self._executor = Executor(

@@ -31,9 +31,9 @@ class Bulky(Gpt):
         super().__init__(**settings)
         self._inner = max(1, (mebibytes << 20) // (12 * 2 * self._width))
 
-    def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
-        module = super().build_stage(stage, stages, seed)
-        if stage != 1:
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        module = super().build_layer(layer, layers, seed)
+        if layer != 1:
             return module
         torch.manual_seed(seed_for("bulk", seed))
         return nn.Sequential(Wide(self._width, self._inner), module)

@@ -30,7 +30,7 @@ from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.script import Script
-from openrecycle.agent.stage_io import stage_io_of
+from openrecycle.agent.stage_io import Cuts
 from openrecycle.agent.state import pack, unpack
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
 from openrecycle.agent.transport.transfers import Layout, Lines
@@ -166,9 +166,9 @@ class _Peers(Group):
 def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
     """Losses and hashes of the parameters, by worker; with what is done to a trained stage's state."""
     workload: Any = Mixed()
-    between = stage_io_of(workload, JOB.stages, 0, optimization.autocast)
+    cuts = Cuts.of(workload, JOB.stages, autocast=optimization.autocast)
     with FarFactories():
-        assert stage_io_of(workload, JOB.stages, 0, optimization.autocast, device) == between
+        assert Cuts.of(workload, JOB.stages, (), optimization.autocast, device) == cuts
     schedule = Catalog(JOB, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].schedule()
     living = list(JOB.workers())
     # One at a time: a real worker has torch's random numbers to itself.
@@ -179,9 +179,9 @@ def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
     losses: dict[Worker, list[str]] = {w: [] for w in living}
 
     def work(me: Worker) -> None:
-        stage, _ = assemble(workload, JOB, me.stage, 0, optimization, between, device)
+        stage, _ = assemble(workload, JOB, cuts, me.stage, 0, optimization, device)
         optimizer = trained[me] = stage_optimizer(workload, stage.module, stage.gradients, optimization)
-        steps = Steps(me, optimization, optimizer, lambda iteration, verdict, redone: skipped.append(iteration))
+        steps = Steps(me, optimization, optimizer, cuts.partition, lambda iteration, *_: skipped.append(iteration))
         executor = Executor(
             me,
             JOB,
@@ -193,7 +193,7 @@ def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
             {},
             lambda: False,
             lambda iteration, loss: losses[me].append(loss.hex()),
-            between,
+            cuts.stage_io,
             device=device,
         )
         lines: Any = Lines(
@@ -231,18 +231,18 @@ def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
     with FarFactories():
         assert len({trained[w].parameters_sha256() for w in living}) == JOB.stages, "replicas differ"
         after = {
-            str(w): _handed_on(trained[w], workload, optimization, between, device, w) for w in living if not w.pipeline
+            str(w): _handed_on(trained[w], workload, optimization, cuts, device, w) for w in living if not w.pipeline
         }
     return {"losses": {str(w): v for w, v in losses.items()}, "skipped": sorted(skipped), "state": after}
 
 
 def _handed_on(
-    trained: StageOptimizer, workload: Any, optimization: Optimization, between: Any, device: torch.device, me: Worker
+    trained: StageOptimizer, workload: Any, optimization: Optimization, cuts: Cuts, device: torch.device, me: Worker
 ) -> list[str]:
     """Hashes: of a stage, of one that took its state over, of it after its last step was undone, of its weights."""
     assert all(p.device == device for p in trained.module.parameters())
     assert trained.gradients.buffer.device == device
-    stage, _ = assemble(workload, JOB, me.stage, 1, optimization, between, device)
+    stage, _ = assemble(workload, JOB, cuts, me.stage, 1, optimization, device)
     other = stage_optimizer(workload, stage.module, stage.gradients, optimization)
     header, body = pack(trained.state())
     assert body.device.type == "cpu"
@@ -251,12 +251,12 @@ def _handed_on(
     trained.roll_back()
     hashes.append(trained.parameters_sha256())
     with tempfile.TemporaryDirectory() as folder:
-        save_weights(folder, me.stage, other.module)
+        save_weights(folder, me.stage, dict(other.module.layers)[me.stage])
         module = workload.build_stage(me.stage, JOB.stages, 1)
         module.load_state_dict(load_weights(folder, me.stage))
         assert all(t.device.type == "cpu" for t in load_weights(folder, me.stage).values())
         x = workload.inputs(0, 0, 0, 0) if me.stage == 0 else torch.ones(4, 5, WIDTH)
-        here, there = module.eval()(x), other.module.eval()(on_device(x, device))
+        here, there = module.eval()(x), other.module.eval()(on_device(x, device), seed=0)
         assert torch.equal(here, there.cpu())
     return hashes
 

@@ -50,6 +50,8 @@ class LocalJob:
         workload: NamedWorkload | None = None,
         timeouts: Timeouts | None = None,
         hand_over: HandOver | None = None,
+        partition: tuple[int, ...] = (),
+        decides: type[LocalCoordination] = LocalCoordination,
         plans: type[Catalog] = Catalog,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,
@@ -57,7 +59,9 @@ class LocalJob:
         **coordination: Any,
     ) -> None:
         warm()
-        job = Job(pipelines, stages, micro_batches)
+        workload = workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY)
+        layers = int(workload.options.get("layers", 0))
+        job = Job.uniform(pipelines, stages, micro_batches, layers=layers, partition=partition if layers else ())
         self.lines: list[Message] = []
         self.messages: list[tuple[str, Message]] = []
         self.void: list[Message] = []
@@ -79,12 +83,13 @@ class LocalJob:
                         hand_over=hand_over or HandOver(),
                     ),
                 ),
-                workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY),
+                workload,
+                job.partition or partition,
                 origin=None
                 if checkpoints is None
-                else Origin(Identity("tiny", stages, pipelines, micro_batches, 0, {})),
+                else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),
             ),
-            LocalCoordination(catalog, grace=grace, **coordination),
+            decides(catalog, grace=grace, **coordination),
             self._hear_line,
             catalog,
         )

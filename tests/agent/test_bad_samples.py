@@ -12,6 +12,7 @@ from openrecycle import Loading
 from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from openrecycle.agent.devices import Platform, Transport
 from openrecycle.agent.launch import JobFailed
+from openrecycle.agent.layers import build_layer
 from openrecycle.agent.options import Checkpoints, Faults
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.errors import InputError
@@ -68,7 +69,7 @@ def test_the_mean_is_over_the_others() -> None:
     bad = NamedWorkload("tests.agent.poisoned:Poisoned", {"inputs": [(0, 1, 0)], **settings})
     job = LocalJob(**GRID, iterations=1, workload=bad, faults=SKIP).run()
     model = Poisoned(**settings)
-    first, last = (model.build_stage(stage, 2, 0) for stage in range(2))
+    first, last = (build_layer(model, stage, 2, 0) for stage in range(2))
     places = [(0, 0, 0), (0, 0, 1), (0, 1, 1)]
     losses = [model.loss(last(first(model.inputs(0, *p))), model.targets(0, *p)).item() for p in places]
     assert skipped(job) == {0: [2]}

@@ -180,3 +180,39 @@ def test_sizes_are_said_in_units_or_in_bytes() -> None:
     assert HandOver(rate="50MB").bytes_per_second == HandOver(rate=5e7).bytes_per_second == 5e7
     sizes = {Planning(capacity=size).job(JOB).capacity_bytes for size in ("80GiB", 80 << 30)}
     assert sizes == {(80 << 30,) * 4}
+
+
+def test_a_model_s_layers_make_a_job_whose_stages_can_be_cut() -> None:
+    grid = Job(2, 2, 4)
+    assert Planning().layered(grid, None) == Planning().layered(grid, 2) == grid
+    assert Planning().layered(grid, 5).partition in ((3, 2), (2, 3))
+    assert Planning(partition="1,4").layered(grid, 5).partition == (1, 4)
+    paced = Planning(pace="F=4ms,I=4ms,W=4ms", pace_per="layer")
+    job = paced.layered(paced.job(grid), 6)
+    assert [profile.forward for profile in job.profiles] == [12.0, 12.0] and job.time_unit == "ms"
+    # Times of whole stages say nothing of layers.
+    by_stage = Planning(pace="F=4ms,I=4ms,W=4ms")
+    assert not by_stage.layered(by_stage.job(grid), 6).layers
+
+
+@pytest.mark.parametrize(
+    ("planning", "layers", "field"),
+    [
+        (Planning(partition="2,3"), None, "planning.partition"),
+        (Planning(partition="2,3"), 6, "planning.partition"),
+        (Planning(partition="5"), 5, "planning.partition"),
+        (Planning(partition="5,0"), 5, "planning.partition"),
+        (Planning(pace_per="layer"), 5, "planning.pace_per"),
+        (Planning(pace="F=1ms,I=1ms,W=1ms", pace_per="layer"), None, "planning.pace_per"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(planning: Planning, layers: int | None, field: str) -> None:
+    with pytest.raises(InputError) as caught:
+        planning.layered(Job(2, 2, 4), layers)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("text", ["a", "1,", ",1", "1;2", "-1,2", "1.5,2"])
+def test_what_is_no_partition_is_refused(text: str) -> None:
+    with pytest.raises(InputError):
+        Planning(partition=text)

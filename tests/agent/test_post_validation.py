@@ -32,17 +32,17 @@ def _outlook(verdicts: list[ValidationResult]) -> PostValidation:
 
 
 def test_the_verdict() -> None:
-    assert judge([Slot(9.0), Slot(16.0)], None) == CLEAN
-    assert judge([Slot(9.0), Slot(16.0)], 6.0) == CLEAN
-    clipped = judge([Slot(9.0), Slot(16.0)], 1.0)
+    assert judge([Slot((9.0,)), Slot((16.0,))], None) == CLEAN
+    assert judge([Slot((9.0,)), Slot((16.0,))], 6.0) == CLEAN
+    clipped = judge([Slot((9.0,)), Slot((16.0,))], 1.0)
     assert clipped.coefficient == 1.0 / (5.0 + 1e-6) and not clipped.clean
-    assert judge([Slot(9.0), Slot(0.0, 1)], None) == SKIP
-    assert judge([Slot(math.inf), Slot(0.0)], 1.0) == judge([Slot(math.nan)], 1.0) == SKIP
+    assert judge([Slot((9.0,)), Slot((0.0,), 1)], None) == SKIP
+    assert judge([Slot((math.inf,)), Slot((0.0,))], 1.0) == judge([Slot((math.nan,))], 1.0) == SKIP
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=8), st.floats(1e-6, 1e6))
 def test_what_is_left_of_the_norm_is_at_most_what_was_asked_for(norms: list[float], clip: float) -> None:
-    coefficient = judge([Slot(n) for n in norms], clip).coefficient
+    coefficient = judge([Slot((n,)) for n in norms], clip).coefficient
     assert coefficient is not None and 0 < coefficient <= 1
     assert coefficient * math.sqrt(sum(norms)) <= clip * (1 + 1e-9)
 

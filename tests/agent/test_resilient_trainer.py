@@ -120,7 +120,7 @@ def test_the_result_of_a_job_that_lost_a_worker_is_that_of_one_that_did_not(tmp_
     assert seen == list(enumerate(disturbed.losses))
     assert disturbed.parameters_sha256 == undisturbed().parameters_sha256
     assert lost == ["W0_1"] == [recovery.worker for recovery in disturbed.recoveries]
-    assert sorted(file.name for file in (tmp_path / "trained").iterdir()) == ["stage0.pt", "stage1.pt"]
+    assert sorted(file.name for file in (tmp_path / "trained").iterdir()) == ["layer0.pt", "layer1.pt"]
     for stage in range(2):
         module = own_jobs.build_stage(stage, 2)
         module.load_state_dict(disturbed.state_dict(stage))

@@ -78,7 +78,7 @@ def test_split_equals_fused(name: str) -> None:
 def test_first_and_last_stage_of_the_gpt() -> None:
     """Integer inputs have no gradient, and every parameter still gets its own."""
     gpt = Gpt(width=16, heads=2, sequence=8, batch=2)
-    module = gpt.build_stage(0, 1, seed=0)
+    module = gpt.build_layer(0, 1, seed=0)
     total = GradientSum(module.parameters(), terms=1)
     stage = Stage(module, total)
     targets = gpt.targets(0, 0, 0, 0)

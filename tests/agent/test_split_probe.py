@@ -15,7 +15,7 @@ from openrecycle.agent.backward.probe import Probe, choose_split
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.gradients import FastSum, GradientSum
 from openrecycle.agent.options import Optimization
-from openrecycle.agent.stage_io import TensorSpec, stage_io_of
+from openrecycle.agent.stage_io import Cuts, TensorSpec
 from openrecycle.planner.job import Job
 from tests.golden import golden
 
@@ -127,10 +127,10 @@ def test_workers_of_a_stage_come_to_the_same_split() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_demo_s_stages_are_deferred_whole(stage: int) -> None:
     gpt, job = Gpt(width=16, heads=2, sequence=8, batch=2), Job(pipelines=2, stages=3, micro_batches=4)
-    ops, split = assemble(gpt, job, stage, 0, Optimization(), stage_io_of(gpt, 3, 0))
+    ops, split = assemble(gpt, job, Cuts.of(gpt, 3), stage, 0, Optimization())
     assert split.strategy.name == "deferred" and not split.warning and split.share > 0.45
     assert type(ops.gradients) is GradientSum
-    ops, split = assemble(gpt, job, stage, 0, Optimization(mode="fast", autocast="bf16"), stage_io_of(gpt, 3, 0))
+    ops, split = assemble(gpt, job, Cuts.of(gpt, 3), stage, 0, Optimization(mode="fast", autocast="bf16"))
     assert split.strategy.name == "deferred" and type(ops.gradients) is FastSum
 
 
@@ -138,8 +138,8 @@ def test_several_tensors_between_stages() -> None:
     class Pair(Gpt):
         """Stages hand on their activations and the token positions."""
 
-        def build_stage(self, stage: int, stages: int, seed: int) -> nn.Module:
-            inner = super().build_stage(stage, stages, seed)
+        def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+            inner = super().build_layer(layer, layers, seed)
 
             class Both(nn.Module):
                 def __init__(self) -> None:
@@ -149,14 +149,14 @@ def test_several_tensors_between_stages() -> None:
                 def forward(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor] | Tensor:
                     y: Tensor = self.inner(x)
                     places = torch.arange(x.shape[1]) if positions is None else positions
-                    return y if stage == stages - 1 else (y, places)
+                    return y if layer == layers - 1 else (y, places)
 
             return Both()
 
     pair, job = Pair(width=16, heads=2, sequence=8, batch=2), Job(pipelines=2, stages=3, micro_batches=4)
     boundary = (TensorSpec((2, 8, 16), "float32"), TensorSpec((8,), "int64", gradient=False))
     for stage in range(3):
-        ops, split = assemble(pair, job, stage, 0, Optimization(), (boundary, boundary))
+        ops, split = assemble(pair, job, Cuts((1, 1, 1), (boundary, boundary)), stage, 0, Optimization())
         assert split.strategy.name == "deferred"
     assert ops.held == 0
 
@@ -164,7 +164,7 @@ def test_several_tensors_between_stages() -> None:
 def test_work_is_counted_as_torch_counts_it() -> None:
     def backward() -> None:
         gpt = Gpt(width=16, heads=2, sequence=8, batch=2)
-        y = gpt.build_stage(1, 3, 0)(torch.ones(2, 8, 16))
+        y = gpt.build_layer(1, 3, 0)(torch.ones(2, 8, 16))
         y.backward(torch.ones_like(y))
 
     with FlopCount() as ours:

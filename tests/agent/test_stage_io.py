@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.stage_io import StageIO, StageIOError, TensorSpec, check_output, stage_io_of
+from openrecycle.agent.stage_io import StageIO, StageIOError, TensorSpec, check_output, layer_io_of
 from openrecycle.planner.errors import InputError
 from tests.golden import golden
 
@@ -72,7 +72,7 @@ class Parts:
 
 
 def of(workload: Parts, stages: int, **options: str) -> StageIO:
-    return stage_io_of(workload, stages, 0, **options)  # type: ignore[arg-type]
+    return layer_io_of(workload, stages, 0, **options)  # type: ignore[arg-type]
 
 
 def test_several_tensors_with_and_without_gradients() -> None:
@@ -125,17 +125,17 @@ def test_a_stage_that_can_not_be_run_is_named(builders: Sequence[Callable[[], nn
 
 def test_declared_boundaries_are_taken_and_checked() -> None:
     workload = Gpt(width=32, heads=2, sequence=16, batch=2)
-    declared = stage_io_of(workload, 3, 0)
+    declared = layer_io_of(workload, 3, 0)
     assert declared == ((TensorSpec((2, 16, 32), "float32"),),) * 2
     del workload.stage_output_shape
-    assert stage_io_of(workload, 3, 0) == declared, "what it declares is what is found out"
+    assert layer_io_of(workload, 3, 0) == declared, "what it declares is what is found out"
     workload.stage_io = declared  # type: ignore[attr-defined]
-    assert stage_io_of(workload, 3, 0) == declared
+    assert layer_io_of(workload, 3, 0) == declared
     with pytest.raises(InputError, match=r"stage_io: got 2, expected .* 3 in all"):
-        stage_io_of(workload, 4, 0)
+        layer_io_of(workload, 4, 0)
     workload.stage_io = ((TensorSpec((1,), "float33"),),)  # type: ignore[attr-defined]
     with pytest.raises(InputError, match=r"stage_io\[0\]: got 'float33'"):
-        stage_io_of(workload, 2, 0)
+        layer_io_of(workload, 2, 0)
 
 
 def test_an_output_that_varies_is_refused() -> None:

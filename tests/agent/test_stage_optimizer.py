@@ -233,7 +233,7 @@ def test_a_stage_that_knows_its_gradients_to_be_useless_leaves_its_parameters_al
 def test_the_norm_is_that_of_torch() -> None:
     stage = _stage()
     _sum(stage, 7)
-    norm = stage.measure().squared_norm ** 0.5
+    norm = sum(stage.measure().squared_norms) ** 0.5
     stage.gradients.write_gradients()
     torch_norm = nn.utils.get_total_norm([p.grad for p in stage.module.parameters() if p.grad is not None])
     assert norm == pytest.approx(float(torch_norm), rel=1e-6)

@@ -62,7 +62,7 @@ def _step(stage: StageOptimizer, iteration: int, verdict: ValidationResult | Non
         stage.gradients.add(tensor, torch.randn(tensor.shape, generator=generator))
     for tensor in stage.gradients.moving:
         stage.gradients.add_change(tensor, torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-    stage.step(verdict, Slot(1.0, 0))
+    stage.step(verdict, Slot((1.0,), 0))
 
 
 def _everything(stage: StageOptimizer) -> tuple[Any, dict[str, Tensor]]:

@@ -171,7 +171,7 @@ def reductions() -> dict[str, tuple[float, float]]:
 def train(mode: Mode, *, backwards: bool = False, iterations: int = 100) -> tuple[list[float], Tensor]:
     """Losses and final parameters of the demo GPT in one stage, 6 micro-batches per iteration."""
     gpt, micro_batches = Gpt(dropout=0.0), 6
-    module = gpt.build_stage(0, 1, seed=0)
+    module = gpt.build_layer(0, 1, seed=0)
     gradients = gradient_sum(mode, module.parameters(), terms=micro_batches)
     stage, optimizer, losses = Stage(module, gradients), gpt.optimizer(module.parameters()), []
     for iteration in range(iterations):

@@ -21,6 +21,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from openrecycle.agent.layers import build_layer
 from tests.benchmarks.clocked import ClockedGpt
 
 dist: Any = torch.distributed
@@ -85,7 +86,7 @@ def _rank_main(
     rows = [dist.new_group([p * grid.stages + s for s in range(grid.stages)]) for p in range(grid.pipelines)]
     columns = [dist.new_group([p * grid.stages + s for p in range(grid.pipelines)]) for s in range(grid.stages)]
     workload = ClockedGpt(**options)
-    module = workload.build_stage(stage, grid.stages, seed)
+    module = build_layer(workload, stage, grid.stages, seed)
     optimizer = workload.optimizer(module.parameters())
     schedule = Schedule1F1B(
         PipelineStage(module, stage, grid.stages, torch.device("cpu"), group=rows[pipeline]),

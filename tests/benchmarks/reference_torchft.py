@@ -24,6 +24,7 @@ import torch.distributed
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.layers import build_layer
 from openrecycle.agent.pacing import PacedDevice
 
 dist: Any = torch.distributed
@@ -120,7 +121,7 @@ def _rank_main(
     store = dist.TCPStore("127.0.0.1", ports[pipeline], is_master=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("pipeline", store), rank=stage, world_size=job["stages"])
     workload = Gpt(**job["model"])
-    module = workload.build_stage(stage, job["stages"], 0)
+    module = build_layer(workload, stage, job["stages"], 0)
     inner = workload.optimizer(module.parameters())
 
     def load(state: Any) -> None:

@@ -21,8 +21,8 @@ STATE = StageState({"committed": 3, "x": encode({"a": (1, 2)}, "x", {})}, {"p": 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_part(tmp_path, STATE, 0, Identity("w", 1, 1, 1, 0, {}), 1, 3)
-    assert find(tmp_path).load(0).document == STATE.document
+    write_part(tmp_path, STATE, 0, 1, Identity("w", 1, 1, 1, 1, 0, {}), 1, 3)
+    assert find(tmp_path).load(range(1)).document == STATE.document
     return tmp_path
 
 
@@ -57,7 +57,7 @@ def test_what_is_no_file_is_not_waited_for(folder: Path, name: str, kind: str) -
     if name == "manifest.json":
         assert whole_checkpoints(folder) == []
     with pytest.raises(CheckpointError):
-        find(folder).load(0)
+        find(folder).load(range(1))
 
 
 TENSORS: list[Any] = [
@@ -78,7 +78,7 @@ def test_sizes_that_are_none(folder: Path, tensors: Any) -> None:
     (part(folder) / "tensors.bin").write_bytes(b"")
     sign(folder)
     with pytest.raises(CheckpointError):
-        find(folder).load(0)
+        find(folder).load(range(1))
 
 
 def test_a_sparse_file_takes_no_memory(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_documents_that_are_none(folder: Path, name: str) -> None:
     (part(folder) / "tensors.bin").write_bytes(b"")
     sign(folder)
     with pytest.raises(CheckpointError):
-        find(folder).load(0)
+        find(folder).load(range(1))
 
 
 @pytest.mark.parametrize("name", ["iteration-0000000009\n", "iteration-" + 10 * "\u0661"])

@@ -1,0 +1,91 @@
+"""Layers that are hard to cut between without a trace: `--workload tests.agent.layered:Mixture`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from openrecycle.agent.randomness import seed_for
+
+WIDTH, LENGTH, BATCH = 8, 5, 4
+
+
+class Transposing(nn.Module):
+    """Returns a view whose memory is not in order, and as a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """x: (batch, length, width), mask: (length,) int64."""
+        y = self.up(x).transpose(1, 2).contiguous().transpose(1, 2)
+        return y + 0.5 * x.flip(1).transpose(0, 1).contiguous().transpose(0, 1), mask
+
+
+class Normed(nn.Module):
+    """Has running statistics and dropout, and broadcasts, so that gradients come expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(LENGTH), nn.Dropout(0.3)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.drop(self.norm(x)) * self.scale
+        return y + y.mean(dim=2, keepdim=True) * mask.view(1, -1, 1), mask
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.out(x), mask
+
+
+class Plain(nn.Module):
+    """No parameters at all."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.gelu(x), mask
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.out(x[:, mask.bool()])
+        return y.sum(dim=1)
+
+
+class Mixture:
+    """Six layers of six kinds, with an integer tensor that all pass on."""
+
+    samples_per_micro_batch = BATCH
+
+    def layer_count(self, stages: int) -> int:
+        return 6
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        torch.manual_seed(seed_for("parameters", seed, layer))
+        return (Transposing, Normed, Frozen, Plain, Transposing, Last)[layer]()
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed_for("data", seed, iteration, pipeline, micro_batch))
+        return torch.randn(BATCH, LENGTH, WIDTH, generator=generator), torch.tensor([1, 0, 1, 1, 0])
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        return self.inputs(seed, iteration, pipeline, micro_batch)[0][:, 0, :3].tanh()
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(output, targets)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)

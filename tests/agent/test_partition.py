@@ -1,0 +1,141 @@
+"""Where a model is cut into stages does not show in the numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrecycle.agent.assembly import assemble
+from openrecycle.agent.checkpoints.checkpoint import Identity, find, load_layers, write_part
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.layers import partition_of, spans
+from openrecycle.agent.optimizer import StageOptimizer, joined, of_layers, stage_optimizer
+from openrecycle.agent.options import Optimization
+from openrecycle.agent.post_validation import judge
+from openrecycle.agent.randomness import seed_for
+from openrecycle.agent.stage import Stage
+from openrecycle.agent.stage_io import Cuts
+from openrecycle.agent.state import StageState, pack
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.errors import InputError
+from openrecycle.planner.job import Job
+from tests.agent.layered import Mixture
+from tests.agent.local_jobs import TINY, LocalJob, Message
+from tests.conftest import at_length
+
+LAYERS = 6
+
+
+def _bits(state):
+    """All that a state says, whatever the order of its tensors."""
+    return dict(state.document), {name: pack(StageState({}, {name: t}))[0] for name, t in state.tensors.items()}
+
+
+def _sent(data):
+    """As a transfer gives it."""
+    parts = [t if t is None else t.contiguous() for t in (data if isinstance(data, tuple) else (data,))]
+    return tuple(parts) if isinstance(data, tuple) else parts[0]
+
+
+def _train(workload, partition: tuple[int, ...], optimization: Optimization, iterations: int = 3):
+    """One pipeline, in this process: (losses, the state of all layers, the stages' optimizers)."""
+    stages = len(partition)
+    job = Job.uniform(1, stages, 2)
+    cuts = Cuts.of(workload, stages, partition, optimization.autocast)
+    parts: list[tuple[Stage, StageOptimizer]] = []
+    for stage in range(stages):
+        made, _ = assemble(workload, job, cuts, stage, 0, optimization)
+        parts.append((made, stage_optimizer(workload, made.module, made.gradients, optimization)))
+    losses = []
+    for iteration in range(iterations):
+        for micro_batch in range(2):
+            key = (0, micro_batch)
+            seed = seed_for("micro-batch", 0, iteration, *key)
+            x = workload.inputs(0, iteration, *key)
+            targets = workload.targets(0, iteration, *key)
+            for made, _ in parts[:-1]:
+                x = _sent(made.forward(key, x, seed=seed))
+            parts[-1][0].forward(key, x, seed=seed, loss=lambda y, t=targets: workload.loss(y, t) / 2)
+            dy = None
+            for made, _ in reversed(parts):
+                dy = _sent(made.input_backward(key, dy))
+            for made, _ in parts:
+                made.weight_backward(key)
+        verdict = judge([optimizer.measure() for _, optimizer in parts], optimization.clip_norm)
+        losses.append([optimizer.step(verdict) for _, optimizer in parts][-1])
+    optimizers = [optimizer for _, optimizer in parts]
+    return losses, joined([optimizer.state() for optimizer in optimizers]), optimizers
+
+
+GPT = Gpt(width=16, heads=2, layers=LAYERS, sequence=8, batch=2)
+CLIPPED = Optimization(clip_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    ("workload", "optimization"),
+    [(GPT, CLIPPED), (GPT, Optimization(autocast="bf16")), (Mixture(), CLIPPED), at_length(Mixture(), Optimization())],
+    ids=["gpt", "gpt-bf16", "mixture", "mixture-unclipped"],
+)
+def test_every_partition_gives_the_same_bits(workload, optimization: Optimization) -> None:
+    losses, state, _ = _train(workload, (LAYERS,), optimization)
+    expected = _bits(state)
+    for partition in ((3, 3), (1, 5), (2, 1, 3), (1,) * LAYERS):
+        other, state, optimizers = _train(workload, partition, optimization)
+        assert other == losses
+        assert _bits(state) == expected, partition
+        hashes = "".join(optimizer.parameters_sha256() for optimizer in optimizers)
+        assert len(hashes) == 64 * LAYERS
+
+
+def test_a_state_is_taken_apart_and_put_together() -> None:
+    _, whole, _ = _train(GPT, (6,), CLIPPED)
+    parts = [of_layers(whole, span) for span in spans((2, 3, 1))]
+    assert _bits(joined(parts)) == _bits(whole)
+    _, _, (first, second) = _train(GPT, (2, 4), CLIPPED, iterations=0)
+    for optimizer, span in ((first, range(2)), (second, range(2, 6))):
+        optimizer.load_state(of_layers(whole, span))
+        assert _bits(optimizer.state()) == _bits(of_layers(whole, span))
+
+
+def test_a_checkpoint_is_read_by_stages_that_are_cut_elsewhere(tmp_path) -> None:
+    _, whole, optimizers = _train(GPT, (2, 1, 3), CLIPPED)
+    identity = Identity("gpt", LAYERS, 3, 1, 2, 0, {})
+    for stage, optimizer in enumerate(optimizers):
+        write_part(tmp_path, optimizer.state(), stage, (2, 1, 3)[stage], identity, 1, 3)
+    assert find(tmp_path).partition == (2, 1, 3)
+    for span in (range(6), range(1, 4), range(5, 6)):
+        assert _bits(load_layers(tmp_path, span)) == _bits(of_layers(whole, span))
+
+
+@pytest.mark.parametrize("partition", [(1, 2), (0, 6), (7, -1), (6,)])
+def test_a_partition_that_does_not_fit_is_refused(partition: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=r"partition: got .*2 numbers of layers, at least 1 each, 6 in all"):
+        partition_of(partition, 6, 2)
+
+
+def test_an_even_partition() -> None:
+    assert partition_of((), 6, 4) == (2, 2, 1, 1)
+    with pytest.raises(InputError, match="layers: got 3, expected at least one per stage, 4"):
+        partition_of((), 3, 4)
+
+
+@pytest.mark.processes
+def test_a_job_cut_elsewhere_ends_with_the_same_bits_through_a_kill_and_a_return() -> None:
+    """Real processes: the partition shows neither in the losses nor in the final hash."""
+    workload = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY | {"layers": LAYERS})
+    clip = Optimization(clip_norm=0.3)
+    calm = LocalJob(iterations=6, workload=workload, optimization=clip).run()
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "failure" in line:
+            job.start("W1_1")
+
+    cut = LocalJob(
+        iterations=6,
+        workload=workload,
+        optimization=clip,
+        partition=(3, 1, 2),
+        kills=("W1_1@2:I1",),
+        on_line=act,
+    ).run()
+    assert cut.dead == ["W1_1"]
+    assert cut.losses == calm.losses and cut.lines[-1] == calm.lines[-1]

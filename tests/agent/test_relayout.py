@@ -1,0 +1,124 @@
+"""Layers move between stages while a job trains, and it ends with the bits of one in which nothing moved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from openrecycle.agent.coordination.launcher import Deploy
+from openrecycle.agent.coordination.local import LocalCoordination, worth_moving
+from openrecycle.agent.options import HandOver, Optimization
+from openrecycle.agent.relayout import Move, moves
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.job import Worker
+from tests.agent.local_jobs import TINY, LocalJob, Message
+
+LAYERS = 6
+LAYERED = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY | {"layers": LAYERS})
+CLIP = Optimization(clip_norm=0.3)
+
+
+def _workers(*names: str) -> list[Worker]:
+    return list(map(Worker.parse, names))
+
+
+def test_who_gives_which_layers_to_whom() -> None:
+    living = _workers("W0_0", "W1_0", "W0_1", "W0_2", "W1_2")
+    found = moves((2, 2, 2), (3, 1, 2), living)
+    assert found == (
+        Move(*_workers("W0_0", "W0_1"), 2, 3),
+        Move(*_workers("W1_0", "W0_1"), 2, 3),
+    )
+    # From several stages, and spread over the givers; in the next attempt from others.
+    found = moves((2, 2, 2), (1, 4, 1), living)
+    taken = [(str(m.source), m.first, m.after) for m in found]
+    assert {str(m.to) for m in found} == {"W0_1"} and taken == [("W0_0", 1, 2), ("W0_2", 4, 5)]
+    other = moves((2, 2, 2), (1, 4, 1), living, attempt=1)
+    assert [str(m.source) for m in other] == ["W1_0", "W1_2"]
+    assert moves((2, 2, 2), (2, 2, 2), living) == ()
+
+
+class Rearranging(LocalCoordination):
+    """Wants other layers from some generations on."""
+
+    partitions: ClassVar[dict[int, tuple[int, ...]]] = {}
+
+    def _open(self, generation: Any) -> None:
+        super()._open(generation)
+        newest = max((n for n in self.partitions if n <= generation.number), default=None)
+        if newest is not None:
+            last = self._orders[-1]
+            assert isinstance(last, Deploy)
+            lost = map(Worker.parse, last.deployment.failed)
+            plan, _ = self._catalog.at(self.partitions[newest]).plan_for(lost)
+            deployment = last.deployment.model_copy(update={"plan_fingerprint": plan.fingerprint})
+            self._orders[-1] = replace(last, plan=plan, deployment=deployment)
+
+
+def _job(iterations: int, partitions: dict[int, tuple[int, ...]], **given: Any) -> LocalJob:
+    decides = type("Decides", (Rearranging,), {"partitions": partitions})
+    given = {"workload": LAYERED, "optimization": CLIP} | given
+    return LocalJob(iterations=iterations, decides=decides, **given).run()
+
+
+@pytest.fixture(scope="module")
+def calm() -> LocalJob:
+    return LocalJob(iterations=8, workload=LAYERED, optimization=CLIP).run()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("at_once", [None, 0], ids=["with the description", "piece by piece"])
+def test_after_a_death_layers_move_and_the_bits_stay(calm: LocalJob, at_once: int | None) -> None:
+    hand_over = HandOver() if at_once is None else HandOver(at_once=at_once)
+    job = _job(8, {2: (3, 1, 2)}, kills=("W1_1@2:F1",), hand_over=hand_over)
+    assert job.dead == ["W1_1"]
+    changes = [line["relayout"] for line in job.lines if "relayout" in line]
+    assert [(c["generation"], c["partition"]) for c in changes] == [(2, [3, 1, 2])]
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
+@pytest.mark.processes
+def test_layers_move_and_move_back_when_the_worker_returns(calm: LocalJob) -> None:
+    def act(job: LocalJob, line: Message) -> None:
+        if "relayout" in line and line["relayout"]["generation"] == 2:
+            job.start("W1_1")
+
+    job = _job(8, {2: (3, 1, 2), 4: (2, 2, 2)}, kills=("W1_1@1:F1", "W0_0@5:I1"), on_line=act)
+    changes = [line["relayout"]["partition"] for line in job.lines if "relayout" in line]
+    assert changes == [[3, 1, 2], [2, 2, 2]]
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
+def test_a_move_is_worth_its_cost_by_the_hour() -> None:
+    assert worth_moving(100.0, 99.0, 30.0)[0]  # 36 s an hour for 30
+    assert not worth_moving(100.0, 99.0, 40.0)[0]
+    assert not worth_moving(100.0, 101.0, 0.0)[0]
+
+
+@pytest.mark.processes
+def test_a_job_moves_layers_by_itself_and_moves_them_back() -> None:
+    """Re-routed at once; the better partition follows; when the worker is back, so does the one without failures."""
+    long = 60
+    grid = {"pipelines": 3, "stages": 2, "micro_batches": 2}
+    workload = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY | {"layers": 8})
+    undisturbed = LocalJob(**grid, iterations=long, workload=workload).run()
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "relayout" in line and line["relayout"]["partition"] != [4, 4]:
+            job.start("W1_1")
+
+    job = LocalJob(
+        **grid,
+        iterations=long,
+        workload=workload,
+        relayout="always",
+        kills=("W1_1@2:F0",),
+        pace=0.01,
+        on_line=act,
+    ).run()
+    first, last = (line["relayout"] for line in job.lines if "relayout" in line)
+    assert first["partition"] == [5, 3] and first["moved_layers"] == 1 and first["stall_ms"] > 0
+    assert last["partition"] == [4, 4]
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]

@@ -1,0 +1,122 @@
+"""Parameters that layers share: one value everywhere, however the model is cut and whoever dies."""
+
+from __future__ import annotations
+
+import copy
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.layers import build_layers
+from openrecycle.agent.options import HandOver, Optimization
+from openrecycle.agent.tied import Route, routes
+from openrecycle.agent.workload import NamedWorkload
+from openrecycle.planner.job import Worker
+from tests.agent.local_jobs import TINY, LocalJob, Message
+from tests.agent.test_relayout import Rearranging
+
+LAYERS = 6
+CLIP = Optimization(clip_norm=0.3)
+OPTIONS: dict[str, Any] = TINY | {"layers": LAYERS, "tied": True, "dropout": 0.0}
+TIED = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", OPTIONS)
+
+
+def test_who_tells_whom_about_what() -> None:
+    living = [Worker.parse(name) for name in ("W0_0", "W1_0", "W1_2", "W0_1")]
+    found = routes((("0.a", "5.b"), ("0.c", "1.c")), (2, 2, 2), living)
+    assert found == (
+        Route(Worker(0, 0), Worker(1, 2), ("0.a",)),
+        Route(Worker(1, 2), Worker(0, 0), ("5.b",)),
+        Route(Worker(1, 2), Worker(1, 0), ("5.b",)),
+    )
+
+
+def _reference(iterations: int) -> list[float]:
+    """Losses of one process in which the two are one parameter."""
+    task = Gpt(**OPTIONS)
+    stack = build_layers(task, range(LAYERS), LAYERS, 0)
+    layers = dict(stack.layers)
+    layers[LAYERS - 1].get_submodule("2").weight = layers[0].get_parameter("0.token.weight")  # type: ignore[assignment]
+    model = nn.Sequential(*layers.values())
+    optimizer = task.optimizer(model.parameters())
+    losses = []
+    for i in range(iterations):
+        cells = [(0, i, p, m) for p in range(2) for m in range(4)]
+        loss: Tensor = sum((task.loss(model(task.inputs(*c)), task.targets(*c)) / 8 for c in cells), torch.zeros(()))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def calm() -> LocalJob:
+    return LocalJob(iterations=8, workload=TIED, optimization=CLIP).run()
+
+
+@pytest.mark.processes
+def test_it_trains_as_one_parameter_does(calm: LocalJob) -> None:
+    for ours, theirs in zip(map(float.fromhex, calm.losses), _reference(8), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("grid", "partition"), [((2, 3, 4), (4, 1, 1)), ((2, 2, 4), (5, 1)), ((2, 1, 4), (6,))])
+def test_the_partition_does_not_show(calm: LocalJob, grid: tuple[int, int, int], partition: tuple[int, ...]) -> None:
+    pipelines, stages, micro_batches = grid
+    size = {"pipelines": pipelines, "stages": stages, "micro_batches": micro_batches}
+    job = LocalJob(**size, iterations=8, workload=TIED, optimization=CLIP, partition=partition).run()
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
+class Moving(Rearranging):
+    """After the first death, when its worker is back, and after the second death."""
+
+    partitions = {2: (3, 1, 2), 4: (1, 4, 1)}  # noqa: RUF012 -- as in its base
+
+
+@pytest.mark.processes
+def test_a_death_a_move_a_return_a_death_a_move_and_a_return() -> None:
+    """The two copies are on the first and last stage all along, and what lies between moves."""
+    long = 40
+    undisturbed = LocalJob(iterations=long, workload=TIED, optimization=CLIP).run()
+    back: list[str] = []
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "relayout" in line:
+            job.start("W1_1" if line["relayout"]["generation"] == 2 else "W0_0")
+
+    def hear(job: LocalJob, worker: str, message: Message) -> None:
+        if message["kind"] == "formed" and worker == "W1_1" and message["generation"] == 3 and not back:
+            back.append(worker)
+            job.signal("W0_0", signal.SIGKILL)
+
+    job = LocalJob(
+        iterations=long,
+        workload=TIED,
+        optimization=CLIP,
+        decides=Moving,
+        hand_over=HandOver(at_once=0),
+        pace=0.006,
+        kills=("W1_1@1:I2",),
+        on_line=act,
+        on_message=hear,
+    ).run()
+    assert sorted(job.dead) == ["W0_0", "W1_1"] and job.iterations[-1]["living"] == 6
+    assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1, 2], [1, 4, 1]]
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]
+
+
+def test_copies_have_one_value_and_are_apart() -> None:
+    stack = build_layers(Gpt(**OPTIONS), range(LAYERS), LAYERS, 3)
+    first, head = (dict(stack.named_parameters())[name] for name in ("0.0.token.weight", "5.2.weight"))
+    assert torch.equal(first, head) and first is not head
+    alone = dict(build_layers(Gpt(**OPTIONS), range(5, 6), LAYERS, 3).named_parameters())
+    assert torch.equal(alone["5.2.weight"], first)
+    assert copy.deepcopy(stack).copies == {"5.2.weight"}

@@ -1,0 +1,63 @@
+"""Layers move after a death, and a second worker is killed at every op of the iterations in which they do.
+
+The state comes slowly, so that the hand-over lasts some iterations: kills fall into its beginning, its middle, the
+iteration in which all have gone over, and the ones after it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from openrecycle.agent.options import HandOver, Optimization
+from openrecycle.agent.workload import NamedWorkload
+from tests.agent.local_jobs import TINY, LocalJob
+from tests.agent.test_relayout import Rearranging
+
+pytestmark = pytest.mark.processes
+
+GRID = {"pipelines": 3, "stages": 2, "micro_batches": 2}
+LAYERED = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY | {"layers": 4})
+ITERATIONS = 9
+FIRST = "W2_1@1:F0"
+SECOND = ("W0_0", "W1_0", "W2_0", "W0_1", "W1_1")
+OPS = ("F0", "I0", "W0", "F1", "I1", "W1", "R", "O", "V")
+WISHES = {
+    "clipped": Optimization(clip_norm=0.3),
+    "synchronous": Optimization(clip_norm=0.3, synchronous=True),
+}
+
+
+class Moving(Rearranging):
+    partitions = {2: (3, 1)}  # noqa: RUF012 -- as in its base
+
+
+def _run(wish: str, kills: tuple[str, ...], rate: float | None = None, decides: type = Moving) -> LocalJob:
+    hand_over = HandOver(at_once=0, rate=rate)
+    return LocalJob(
+        **GRID,
+        iterations=ITERATIONS,
+        workload=LAYERED,
+        optimization=WISHES[wish],
+        hand_over=hand_over,
+        pace=0.004,
+        kills=kills,
+        decides=decides,
+    ).run()
+
+
+@pytest.fixture(scope="module", params=WISHES)
+def calm(request: pytest.FixtureRequest) -> tuple[str, LocalJob]:
+    return request.param, LocalJob(
+        **GRID, iterations=ITERATIONS, workload=LAYERED, optimization=WISHES[request.param]
+    ).run()
+
+
+@pytest.mark.parametrize("iteration", range(1, 7))
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("second", SECOND)
+def test_a_second_death_while_layers_move(calm: tuple[str, LocalJob], second: str, op: str, iteration: int) -> None:
+    wish, undisturbed = calm
+    job = _run(wish, (FIRST, f"{second}@{iteration}:{op}"), rate=4e5)
+    assert job.dead == sorted([FIRST[:4], second])
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]
+    assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
