@@ -103,7 +103,7 @@ def quoted(source: str) -> Iterator[ast.Constant | ast.JoinedStr]:
 
 def _sentences(node: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
     if isinstance(node, ast.JoinedStr):
-        if any(isinstance(part, ast.Constant) and _of_product(part.value) for part in node.values):
+        if any(isinstance(p, ast.Constant) and isinstance(p.value, str) and _of_product(p.value) for p in node.values):
             yield node
     elif isinstance(node, ast.Constant):
         if isinstance(node.value, str) and _of_product(node.value):
