@@ -184,7 +184,7 @@ class CountBounds:
 
     def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
         plain = tuple(replace(profile, reductions=()) for profile in job.profiles)
-        self._problem = Problem(replace(job, profiles=plain, speeds=()), frozenset(), technique, memory)
+        self._problem = Problem(replace(job.as_stages(), profiles=plain, speeds=()), frozenset(), technique, memory)
         self._stages = _stages(self._problem)
 
     def ticks(self, stage: int, dead: int) -> int:

@@ -4,7 +4,8 @@ Written from the definitions and nothing else: no code is shared with the solver
 metrics of planner.schedule, so that a mistake in one is not repeated in the other. Two numbers are no
 matter of the ops alone. The baseline of `slowdown_vs_best` is looked for anew, and its schedule checked here like
 any other. Of the lower bound, what planner.bounds proves is established; a search that went further left no
-proof in the document, so a bound above that is believed of PROVERS only, and `claim` says so.
+proof in the document, so a bound above that is believed of PROVERS only, and `claim` says so. A bound over all
+partitions of the layers is proven anew (`_Layouts`).
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class _Checker:
             yield Violation(f"an op of {op.worker} has numbers that no job has", (op,))
         if self.beyond:
             return
-        broken = [*self._workers(), *self._each_op(), *self._doubled()]
+        broken = [*self._stages(), *self._workers(), *self._each_op(), *self._doubled()]
         yield from broken
         if broken:  # what follows reads the ops by their keys
             return
@@ -153,6 +154,26 @@ class _Checker:
 
     def _where(self, broken: NDArray[np.bool_]) -> Iterator[Op]:
         return (self.op(int(place)) for place in np.flatnonzero(broken))
+
+    def _stages(self) -> Iterator[Violation]:
+        """Where the job has layers: what each stage takes is what its layers take."""
+        job, at = self.job, 0
+        for stage, count in enumerate(job.partition):
+            members, at = job.layers[at : at + count], at + count
+            profile = job.profiles[stage]
+            for name in ("forward", "input_backward", "weight_backward", "optimizer"):
+                total = sum(round(getattr(layer, name) * job.ticks_per_unit) for layer in members)
+                if round(getattr(profile, name) * job.ticks_per_unit) != total:
+                    yield Violation(f"{name} of stage {stage} is not that of its {count} layers")
+            for name in ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes"):
+                if getattr(profile, name) != sum(getattr(layer, name) for layer in members):
+                    yield Violation(f"{name} of stage {stage} is not that of its {count} layers")
+            if stage < job.stages - 1:
+                back = members[-1].transfer if members[-1].backward_transfer is None else members[-1].backward_transfer
+                if (job.transfers[stage], job.backward_transfers[stage]) != (members[-1].transfer, back):
+                    yield Violation(f"the transfers behind stage {stage} are not those behind its last layer")
+        if job.layers and (at != len(job.layers) or len(job.partition) != job.stages):
+            yield Violation(f"{len(job.layers)} layers are not cut into {job.stages} stages by {job.partition}")
 
     def _workers(self) -> Iterator[Violation]:
         job = self.job
@@ -500,6 +521,7 @@ def _numbers(plan: Plan, checker: _Checker) -> Iterator[Violation]:
             f"metrics.lower_bound is {said.lower_bound}, and what is proven is {proven}; "
             f"{plan.solver.name} proves no more than that"
         )
+    yield from _over_layouts(problem, said)
     if said.lower_bound <= 0:
         yield Violation(f"metrics.lower_bound is {said.lower_bound}, and no iteration takes no time")
     if not 0 <= plan.solver.seconds < math.inf:
@@ -508,6 +530,198 @@ def _numbers(plan: Plan, checker: _Checker) -> Iterator[Violation]:
         yield Violation(
             f"solver.status is {plan.solver.status} with period {said.period} and lower bound {said.lower_bound}"
         )
+
+
+def _over_layouts(problem: Problem, said: MetricsDoc) -> Iterator[Violation]:
+    """Where the bound is said to be over other partitions too, none of them may be able to do better."""
+    if said.bound_over == "schedules":
+        return
+    if not problem.job.layers:
+        yield Violation(f"metrics.bound_over is {said.bound_over}, and the job has no layers to be cut anew")
+        return
+    less = math.ceil(said.lower_bound * problem.job.ticks_per_unit - 0.5) - 1
+    layouts = _Layouts(problem)
+    beaten = layouts.partition_within(less) if said.bound_over == "partitions" else layouts.staffed_within(less)
+    if beaten:
+        yield Violation(
+            f"metrics.lower_bound is {said.lower_bound} over all {said.bound_over}, and what is proven "
+            "leaves room for one with a shorter period"
+        )
+
+
+class _Layouts:
+    """Is there a partition of the layers, and, where those may change, numbers of workers per stage, by which each
+    stage may be done within some ticks? Found forwards, from the first stage on, for one number of ticks; what a stage
+    takes are the bounds of planner.bounds on it alone, and on it with the first, written down anew.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        job = problem.job
+        self.problem, self.job, self.total = problem, job, job.pipelines * job.micro_batches
+        scale, split = job.ticks_per_unit, problem.technique.splits
+        own = {
+            name: [round(getattr(layer, name) * scale) for layer in job.layers]
+            for name in ("forward", "input_backward", "weight_backward", "optimizer")
+        }
+        down = [round(layer.transfer * scale) for layer in job.layers[:-1]]
+        up = [
+            round((layer.transfer if layer.backward_transfer is None else layer.backward_transfer) * scale)
+            for layer in job.layers[:-1]
+        ]
+        work = sum(map(sum, own.values())) + sum(down) + sum(up)
+        self.kind: Any = np.int64 if work * 8 * (self.total + 1) < _MOST >> 8 else object
+        back = [i + (0 if split else w) for i, w in zip(own["input_backward"], own["weight_backward"], strict=True)]
+        self.to = {
+            name: np.array([0, *accumulate(values)], self.kind)
+            for name, values in (
+                ("F", own["forward"]),
+                ("I", back),
+                ("W", own["weight_backward"] if split else [0] * len(back)),
+                ("O", own["optimizer"]),
+            )
+        }
+        # The least that some so many cuts take, by where the stage before them ends, or the one behind them begins.
+        both = [d + u for d, u in zip(down, up, strict=True)]
+        layers = len(job.layers)
+        self.behind = [[0, *accumulate(sorted(both[b:]))] for b in range(layers + 1)]
+        self.before = {
+            name: [[0, *accumulate(sorted(times[: max(0, a - 1)]))] for a in range(layers + 1)]
+            for name, times in (("both", both), ("down", down), ("up", up))
+        }
+        self.cut = {"both": both, "down": down, "up": up}
+        self.speed = max([Fraction(1), *(Fraction(str(speed)) for _, speed in job.speeds)])
+
+    def partition_within(self, ticks: int) -> bool:
+        """With the workers where they are."""
+        job, layers = self.job, len(self.job.layers)
+        peers = [len(self.problem.living_peers(s)) for s in range(job.stages)]
+        ends = np.arange(1, layers - job.stages + 2)
+        own, _ = self.times(0, 0, ends, np.array([peers[0]]))
+        firsts = ends[own[0] <= ticks]
+        if job.stages == 1:
+            return bool((firsts == layers).any())
+        tails = self.last_of_first(firsts, peers[0])
+        reached = np.zeros((len(firsts), layers + 1), bool)
+        reached[np.arange(len(firsts)), firsts] = True
+        for s in range(1, job.stages):
+            following = np.zeros_like(reached)
+            left = job.stages - 1 - s
+            for a in np.flatnonzero(reached.any(0)).tolist():
+                ends = np.arange(a + 1, layers - left + 1) if left else np.array([layers])
+                if a >= layers - left:
+                    continue
+                own, pair = self.times(s, a, ends, np.array([peers[s]]))
+                fits = (own[0] <= ticks)[None, :] & (pair[0][None, :] + tails[:, None] <= ticks)
+                following[:, ends] |= reached[:, a][:, None] & fits
+            reached = following
+        return bool(reached[:, layers].any())
+
+    def staffed_within(self, ticks: int) -> bool:
+        """With as many workers as live, wherever they are."""
+        job, layers = self.job, len(self.job.layers)
+        peers = np.arange(1, job.pipelines + 1)
+        tail = min(
+            int(self.last_of_first(np.arange(1, layers - job.stages + 2), n).min()) for n in range(1, job.pipelines + 1)
+        )
+        none = len(self.problem.living_workers()) + 1
+        fewest = np.full(layers + 1, none)
+        fewest[0] = 0
+        for s in range(job.stages):
+            following = np.full(layers + 1, none)
+            left = job.stages - 1 - s
+            for a in np.flatnonzero(fewest < none).tolist():
+                if a >= layers - left:
+                    continue
+                ends = np.arange(a + 1, layers - left + 1) if left else np.array([layers])
+                own, pair = self.times(s, a, ends, peers)
+                fits = (own <= ticks) & (pair + tail <= ticks)
+                # More workers may take longer: their reduction does. The fewest that suffice count.
+                needed = np.where(fits.any(0), fits.argmax(0) + 1, none)
+                following[ends] = np.minimum(following[ends], np.minimum(fewest[a] + needed, none))
+            fewest = following
+        return bool(fewest[layers] < none)
+
+    def last_of_first(self, ends: Ints, peers: int) -> Ints:
+        """W and O of the first stage, by the layer before which it ends; nothing where a global barrier holds them."""
+        if not self.problem.technique.staggers:
+            return np.zeros(len(ends), self.kind)
+        weight, step = self._at_speed(self.to["W"][ends]), self._at_speed(self.to["O"][ends])
+        out: Ints = weight + step + np.array([self._reduced(0, int(b), peers) for b in ends.tolist()], self.kind)
+        return out
+
+    def _at_speed(self, ticks: Ints) -> Ints:
+        out: Ints = -(-ticks * self.speed.denominator // self.speed.numerator)
+        return out
+
+    def _reduced(self, a: int, b: int, peers: int) -> int:
+        scale = self.job.ticks_per_unit
+        known = [layer.reductions for layer in self.job.layers[a:b] if layer.reductions]
+        return sum(round(times[len(times) - 1 - (self.job.pipelines - peers)] * scale) for times in known)
+
+    def _held(self, s: int, a: int, ends: Ints) -> Ints:
+        """Activations that a worker may hold; 0 where its layers don't fit."""
+        if self.problem.memory.text != "bytes":
+            limit = self.problem.limits[s]
+            return np.full(len(ends), self.total if limit is None else min(limit, self.total), self.kind)
+        out = []
+        for b in ends.tolist():
+            layers = self.job.layers[a:b]
+            free = self.job.capacity_bytes[s] - sum(x.weight_bytes + x.optimizer_bytes for x in layers)
+            each = sum(x.activation_bytes for x in layers)
+            if self.problem.technique.splits:
+                each = max(each, sum(x.weight_backward_bytes for x in layers))
+            out.append(0 if free < 0 else min(self.total, free // each) if each else self.total)
+        return np.array(out, self.kind)
+
+    def times(self, s: int, a: int, ends: Ints, peers: Ints) -> tuple[Ints, Ints]:
+        """[peers, ends] each: least period by stage s alone, if it has the layers from a to each of `ends`; the same
+        by it and the first stage, without W and O of the latter."""
+        job, staggers, own = self.job, self.problem.technique.staggers, self._at_speed
+        F, I, W, O = (own(self.to[k][ends] - self.to[k][a]) for k in "FIWO")  # noqa: E741 -- the field's names
+        turns = self.to["F"][-1] - self.to["F"][ends] + self.to["I"][-1] - self.to["I"][ends]
+        cuts = job.stages - 1 - s
+        if cuts:
+            wires = [self.cut["both"][b - 1] + self.behind[b][cuts - 1] for b in ends.tolist()]
+            turns = turns + np.array(wires, self.kind)
+        turn = F + own(turns)
+        limit = self._held(s, a, ends)
+        n = np.array(-(-self.total // peers), self.kind)[:, None]
+        C = np.maximum(1, np.minimum(limit, n))
+        until_last_F = np.maximum(turn, C * F) + (n - C) * F
+        last_I = until_last_F + n * I + (n - C) * W
+        span = until_last_F + n * (I + W)
+        span = span + np.where(n > C, np.maximum(0, turn + I + W - F - C * (I + W)), 0)
+        resident = -(-n // C) * (turn + I + W)
+        step = O + np.array([[self._reduced(a, b, p) for b in ends.tolist()] for p in peers.tolist()], self.kind)
+        zero = np.zeros_like(span)
+        if staggers:
+            period = np.maximum(span, resident) + step
+            pair = last_I + own(self._above(s, a, "FI", "both")) if s else zero
+        else:
+            head = own(self._above(s, a, "F", "down"))
+            tail = np.maximum(W, own(self._above(s, a, "I", "up")) + own(self.to["W"][1])) if s else W
+            period = head + step + np.maximum(span, np.maximum(last_I + tail, resident - W + tail))
+            pair = zero
+        if job.speeds and len(peers) == 1:
+            period = np.maximum(period, self._shared(s, a, ends, int(peers[0])) + step)
+        beyond = _MOST if self.kind is np.int64 else 1 << 200
+        return np.where(limit > 0, period, beyond), np.where(limit > 0, pair, 0)
+
+    def _above(self, s: int, a: int, ops: str, wires: str) -> Ints:
+        """What a micro-batch passes above a stage that begins with layer a."""
+        way = sum(self.to[k][a] for k in ops)
+        if s:
+            way += self.cut[wires][a - 1] + self.before[wires][a][s - 1]
+        return np.array(way, self.kind)
+
+    def _shared(self, s: int, a: int, ends: Ints, peers: int) -> Ints:
+        """All work of the stage over its fastest workers' speeds."""
+        speeds = [Fraction(str(v)) for w, v in self.job.speeds if w.stage == s]
+        speeds += [Fraction(1)] * (self.job.pipelines - len(speeds))
+        rate = sum(sorted(speeds)[-peers:], Fraction(0))
+        work = sum(self.to[k][ends] - self.to[k][a] for k in "FIW")
+        out: Ints = -(-work * self.total * rate.denominator // rate.numerator)
+        return out
 
 
 def _baseline(problem: Problem, said: MetricsDoc, period: int) -> Iterator[Violation]:
@@ -538,7 +752,7 @@ def _ratios(checker: _Checker, said: MetricsDoc, true: dict[str, int]) -> dict[s
     period, living = true["period"], len(checker.workers)
     ratios = {
         "bubble_fraction": 1 - true["busy"] / (living * period),
-        "slowdown_vs_1f1b": period / reference_period(checker.job) - 1,
+        "slowdown_vs_1f1b": period / reference_period(checker.job.at_home) - 1,
     }
     if said.lower_bound > 0:
         ratios["gap"] = said.period / said.lower_bound - 1

@@ -9,28 +9,32 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from openrecycle.planner.check import check as find_violations
 from openrecycle.planner.check import claim
-from openrecycle.planner.cli_shared import interruptible, job_of_options
+from openrecycle.planner.cli_shared import AUTO, LAYERS_HELP, PARTITION_HELP, interruptible, job_of_options
 from openrecycle.planner.commands_bench import bench_command
 from openrecycle.planner.commands_catalog import catalog_command, normalize_command
 from openrecycle.planner.commands_export import compare_command, export_command
 from openrecycle.planner.commands_simulate import simulate_command
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.failures import parse_failed
 from openrecycle.planner.gantt_text import gantt_lines
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.reference import reference_plan
 from openrecycle.planner.solvers.base import Progress
 from openrecycle.planner.solvers.portfolio import make_plan
+
+if TYPE_CHECKING:
+    from openrecycle.planner.partition import Layout
 
 SHOWN_VIOLATIONS = 20
 
@@ -75,6 +79,11 @@ def plan(
         ),
     ] = None,
     durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
+    layers: Annotated[int | None, typer.Option(help=LAYERS_HELP)] = None,
+    partition: Annotated[str | None, typer.Option(help=PARTITION_HELP)] = None,
+    migrate: Annotated[
+        bool, typer.Option("--migrate", help="With --partition auto: workers may change their stage, too.")
+    ] = False,
     profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
     solver: Annotated[str, typer.Option(help="auto, list, cp-sat or milp.")] = "auto",
     time_limit: Annotated[float, typer.Option(help="Seconds at most.")] = 60.0,
@@ -82,26 +91,35 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan document.")] = False,
 ) -> None:
     """Make a plan. Ctrl-C keeps the best one found so far."""
-    job = job_of_options(pipelines, stages, micro_batches, durations, profile)
+    if layers is not None and partition is None:
+        partition = AUTO
+    if migrate and partition != AUTO:
+        raise InputError("--migrate", True, "--partition auto beside it")
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition)
     dead = parse_failed((name for text in fail or [] for name in text.split(",")), job)
+    layout = None
     if reference is not None:
         _refuse_beside_reference({"--fail": fail, "--memory": memory})
         if technique not in (None, Technique.FAULT_FREE.value):
             raise InputError("--technique", technique, "fault-free beside --reference")
     else:
-        problem = Problem(
-            job,
-            dead,
-            Technique.of(technique or "staggered"),
-            MemoryLimit.parse("uniform" if memory is None else memory),
-        )
+        of = Technique.of(technique or "staggered")
+        limit = MemoryLimit.parse("uniform" if memory is None else memory)
+        if partition == AUTO:
+            layout = _laid_out(job, dead, of, limit, migrate=migrate)
+        problem = Problem(job, dead, of, limit) if layout is None else layout.problem
     check_out(out)  # said before time is spent on solving
     if reference is not None:
         made = reference_plan(job, reference)
     else:
         with interruptible() as stop, _progress(job, quiet=as_json) as report:
             made = make_plan(
-                problem, solver=solver, time_limit=time_limit, on_progress=report, cancelled=lambda: bool(stop)
+                problem,
+                solver=solver,
+                time_limit=time_limit,
+                on_progress=report,
+                cancelled=lambda: bool(stop),
+                layout=layout,
             )
     document = (made.to_json() + "\n").encode()
     if out is not None and is_stdout(out):
@@ -112,7 +130,7 @@ def plan(
         write_out(None, document)
         return
     shown = console()
-    for line in _summary(made):
+    for line in [*_summary(made), *_moves(layout)]:
         shown.print(line, markup=False, soft_wrap=True)
     if out is not None:
         shown.print(f"written to {out}", markup=False, soft_wrap=True)
@@ -163,6 +181,34 @@ def _refuse_beside_reference(options: dict[str, object]) -> None:
             raise InputError(option, value, "nothing beside --reference: it is fault-free and holds what it holds")
 
 
+def _laid_out(job: Job, dead: frozenset[Worker], technique: Technique, memory: MemoryLimit, *, migrate: bool) -> Layout:
+    """The best partition without failures is what failures move layers from, and are compared with."""
+    # Needs numpy, which an agent's machine may lack.
+    try:
+        from openrecycle.planner.partition import lay_out
+    except ImportError as error:
+        raise PlannerError(f"--partition auto needs numpy, which is not installed here ({error})") from None
+    home = lay_out(job, technique=technique, memory=memory).partition
+    at_home = replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
+    over: Over = "layouts" if migrate else "partitions"
+    return lay_out(at_home, dead, technique=technique, memory=memory, over=over)
+
+
+def _moves(layout: Layout | None) -> list[str]:
+    """What has to move for a plan."""
+    if layout is None or not layout.problem.job.layers:
+        return []
+    moved = f"{layout.moved} layers move to another stage" if layout.moved else ""
+    return [line for line in (moved, *map(str, layout.migrations)) if line]
+
+
+_BOUND_OVER = {
+    "schedules": "",
+    "partitions": " over every partition of the layers",
+    "layouts": " over every partition and every number of workers per stage",
+}
+
+
 def _summary(made: Plan) -> list[str]:
     m, job = made.metrics, made.job
     failed = ", ".join(made.failed[:8]) + (f" and {len(made.failed) - 8} more" if len(made.failed) > 8 else "")
@@ -173,12 +219,15 @@ def _summary(made: Plan) -> list[str]:
         f"failed: {failed or 'none'}",
         f"technique {made.technique.value}, memory {made.memory}, "
         f"most activations on a worker {max(m.peak_activations.values())}",
-        f"period {m.period} {unit}, lower bound {m.lower_bound} ({proof}), makespan {m.makespan}",
+        f"period {m.period} {unit}, lower bound {m.lower_bound}{_BOUND_OVER[m.bound_over]} ({proof}), "
+        f"makespan {m.makespan}",
         f"slowdown {m.slowdown_vs_1f1b:+.1%} against fault-free 1F1B, "
         f"{m.slowdown_vs_best:+.1%} against the best fault-free plan",
         f"bubbles {m.bubble_fraction:.1%}; solver {made.solver.name}, {made.solver.seconds:.2f} s; "
         f"fingerprint {made.fingerprint}",
     ]
+    if made.partition:
+        lines.insert(1, f"layers per stage {','.join(map(str, made.partition))}")
     return [*lines, made.solver.message] if made.solver.message else lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +16,10 @@ from openrecycle.planner.job import Job, parse_durations
 from openrecycle.planner.plan import JobDoc
 from openrecycle.planner.profiles import job_on, load
 
+AUTO = "auto"
+LAYERS_HELP = "Layers of the model, alike; --durations are then those of one."
+PARTITION_HELP = "Layers per stage: auto (the default with --layers) or numbers such as 11,11,11,11."
+
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -24,23 +29,59 @@ def job_of_options(
     micro_batches: int | None,
     durations: str | None,
     profile: Path | None,
+    layers: int | None = None,
+    partition: str | None = None,
 ) -> Job:
-    """The job that `--profile`, or the sizes and `--durations`, describe. Raises InputError.
+    """The job that `--profile`, or the sizes, `--layers` and `--durations`, describe. Raises InputError.
 
-    A measured profile (by its file, or a shipped one by its name) takes other sizes too.
+    A measured profile (by its file, or a shipped one by its name) takes other sizes too. With a partition its layers
+    are those that were measured. `auto` leaves the job at the partition that spreads work most evenly.
     """
+    job = _job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition is not None)
+    if partition is None or partition == AUTO:
+        if partition == AUTO and not job.layers:
+            raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
+        return job
+    counts = _counts(partition)
+    if not job.layers:
+        raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
+    given = job.check_partition(counts, field="--partition")
+    return replace(job, partition=given, home=given, profiles=(), transfers=(), backward_transfers=())
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() and len(part.strip()) < 5 for part in parts):
+        raise InputError("--partition", text, "auto, or layers per stage such as 11,11,11,11")
+    return tuple(map(int, parts))
+
+
+def _job_of_options(
+    pipelines: int | None,
+    stages: int | None,
+    micro_batches: int | None,
+    durations: str | None,
+    profile: Path | None,
+    layers: int | None,
+    by_layers: bool,
+) -> Job:
     sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
     if profile is not None:
         document = load(profile)
+        if layers is not None:
+            raise InputError("--layers", layers, "nothing, since --profile FILE says it")
         for option, value in sizes.items():
             if value is not None and (isinstance(document, JobDoc) or option == "--durations"):
                 raise InputError(option, value, "nothing, since --profile FILE says it")
-        return job_on(document, pipelines, stages, micro_batches)
+        return job_on(document, pipelines, stages, micro_batches, by_layers=by_layers)
     for option, value in sizes.items():
         if value is None and option != "--durations":
             raise InputError(option, None, "a whole number of at least 1 (or --profile FILE)")
     assert pipelines is not None and stages is not None and micro_batches is not None
-    return Job.uniform(pipelines, stages, micro_batches, durations=parse_durations(durations or ""))
+    if layers is not None and layers < 1:
+        raise InputError("--layers", layers, "a whole number of at least 1")
+    times = parse_durations(durations or "")
+    return Job.uniform(pipelines, stages, micro_batches, durations=times, layers=layers or 0)
 
 
 @contextmanager

@@ -204,7 +204,7 @@ class Drawing:
     @cached_property
     def fault_free_end(self) -> int:
         """Where fault-free 1F1B ends: what the slowdown is measured against."""
-        return reference_period(self.job)
+        return reference_period(self.job.at_home)
 
     @property
     def fault_free_words(self) -> str:

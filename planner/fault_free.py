@@ -26,15 +26,25 @@ class FaultFree:
     schedule: Schedule
 
 
-@lru_cache(maxsize=64)
 def best_fault_free(job: Job, memory: MemoryLimit) -> FaultFree:
     """The shortest fault-free plan of `job` at a memory limit: the best of all techniques, each the best of the
     list scheduler's rules and of the published schedules (1F1B, GPipe, ZB-H1, ZB-H2) that it and the limit allow.
 
     Whatever the technique of the plan that is compared: what a job loses by its failures, or by doing without
     a technique, is measured from one mark. It depends on job and limit alone, so all who ask get the same.
+    A job that has layers is cut as it is without failures, or, where that does not fit in memory, as it is.
     Raises InputError, and InfeasibleError where no technique has a plan.
     """
+    try:
+        return _best(job.at_home, memory)
+    except InfeasibleError:
+        if job.at_home is job:
+            raise
+        return _best(job, memory)
+
+
+@lru_cache(maxsize=64)
+def _best(job: Job, memory: MemoryLimit) -> FaultFree:
     # Pipelines without failures are independent of each other: where their workers are equally fast,
     # one stands for all.
     alone = job if job.speeds else replace(job, pipelines=1)

@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.profile import (
     MAX_DECIMALS,
+    LayerProfile,
     StageProfile,
     StageTicks,
+    balanced,
     check_bytes,
     check_duration,
     decimals,
+    joined,
     parse_durations,
 )
 
@@ -30,6 +33,7 @@ __all__ = [
     "MAX_DECIMALS",
     "MAX_OPS",
     "Job",
+    "LayerProfile",
     "MemoryLimit",
     "Problem",
     "StageProfile",
@@ -44,6 +48,11 @@ __all__ = [
 BYTES_PER_OP = 2_000
 MAX_OPS = 4_000_000
 SLOWEST, FASTEST = 0.01, 100.0
+MAX_LAYERS = 512
+
+# What a plan was chosen from, and its lower bound is over: all schedules of its problem; those of every partition of
+# the layers; those of every partition and of every number of workers per stage that the living can staff.
+Over = Literal["schedules", "partitions", "layouts"]
 
 _WORKER = re.compile(r"W([0-9]{1,6})_([0-9]{1,6})")
 
@@ -108,6 +117,10 @@ class Job:
     speeds: of the workers that aren't nominal: 0.5 takes twice as long for F, I, W and the step
     (not the reduction, which all peers end together). Workers outside the grid are left out, so
     that a job of fewer pipelines is made by `replace(job, pipelines=...)`.
+    layers: where stages can be cut anew; profiles and transfers then follow from them and the partition, and
+    are never set apart. partition: layers per stage, in order. home: the partition without failures, which plans
+    are compared with; unless given, what `partition` says, and where that says nothing, the one that spreads F, I
+    and W most evenly.
     Raises InputError for sizes or durations that make no job.
     """
 
@@ -120,9 +133,13 @@ class Job:
     backward_transfers: tuple[float, ...] = ()
     capacity_bytes: tuple[int, ...] = ()
     speeds: tuple[tuple[Worker, float], ...] = ()
+    layers: tuple[LayerProfile, ...] = ()
+    partition: tuple[int, ...] = ()
+    home: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_sizes(self.pipelines, self.stages, self.micro_batches)
+        self._lay_out()
         if len(self.time_unit) > 20 or not self.time_unit.isprintable():
             raise InputError("time_unit", self.time_unit, "at most 20 printable characters")
         if not self.profiles:
@@ -145,12 +162,7 @@ class Job:
                 continue
             checked.add(id(profile))
             profile.check(f"profiles[{s}]")
-            if 0 < len(profile.reductions) < self.pipelines:
-                raise InputError(
-                    f"profiles[{s}].reductions",
-                    len(profile.reductions),
-                    f"one for each number of living peers, {self.pipelines} in all",
-                )
+            self._check_reductions(f"profiles[{s}]", profile)
         for name in ("transfers", "backward_transfers"):
             for s, transfer in enumerate(getattr(self, name)):
                 check_duration(f"{name}[{s}]", transfer)
@@ -159,6 +171,97 @@ class Job:
         for s, capacity in enumerate(self.capacity_bytes):
             check_bytes(f"capacity_bytes[{s}]", capacity, least=1)
         self._check_speeds()
+
+    def _lay_out(self) -> None:
+        """Partition, home, profiles and transfers of a job that has layers."""
+        if not self.layers:
+            for name in ("partition", "home"):
+                if getattr(self, name):
+                    raise InputError(name, getattr(self, name), "nothing for a job without layers")
+            return
+        if len(self.layers) > MAX_LAYERS:
+            raise InputError("layers", len(self.layers), f"at most {MAX_LAYERS} layers")
+        checked: set[int] = set()
+        for k, layer in enumerate(self.layers):
+            if id(layer) not in checked:
+                checked.add(id(layer))
+                layer.check(f"layers[{k}]")
+                self._check_reductions(f"layers[{k}]", layer)
+        whole = joined(self.layers)
+        for name in ("forward", "input_backward", "weight_backward", "optimizer"):
+            if getattr(whole, name) > 1e9:
+                raise InputError(f"layers, {name} in all", getattr(whole, name), "a duration from 0 to 1e9")
+        if not self.partition:
+            even = balanced([p.forward + p.input_backward + p.weight_backward for p in self.layers], self.stages)
+            if even is None:
+                raise InputError("layers", len(self.layers), f"at least one for each of the {self.stages} stages")
+            object.__setattr__(self, "partition", even)
+        object.__setattr__(self, "partition", self.check_partition(self.partition))
+        home = self.check_partition(self.home, field="home") if self.home else self.partition
+        object.__setattr__(self, "home", home)
+        given = self.profiles, self.transfers, self.backward_transfers or self.transfers
+        self._cut()
+        for name, value in zip(("profiles", "transfers", "backward_transfers"), given, strict=True):
+            if value and value != getattr(self, name):
+                raise InputError(name, len(value), "those that the layers and the partition give, or none")
+
+    def _cut(self) -> None:
+        """Derives what follows from layers and partition."""
+        profiles: list[StageProfile] = []
+        ends: list[LayerProfile] = []
+        known: dict[tuple[int, ...], StageProfile] = {}  # stages of equal layers are one object: see job_doc
+        at = 0
+        for count in self.partition:
+            members = self.layers[at : at + count]
+            key = tuple(map(id, members))
+            if key not in known:
+                known[key] = joined(members)
+            profiles.append(known[key])
+            ends.append(members[-1])
+            at += count
+        object.__setattr__(self, "profiles", tuple(profiles))
+        object.__setattr__(self, "transfers", tuple(layer.transfer for layer in ends[:-1]))
+        object.__setattr__(self, "backward_transfers", tuple(layer.back for layer in ends[:-1]))
+
+    def check_partition(self, partition: Iterable[int], *, field: str = "partition") -> tuple[int, ...]:
+        """Returns it; raises InputError where it is none of this job."""
+        given = tuple(partition)
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in given)
+        if not self.layers:
+            raise InputError(field, given, "nothing for a job without layers")
+        if not whole or len(given) != self.stages or sum(given) != len(self.layers):
+            what = f"{self.stages} numbers of at least 1 that add up to {len(self.layers)} layers"
+            raise InputError(field, ",".join(map(str, given)), what)
+        return given
+
+    def with_partition(self, partition: Iterable[int]) -> Job:
+        """The same job cut so; its home stays what it is. Raises InputError."""
+        given = self.check_partition(partition)
+        if given == self.partition:
+            return self
+        made = object.__new__(Job)  # (what has been checked once is not checked again: many are compared)
+        for f in fields(self):
+            object.__setattr__(made, f.name, getattr(self, f.name))
+        object.__setattr__(made, "partition", given)
+        made._cut()
+        return made
+
+    @property
+    def at_home(self) -> Job:
+        """As it is cut without failures."""
+        return self.with_partition(self.home) if self.layers else self
+
+    def as_stages(self) -> Job:
+        """The same with stages that can't be cut."""
+        return replace(self, layers=(), partition=(), home=()) if self.layers else self
+
+    def _check_reductions(self, where: str, profile: StageProfile) -> None:
+        if 0 < len(profile.reductions) < self.pipelines:
+            raise InputError(
+                f"{where}.reductions",
+                len(profile.reductions),
+                f"one for each number of living peers, {self.pipelines} in all",
+            )
 
     def _check_speeds(self) -> None:
         """Puts them in one spelling, so that equal jobs are equal."""
@@ -178,10 +281,19 @@ class Job:
         *,
         durations: Mapping[str, float] | None = None,
         time_unit: str = "slot",
+        layers: int = 0,
+        partition: tuple[int, ...] = (),
     ) -> Job:
-        """A job whose stages are alike. `durations` has any of the keys F, I, W, O, transfer."""
+        """A job whose stages are alike, or, with so many layers, those. `durations`, of each, has any of the keys F, I,
+        W, O, transfer."""
         times = {"F": 1.0, "I": 1.0, "W": 1.0, "O": 0.0, "transfer": 0.0, **(durations or {})}
         _check_sizes(pipelines, stages, micro_batches)  # before a tuple per stage is made
+        if layers:
+            layer = LayerProfile(times["F"], times["I"], times["W"], times["O"], transfer=times["transfer"])
+            if isinstance(layers, bool) or not isinstance(layers, int) or not stages <= layers <= MAX_LAYERS:
+                raise InputError("layers", layers, f"a whole number from {stages}, one for each stage, to {MAX_LAYERS}")
+            many = (layer,) * layers
+            return cls(pipelines, stages, micro_batches, time_unit=time_unit, layers=many, partition=partition)
         profile = StageProfile(times["F"], times["I"], times["W"], times["O"])
         return cls(
             pipelines,
@@ -194,9 +306,11 @@ class Job:
 
     @cached_property
     def ticks_per_unit(self) -> int:
-        """Smallest power of ten that makes every duration a whole number of ticks."""
+        """Smallest power of ten that makes every duration a whole number of ticks, whatever the partition."""
         values: list[float] = [*self.transfers, *self.backward_transfers]
-        for p in set(self.profiles):
+        for layer in set(self.layers):
+            values += [layer.transfer, layer.back]
+        for p in set(self.layers or self.profiles):
             values += [p.forward, p.input_backward, p.weight_backward, p.optimizer, *p.reductions]
         places: int = max((decimals(v) for v in set(values)), default=0)
         return int(10**places)

@@ -67,6 +67,7 @@ _Int = Annotated[int, INTEGER]
 class Header(BaseModel):
     """failed: by stage, the pipelines whose worker is dead. metrics: without peak_activations.
 
+    partition: of the plan, where its job has layers.
     rows: for each pipeline, which of the stored rows is its own. types: of the columns (`_pack`).
     peaks: by stage, the most activations that one of its workers holds. asked: None in a catalog.
     """
@@ -74,6 +75,7 @@ class Header(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     failed: tuple[tuple[_Int, ...], ...]
+    partition: Annotated[tuple[_Int, ...], Field(exclude_if=lambda value: not value)] = ()
     metrics: MetricsDoc
     solver: SolverDoc
     effort: Effort
@@ -183,6 +185,8 @@ def _columns(header: Header, data: bytes, question: Question, source: str) -> Co
     rows = max(header.rows, default=-1) + 1
     shapes = [(stages, rows, count)] * 4 + [(stages, pipelines), (4, stages, pipelines), (stages,)]
     try:
+        if header.partition:
+            job = job.with_partition(header.partition)
         problem = problem_of(job, header.failed, question.technique, question.memory)
         if len(header.rows) != pipelines or len(header.failed) != stages:
             raise ValueError("another grid")
@@ -339,6 +343,7 @@ def _header(
         peaks[stage] = max(peaks[stage], held)
     return Header(
         failed=tuple(map(tuple, failed)),
+        partition=problem.job.partition,
         metrics=metrics.model_copy(update={"peak_activations": {}}),
         solver=solver,
         effort=effort,

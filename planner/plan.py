@@ -30,11 +30,12 @@ from pydantic import (
     WithJsonSchema,
     WrapSerializer,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.job import Job, LayerProfile, MemoryLimit, Over, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.schedule import Op, Schedule
 from openrecycle.planner.words import printable
 
@@ -102,12 +103,23 @@ class StageDoc(_Model):
     optimizer_bytes: Annotated[Bytes, _WHERE_GIVEN] = 0
 
 
+class LayerDoc(StageDoc):
+    """The same of one layer, and what is sent if a stage ends behind it; see planner.job.LayerProfile."""
+
+    transfer: Annotated[Time, _WHERE_GIVEN] = 0
+    backward_transfer: Annotated[Time | None, Field(exclude_if=lambda value: value is None)] = None
+
+
 # What is less is refused by Job, in its own words.
 _Size = Annotated[int, INTEGER, Field(json_schema_extra={"minimum": 1})]
 
 
 class JobDoc(_Model):
-    """See planner.job.Job. `capacity_bytes`: one number for all workers, or one per stage."""
+    """See planner.job.Job. `capacity_bytes`: one number for all workers, or one per stage.
+
+    partition: layers per stage without failures; a plan has its own. With `layers`, profiles and transfers follow from
+    both, and may be left out.
+    """
 
     pipelines: _Size
     stages: _Size
@@ -120,10 +132,24 @@ class JobDoc(_Model):
     speeds: Annotated[dict[WorkerName, Speed], _WHERE_GIVEN, WrapValidator(_some_at_a_time)] = Field(
         default_factory=dict
     )
+    layers: Annotated[tuple[LayerDoc, ...], _WHERE_GIVEN, Field(fail_fast=True)] = ()
+    partition: Annotated[tuple[_Size, ...], _WHERE_GIVEN, Field(fail_fast=True)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_layers(cls, data: Any) -> Any:
+        """What follows from layers need not be said."""
+        if isinstance(data, Mapping) and data.get("layers"):
+            return {"profiles": (), "transfers": (), **data}
+        return data
 
     def job(self) -> Job:
         """Raises InputError when the document describes no job."""
         capacity, speeds = self.capacity_bytes, {Worker.parse(w, field="speeds"): s for w, s in self.speeds.items()}
+        layers: dict[LayerDoc, LayerProfile] = {}  # equal ones are one object
+        for layer in self.layers:
+            if layer not in layers:
+                layers[layer] = LayerProfile(**layer.model_dump())
         made = Job(
             self.pipelines,
             self.stages,
@@ -132,15 +158,18 @@ class JobDoc(_Model):
             transfers=tuple(self.transfers),
             time_unit=self.time_unit,
             backward_transfers=self.backward_transfers,
-            capacity_bytes=(capacity,) * len(self.profiles) if isinstance(capacity, int) else capacity,
+            capacity_bytes=(capacity,) * self.stages if isinstance(capacity, int) else capacity,
             speeds=tuple(speeds.items()),
+            layers=tuple(layers[layer] for layer in self.layers),
+            partition=self.partition,
         )
         for worker in speeds:
             made.check_worker(worker, field="speeds")
-        for s, profile in enumerate(self.profiles):
+        of: Sequence[StageDoc] = self.layers or self.profiles
+        for s, profile in enumerate(of):
             if len(profile.reductions) > self.pipelines:
                 raise InputError(
-                    f"profiles[{s}].reductions",
+                    f"{'layers' if self.layers else 'profiles'}[{s}].reductions",
                     len(profile.reductions),
                     f"one for each number of living peers, {self.pipelines} in all",
                 )
@@ -261,11 +290,15 @@ class InArrays(Mapping[str, Ops]):
 
 
 class MetricsDoc(_Model):
-    """All as defined in planner.schedule; `gap` and the slowdowns are fractions (0.08 = +8 %)."""
+    """All as defined in planner.schedule; `gap` and the slowdowns are fractions (0.08 = +8 %).
+
+    bound_over: see planner.job.Over. The slowdowns are against the job as it is cut without failures.
+    """
 
     makespan: Time
     period: Time
     lower_bound: Time
+    bound_over: Annotated[Over, Field(exclude_if=lambda value: value == "schedules")] = "schedules"
     gap: StrictFloat
     bubble_fraction: StrictFloat
     slowdown_vs_1f1b: StrictFloat
@@ -297,6 +330,8 @@ class Plan(_Model):
     schema_version: Literal[1] = SCHEMA_VERSION
     job: JobDoc
     failed: Annotated[tuple[WorkerName, ...], Field(fail_fast=True)]
+    # Layers per stage in this plan; empty where the job has no layers.
+    partition: Annotated[tuple[_Size, ...], _WHERE_GIVEN, Field(fail_fast=True)] = ()
     technique: Technique
     memory: str
     workers: Annotated[dict[WorkerName, Ops], WrapSerializer(lambda workers, write: write(dict(workers)))]
@@ -312,6 +347,7 @@ class Plan(_Model):
         body: dict[str, Any] = {
             "job": job_doc(problem.job),
             "failed": tuple(str(w) for w in sorted(problem.failed)),
+            "partition": problem.job.partition,
             "technique": problem.technique,
             "memory": problem.memory.text,
             "workers": {str(w): Ops(_columns(problem.job, ops)) for w, ops in sorted(schedule.ops.items())},
@@ -321,13 +357,15 @@ class Plan(_Model):
 
     def compute_fingerprint(self) -> str:
         """SHA-256 over the canonical JSON of the problem and the ops (not of who solved it)."""
-        body = {
+        body: dict[str, Any] = {
             "failed": list(self.failed),
             "job": self.job.model_dump(mode="json"),
             "memory": self.memory,
             "schema_version": self.schema_version,
             "technique": self.technique.value,
         }
+        if self.partition:
+            body["partition"] = list(self.partition)
         head = json.dumps(body, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(f'{head[:-1]},"workers":{{'.encode())
         # `workers` is the last key of all; worker by worker, for the reason that `_PIECEMEAL` gives.
@@ -345,7 +383,10 @@ class Plan(_Model):
     def problem(self) -> Problem:
         """Raises PlannerError when the document describes no job."""
         failed = frozenset(Worker.parse(name, field="failed") for name in self.failed)
-        return Problem(self.job.job(), failed, self.technique, MemoryLimit.parse(self.memory, field="memory"))
+        job = self.job.job()
+        if self.partition:
+            job = job.with_partition(self.partition)
+        return Problem(job, failed, self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
     @property
     def in_arrays(self) -> InArrays | None:
@@ -534,6 +575,8 @@ def read_model(model: type[Model], text: str | bytes) -> Model:
 
 
 def job_doc(job: Job) -> JobDoc:
+    """Of the job as it is cut without failures."""
+    job = job.at_home
     one_capacity = len(set(job.capacity_bytes)) == 1
     stages = {id(profile): profile for profile in job.profiles}  # thousands of stages often have one and the same
     docs = {key: _stage_doc(profile) for key, profile in stages.items()}
@@ -547,21 +590,32 @@ def job_doc(job: Job) -> JobDoc:
         backward_transfers=() if job.backward_transfers == job.transfers else _plain_all(job.backward_transfers),
         capacity_bytes=job.capacity_bytes[0] if one_capacity else job.capacity_bytes,
         speeds={str(worker): speed for worker, speed in job.speeds},
+        layers=tuple(map(layer_doc, job.layers)),
+        partition=job.home,
     )
 
 
 def _stage_doc(profile: StageProfile) -> StageDoc:
-    return StageDoc(
-        forward=_plain(profile.forward),
-        input_backward=_plain(profile.input_backward),
-        weight_backward=_plain(profile.weight_backward),
-        optimizer=_plain(profile.optimizer),
-        reductions=_plain_all(profile.reductions),
-        activation_bytes=profile.activation_bytes,
-        weight_backward_bytes=profile.weight_backward_bytes,
-        weight_bytes=profile.weight_bytes,
-        optimizer_bytes=profile.optimizer_bytes,
-    )
+    return StageDoc(**_fields_of(profile))
+
+
+def layer_doc(layer: LayerProfile) -> LayerDoc:
+    back = None if layer.backward_transfer is None else _plain(layer.backward_transfer)
+    return LayerDoc(**_fields_of(layer), transfer=_plain(layer.transfer), backward_transfer=back)
+
+
+def _fields_of(profile: StageProfile) -> dict[str, Any]:
+    return {
+        "forward": _plain(profile.forward),
+        "input_backward": _plain(profile.input_backward),
+        "weight_backward": _plain(profile.weight_backward),
+        "optimizer": _plain(profile.optimizer),
+        "reductions": _plain_all(profile.reductions),
+        "activation_bytes": profile.activation_bytes,
+        "weight_backward_bytes": profile.weight_backward_bytes,
+        "weight_bytes": profile.weight_bytes,
+        "optimizer_bytes": profile.optimizer_bytes,
+    }
 
 
 def first_problem(error: ValidationError) -> str:

@@ -291,6 +291,7 @@ class Columns:
             "schema_version": SCHEMA_VERSION,
             "job": job_doc(problem.job),
             "failed": tuple(map(str, sorted(problem.failed))),
+            "partition": problem.job.partition,
             "technique": problem.technique,
             "memory": problem.memory.text,
             "metrics": metrics.model_copy(update={"peak_activations": counts}),

@@ -27,6 +27,7 @@ from openrecycle.planner.words import percent
 PLANNED_OPS = 200_000
 
 REROUTE, MIGRATE, DROP = "re-route", "migrate and re-route", "drop the replica"
+REPARTITION, SHALLOWER = "re-partition", "one stage less"
 
 # From here on a share is called the whole: plans are counted in ticks.
 WHOLE = 0.995
@@ -37,6 +38,7 @@ class Option:
     """One option. pause: seconds until training goes on. redo: seconds of earlier work that is lost.
 
     rate: samples per second from then on. migrations: who changes stage for it, where that is known.
+    partition: layers per stage, where those change and it is known.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Option:
     rate: float
     redo: float = 0.0
     migrations: tuple[Migration, ...] = ()
+    partition: tuple[int, ...] = ()
 
     def samples(self, horizon: float, before: float) -> float:
         """Trained within `horizon` seconds, less what is lost of the work done at rate `before`."""
@@ -87,8 +90,8 @@ def advise(
     heals_in: float,
     catalog: Catalog | StoredCatalog | None = None,
 ) -> Advice:
-    """The best of re-routing, re-routing after migrations, re-partitioning, dropping replicas, a spare,
-    and restarting from the checkpoint.
+    """The best of re-routing, re-routing after migrations, re-partitioning, also with one stage less, dropping
+    replicas, a spare, and restarting from the checkpoint.
 
     heals_in: seconds until the failed workers are expected back. catalog: plans made ahead.
     Raises InputError for a worker outside the grid, InfeasibleError when no way leads on.
@@ -133,7 +136,10 @@ def _options(
     offer(REROUTE, seen, here)
     if failures and (moved := _migrated(state.failed, planned, costs, heals_in, here)):
         out.append(moved)
-    offer("re-partition", seen + costs.repartition, planned.repartitioned(living))
+    if laid := _repartitioned(state.failed, planned, seen + costs.repartition):
+        out.append(laid)
+    if failures:
+        offer(SHALLOWER, seen + costs.repartition, planned.with_depth(stages - 1, living))
     broken = len({worker.pipeline for worker in state.failed})
     if failures:
         offer(DROP, seen, planned.replicas(planned.job.pipelines - broken))
@@ -176,6 +182,19 @@ def _migrated(
         return None
     rate = Rate(moved.period * planned.tick, planned.samples)
     return Option(MIGRATE, seen + moved.pause, rate.per_second, migrations=moved.migrations)
+
+
+def _repartitioned(failed: frozenset[Worker], planned: PlannedJob, pause: float) -> Option | None:
+    """With the layers, and where that helps workers too, on other stages. On a large grid the count's own rate stands
+    for it, and who holds what is left open."""
+    if _large(planned):
+        rate = planned.with_depth(planned.job.stages, planned.workers - len(failed))
+        return None if rate is None else Option(REPARTITION, pause, rate.per_second)
+    layout = planned.laid_out(failed)
+    if layout is None:
+        return None
+    known = layout.partition if planned.job.layers else ()
+    return Option(REPARTITION, pause, planned.rate_of(layout).per_second, migrations=layout.migrations, partition=known)
 
 
 def _large(planned: PlannedJob) -> bool:
@@ -232,7 +251,7 @@ def _load(state: JobState, planned: PlannedJob, rate: float | None) -> tuple[boo
 
 def one_f_one_b(planned: PlannedJob) -> Rate:
     """Fault-free 1F1B: what the paper counts slowdowns from."""
-    return Rate(reference_period(planned.job) * planned.tick, planned.samples)
+    return Rate(reference_period(planned.job.at_home) * planned.tick, planned.samples)
 
 
 def shares(rate: float, planned: PlannedJob) -> str:

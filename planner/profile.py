@@ -1,9 +1,10 @@
-"""What one stage's ops take: durations and bytes, as the user gives them and in ticks."""
+"""What the ops of a stage or a layer take: durations and bytes, as the user gives them and in ticks."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -61,6 +62,102 @@ class StageProfile:
             check_duration(f"{where}.reductions[{n}]", reduction)
         for name in ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes"):
             check_bytes(f"{where}.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class LayerProfile(StageProfile):
+    """The same of one layer; a stage takes what its layers take together.
+
+    transfer: of what is sent if a stage ends behind this layer, activations forward; backward_transfer: of the
+    gradients back, as long unless given.
+    """
+
+    transfer: float = 0.0
+    backward_transfer: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.backward_transfer == self.transfer:  # one spelling, so that equal layers are equal
+            object.__setattr__(self, "backward_transfer", None)
+
+    @property
+    def back(self) -> float:
+        """The transfer of gradients."""
+        return self.transfer if self.backward_transfer is None else self.backward_transfer
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_duration(f"{where}.transfer", self.transfer)
+        check_duration(f"{where}.backward_transfer", self.back)
+
+
+def joined(layers: Sequence[StageProfile]) -> StageProfile:
+    """The stage that these layers make, to the planner's decimals."""
+
+    def times(name: str) -> float:
+        return _sum(getattr(layer, name) for layer in layers)
+
+    def sizes(name: str) -> int:
+        return sum(getattr(layer, name) for layer in layers)
+
+    most = max(len(layer.reductions) for layer in layers)
+    return StageProfile(
+        forward=times("forward"),
+        input_backward=times("input_backward"),
+        weight_backward=times("weight_backward"),
+        optimizer=times("optimizer"),
+        # Counted from the end, where all peers live.
+        reductions=tuple(
+            _sum(layer.reductions[-n] for layer in layers if n <= len(layer.reductions)) for n in range(most, 0, -1)
+        ),
+        activation_bytes=sizes("activation_bytes"),
+        weight_backward_bytes=sizes("weight_backward_bytes"),
+        weight_bytes=sizes("weight_bytes"),
+        optimizer_bytes=sizes("optimizer_bytes"),
+    )
+
+
+def _sum(values: Iterable[float]) -> float:
+    return round(math.fsum(values), MAX_DECIMALS)
+
+
+def balanced(work: Sequence[float], stages: int) -> tuple[int, ...] | None:
+    """Layers per stage, contiguous, so that the largest sum of a stage's `work` is the least.
+
+    None where there are fewer layers than stages. That sum is found by bisection over those that occur, as a
+    greedy fill says at once whether one suffices.
+    """
+    if not 1 <= stages <= len(work):
+        return None
+    sums = [0.0]
+    for layer in work:
+        sums.append(sums[-1] + layer)
+    least = max(work)
+    candidates = sorted({least, *(b - a for i, a in enumerate(sums) for b in sums[i + 1 :] if b - a > least)})
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _fill(work, candidates[middle], stages) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return _fill(work, candidates[low], stages)
+
+
+def _fill(work: Sequence[float], limit: float, stages: int) -> tuple[int, ...] | None:
+    """Stages filled one after the other up to `limit`, each leaving a layer for those that follow."""
+    counts: list[int] = []
+    at = 0
+    for stage in range(stages):
+        left = stages - 1 - stage
+        taken, total = 0, 0.0
+        while at < len(work) - left and total + work[at] <= limit * (1 + 1e-12):
+            total += work[at]
+            at += 1
+            taken += 1
+        if not taken:
+            return None
+        counts.append(taken)
+    return tuple(counts) if at == len(work) else None
 
 
 class StageTicks(NamedTuple):

@@ -254,9 +254,13 @@ class _WantedJob(PlannedJob):
         self._check()
         return super().rerouted(failures)
 
-    def repartitioned(self, workers: int, *, ours: bool = True) -> Rate | None:
+    def with_depth(self, stages: int, workers: int) -> Rate | None:
         self._check()
-        return super().repartitioned(workers, ours=ours)
+        return super().with_depth(stages, workers)
+
+    def templates(self, workers: int) -> Rate | None:
+        self._check()
+        return super().templates(workers)
 
     def _check(self) -> None:
         if not self.wanted():

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, StageProfile
+from openrecycle.planner.job import Job, LayerProfile, StageProfile
 from openrecycle.planner.plan import (
     INTEGER,
     PRINTABLE,
@@ -171,6 +171,30 @@ class Measurements(_Model):
             capacity_bytes=(self.capacity_bytes,) * stages if self.capacity_bytes else (),
         )
 
+    def layered_job_for(self, pipelines: int, stages: int, micro_batches: int) -> Job:
+        """The same by layers, of which any partition can be made: the embedding and the head are layers too.
+
+        Raises InputError where the profile is of whole stages.
+        """
+        if self.cut != "layers":
+            raise InputError("--partition", self.cut, "a profile by layers: this one was measured by stages")
+        Job.uniform(pipelines, stages, micro_batches)
+        first, layer, last = self.parts
+        decimals = _decimals([part.forward.median for part in self.parts])
+        wire = round(self.transfers[0].median, decimals)
+        made = {
+            id(part): LayerProfile(**vars(self._stage([part], pipelines, decimals)), transfer=wire)
+            for part in self.parts
+        }
+        return Job(
+            pipelines,
+            stages,
+            micro_batches,
+            time_unit="ms",
+            capacity_bytes=(self.capacity_bytes,) * stages if self.capacity_bytes else (),
+            layers=tuple(made[id(part)] for part in (first, *[layer] * self.layers, last)),
+        )
+
     def _cut(self, stages: int) -> list[list[Part]]:
         """The parts of each stage."""
         if self.cut == "stages":
@@ -263,8 +287,10 @@ def job_on(
     pipelines: int | None = None,
     stages: int | None = None,
     micro_batches: int | None = None,
+    *,
+    by_layers: bool = False,
 ) -> Job:
-    """The job of a profile on a grid; what is None is as the document has it.
+    """The job of a profile on a grid; what is None is as the document has it. by_layers: with the layers measured.
 
     Raises InputError, also where the document is of a job on another grid.
     """
@@ -272,7 +298,7 @@ def job_on(
     sizes = {"pipelines": pipelines, "stages": stages, "micro_batches": micro_batches}
     grid = {name: getattr(own, name) if size is None else size for name, size in sizes.items()}
     if isinstance(document, Profile):
-        return document.job_for(**grid)
+        return document.layered_job_for(**grid) if by_layers else document.job_for(**grid)
     for name, size in grid.items():
         if size != getattr(own, name):
             raise InputError(f"--{name.replace('_', '-')}", size, f"{getattr(own, name)}, as the profile has it")

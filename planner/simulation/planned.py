@@ -11,13 +11,26 @@ from openrecycle.planner.catalog_store import StoredCatalog
 from openrecycle.planner.catalog_task import LARGE
 from openrecycle.planner.distribution import Counts, best_distributions, models
 from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.job import (
+    MAX_LAYERS,
+    Job,
+    LayerProfile,
+    MemoryLimit,
+    Problem,
+    StageProfile,
+    Technique,
+    Worker,
+)
 from openrecycle.planner.migration import SECONDS
-from openrecycle.planner.simulation.templates import distribute, instantiations, partition, template_depths
+from openrecycle.planner.partition import Layout, lay_out, staffed, with_stages
+from openrecycle.planner.profile import MAX_DECIMALS, balanced, joined
+from openrecycle.planner.simulation.templates import distribute, instantiations, template_depths
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
 # Layers of a stage where nobody says how many there are: what re-partition can move.
 LAYERS_PER_STAGE = 8
+# Ops that are scheduled to compare partitions, about: many states are planned, and none is run.
+EFFORT = 60_000
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,8 @@ class Rate:
 class PlannedJob:
     """One job's throughput by state. Periods are planned when asked for and kept.
 
-    samples: of one iteration of the whole job. layers: per stage. least_stages: of the shallowest
-    pipeline whose workers hold the model. catalog: whose periods are taken where it has them.
+    samples: of one iteration of the whole job. layers: per stage, where the job has none. least_stages: of the
+    shallowest pipeline whose workers hold the model. catalog: whose periods are taken where it has them.
     Raises InputError.
     """
 
@@ -74,10 +87,12 @@ class PlannedJob:
         self.least_stages = least
         self.workers = job.pipelines * job.stages
         self._periods: dict[int, float | None] = {}
-        self._templates: dict[tuple[int, int, bool], float] = {}
+        self._templates: dict[tuple[int, int], float] = {}
         self._redundant: dict[int, Rate] = {}
         self._morphed: dict[int, tuple[int, Rate] | None] = {}
-        self._repartitioned: dict[tuple[int, bool], Rate | None] = {}
+        self._by_templates: dict[int, Rate | None] = {}
+        self._by_depth: dict[tuple[int, int], Rate | None] = {}
+        self._layouts: dict[frozenset[Worker], Layout | None] = {}
         if catalog is not None:
             self._take(catalog)
 
@@ -162,16 +177,76 @@ class PlannedJob:
             return None
         return self.rerouted((self.job.pipelines - pipelines) * self.job.stages)
 
-    def repartitioned(self, workers: int, *, ours: bool = True) -> Rate | None:
-        """The layers over all living workers, in pipelines of unlike depth; None when none fits.
+    @cached_property
+    def layered(self) -> Job | None:
+        """The job by layers: its own, or, where it has none, as many equal ones in each stage as `layers` says.
 
-        ours: no pipeline is deeper than the grid's, and each runs our planner's schedule; otherwise
-        Oobleck's templates, which run 1F1B.
+        None where that would be too many.
         """
-        key = (workers, ours)
-        if key not in self._repartitioned:
-            self._repartitioned[key] = self._repartition(workers, ours)
-        return self._repartitioned[key]
+        job, each = self.job, min(self.layers, MAX_LAYERS // self.job.stages)
+        if job.layers or not each:
+            return job if job.layers else None
+        layers: list[LayerProfile] = []
+        for s, profile in enumerate(job.profiles):
+            cut = min(s, job.stages - 2)
+            sent, back = (job.transfers[cut], job.backward_transfers[cut]) if cut >= 0 else (0.0, 0.0)
+            share = vars(_share_of(profile, each))
+            layers += [LayerProfile(**share, transfer=sent, backward_transfer=back)] * each
+        return replace(
+            job, layers=tuple(layers), partition=(each,) * job.stages, profiles=(), transfers=(), backward_transfers=()
+        )
+
+    @property
+    def _layout_technique(self) -> Technique:
+        return self.technique if self.technique.reroutes else Technique.STAGGERED
+
+    def laid_out(self, failed: frozenset[Worker]) -> Layout | None:
+        """The best partition of the layers, with workers where they are of most use; None: there is none."""
+        job = self.layered
+        if job is None:
+            return None
+        if failed not in self._layouts:
+            try:
+                made = lay_out(job, failed, technique=self._layout_technique, memory=self.memory, over="layouts")
+            except InfeasibleError:
+                self._layouts[failed] = None
+            else:
+                self._layouts[failed] = made
+        return self._layouts[failed]
+
+    def rate_of(self, layout: Layout) -> Rate:
+        return Rate(layout.period * self.unit / layout.problem.job.ticks_per_unit, self.samples)
+
+    def repartitioned(self, workers: int) -> Rate | None:
+        """The layers over all living workers, wherever they are needed, in pipelines as deep as the grid's or, where
+        that is shorter, of one stage less; None where none fits."""
+        options = [self.with_depth(self.job.stages - less, workers) for less in (0, 1)]
+        return min(filter(None, options), key=lambda rate: rate.seconds, default=None)
+
+    def with_depth(self, stages: int, workers: int) -> Rate | None:
+        """The same in pipelines of so many stages; None where the model or the workers don't fit."""
+        if stages < self.least_stages or self.layered is None:
+            return None
+        # On a large grid one layout serves for all counts down to the next that has one worker less on each stage.
+        step = self.job.stages if self._large and workers > 2 * self.job.stages else 1
+        key = stages, workers - workers % step
+        if key not in self._by_depth:
+            self._by_depth[key] = self._staffed(*key)
+        return self._by_depth[key]
+
+    def _staffed(self, stages: int, workers: int) -> Rate | None:
+        assert self.layered is not None
+        job = self.layered if stages == self.job.stages else with_stages(self.layered, stages, workers)
+        if job is None:
+            return None
+        made = staffed(job, workers, technique=self._layout_technique, memory=self.memory, effort=EFFORT)
+        return None if made is None else self.rate_of(made)
+
+    def templates(self, workers: int) -> Rate | None:
+        """The layers over all living workers, in pipelines of unlike depth that run 1F1B: Oobleck's templates."""
+        if workers not in self._by_templates:
+            self._by_templates[workers] = self._instantiated(workers)
+        return self._by_templates[workers]
 
     def morphed(self, workers: int) -> tuple[int, Rate] | None:
         """The best grid of pipelines of one depth, with 1F1B: (workers that it uses, its rate)."""
@@ -180,7 +255,7 @@ class PlannedJob:
             best: tuple[float, int] | None = None
             for depth in range(self.least_stages, min(2 * self.job.stages, workers) + 1):
                 pipelines = min(workers // depth, total)
-                seconds = self._template(depth, -(-total // pipelines), False)
+                seconds = self._template(depth, -(-total // pipelines))
                 if seconds < math.inf and (best is None or (seconds, pipelines * depth) < best):
                     best = seconds, pipelines * depth
             self._morphed[workers] = None if best is None else (best[1], Rate(best[0], self.samples))
@@ -189,72 +264,69 @@ class PlannedJob:
     def redundant(self, pipelines: int) -> Rate:
         """Whole pipelines whose workers also run their successor's forwards, with 1F1B: Bamboo."""
         own = self.job.profiles
+        ahead = [round(p.forward + own[(s + 1) % len(own)].forward, MAX_DECIMALS) for s, p in enumerate(own)]
         doubled = tuple(
-            replace(_joined([_share_of(p, 1.0)]), forward=round(p.forward + own[(s + 1) % len(own)].forward, 6))
-            for s, p in enumerate(own)
+            replace(p, reductions=(), optimizer=_step_of(p), forward=forward)
+            for p, forward in zip(own, ahead, strict=True)
         )
         if pipelines in self._redundant:
             return self._redundant[pipelines]
         total = self.job.pipelines * self.job.micro_batches
-        job = replace(self.job, pipelines=pipelines, micro_batches=-(-total // pipelines), profiles=doubled)
+        job = replace(self.job.as_stages(), pipelines=pipelines, micro_batches=-(-total // pipelines), profiles=doubled)
         self._redundant[pipelines] = Rate(reference_period(job) * self.unit / job.ticks_per_unit, self.samples)
         return self._redundant[pipelines]
 
-    def _repartition(self, workers: int, ours: bool) -> Rate | None:
+    def _instantiated(self, workers: int) -> Rate | None:
         if workers < self.least_stages:
             return None
         total = self.job.pipelines * self.job.micro_batches
-        if ours:
-            depths = range(self.least_stages, self.job.stages + 1)
-        else:
-            tolerated = self.job.pipelines - 1
-            deepest = min(2 * self.job.stages, self.layers * self.job.stages)
-            depths = template_depths(self.workers, self.least_stages, tolerated, deepest)
+        tolerated = self.job.pipelines - 1
+        layers = len(self.job.layers) or self.layers * self.job.stages
+        depths = template_depths(self.workers, self.least_stages, tolerated, min(2 * self.job.stages, layers))
         best = math.inf
         for chosen in instantiations(workers, depths, self.job.pipelines):
-            seconds, _ = distribute(total, chosen, lambda depth, n: self._template(depth, n, ours))
+            seconds, _ = distribute(total, chosen, self._template)
             best = min(best, seconds)
         return None if math.isinf(best) else Rate(best, self.samples)
 
-    def _template(self, stages: int, micro_batches: int, ours: bool) -> float:
-        """Seconds that one pipeline of so many stages takes; inf where it doesn't fit.
+    def _template(self, stages: int, micro_batches: int) -> float:
+        """Seconds that one pipeline of so many stages takes with 1F1B; inf where it doesn't fit.
 
         Beyond 4 micro-batches per stage each further one takes as long as the last did on average:
         the pipeline is in its steady state.
         """
         if not micro_batches:
             return 0.0
-        key = (stages, micro_batches, ours)
+        key = (stages, micro_batches)
         if key not in self._templates:
             steady = 4 * stages
             if micro_batches > steady:
-                at = self._template(stages, steady, ours)
-                each = (at - self._template(stages, steady - stages, ours)) / stages
+                at = self._template(stages, steady)
+                each = (at - self._template(stages, steady - stages)) / stages
                 self._templates[key] = at + each * (micro_batches - steady)
             else:
-                self._templates[key] = self._pipeline(stages, micro_batches, ours)
+                self._templates[key] = self._pipeline(stages, micro_batches)
         return self._templates[key]
 
-    def _pipeline(self, stages: int, micro_batches: int, ours: bool) -> float:
+    def _pipeline(self, stages: int, micro_batches: int) -> float:
         try:
             job = self._template_job(stages, micro_batches)
-            if not ours:
-                return reference_period(job) * self.unit / job.ticks_per_unit
-            technique = self.technique if self.technique.reroutes else Technique.STAGGERED
-            solution = ListScheduler().solve(Problem(job, frozenset(), technique, self.memory))
-            return solution.schedule.period * self.unit / job.ticks_per_unit
         except InfeasibleError:
             return math.inf
+        return reference_period(job) * self.unit / job.ticks_per_unit
 
     def _template_job(self, stages: int, micro_batches: int) -> Job:
         """One pipeline of this depth, its layers partitioned so that the slowest stage is quickest."""
-        layers = [_share_of(p, 1 / self.layers) for p in self.job.profiles for _ in range(self.layers)]
-        counts = partition(tuple(p.forward + p.input_backward + p.weight_backward for p in layers), stages)
+        layers: list[StageProfile] = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.layers]
+        if not layers:
+            own = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.profiles]
+            layers = [_share_of(p, self.layers) for p in own for _ in range(self.layers)]
+        counts = balanced([p.forward + p.input_backward + p.weight_backward for p in layers], stages)
         if counts is None:
             raise InfeasibleError(f"{len(layers)} layers make no {stages} stages", "use fewer stages")
         profiles, at = [], 0
         for count in counts:
-            profiles.append(_joined(layers[at : at + count]))
+            profiles.append(joined(layers[at : at + count]))
             at += count
         transfers = (max(self.job.transfers, default=0.0),) * (stages - 1)
         back = (max(self.job.backward_transfers, default=0.0),) * (stages - 1)
@@ -271,39 +343,25 @@ class PlannedJob:
         )
 
 
-def _share_of(profile: StageProfile, share: float) -> StageProfile:
-    """That share of a stage's layers. The reduction is that of the whole stage's peers."""
-    step = profile.optimizer + (profile.reductions[-1] if profile.reductions else 0.0)
-    return replace(
-        profile,
-        forward=profile.forward * share,
-        input_backward=profile.input_backward * share,
-        weight_backward=profile.weight_backward * share,
-        optimizer=step * share,
-        reductions=(),
-        activation_bytes=round(profile.activation_bytes * share),
-        weight_backward_bytes=round(profile.weight_backward_bytes * share),
-        weight_bytes=round(profile.weight_bytes * share),
-        optimizer_bytes=round(profile.optimizer_bytes * share),
-    )
+def _share_of(profile: StageProfile, layers: int) -> StageProfile:
+    """One of so many equal layers of a stage."""
 
-
-def _joined(layers: list[StageProfile]) -> StageProfile:
-    """The stage that these layers make; times to the planner's 6 decimals."""
-
-    def times(name: str) -> float:
-        return round(math.fsum(getattr(layer, name) for layer in layers), 6)
-
-    def sizes(name: str) -> int:
-        return int(sum(getattr(layer, name) for layer in layers))
+    def share(time: float) -> float:
+        return max(round(time / layers, MAX_DECIMALS), 10.0**-MAX_DECIMALS) if time else 0.0
 
     return StageProfile(
-        forward=times("forward"),
-        input_backward=times("input_backward"),
-        weight_backward=times("weight_backward"),
-        optimizer=times("optimizer"),
-        activation_bytes=sizes("activation_bytes"),
-        weight_backward_bytes=sizes("weight_backward_bytes"),
-        weight_bytes=sizes("weight_bytes"),
-        optimizer_bytes=sizes("optimizer_bytes"),
+        forward=share(profile.forward),
+        input_backward=share(profile.input_backward),
+        weight_backward=share(profile.weight_backward),
+        optimizer=share(profile.optimizer),
+        reductions=tuple(map(share, profile.reductions)),
+        activation_bytes=profile.activation_bytes // layers,
+        weight_backward_bytes=profile.weight_backward_bytes // layers,
+        weight_bytes=profile.weight_bytes // layers,
+        optimizer_bytes=profile.optimizer_bytes // layers,
     )
+
+
+def _step_of(profile: StageProfile) -> float:
+    """With the reduction among the whole stage's peers."""
+    return round(profile.optimizer + (profile.reductions[-1] if profile.reductions else 0.0), MAX_DECIMALS)

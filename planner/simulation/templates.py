@@ -6,54 +6,12 @@ depths add up to the living workers; micro-batches are distributed so that the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator
 
 # Up to so many workers every multiset of depths is looked at; beyond, the most even one of each size.
 ENUMERATED = 40
 # Micro-batches beside its share by depth that a pipeline is tried with.
 MARGIN = 3
-
-
-@lru_cache(maxsize=1024)
-def partition(layers: tuple[float, ...], stages: int) -> tuple[int, ...] | None:
-    """Layers per stage, contiguous, so that the slowest stage is as quick as can be.
-
-    None where there are fewer layers than stages. The least time of the slowest stage is found by
-    bisection over the sums that occur, as a greedy fill says at once whether a time suffices.
-    """
-    if not 1 <= stages <= len(layers):
-        return None
-    sums = [0.0]
-    for layer in layers:
-        sums.append(sums[-1] + layer)
-    least = max(layers)
-    candidates = sorted({b - a for i, a in enumerate(sums) for b in sums[i + 1 :] if b - a >= least})
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _fill(layers, candidates[middle], stages) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return _fill(layers, candidates[low], stages)
-
-
-def _fill(layers: Sequence[float], limit: float, stages: int) -> tuple[int, ...] | None:
-    """Stages filled one after the other up to `limit`, each leaving a layer for those that follow."""
-    counts: list[int] = []
-    at = 0
-    for stage in range(stages):
-        left = stages - 1 - stage
-        taken, total = 0, 0.0
-        while at < len(layers) - left and total + layers[at] <= limit * (1 + 1e-12):
-            total += layers[at]
-            at += 1
-            taken += 1
-        if not taken:
-            return None
-        counts.append(taken)
-    return tuple(counts) if at == len(layers) else None
 
 
 def template_depths(workers: int, least: int, tolerated: int, most: int) -> range:

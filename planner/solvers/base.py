@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from openrecycle.planner.job import Problem
+from openrecycle.planner.job import Over, Problem
 from openrecycle.planner.schedule import Schedule
 
 
@@ -29,7 +29,7 @@ class Solution:
     """The best schedule a solver found.
 
     bound: proven lower bound of the period, in ticks. seconds: wall time spent. message: one
-    sentence for the user where something needs saying ("time limit reached"), else empty.
+    sentence for the user where something needs saying ("time limit reached"), else empty. over: what the bound is over.
     """
 
     schedule: Schedule
@@ -37,6 +37,7 @@ class Solution:
     solver: str
     seconds: float
     message: str = ""
+    over: Over = "schedules"
 
     @property
     def optimal(self) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from openrecycle.planner.baseline import reference_period
 from openrecycle.planner.bounds import period_bound
@@ -21,6 +21,9 @@ from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListSche
 from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
 from openrecycle.planner.solvers.rules import tries
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, Tuner
+
+if TYPE_CHECKING:
+    from openrecycle.planner.partition import Layout
 
 SOLVERS = ("auto", "list", "cp-sat", "milp")
 # Ops up to which CP-SAT has most of the time, and beyond which the local search has.
@@ -44,10 +47,12 @@ def make_plan(
     cancelled: Cancelled | None = None,
     look_ahead: bool = True,
     form: PlanForm | None = None,
+    layout: Layout | None = None,
 ) -> Plan:
     """Solves `problem` and puts the result, its bound and its references in a Plan; see `best_solution`.
 
-    form: what makes a Plan of a solution that took `seconds`; None: `plan_of`.
+    form: what makes a Plan of a solution that took `seconds`; None: `plan_of`. layout: by which `problem` was cut and
+    staffed, if it was chosen: the plan carries its bound.
     """
     begin = time.perf_counter()
     solution = best_solution(
@@ -58,7 +63,16 @@ def make_plan(
         cancelled=cancelled,
         look_ahead=look_ahead,
     )
+    if layout is not None:
+        solution = of_layout(solution, layout)
     return (form or plan_of)(solution, seconds=time.perf_counter() - begin)
+
+
+def of_layout(solution: Solution, layout: Layout) -> Solution:
+    """With the bound over all layouts that `layout` was chosen from."""
+    if layout.over == "schedules":
+        return solution
+    return replace(solution, bound=layout.bound.ticks, over=layout.over)
 
 
 def best_solution(
@@ -188,7 +202,7 @@ def metrics_of(solution: Solution) -> MetricsDoc:
     """The numbers of the schedule, its bound, and what it is compared with."""
     schedule = solution.schedule
     job = schedule.problem.job
-    reference = reference_period(job)
+    reference = reference_period(job.at_home)
     # A plan around failures is one without them too, so it may show the baseline to be loose.
     best = min(best_fault_free(job, schedule.problem.memory).period, schedule.period)
     bound = min(solution.bound, schedule.period)
@@ -196,6 +210,7 @@ def metrics_of(solution: Solution) -> MetricsDoc:
         makespan=job.units(schedule.makespan),
         period=job.units(schedule.period),
         lower_bound=job.units(bound),
+        bound_over=solution.over,
         gap=schedule.period / bound - 1,
         bubble_fraction=schedule.bubble_fraction,
         slowdown_vs_1f1b=schedule.period / reference - 1,

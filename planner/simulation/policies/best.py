@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from openrecycle.planner.errors import InputError
-from openrecycle.planner.policy import Option, best_option
+from openrecycle.planner.policy import DROP, REPARTITION, REROUTE, Option, best_option
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
 from openrecycle.planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
 
-REROUTE, REPARTITION = "re-route", "re-partition"
 WAIT = "wait"
 
 
 class Best(GridPolicy):
-    """Chooses between re-routing and re-partitioning, or lets a worker that returned wait.
+    """Chooses between re-routing, re-partitioning and dropping replicas, or lets a worker that returned wait.
 
     It knows the past only: the next change is expected after the mean time between those so far,
     `prior` seconds counting as the first.
@@ -40,10 +39,12 @@ class Best(GridPolicy):
     def _rate(self, mode: str, workers: int) -> Rate | None:
         if mode == REPARTITION:
             return self.planned.repartitioned(workers)
+        if mode == DROP:
+            return self.planned.replicas(min(self.planned.job.pipelines, workers // self.planned.job.stages))
         return self.planned.rerouted(self.workers - workers)
 
     def _quickest(self, workers: int) -> str:
-        rates = {mode: rate.per_second for mode in (REROUTE, REPARTITION) if (rate := self._rate(mode, workers))}
+        rates = {mode: rate.per_second for mode in (REROUTE, REPARTITION, DROP) if (rate := self._rate(mode, workers))}
         return max(rates, key=lambda mode: rates[mode], default=REROUTE)
 
     def horizon(self, now: int) -> float:
@@ -69,16 +70,18 @@ class Best(GridPolicy):
         seen = self.costs.detect + self.costs.recover
         copied = self.costs.rejoin if replaced else 0.0
         moved = self.costs.migrate if self.workers - left > 1 else 0.0
-        back = 0.0 if self.ran == REROUTE else self.costs.repartition
+        back = self.costs.repartition if self.ran == REPARTITION else 0.0
         again = max(copied, self.costs.repartition)
-        return self._go(self._options(left, {REROUTE: seen + max(copied, moved, back), REPARTITION: seen + again}))
+        pauses = dict.fromkeys((REROUTE, DROP), seen + max(copied, moved, back))
+        return self._go(self._options(left, {**pauses, REPARTITION: seen + again}))
 
     def boundary(self, cluster: Cluster) -> Reaction:
         grown = self.used(len(self.active) + len(self.standby))
         if grown <= len(self.active):
             return Keep()
-        back = self.costs.rejoin if self.mode == REROUTE else max(self.costs.rejoin, self.costs.repartition)
-        options = self._options(grown, {REROUTE: back, REPARTITION: self.costs.repartition})
+        moved = self.costs.repartition if self.mode == REPARTITION else 0.0
+        pauses = dict.fromkeys((REROUTE, DROP), max(self.costs.rejoin, moved))
+        options = self._options(grown, {**pauses, REPARTITION: self.costs.repartition})
         now = self.rate(len(self.active))
         if now is not None:
             options.append(Option(WAIT, 0.0, now.per_second))
@@ -108,7 +111,8 @@ class Best(GridPolicy):
 
     def _best(self, options: list[Option]) -> Option:
         """Until the next change, and what that will cost: it finds the job as this choice leaves it."""
-        again = {REPARTITION: self.costs.repartition, REROUTE: max(self.costs.rejoin, self.costs.migrate)}
+        again = dict.fromkeys((REROUTE, DROP), max(self.costs.rejoin, self.costs.migrate))
+        again[REPARTITION] = self.costs.repartition
         again[WAIT] = again[self.mode]
         charged = {replace(option, pause=option.pause + again[option.name]): option for option in options}
         return charged[best_option(list(charged), self.horizon(self._now), 0.0)[0]]

@@ -1,7 +1,7 @@
 """Re-partition: the model's layers are spread anew over the living workers.
 
-ElasWave and Chameleon do so with zero-bubble schedules (`Repartition`, here with our planner's),
-Oobleck with templates that run 1F1B (`Oobleck`).
+ElasWave and Chameleon do so with zero-bubble schedules (`Repartition`, here with the layouts and plans of our
+planner), Oobleck with templates that run 1F1B (`Oobleck`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ class Repartition(GridPolicy):
     """Every loss and every return moves layers, and training waits for them."""
 
     name = "repartition"
-    ours = True
 
     def rate(self, workers: int) -> Rate | None:
-        return self.planned.repartitioned(workers, ours=self.ours)
+        return self.planned.repartitioned(workers)
 
     def loss(self, left: int, replaced: int) -> Stop:
         return Stop(self.recovery(replaced, self.costs.repartition))
@@ -31,4 +30,6 @@ class Oobleck(Repartition):
     """With Oobleck's templates; what is lost with a node is measured against our fault-free job."""
 
     name = "oobleck"
-    ours = False
+
+    def rate(self, workers: int) -> Rate | None:
+        return self.planned.templates(workers)

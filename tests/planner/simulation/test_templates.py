@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise, product
+from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.simulation.templates import distribute, instantiations, partition, template_depths
-
-LAYERS = st.lists(st.integers(1, 20), min_size=1, max_size=9).map(lambda layers: tuple(map(float, layers)))
-
-
-@given(LAYERS, st.integers(1, 6))
-def test_partition_is_the_best_of_all(layers: tuple[float, ...], stages: int) -> None:
-    counts = partition(layers, stages)
-    if stages > len(layers):
-        assert counts is None
-        return
-    assert counts is not None and sum(counts) == len(layers) and min(counts) >= 1 and len(counts) == stages
-
-    def slowest(cuts: tuple[int, ...]) -> float:
-        bounds = [0, *cuts, len(layers)]
-        return max(sum(layers[a:b]) for a, b in pairwise(bounds))
-
-    cuts = tuple(sum(counts[: i + 1]) for i in range(stages - 1))
-    assert slowest(cuts) == min(map(slowest, combinations(range(1, len(layers)), stages - 1)))
+from openrecycle.planner.simulation.templates import distribute, instantiations, template_depths
 
 
 @given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 12))

@@ -1,0 +1,370 @@
+"""Layers over stages: the bound over all partitions, the partitions that are chosen, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrecycle.planner.bounds import Bound, period_bound
+from openrecycle.planner.check import check
+from openrecycle.planner.errors import InfeasibleError, InputError
+from openrecycle.planner.job import Job, LayerProfile, MemoryLimit, Over, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.packed import pack, unpack
+from openrecycle.planner.partition import lay_out, layer_bounds, layers_moved, staffed, with_stages
+from openrecycle.planner.plan import JobDoc, Plan, job_doc
+from openrecycle.planner.profile import balanced, joined
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
+
+TIMES = (0.5, 1.0, 1.25, 2.0, 3.0)
+SPEEDS = (0.5, 0.75, 1.5)
+
+
+@st.composite
+def layered(draw: st.DrawFn, *, stages: int = 3, layers: int = 6, pipelines: int = 3, speeds: bool = True) -> Job:
+    """Small jobs of uneven layers: zero-length ops and steps, transfers each their own, reductions, bytes, speeds."""
+    n_stages, n_pipelines = draw(st.integers(1, stages)), draw(st.integers(1, pipelines))
+    n_layers = draw(st.integers(n_stages, layers))
+    time, more = st.sampled_from(TIMES), draw(st.booleans())
+
+    def layer() -> LayerProfile:
+        i, w = draw(st.tuples(st.sampled_from((0.0, *TIMES)), st.sampled_from((0.0, *TIMES))).filter(any))
+        made = LayerProfile(draw(time), i, w, draw(st.sampled_from((0.0, 0.5, 2.0))))
+        if not more:
+            return made
+        return replace(
+            made,
+            transfer=draw(st.sampled_from((0.0, 0.25, 1.0, 3.0))),
+            backward_transfer=draw(st.sampled_from((None, 0.0, 0.5))),
+            reductions=tuple(draw(time) for _ in range(n_pipelines)) if draw(st.booleans()) else (),
+            activation_bytes=draw(st.integers(0, 9)),
+            weight_backward_bytes=draw(st.integers(0, 9)),
+            weight_bytes=draw(st.integers(0, 9)),
+        )
+
+    places = [Worker(p, s) for p in range(n_pipelines) for s in range(n_stages)]
+    own = draw(st.dictionaries(st.sampled_from(places), st.sampled_from(SPEEDS), max_size=2)) if speeds else {}
+    return Job(
+        n_pipelines,
+        n_stages,
+        draw(st.integers(1, 5)),
+        layers=tuple(layer() for _ in range(n_layers)),
+        capacity_bytes=(draw(st.integers(25, 90)),) * n_stages,
+        speeds=tuple(own.items()),
+    )
+
+
+def partitions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for cuts in combinations(range(1, layers), stages - 1):
+        ends = (0, *cuts, layers)
+        yield tuple(b - a for a, b in pairwise(ends))
+
+
+def shortest(job: Job, dead: frozenset[Worker], technique: Technique, memory: MemoryLimit) -> tuple[int, int] | None:
+    """Over all partitions: the least proven bound, and the shortest of some plans; None: none has a plan."""
+    bounds, periods = [], []
+    for partition in partitions(len(job.layers), job.stages):
+        try:
+            problem = Problem(job.with_partition(partition), dead, technique, memory)
+        except InfeasibleError:
+            continue
+        bounds.append(period_bound(problem))
+        periods.append(ListScheduler(compiled=False).solve(problem, time_limit=0).schedule.period)
+    return (min(bounds), min(periods)) if bounds else None
+
+
+def dead_of(draw: st.DataObject, job: Job) -> frozenset[Worker]:
+    out: set[Worker] = set()
+    for worker in draw.draw(st.lists(st.sampled_from(list(job.workers())), max_size=4, unique=True)):
+        if sum(w.stage == worker.stage for w in out) < job.pipelines - 1:
+            out.add(worker)
+    return frozenset(out)
+
+
+REROUTING = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)
+MEMORIES = ("1f1b", "uniform", "none", "1", "2", "bytes")
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), job=layered(), technique=st.sampled_from(REROUTING), memory=st.sampled_from(MEMORIES))
+def test_no_partition_beats_the_bound(data: st.DataObject, job: Job, technique: Technique, memory: str) -> None:
+    dead, limit = dead_of(data, job), MemoryLimit(memory)
+    best = shortest(job, dead, technique, limit)
+    counts = tuple(job.pipelines - sum(w.stage == s for w in dead) for s in range(job.stages))
+    bound = layer_bounds(job, technique, limit).least(counts)
+    if best is None:
+        assert bound is None
+        return
+    assert bound is not None and bound.ticks <= best[0] <= best[1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), job=layered(), technique=st.sampled_from(REROUTING), memory=st.sampled_from(MEMORIES))
+def test_the_layout_is_one_of_the_best_and_keeps_within_its_bound(
+    data: st.DataObject, job: Job, technique: Technique, memory: str
+) -> None:
+    dead, limit = dead_of(data, job), MemoryLimit(memory)
+    best = shortest(job, dead, technique, limit)
+    if best is None:
+        with pytest.raises(InfeasibleError):
+            lay_out(job, dead, technique=technique, memory=limit)
+        return
+    found = lay_out(job, dead, technique=technique, memory=limit)
+    assert found.bound.ticks <= period_bound(found.problem) <= found.period
+    assert sum(found.partition) == len(job.layers) and found.problem.failed == dead
+    assert found.moved == layers_moved(job.partition, found.partition)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    job=layered(layers=5, pipelines=2, speeds=False),
+    technique=st.sampled_from(REROUTING),
+    memory=st.sampled_from(MEMORIES),
+    data=st.data(),
+)
+def test_no_layout_of_so_many_workers_beats_the_bound(
+    data: st.DataObject, job: Job, technique: Technique, memory: str
+) -> None:
+    limit = MemoryLimit(memory)
+    workers = data.draw(st.integers(job.stages, job.pipelines * job.stages))
+    known = []
+    for counts in product(range(1, job.pipelines + 1), repeat=job.stages):
+        if sum(counts) <= workers:
+            dead = frozenset(Worker(p, s) for s, n in enumerate(counts) for p in range(job.pipelines - n))
+            known.append(shortest(job, dead, technique, limit))
+    periods = [best[1] for best in known if best is not None]
+    bounds = [best[0] for best in known if best is not None]
+    found = staffed(job, workers, technique=technique, memory=limit)
+    if not periods:
+        assert found is None
+        return
+    assert found is not None and found.bound.ticks <= min(bounds) <= min(periods)
+    assert sum(found.counts) <= workers and min(found.counts) >= 1
+
+
+def even(count: int = 44, **more: object) -> Job:
+    return Job(3, 4, 6, layers=(LayerProfile(4, 4, 4),) * count, time_unit="ms", **more)  # type: ignore[arg-type]
+
+
+def test_one_death_costs_its_share_where_memory_is_free() -> None:
+    none = MemoryLimit("none")
+    full = lay_out(even(), memory=none)
+    assert full.partition == (11, 11, 11, 11) and full.moved == 0
+    one = lay_out(even(), [Worker(1, 2)], memory=none)
+    assert one.partition == (12, 12, 8, 12) and one.moved == 4
+    assert full.period / one.period >= 0.89
+    two = lay_out(even(), [Worker(1, 2), Worker(0, 1)], memory=none)
+    assert full.period / two.period >= 0.80
+    three = lay_out(even(), [Worker(1, 2), Worker(0, 1), Worker(2, 0)], memory=none)
+    assert full.period / three.period >= 0.72
+
+
+def test_fewer_layers_move_from_the_partition_in_force() -> None:
+    """10 layers over 4 stages: six partitions are equally good by the bound, and the present one is kept."""
+    job = Job(2, 4, 32, layers=(LayerProfile(),) * 10)
+    for present in ((2, 3, 2, 3), (3, 2, 3, 2)):
+        found = lay_out(job, memory=MemoryLimit("none"), present=present)
+        assert max(found.partition) == 3
+        bounds = layer_bounds(job, Technique.STAGGERED, MemoryLimit("none"))
+        assert bounds.partition((2, 2, 2, 2), 10**6, present) == present
+
+
+def test_a_stage_without_a_living_peer_is_staffed_anew() -> None:
+    dead = [Worker(p, 1) for p in range(3)]
+    with pytest.raises(InfeasibleError):
+        lay_out(even(), dead)
+    found = lay_out(even(), dead, over="layouts")
+    assert min(found.counts) >= 1 and sum(found.counts) == 9 and found.migrations
+    assert {m.takes.stage for m in found.migrations} == {1}
+    assert found.over == "layouts" and found.bound.ticks <= found.period
+
+
+def test_bytes_decide_who_holds_what() -> None:
+    """The first layer is so heavy that it fills a worker."""
+    heavy = LayerProfile(1, 1, 1, weight_bytes=90, activation_bytes=5, weight_backward_bytes=5)
+    light = LayerProfile(1, 1, 1, weight_bytes=10, activation_bytes=5, weight_backward_bytes=5)
+    job = Job(2, 2, 4, layers=(heavy, *[light] * 4), capacity_bytes=(100, 100))
+    assert lay_out(job, memory=MemoryLimit("bytes")).partition == (1, 4)
+    tight = replace(job, capacity_bytes=(95, 59), partition=(), home=(), profiles=(), transfers=())
+    with pytest.raises(InfeasibleError):
+        lay_out(tight, memory=MemoryLimit("bytes"))
+
+
+def test_a_pipeline_of_another_depth_keeps_layers_and_micro_batches() -> None:
+    job = even()
+    fewer = with_stages(job, 3, 11)
+    assert fewer is not None and fewer.layers == job.layers
+    assert (fewer.stages, fewer.pipelines * fewer.micro_batches) == (3, 18) and fewer.pipelines >= 4
+    found = staffed(fewer, 11, technique=Technique.STAGGERED, memory=MemoryLimit("none"))
+    assert found is not None and sum(found.counts) == 11
+    assert with_stages(job, 3, 2) is None and with_stages(Job.uniform(3, 4, 6), 3, 11) is None
+
+
+# -- jobs and documents ---------------------------------------------------------------------------------
+
+
+def test_profiles_follow_from_layers_and_partition() -> None:
+    a, b = LayerProfile(0.1, 0.2, 0.3, transfer=0.5), LayerProfile(1, 2, 3, reductions=(0, 1), transfer=2)
+    job = Job(2, 2, 2, layers=(a, a, b, a), partition=(3, 1))
+    assert job.profiles == (StageProfile(1.2, 2.4, 3.6, reductions=(0, 1)), StageProfile(0.1, 0.2, 0.3))
+    assert job.transfers == (2,) and job.ticks_per_unit == 10
+    moved = job.with_partition((2, 2))
+    assert moved.transfers == (0.5,) and moved.home == (3, 1) and moved.at_home == job
+    assert moved.ticks_per_unit == 10 and hash(moved.at_home) == hash(job)
+    assert joined(job.layers[:3]) == job.profiles[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("partition", {"partition": (1, 2)}),
+        ("partition", {"partition": (4, 0)}),
+        ("partition", {"partition": (1, 1, 2)}),
+        ("home", {"home": (1, 1)}),
+        ("profiles", {"profiles": (StageProfile(), StageProfile())}),
+        ("transfers", {"transfers": (4,)}),
+        ("layers[1].transfer", {"layers": (LayerProfile(), LayerProfile(transfer=-1))}),
+        ("layers[0].reductions", {"layers": (LayerProfile(reductions=(1,)), LayerProfile())}),
+        ("layers", {"layers": (LayerProfile(),)}),
+    ],
+)
+def test_what_is_no_partition_is_refused(field: str, values: dict[str, object]) -> None:
+    layers = (LayerProfile(2, 2, 2),) * 4
+    with pytest.raises(InputError) as refused:
+        Job(2, 2, 2, **{"layers": layers, **values})  # type: ignore[arg-type]
+    assert refused.value.field == field
+
+
+def test_a_job_without_layers_has_no_partition() -> None:
+    with pytest.raises(InputError) as refused:
+        Job(2, 2, 2, partition=(1, 1))
+    assert refused.value.field == "partition"
+    with pytest.raises(InputError):
+        Job.uniform(2, 2, 2).with_partition((1, 1))
+    with pytest.raises(InputError):
+        lay_out(Job.uniform(2, 2, 2))
+
+
+@settings(max_examples=50, deadline=None)
+@given(layered())
+def test_the_document_of_a_job_has_its_layers(job: Job) -> None:
+    document = job_doc(job)
+    assert JobDoc.model_validate_json(document.model_dump_json()).job() == job
+    body = document.model_dump(mode="json")
+    del body["profiles"], body["transfers"]
+    body.pop("backward_transfers", None)
+    assert JobDoc.model_validate(body).job() == job
+
+
+@given(st.lists(st.floats(0.1, 9), min_size=1, max_size=9), st.integers(1, 5))
+def test_balanced_is_the_best_of_all(work: list[float], stages: int) -> None:
+    found = balanced(work, stages)
+    if stages > len(work):
+        assert found is None
+        return
+
+    def largest(partition: tuple[int, ...]) -> float:
+        at, out = 0, []
+        for n in partition:
+            out.append(sum(work[at : at + n]))
+            at += n
+        return max(out)
+
+    assert found is not None
+    assert largest(found) == pytest.approx(min(map(largest, partitions(len(work), stages))))
+
+
+def test_layers_moved_counts_each_once() -> None:
+    assert layers_moved((2, 2), (2, 2)) == 0
+    assert layers_moved((1, 1, 2), (2, 1, 1)) == 2
+
+
+# -- plans ----------------------------------------------------------------------------------------------
+
+
+def planned(job: Job, *failed: Worker, over: Over = "partitions", memory: str = "uniform") -> Plan:
+    layout = lay_out(job, failed, memory=MemoryLimit(memory), over=over)
+    return make_plan(layout.problem, solver="list", look_ahead=False, layout=layout)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(), job=layered(), technique=st.sampled_from(REROUTING), over=st.sampled_from(("partitions", "layouts"))
+)
+def test_a_plan_carries_the_bound_and_the_check_proves_it_again(
+    data: st.DataObject, job: Job, technique: Technique, over: Over
+) -> None:
+    dead = dead_of(data, job)
+    layout = lay_out(job, dead, technique=technique, memory=MemoryLimit("none"), over=over)
+    plan = make_plan(layout.problem, solver="list", look_ahead=False, layout=layout)
+    assert check(plan) == []
+    assert plan.partition == layout.partition and plan.job == job_doc(job)
+    assert plan.metrics.bound_over == over
+    assert plan.metrics.lower_bound == job.units(layout.bound.ticks)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert unpack(pack(plan)).to_json() == plan.to_json()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), job=layered(), technique=st.sampled_from(REROUTING), memory=st.sampled_from(MEMORIES))
+def test_the_check_refuses_a_bound_that_is_not_proven_for_all_partitions(
+    data: st.DataObject, job: Job, technique: Technique, memory: str
+) -> None:
+    """One tick more than the least over all partitions is too much, also where this plan's own bound is above it."""
+    dead, limit = dead_of(data, job), MemoryLimit(memory)
+    try:
+        layout = lay_out(job, dead, technique=technique, memory=limit)
+    except InfeasibleError:
+        return
+    if layout.period <= layout.bound.ticks:
+        return
+    wrong = replace(layout, bound=Bound(layout.bound.ticks + 1, ""))
+    plan = make_plan(layout.problem, solver="list", look_ahead=False, layout=wrong)
+    if plan.metrics.lower_bound == plan.metrics.period:
+        return
+    assert any("lower_bound" in str(v) for v in check(plan))
+
+
+def test_the_bound_over_all_workers_is_checked_too() -> None:
+    plan = planned(even(), Worker(1, 2), Worker(0, 2), over="layouts", memory="none")
+    assert check(plan) == []
+    ticks = plan.metrics.lower_bound + 1
+    metrics = plan.metrics.model_copy(update={"lower_bound": ticks, "gap": plan.metrics.period / ticks - 1})
+    assert any("lower_bound" in str(v) for v in check(plan.model_copy(update={"metrics": metrics})))
+
+
+def test_the_partition_is_part_of_the_fingerprint() -> None:
+    job, dead = even(), frozenset({Worker(1, 2)})
+    plans = [
+        make_plan(Problem(job.with_partition(p), dead), solver="list", look_ahead=False)
+        for p in ((11, 11, 11, 11), (12, 12, 8, 12))
+    ]
+    assert plans[0].job == plans[1].job and plans[0].fingerprint != plans[1].fingerprint
+    other = plans[0].model_copy(update={"partition": (12, 12, 8, 12)})
+    assert check(other)
+    assert "partition" not in json.loads(make_plan(Problem(Job.uniform(2, 2, 2)), solver="list").to_json())
+
+
+def test_slowdowns_are_against_the_job_as_it_is_cut_without_failures() -> None:
+    job = even()
+    stay = make_plan(Problem(job, frozenset({Worker(1, 2)})), solver="list", look_ahead=False)
+    moved = planned(job, Worker(1, 2))
+    assert moved.metrics.period < stay.metrics.period
+    assert (1 + moved.metrics.slowdown_vs_best) / (1 + stay.metrics.slowdown_vs_best) == pytest.approx(
+        moved.metrics.period / stay.metrics.period
+    )
+    assert (1 + moved.metrics.slowdown_vs_1f1b) / (1 + stay.metrics.slowdown_vs_1f1b) == pytest.approx(
+        moved.metrics.period / stay.metrics.period
+    )
+
+
+def test_a_bound_over_partitions_needs_layers() -> None:
+    plan = make_plan(Problem(Job.uniform(2, 2, 2)), solver="list")
+    metrics = plan.metrics.model_copy(update={"bound_over": "partitions"})
+    assert any("layers" in str(v) for v in check(plan.model_copy(update={"metrics": metrics})))
