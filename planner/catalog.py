@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.failures import canonical_pattern, patterns
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.words import percent
@@ -33,16 +33,19 @@ class CatalogDoc(BaseModel):
     job: JobDoc
     technique: Technique
     memory: str
+    over: Annotated[Over, Field(exclude_if=lambda value: value == "schedules")] = "schedules"
     plans: tuple[Plan, ...]
 
 
 class Catalog:
-    """Plans of one job, technique and memory limit, by failure pattern."""
+    """Plans of one job, technique and memory limit, by failure pattern. over: with `partitions`, one that is made now
+    has the best partition of its own."""
 
-    def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
+    def __init__(self, job: Job, technique: Technique, memory: MemoryLimit, over: Over = "schedules") -> None:
         self.job = job
         self.technique = technique
         self.memory = memory
+        self.over: Over = over
         # As they came, with the place that each of their pipelines has in the pattern: renaming a plan of
         # 2,048 workers takes seconds, and most are found for the very failures they were made for.
         self._plans: dict[frozenset[Worker], tuple[Plan, tuple[int, ...]]] = {}
@@ -134,13 +137,21 @@ class Catalog:
         plan = self.find(problem.failed)
         if plan is not None:
             return plan, f"from the catalog: planned ahead for {what} ({plan.solver.name}, {_gap(plan)})"
-        plan = make_plan(problem, solver="list", look_ahead=False)
+        layout = None
+        if self.over != "schedules":
+            from openrecycle.planner.partition import lay_out  # needs numpy, which not every agent has
+
+            layout = lay_out(self.job, problem.failed, technique=self.technique, memory=self.memory, over=self.over)
+            problem = layout.problem
+        plan = make_plan(problem, solver="list", look_ahead=False, layout=layout)
         return plan, f"no plan was made ahead for {what}: the list scheduler made one now ({_gap(plan)})"
 
     # -- JSON --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        head = CatalogDoc(job=job_doc(self.job), technique=self.technique, memory=self.memory.text, plans=())
+        head = CatalogDoc(
+            job=job_doc(self.job), technique=self.technique, memory=self.memory.text, over=self.over, plans=()
+        )
         before, _, after = head.model_dump_json().partition(_NO_PLANS)
         return f"{before}{_NO_PLANS[:-1]}{','.join(plan.to_json() for plan in self.plans)}]{after}"
 
@@ -151,7 +162,8 @@ class Catalog:
             document = read_model(CatalogDoc, text)
         except ValidationError as error:
             raise PlanError(f"{source} is not a catalog: {first_problem(error)}") from None
-        catalog = cls(document.job.job(), document.technique, MemoryLimit.parse(document.memory, field="memory"))
+        memory = MemoryLimit.parse(document.memory, field="memory")
+        catalog = cls(document.job.job(), document.technique, memory, document.over)
         for plan in document.plans:
             catalog.add(plan)
         return catalog

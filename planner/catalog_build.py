@@ -204,6 +204,7 @@ def _tasks(question: Question, missing: Sequence[Target], effort: Effort) -> Ite
             effort.time_limit,
             tuple(chunk),
             nested,
+            question.over,
         )
 
 
@@ -250,7 +251,7 @@ def _inherit(question: Question, folder: Keeper, wanted: Sequence[Target]) -> No
             made = more and Heir(more[0], count + 1, heir[0].solver.name).for_fewer(question.problem(header.workers))
             if made:
                 bound = round(header.metrics.lower_bound * question.job.ticks_per_unit)
-                blob = made.stored(bound, header.effort)[1]
+                blob = made.stored(bound, header.effort, question.over)[1]
                 header = decode_header(blob, source=name)
                 folder.put(name, blob)
         heir = (header, blob)
@@ -285,6 +286,6 @@ def _inherit_patterns(question: Question, folder: Keeper, names: Mapping[int, Se
                     made = replace(made, columns=made.columns.renamed(places, same))
                 bound = round(kept.metrics.lower_bound * job.ticks_per_unit)
                 if made.period < round(kept.metrics.period * job.ticks_per_unit):
-                    stored, blob = made.stored(bound, kept.effort)
+                    stored, blob = made.stored(bound, kept.effort, question.over)
                     folder.put(stored, blob)
                     headers[stored] = decode_header(blob, source=stored)

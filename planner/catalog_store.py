@@ -16,15 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.catalog import Catalog, rename_pipelines
 from openrecycle.planner.distribution import Counts
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.failures import canonical_pattern, failures_per_stage
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.job import Job, MemoryLimit, Over, Technique, Worker
 from openrecycle.planner.migration import Migration, migrations_to
 from openrecycle.planner.packed import Header, Question, decode_columns, decode_header, decode_plan
 from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
@@ -47,6 +47,7 @@ class CatalogInfo(BaseModel):
     job: JobDoc
     technique: Technique
     memory: str
+    over: Annotated[Over, Field(exclude_if=lambda value: value == "schedules")] = "schedules"
 
     @classmethod
     def of(cls, question: Question) -> CatalogInfo:
@@ -55,6 +56,7 @@ class CatalogInfo(BaseModel):
             job=job_doc(question.job),
             technique=question.technique,
             memory=question.memory.text,
+            over=question.over,
         )
 
     @classmethod
@@ -67,7 +69,7 @@ class CatalogInfo(BaseModel):
 
     @property
     def question(self) -> Question:
-        return Question(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
+        return Question(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"), self.over)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -200,7 +202,7 @@ class StoredCatalog:
     def catalog(self) -> Catalog:
         """All of it in memory, as agents and the console hold it. Meant for small grids."""
         question = self.question
-        catalog = Catalog(question.job, question.technique, question.memory)
+        catalog = Catalog(question.job, question.technique, question.memory, question.over)
         for name in self.blobs.names():
             catalog.add(self.plan(name))
         return catalog

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from openrecycle.planner.bounds import period_bound
+from openrecycle.planner.bounds import Bound, period_bound
 from openrecycle.planner.catalog_store import plan_name
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.job import MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.packed import Effort, Question, encode_columns, encode_plan
+from openrecycle.planner.partition import Layout, bound_over, lay_out
 from openrecycle.planner.plan import PROVERS, JobDoc
 from openrecycle.planner.plan_arrays import ColumnarSchedule, Columns, NotColumnar
 from openrecycle.planner.solvers.base import Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.portfolio import best_solution, metrics_of, plan_of, solver_of
+from openrecycle.planner.solvers.portfolio import best_solution, metrics_of, of_layout, plan_of, solver_of
 
 # Ops from which alternatives are compared by a quick try, not solved in full.
 LARGE = 50_000
@@ -47,6 +48,7 @@ class Task:
     time_limit: float | None
     targets: tuple[Target, ...]
     nested: bool
+    over: Over = "schedules"
 
 
 def workers_of(rows: Rows) -> frozenset[Worker]:
@@ -60,7 +62,7 @@ def work(task: Task) -> Blobs:
     it is as short as the bound allows for fewer, nothing needs solving.
     """
     question = Question(
-        JobDoc.model_validate_json(task.job).job(), Technique(task.technique), MemoryLimit.parse(task.memory)
+        JobDoc.model_validate_json(task.job).job(), Technique(task.technique), MemoryLimit.parse(task.memory), task.over
     )
     effort = Effort(solver=task.solver, time_limit=task.time_limit)
     job = question.job
@@ -72,7 +74,7 @@ def work(task: Task) -> Blobs:
         problems = [question.problem(workers_of(rows)) for rows in target.alternatives]
         taken = next(filter(None, (heir.for_fewer(p) for p in problems)), None) if heir and task.nested else None
         if taken is not None:
-            problems = [p for p in problems if period_bound(p) < taken.period]
+            problems = [p for p in problems if bound_over(p, task.over) < taken.period]
         if large and (taken or len(problems) > 1):
             # What its neighbour did without is tried at every few counts only.
             worth_trying = taken is None or solved or target.failures % TRIED == 0
@@ -82,8 +84,12 @@ def work(task: Task) -> Blobs:
             begin = time.perf_counter()
             limit = effort.time_limit or float("inf")
             ahead = effort.solver != "list"  # its plans are compared with each other in the end
+            layouts = [_laid_out(problem, task.over) for problem in problems]
             solutions = [
-                best_solution(problem, solver=effort.solver, time_limit=limit, look_ahead=ahead) for problem in problems
+                of_layout(
+                    best_solution(layout.problem, solver=effort.solver, time_limit=limit, look_ahead=ahead), layout
+                )
+                for layout in layouts
             ]
             best = min(solutions, key=lambda s: (s.schedule.period, s.bound))
             seconds = time.perf_counter() - begin
@@ -93,8 +99,14 @@ def work(task: Task) -> Blobs:
                 continue
         assert taken is not None
         heir = taken
-        out.append(taken.stored(period_bound(taken.columns.problem), effort))
+        out.append(taken.stored(bound_over(taken.columns.problem, task.over), effort, task.over))
     return out
+
+
+def _laid_out(problem: Problem, over: Over) -> Layout:
+    if over == "schedules":  # (nothing is planned to compare it)
+        return Layout(problem, Bound(0, ""), over, 0, 0, (), "")
+    return lay_out(problem.job, problem.failed, technique=problem.technique, memory=problem.memory, over=over)
 
 
 @dataclass(frozen=True)
@@ -113,14 +125,16 @@ class Heir:
         """The same ops, when the failures of `problem` are among its own: whoever lives after all stays idle."""
         if not problem.failed < self.columns.problem.failed:
             return None
+        if problem.job.layers:  # its partition goes with it
+            problem = replace(problem, job=problem.job.with_partition(self.columns.problem.job.partition))
         return replace(self, columns=replace(self.columns, problem=problem))
 
-    def stored(self, bound: int, effort: Effort) -> tuple[str, bytes]:
+    def stored(self, bound: int, effort: Effort, over: Over) -> tuple[str, bytes]:
         fewer = len(self.columns.problem.failed)
         if self.solver not in PROVERS:  # a bound that another solver has proven is not this one's to claim
             bound = min(bound, period_bound(self.columns.problem))
         message = f"the plan for {self.made_for} failures, which serves for {fewer} as well"
-        solution = Solution(self.columns.summary(), bound, self.solver, 0.0, message)
+        solution = Solution(self.columns.summary(), bound, self.solver, 0.0, message, over)
         return plan_name(self.columns.problem.failed), _encoded(self.columns, solution, effort)
 
 

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +17,19 @@ from rich.console import Console
 
 from openrecycle.planner.check import check as find_violations
 from openrecycle.planner.check import claim
-from openrecycle.planner.cli_shared import AUTO, LAYERS_HELP, PARTITION_HELP, interruptible, job_of_options
+from openrecycle.planner.cli_shared import (
+    AUTO,
+    LAYERS_HELP,
+    PARTITION_HELP,
+    best_at_home,
+    interruptible,
+    job_of_options,
+)
 from openrecycle.planner.commands_bench import bench_command
 from openrecycle.planner.commands_catalog import catalog_command, normalize_command
 from openrecycle.planner.commands_export import compare_command, export_command
 from openrecycle.planner.commands_simulate import simulate_command
-from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.errors import InputError
 from openrecycle.planner.failures import parse_failed
 from openrecycle.planner.gantt_text import gantt_lines
 from openrecycle.planner.job import Job, MemoryLimit, Over, Problem, Technique, Worker
@@ -182,14 +188,9 @@ def _refuse_beside_reference(options: dict[str, object]) -> None:
 
 
 def _laid_out(job: Job, dead: frozenset[Worker], technique: Technique, memory: MemoryLimit, *, migrate: bool) -> Layout:
-    """The best partition without failures is what failures move layers from, and are compared with."""
-    # Needs numpy, which an agent's machine may lack.
-    try:
-        from openrecycle.planner.partition import lay_out
-    except ImportError as error:
-        raise PlannerError(f"--partition auto needs numpy, which is not installed here ({error})") from None
-    home = lay_out(job, technique=technique, memory=memory).partition
-    at_home = replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
+    at_home = best_at_home(job, technique, memory)
+    from openrecycle.planner.partition import lay_out
+
     over: Over = "layouts" if migrate else "partitions"
     return lay_out(at_home, dead, technique=technique, memory=memory, over=over)
 

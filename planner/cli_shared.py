@@ -11,8 +11,8 @@ from types import FrameType
 
 from rich.console import Console
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, parse_durations
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import Job, MemoryLimit, Technique, parse_durations
 from openrecycle.planner.plan import JobDoc
 from openrecycle.planner.profiles import job_on, load
 
@@ -47,6 +47,16 @@ def job_of_options(
         raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
     given = job.check_partition(counts, field="--partition")
     return replace(job, partition=given, home=given, profiles=(), transfers=(), backward_transfers=())
+
+
+def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
+    """With the partition that is best without failures: what they move layers from, and are compared with."""
+    try:  # numpy, which an agent's machine may lack
+        from openrecycle.planner.partition import lay_out
+    except ImportError as error:
+        raise PlannerError(f"--partition auto needs numpy, which is not installed here ({error})") from None
+    home = lay_out(job, technique=technique, memory=memory).partition
+    return replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -13,11 +13,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from openrecycle.planner.cli_shared import interruptible, job_of_options
+from openrecycle.planner.cli_shared import (
+    AUTO,
+    LAYERS_HELP,
+    PARTITION_HELP,
+    best_at_home,
+    interruptible,
+    job_of_options,
+)
 from openrecycle.planner.distribution import check_copy_cost
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.failures import parse_failed
-from openrecycle.planner.job import MemoryLimit, Technique
+from openrecycle.planner.job import MemoryLimit, Over, Technique
 from openrecycle.planner.migration import SECONDS, Normalization, normalize
 
 MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number; or the profile's bytes."
@@ -108,6 +115,11 @@ def catalog_command(
     technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
     memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "uniform",
     durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
+    layers: Annotated[int | None, typer.Option(help=LAYERS_HELP)] = None,
+    partition: Annotated[str | None, typer.Option(help=PARTITION_HELP)] = None,
+    relayout: Annotated[
+        str | None, typer.Option(help="auto: each plan has a partition of its own (where there are layers); or never.")
+    ] = None,
     profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
     solver: Annotated[str, typer.Option(help="list, auto, cp-sat or milp.")] = "list",
     time_limit: Annotated[float, typer.Option(help="Seconds per plan, for other solvers than list.")] = 10.0,
@@ -131,11 +143,18 @@ def catalog_command(
         raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
     if not 0 < time_limit < float("inf"):
         raise InputError("--time-limit", time_limit, "a number of seconds above 0")
-    question = Question(
-        job_of_options(pipelines, stages, micro_batches, durations, profile),
-        Technique.of(technique),
-        MemoryLimit.parse(memory),
-    )
+    of, limit = Technique.of(technique), MemoryLimit.parse(memory)
+    if layers is not None and partition is None:
+        partition = AUTO
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition)
+    if relayout not in (None, "auto", "never"):
+        raise InputError("--relayout", relayout, "auto or never")
+    if relayout == "auto" and not job.layers:
+        raise InputError("--relayout", relayout, "--layers beside it, or a profile by layers")
+    if job.layers and partition in (None, AUTO):
+        job = best_at_home(job, of, limit)
+    over: Over = "partitions" if job.layers and relayout != "never" else "schedules"
+    question = Question(job, of, limit, over)
     with interruptible() as stop, _bar(quiet=as_json) as progress:
         report = build_catalog(
             question,

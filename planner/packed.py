@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.plan import INTEGER, JobDoc, MetricsDoc, Plan, PlanError, SolverDoc, first_problem, read_model
 from openrecycle.planner.plan_arrays import SMALL_OPS, Columns, F, I, Ints, NotColumnar, columns_of, problem_of
 
@@ -102,11 +102,12 @@ class Header(BaseModel):
 
 @dataclass(frozen=True)
 class Question:
-    """What all plans of one catalog have in common."""
+    """What all plans of one catalog have in common. over: with `partitions`, each has the best one of its own."""
 
     job: Job
     technique: Technique
     memory: MemoryLimit
+    over: Over = "schedules"
 
     def problem(self, failed: frozenset[Worker]) -> Problem:
         return Problem(self.job, failed, self.technique, self.memory)

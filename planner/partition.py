@@ -146,6 +146,20 @@ def staffed(
     return replace(_made(bounds, dead, counts, job, now, effort), bound=bound, over="layouts")
 
 
+def bound_over(problem: Problem, over: Over) -> int:
+    """Ticks that no plan can beat, for these failures or, over `layouts`, as many workers."""
+    if over == "schedules":
+        return period_bound(problem)
+    bounds = layer_bounds(problem.job, problem.technique, problem.memory)
+    counts = tuple(len(problem.living_peers(s)) for s in range(problem.job.stages))
+    if over == "layouts":
+        found = bounds.fewest(sum(counts))
+        bound = found and found[0]
+    else:
+        bound = bounds.least(counts)
+    return bound.ticks if bound else period_bound(problem)
+
+
 def with_stages(job: Job, stages: int, workers: int) -> Job | None:
     """The same layers and micro-batches in pipelines of another depth, on a grid that has room for so many workers.
 
@@ -185,9 +199,13 @@ def layers_moved(before: Sequence[int], after: Sequence[int]) -> int:
 # -- bounds --------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=16)
 def layer_bounds(job: Job, technique: Technique, memory: MemoryLimit) -> LayerBounds:
     """Those of any partition of the job's layers; its own does not matter."""
+    return _layer_bounds(job.at_home, technique, memory)
+
+
+@lru_cache(maxsize=16)
+def _layer_bounds(job: Job, technique: Technique, memory: MemoryLimit) -> LayerBounds:
     return LayerBounds(job, technique, memory)
 
 

@@ -21,7 +21,9 @@ from openrecycle.planner.policy import (
     DROP,
     MIGRATE,
     PLANNED_OPS,
+    REPARTITION,
     REROUTE,
+    SHALLOWER,
     Advice,
     JobState,
     Option,
@@ -36,12 +38,13 @@ from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.solvers.portfolio import checked_plan_of, make_plan
 from openrecycle.planner.words import names, percent
 
-REPARTITION, RESTART, SPARES = "re-partition", "restart from the checkpoint", "take spares"
+RESTART, SPARES = "restart from the checkpoint", "take spares"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.
 CLEAR_MARGIN = 0.05
 
 _CANNOT = {
     REPARTITION: "this job's layers can't change their stage",
+    SHALLOWER: "this job's pipelines keep their stages",
     DROP: "this job doesn't do it, for every update would see fewer samples, and the losses would be others",
     RESTART: "this job can't do it by itself: an operator would have to start it again",
     SPARES: "this job has none that it could take by itself",

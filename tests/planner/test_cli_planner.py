@@ -249,3 +249,89 @@ def _started(pid: int) -> bool:
     """Has the process used CPU for a while? (It plans after about a second of imports.)"""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > 1.5
+
+
+LAYERED = [*GRID, "--layers", "44", "--durations", "F=4,I=4,W=4", "--memory", "none", "--solver", "list"]
+
+
+def test_a_plan_with_a_partition_of_its_own(tmp_path: Path) -> None:
+    result = invoke("plan", *LAYERED, "--fail", "W1_2", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["partition"] == [12, 12, 8, 12] and document["job"]["partition"] == [11, 11, 11, 11]
+    assert document["metrics"]["bound_over"] == "partitions" and len(document["job"]["layers"]) == 44
+    jsonschema.validate(document, json.loads(schema_text()))
+    given = invoke("plan", *LAYERED, "--partition", "11,11,11,11", "--fail", "W1_2", "--json")
+    stay = json.loads(given.stdout)
+    assert stay["partition"] == [11, 11, 11, 11] and "bound_over" not in stay["metrics"]
+    assert document["metrics"]["period"] < stay["metrics"]["period"]
+    path = tmp_path / "plan.json"
+    path.write_text(result.stdout)
+    checked = invoke("check", str(path))
+    assert checked.exit_code == 0 and "12,12,8,12" in checked.stdout and "every partition" in checked.stdout
+    document["metrics"]["lower_bound"] = document["metrics"]["period"]
+    path.write_text(json.dumps(document))
+    assert invoke("check", str(path)).exit_code == 1
+
+
+def test_workers_migrate_where_they_may() -> None:
+    dead = "W0_1,W1_1,W2_1"
+    assert invoke("plan", *LAYERED, "--fail", dead, "--json").exit_code != 0
+    result = invoke("plan", *LAYERED, "--fail", dead, "--migrate", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["metrics"]["bound_over"] == "layouts" and len(document["failed"]) == 3
+    shown = invoke("plan", *LAYERED, "--fail", dead, "--migrate")
+    assert "takes the place of" in shown.stdout and "layers per stage" in shown.stdout
+
+
+def test_layers_that_were_measured() -> None:
+    sizes = ["--pipelines", "2", "--stages", "4", "--micro-batches", "4", "--profile", "gpt3-medium"]
+    result = invoke("plan", *sizes, "--partition", "auto", "--solver", "list", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert sum(document["partition"]) == len(document["job"]["layers"]) > 4
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--layers", "3"], "layers"),
+        (["--layers", "0"], "--layers"),
+        (["--layers", "9999"], "layers"),
+        (["--layers", "8", "--partition", "2,2,2"], "--partition"),
+        (["--layers", "8", "--partition", "2,2,2,x"], "--partition"),
+        (["--layers", "8", "--partition", "8,0,0,0"], "--partition"),
+        (["--partition", "auto"], "--partition"),
+        (["--partition", "2,2,2,2"], "--partition"),
+        (["--migrate"], "--migrate"),
+        (["--layers", "8", "--partition", "2,2,2,2", "--migrate"], "--migrate"),
+    ],
+)
+def test_what_is_no_partition_is_refused(options: list[str], field: str) -> None:
+    with pytest.raises(PlannerError) as refused:
+        CliRunner().invoke(app, ["plan", *GRID, *options], catch_exceptions=False)
+    assert str(refused.value).startswith(f"{field}: got")
+
+
+def test_a_catalog_has_a_partition_per_plan(tmp_path: Path) -> None:
+    grid = ["--pipelines", "2", "--stages", "2", "--micro-batches", "4", "--layers", "6", "--tolerance", "1"]
+    made = {}
+    for relayout in ("auto", "never"):
+        result = invoke(
+            "catalog",
+            *grid,
+            "--out",
+            str(tmp_path),
+            "--jobs",
+            "1",
+            "--relayout",
+            relayout,
+            "--memory",
+            "none",
+            "--json",
+        )
+        assert result.exit_code == 0, result.output
+        made[relayout] = json.loads(result.stdout)
+    assert made["auto"]["folder"] != made["never"]["folder"]
+    assert made["auto"]["plans"] == made["never"]["plans"] == 3

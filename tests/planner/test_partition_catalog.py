@@ -1,0 +1,62 @@
+"""Catalogs whose plans have a partition each."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.catalog_build import build_catalog
+from openrecycle.planner.catalog_engines import InlineEngine
+from openrecycle.planner.catalog_store import open_folder
+from openrecycle.planner.check import check
+from openrecycle.planner.job import Job, MemoryLimit, Over, Technique, Worker
+from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.partition import bound_over
+
+JOB = Job.uniform(3, 3, 4, layers=12)
+QUESTION = Question(JOB, Technique.STAGGERED, MemoryLimit("none"), "partitions")
+
+
+def test_each_plan_has_the_partition_of_its_failures(tmp_path: Path) -> None:
+    report = build_catalog(QUESTION, 2, tmp_path, engine=InlineEngine(), effort=Effort(solver="list"))
+    assert report.finished and report.planned == report.total
+    catalog = open_folder(tmp_path / report.catalog.info.fingerprint)
+    cells = list(JOB.workers())
+    partitions = set()
+    for failed in [(), *combinations(cells, 1), *combinations(cells[:5], 2)]:
+        found = catalog.find(failed)
+        assert found is not None and check(found.plan) == []
+        assert set(found.plan.failed) == {str(w) for w in failed}
+        assert found.plan.metrics.bound_over == "partitions"
+        units = found.plan.metrics.lower_bound * JOB.ticks_per_unit
+        assert units == bound_over(found.plan.problem(), "partitions")
+        partitions.add(found.plan.partition)
+    assert (4, 4, 4) in partitions and len(partitions) > 2
+
+
+def test_a_catalog_of_one_partition_is_another(tmp_path: Path) -> None:
+    fixed = Question(JOB, Technique.STAGGERED, MemoryLimit("none"))
+    made = [
+        build_catalog(q, 1, tmp_path, engine=InlineEngine(), effort=Effort(solver="list")).catalog
+        for q in (fixed, QUESTION)
+    ]
+    assert made[0].info.fingerprint != made[1].info.fingerprint
+    assert {made[0].plan(name).partition for name in made[0].blobs.names()} == {(4, 4, 4)}
+    shorter = [c.find([Worker(0, 1)]) for c in made]
+    assert all(shorter) and shorter[1].plan.metrics.period < shorter[0].plan.metrics.period  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("over", ["schedules", "partitions"])
+def test_a_plan_that_is_made_now(over: Over) -> None:
+    catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("none"), over)
+    plan, _ = catalog.plan_for([Worker(1, 1)])
+    assert check(plan) == [] and plan.metrics.bound_over == over
+    assert (plan.partition == (4, 4, 4)) == (over == "schedules")
+    catalog.add(plan)
+    again = Catalog.from_json(catalog.to_json())
+    assert again.over == over and again.find([Worker(1, 1)]) == plan
+    renamed = again.find([Worker(2, 1)])
+    assert renamed is not None and renamed.partition == plan.partition and check(renamed) == []
