@@ -200,7 +200,7 @@ def test_a_pickled_checkpoint_is_refused_and_nothing_in_it_runs(
     # Called the new form, it has no files of that form.
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 3}))
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path / "checkpoints")
     assert not (tmp_path / "harm").exists()
 
