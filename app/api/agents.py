@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
@@ -36,10 +37,13 @@ from openrecycle.app.security.access import caller_of
 from openrecycle.app.security.callers import Role
 from openrecycle.planner.plan import job_doc
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 After = Annotated[int, Query(ge=0, le=2**53)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
-# Heartbeats that take less than a change of threads does.
+# Reports that take less than a change of threads does.
 AT_ONCE = 64
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
@@ -82,7 +86,7 @@ def router(console: Console) -> APIRouter:
     @api.post("/{job_id}/workers", status_code=201)
     async def register(job_id: str, message: Registration) -> Registered:
         job, report = console.registration(job_id, message)
-        await intake.take(job, report)
+        await intake.put(job, report)
         return Registered(worker=message.worker, generation=job.state.generation)
 
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
@@ -94,20 +98,19 @@ def router(console: Console) -> APIRouter:
     @api.post("/{job_id}/heartbeats", response_model=BatchReply)
     async def heartbeats(job_id: str, message: Heartbeats) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        if len(message.heartbeats) <= AT_ONCE:
-            return _json(console.heartbeats(job_id, message.heartbeats))
-        return _json(await beside(console.heartbeats, job_id, message.heartbeats))
+        return await many(len(message.heartbeats), lambda: _json(console.heartbeats(job_id, message.heartbeats)))
 
     @api.post("/{job_id}/acknowledgements", response_model=BatchReply)
     async def acknowledge(job_id: str, message: Acknowledgements) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
         said = message.acknowledgements
-        job, reports = console.job(job_id), [console.acknowledgement(job_id, one)[1] for one in said]
-        answers = await asyncio.gather(*(intake.take(job, report) for report in reports), return_exceptions=True)
+        job, reports = await many(len(said), console.acknowledgements, job_id, said)
+        # Futures, as 8,192 tasks would hold up the loop.
+        answers = await asyncio.gather(*(intake.put(job, report) for report in reports), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not (isinstance(answer, ConsoleError) and answer.status != 503):
                 raise answer  # nobody knows what is stored: all of it is to be sent again
-        return _json(console.answer_batch(job, said, answers))
+        return await many(len(said), lambda: _json(console.answer_batch(job, said, answers)))
 
     @api.post("/{job_id}/failures")
     async def failure(job_id: str, message: FailureReport) -> Outcome:
@@ -158,6 +161,11 @@ class Deployments:
         if rendered is None or rendered[0] is not found:
             rendered = self._rendered[job_id] = found, found.model_dump_json().encode()
         return rendered[1]
+
+
+async def many(reports: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What is to be done with so many: beside the event loop, unless they are few."""
+    return work(*args, **kwargs) if reports <= AT_ONCE else await beside(work, *args, **kwargs)
 
 
 def _json(message: BaseModel) -> Response:

@@ -25,8 +25,8 @@ class Intake:
         self._busy: set[LiveJob] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def take(self, job: LiveJob, report: Report) -> str:
-        """The reason, when it is stored. Raises ConsoleError as LiveJob.apply does."""
+    def put(self, job: LiveJob, report: Report) -> asyncio.Future[str]:
+        """The reason, once it is stored; or ConsoleError, as LiveJob.apply raises it."""
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(job, []).append((report, answer))
         if job not in self._busy:
@@ -34,7 +34,7 @@ class Intake:
             task = asyncio.create_task(self._drain(job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return await answer
+        return answer
 
     async def _drain(self, job: LiveJob) -> None:
         while waiting := self._queues.pop(job, None):

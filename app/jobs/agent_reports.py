@@ -118,13 +118,16 @@ class Reports(ABC):
         )
 
     def acknowledge(self, job_id: str, message: Acknowledgement) -> str:
-        job, report = self.acknowledgement(job_id, message)
+        job, (report,) = self.acknowledgements(job_id, [message])
         return job.apply(report.event, beside=[report])
 
-    def acknowledgement(self, job_id: str, message: Acknowledgement) -> tuple[LiveJob, Report]:
+    def acknowledgements(self, job_id: str, said: Sequence[Acknowledgement]) -> tuple[LiveJob, list[Report]]:
         """For whoever takes many together."""
-        event = happening.Acknowledged(message.worker, message.incarnation, message.generation, message.state)
-        return self.job(job_id), Report(event, acknowledgement={**message.model_dump(), "at": time.time()})
+        job, reports = self.job(job_id), list[Report]()
+        for one in said:
+            event = happening.Acknowledged(one.worker, one.incarnation, one.generation, one.state)
+            reports.append(Report(event, acknowledgement={**one.model_dump(), "at": time.time()}))
+        return job, reports
 
     def meanwhile(self, job_id: str, message: InterimPlan) -> str:
         """What a generation runs until newcomers have their state."""

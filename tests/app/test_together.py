@@ -73,7 +73,7 @@ def acknowledgements(console: Console, job_id: str, generation: int) -> list[Rep
         for state in STATES
         for name in NAMES
     ]
-    return [console.acknowledgement(job_id, message)[1] for message in messages]
+    return console.acknowledgements(job_id, messages)[1]
 
 
 def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console: Console) -> None:
@@ -114,10 +114,9 @@ def test_what_comes_together_is_stored_in_few_transactions(
         intake = Intake()
         store.entered.clear()
         store.go_on.clear()
-        first = asyncio.create_task(intake.take(job, reports[0]))
+        first = intake.put(job, reports[0])
         await asyncio.to_thread(store.entered.wait, 60)  # it is being stored when the others come
-        others = [asyncio.create_task(intake.take(job, report)) for report in reports[1:]]
-        await asyncio.sleep(0)
+        others = [intake.put(job, report) for report in reports[1:]]
         store.go_on.set()
         return await asyncio.gather(first, *others)
 
@@ -131,7 +130,7 @@ def test_a_refused_report_does_not_keep_out_the_others(console: Console) -> None
     job.apply_all(registrations(console, job_id))
     stranger = Acknowledgement(worker="W0_1", incarnation="of-old", generation=1, state="adopted")
     reports = acknowledgements(console, job_id, 1)
-    reports.insert(2, console.acknowledgement(job_id, stranger)[1])
+    reports[2:2] = console.acknowledgements(job_id, [stranger])[1]
     answers = job.apply_all(reports)
     refused = [answer for answer in answers if isinstance(answer, ConsoleError)]
     assert [(e.status, e.code) for e in refused] == [(409, "fenced")]
