@@ -14,9 +14,9 @@ from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.protocol import FailureReport
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, grounds
-from openrecycle.app.advice.verdict import AdviceRequest, Verdict, decide, verdict_document
+from openrecycle.app.advice.verdict import AdviceRequest, Verdict, decide, serve, verdict_document
 from openrecycle.app.observing.job_history import changes, repair_times
-from openrecycle.app.plans.maker import PlanMaker
+from openrecycle.app.runtime.maker import Maker
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job
 from openrecycle.planner.packed import from_bytes
@@ -200,7 +200,7 @@ def request(**given: object) -> AdviceRequest:
 
 def ask(**given: object) -> tuple[Verdict | None, str]:
     """The answer of a real advising process."""
-    maker, answers = PlanMaker("advising"), list[tuple[Verdict | None, str]]()
+    maker, answers = Maker(serve, "advising"), list[tuple[Verdict | None, str]]()
     maker.start(child=False)
     try:
         maker.submit(request(**given), lambda verdict, why: answers.append((verdict, why)))
