@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -14,6 +13,7 @@ from openrecycle.agent.protocol import Deployment
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from tests.conftest import examples
 from tests.golden import golden
 
 
@@ -251,4 +251,4 @@ class Play(RuleBasedStateMachine):
 
 
 TestPlay = Play.TestCase
-TestPlay.settings = settings(max_examples=30, stateful_step_count=20, derandomize=True, deadline=None)
+TestPlay.settings = examples(60, stateful_step_count=20)
