@@ -113,13 +113,13 @@ class Maker:
                     return None, f"it took more than {request.patience:g} s"
                 if self._stopping:
                     return None, "the console is stopping"
-                log.warning("the child process died; starting another", job=request.owner)
+                log.warning("the planning process died; starting another", job=request.owner)
                 continue
             if made is None:
                 return None, why
             with building(len(made) // OP_BYTES):
                 return request.read(made), ""
-        return None, f"the process for {self._name} died over it"
+        return None, "the planning process died over it"
 
 
 # Before what was made, and before why nothing was: a large document is not wrapped into another one.

@@ -251,4 +251,4 @@ class Play(RuleBasedStateMachine):
 
 
 TestPlay = Play.TestCase
-TestPlay.settings = examples(60, stateful_step_count=20)
+TestPlay.settings = examples(15, stateful_step_count=15)

@@ -67,7 +67,8 @@ def test_a_room_imports_what_it_may(room: str) -> None:
 
 
 def test_who_decides_does_nothing_else() -> None:
-    files = sorted((ROOT / PURE).rglob("*.py"))
+    """`local.py` drives the machine in a launcher, and has plans made beside it."""
+    files = [path for path in sorted((ROOT / PURE).rglob("*.py")) if path.name != "local.py"]
     assert files
     found = [
         f"{path.name} imports {module}"
