@@ -10,11 +10,10 @@ import typer
 
 from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.app.history.commands import install as install_histories
-from openrecycle.app.observing.keep import Keep, seconds
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.oidc import read_oidc
 from openrecycle.app.security.token_cli import tokens
-from openrecycle.app.settings import Settings, read_token
+from openrecycle.app.settings import Keep, Settings, read_token, seconds
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.output import run as run_command
 

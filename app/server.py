@@ -32,9 +32,8 @@ from starlette.types import ASGIApp
 
 from openrecycle.agent.protocol import API
 from openrecycle.app.api.connection import connections
-from openrecycle.app.api.problems import problem
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.leadership.gate import Gate
 from openrecycle.app.leadership.host import ConsoleHost, set_host
 from openrecycle.app.leadership.start import make_host
@@ -45,6 +44,7 @@ from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.runtime.frontend import PAGES, PageBase
 from openrecycle.app.runtime.garbage_collection import GarbageCollection
 from openrecycle.app.runtime.logs import configure_logging
+from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.process import prepare
 from openrecycle.app.runtime.static_files import StaticFiles
 from openrecycle.app.runtime.warming import BUSY_SECONDS, CALM_SECONDS, Warming
@@ -96,13 +96,13 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
 
 def _application(console: Console, settings: Settings, pages: ASGIApp | None) -> Starlette:
     """What is served while `console` leads."""
-    console.access = Access(settings.token, console.tokens, settings.oidc, _sign_in(settings))
+    console.security.access = Access(settings.token, console.security.tokens, settings.oidc, _sign_in(settings))
     routes: list[BaseRoute] = create_routes(console)
     routes.append(Route("/{path:path}", _no_pages) if pages is None else Mount("/", pages))
     middleware = [
         Middleware(Metering, metrics=console.metrics),
         Middleware(HostGuard, allowed=_allowed_hosts(settings)),
-        Middleware(AccessGuard, access=console.access),
+        Middleware(AccessGuard, access=console.security.access),
         Middleware(BodyLimit),
     ]
     return Starlette(routes=routes, middleware=middleware)
@@ -274,7 +274,7 @@ def _streamlit(settings: Settings) -> Any:
 
 def _prepare_simulations(console: Console | None) -> None:
     if console is not None:
-        console.simulations.prepare()
+        console.plans.simulations.prepare()
 
 
 def _trains(console: Console | None) -> bool:

@@ -1,4 +1,4 @@
-"""How a console is to run: where it listens, which database, what silence means, which token."""
+"""How a console is to run: where it listens, which database, what silence means, which token, how long what is kept."""
 
 from __future__ import annotations
 
@@ -12,14 +12,58 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from openrecycle.agent.coordination.membership import Ladder
-from openrecycle.app.observing.keep import Keep
 from openrecycle.app.runtime.errors import SettingsError
-from openrecycle.app.security.hosts import is_loopback
-from openrecycle.app.security.oidc import OidcSettings
 
 MIN_TOKEN = 16
 _ADDRESS = re.compile(r"https?://[A-Za-z0-9._\[\]:-]{1,200}(/[A-Za-z0-9._~/-]{0,40})?")
 _NAME = re.compile(r"[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){0,10}|\[[0-9a-fA-F:]+\]")
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+LEAST_MINUTES = 2 * 3600.0
+LEAST_HOURS = 2 * 86_400.0
+
+
+@dataclass(frozen=True)
+class Keep:
+    """seconds, minutes, hours: for so many seconds of time, the samples of one second, minute and hour.
+
+    events, states: of each job, the newest so many lines of the feed and changes of a worker's state.
+    generations: of the newest so many, who acknowledged what. plans: of each job, the newest so many made ahead.
+    """
+
+    seconds: float = 15 * 60.0
+    minutes: float = 2 * 86_400.0
+    hours: float = 400 * 86_400.0
+    events: int = 100_000
+    states: int = 100_000
+    generations: int = 50
+    plans: int = 2_000
+
+    def __post_init__(self) -> None:
+        for option, value, least, why in (
+            ("--keep-seconds", self.seconds, 120.0, "two minutes"),
+            ("--keep-minutes", self.minutes, LEAST_MINUTES, "two hours, which hours are made of"),
+            ("--keep-hours", self.hours, LEAST_HOURS, "two days"),
+        ):
+            if not least <= value <= 36_500 * 86_400.0:
+                raise SettingsError(f"{option}: got {value:g} s, expected at least {why}")
+        if self.events < 1_000:
+            raise SettingsError(f"--keep-events: got {self.events}, expected at least 1000")
+
+
+@dataclass(frozen=True)
+class OidcSettings:
+    """file: with Streamlit's [auth] section. providers: their names in it; "" for the only one.
+
+    operators, viewers: e-mail addresses, with * for any characters, or `group:NAME`.
+    """
+
+    file: Path
+    providers: tuple[str, ...]
+    redirect_uri: str
+    operators: tuple[str, ...]
+    viewers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -107,6 +151,21 @@ def _is_network(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def seconds(text: str, option: str) -> float:
+    """`90s`, `15m`, `48h`, `400d` in seconds. Raises SettingsError."""
+    found = re.fullmatch(r"([0-9]{1,9})([smhd])", text.strip())
+    if found is None:
+        raise SettingsError(f"{option}: got {text!r}, expected a number and s, m, h or d, such as 15m")
+    return float(int(found[1]) * _UNITS[found[2]])
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def default_database_url(environment: Mapping[str, str] | None = None) -> str:

@@ -49,7 +49,7 @@ class JobRow(Base):
     frozen_by: the operator who has frozen its plan; "": nobody. broken: the transfer that broke in the generation in
     force, as JSON (reporter, worker, detail); "": none. moves: (from, to) of workers that have taken another place
     in a generation which is still to open, as JSON. baseline: what its throughput is measured by
-    (app.observing.baseline);
+    (app.jobs.baseline);
     waits: when it waited for a person's choice, (begin, end, generation that it led to); both as JSON.
     """
 

@@ -18,12 +18,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Note, Offered
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
-from openrecycle.app.advice.verdict import AdviceRequest, Verdict
+from openrecycle.app.advice.verdict import AdviceRequest, Verdict, serve
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.waiting import NOTHING, Waited, segments
 from openrecycle.app.observing.job_history import changes, repair_times
-from openrecycle.app.observing.waiting import NOTHING, Waited, segments
-from openrecycle.app.plans.maker import PlanMaker
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.maker import Maker
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
 from openrecycle.planner.packed import from_bytes, storable
@@ -55,7 +55,7 @@ class Advising:
 
     def __init__(self, store: Store, waited: Callable[[LiveJob], Waited]) -> None:
         self._store, self._waited = store, waited
-        self._maker = PlanMaker("advising")
+        self._maker = Maker(serve, "advising")
 
     def start(self) -> None:
         self._maker.start(child=False)
@@ -73,7 +73,7 @@ class Advising:
         if failed is None or failed == job.advice_asked:
             return
         if not failed:
-            job.advice_asked, job.verdict = failed, None
+            job.advice_asked, job.advised = failed, None
             return
         try:
             request = self._request(job, failed)
@@ -106,7 +106,7 @@ class Advising:
             candidates = self._with_plans(job, verdict)
         except (ConsoleError, SQLAlchemyError) as error:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
-        job.verdict = failed, verdict  # who reads it finds its line in the event feed
+        job.advised = failed, verdict.reason  # who reads it finds its line in the event feed
         offer = Offer(failed, candidates, verdict.better) if candidates else None
         self._offer(job, Offered(failed, offer, "the job has no option that it could take by itself"))
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from openrecycle.agent.coordination.membership import Candidate
+from openrecycle.app.runtime.children import Channel
+from openrecycle.app.runtime.maker import answered
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.packed import to_bytes
@@ -98,9 +100,10 @@ class AdviceRequest:
     automatic: bool = True
     # More than this, and the job is too large to be advised while it matters.
     patience: float = 60.0
+    makes: bool = True
 
     def to_json(self) -> bytes:
-        return json.dumps({"advise": {**self.__dict__, "job": self.job.model_dump(mode="json")}}).encode()
+        return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
 
     def read(self, document: bytes) -> Verdict:
         body = json.loads(document)
@@ -109,6 +112,11 @@ class AdviceRequest:
             for c in body.pop("candidates")
         )
         return Verdict(**body | {"candidates": candidates, "plans": tuple(body["plans"])})
+
+
+def serve(channel: Channel, request: bytes) -> None:
+    """In a child process."""
+    channel.say(answered(request, lambda asked: verdict_document(asked).encode()))
 
 
 def verdict_document(request: Mapping[str, Any]) -> str:

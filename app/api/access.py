@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.agent.protocol import Identifier
+from openrecycle.app.api.models import Actor
 from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.api.runner import in_thread
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.access import caller_of
 from openrecycle.app.security.tokens import MAX_DAYS, Token
-
-Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 
 
 class CallerInfo(BaseModel):
@@ -78,12 +77,12 @@ class AuditLines(BaseModel):
 
 def router(console: Console) -> APIRouter:
     api = APIRouter(tags=["access"], route_class=ReadBeside)
-    tokens = console.tokens
+    tokens = console.security.tokens
 
     @api.get("/caller")
     async def caller(request: Request) -> CallerInfo:
         """Whose token this is, and what it may do."""
-        found = caller_of(console.access, request.headers)
+        found = caller_of(console.security.access, request.headers)
         return CallerInfo(name=found.name, role=found.role.value, job_id=found.job_id)
 
     @api.get("/tokens")
@@ -104,14 +103,18 @@ def router(console: Console) -> APIRouter:
             job_id=wanted.job_id,
             days=wanted.days,
         )
-        await in_thread(console.audit.record, x_actor, "create token", token.id, job_id=token.job_id, detail=token.name)
+        await in_thread(
+            console.security.audit.record, x_actor, "create token", token.id, job_id=token.job_id, detail=token.name
+        )
         return TokenMade(**_info(token), token=text)
 
     @api.delete("/tokens/{token_id}", status_code=204)
     async def revoke(token_id: Identifier, x_actor: Actor = "API") -> None:
         """At once; pages that are open with it close."""
         token = await in_thread(tokens.revoke, token_id)
-        await in_thread(console.audit.record, x_actor, "revoke token", token.id, job_id=token.job_id, detail=token.name)
+        await in_thread(
+            console.security.audit.record, x_actor, "revoke token", token.id, job_id=token.job_id, detail=token.name
+        )
 
     @api.get("/audit")
     async def audit(
@@ -120,7 +123,9 @@ def router(console: Console) -> APIRouter:
         job_id: Annotated[Identifier | None, Query()] = None,
     ) -> AuditLines:
         """Lines with an id > after, oldest first: read on with `after` = the last one's id."""
-        return AuditLines(audit=[AuditLine(**row) for row in await in_thread(console.audit.read, after, limit, job_id)])
+        return AuditLines(
+            audit=[AuditLine(**row) for row in await in_thread(console.security.audit.read, after, limit, job_id)]
+        )
 
     return api
 

@@ -27,12 +27,11 @@ from openrecycle.agent.protocol import (
     Registration,
 )
 from openrecycle.app.api.intake import Intake
-from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.models import Actor, Outcome, ProfileName, Wait
 from openrecycle.app.api.parsing import ReadBeside, beside
-from openrecycle.app.api.profiles import ProfileName
-from openrecycle.app.api.runner import in_thread, in_turn
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.runner import in_thread, in_turn
 from openrecycle.app.security.access import caller_of
 from openrecycle.app.security.callers import Role
 from openrecycle.planner.plan import job_doc
@@ -42,7 +41,6 @@ T = TypeVar("T")
 
 After = Annotated[int, Query(ge=0, le=2**53)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
-Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 # Reports that take less than a change of threads does.
 AT_ONCE = 64
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
@@ -71,14 +69,16 @@ def router(console: Console) -> APIRouter:
         A console with a token answers with another one in OpenRecycle-Agent-Token, which is good for this job
         alone: whoever starts its workers gives them that.
         """
-        caller = caller_of(console.access, request.headers)
+        caller = caller_of(console.security.access, request.headers)
         spec = await in_turn(_spec, console, wanted)
         created, new = await in_turn(console.create_job, spec, idempotency_key)
         if new:
-            await in_thread(console.audit.record, x_actor, "create job", created.job_id, job_id=created.job_id)
+            await in_thread(console.security.audit.record, x_actor, "create job", created.job_id, job_id=created.job_id)
         # Asked again, those who already have an agent's token keep it: many processes may share one job.
-        if console.access.guarded and (new or caller.operates):
-            _, token = await in_thread(console.tokens.create, Role.AGENT, created_by=caller.name, job_id=created.job_id)
+        if console.security.access.guarded and (new or caller.operates):
+            _, token = await in_thread(
+                console.security.tokens.create, Role.AGENT, created_by=caller.name, job_id=created.job_id
+            )
             response.headers[AGENT_TOKEN] = token
         response.status_code = 201 if new else 200
         return created
@@ -178,6 +178,6 @@ def _spec(console: Console, wanted: JobWanted) -> JobSpec:
     if wanted.profile_name is not None:
         if wanted.profile is not None:
             raise ConsoleError(422, "invalid", "profile, profile_name: got both, expected one of them")
-        job = console.profiles.job(wanted.profile_name, wanted.pipelines, wanted.stages, wanted.micro_batches)
+        job = console.plans.profiles.job(wanted.profile_name, wanted.pipelines, wanted.stages, wanted.micro_batches)
         fields["profile"] = job_doc(job)
     return JobSpec.model_validate(fields)

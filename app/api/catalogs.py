@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel, Field
 
 from openrecycle.agent.protocol import Memory
+from openrecycle.app.api.models import Actor, ProfileName
 from openrecycle.app.api.paging import After, Most, page
 from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.api.profiles import ProfileName
-from openrecycle.app.api.runner import in_thread
 from openrecycle.app.catalogs.export import exported
 from openrecycle.app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, CountLine
 from openrecycle.app.catalogs.service import Filling, info_of
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.planner.catalog_store import CatalogInfo
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Technique
@@ -26,7 +26,6 @@ from openrecycle.planner.plan import JobDoc, job_doc
 
 Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 PlanName = Annotated[str, Path(pattern="^[0-9]{6}-[0-9a-f]{24}$")]
-Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 Tolerance = Annotated[int, Query(ge=0, le=MAX_TOLERANCE)]
 # When to ask again for what is being worked out.
 RETRY_SECONDS = 1
@@ -152,7 +151,7 @@ def router(console: Console) -> APIRouter:
     async def fill(asked: CatalogAsked, x_actor: Actor = "API") -> FillingInfo:
         """Plans what is missing, in the background. The same request again is the same filling while it runs."""
         made = await in_thread(catalogs.fill, await in_thread(_request, console, asked))
-        await in_thread(console.audit.record, x_actor, "fill catalog", made.fingerprint)
+        await in_thread(console.security.audit.record, x_actor, "fill catalog", made.fingerprint)
         return _filling(made)
 
     @api.get("/catalogs/{fingerprint}", response_model=CatalogDetail, responses={202: {"model": CatalogPending}})
@@ -164,7 +163,7 @@ def router(console: Console) -> APIRouter:
     @api.delete("/catalogs/{fingerprint}", status_code=204, tags=["operator"])
     async def delete(fingerprint: Fingerprint, x_actor: Actor = "API") -> None:
         await in_thread(catalogs.delete, fingerprint)
-        await in_thread(console.audit.record, x_actor, "delete catalog", fingerprint)
+        await in_thread(console.security.audit.record, x_actor, "delete catalog", fingerprint)
 
     @api.get("/catalogs/{fingerprint}/filling")
     async def filling(fingerprint: Fingerprint) -> FillingInfo:
@@ -178,7 +177,7 @@ def router(console: Console) -> APIRouter:
     async def cancel(fingerprint: Fingerprint, x_actor: Actor = "API") -> FillingInfo:
         """What it has made is kept; the same request goes on from there."""
         await in_thread(catalogs.cancel, fingerprint)
-        await in_thread(console.audit.record, x_actor, "cancel filling", fingerprint)
+        await in_thread(console.security.audit.record, x_actor, "cancel filling", fingerprint)
         return await filling(fingerprint)
 
     @api.get("/catalogs/{fingerprint}/plans/{name}", response_model=dict[str, Any])
@@ -210,7 +209,7 @@ def _request(console: Console, asked: CatalogAsked) -> CatalogRequest:
         if asked.job_id is not None or asked.job is not None or asked.durations:
             detail = "profile_name: got it beside job_id, job or durations, expected one of them"
             raise ConsoleError(422, "invalid", detail)
-        job = console.profiles.job(asked.profile_name, asked.pipelines, asked.stages, asked.micro_batches)
+        job = console.plans.profiles.job(asked.profile_name, asked.pipelines, asked.stages, asked.micro_batches)
         values["job"] = job_doc(job).model_dump()
     if asked.job_id is not None:
         question = console.job(asked.job_id).question

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from openrecycle.app.api.crowd import PATIENCE, Crowd
-from openrecycle.app.api.problems import problem
+from openrecycle.app.runtime.problems import problem
 
 # Of a request's head: bytes, and seconds from its first one, or from the beginning of the connection.
 HEAD_BYTES, HEAD_SECONDS = 64 * 1024, 30.0

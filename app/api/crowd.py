@@ -19,7 +19,7 @@ from typing import Protocol
 import structlog
 
 from openrecycle.agent.protocol import Problem
-from openrecycle.app.api.problems import MEDIA_TYPE
+from openrecycle.app.runtime.problems import MEDIA_TYPE
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from openrecycle.app.api.idempotency import HEADER, MOST_CHARACTERS, keeps_keys
-from openrecycle.app.api.problems import MEDIA_TYPE
+from openrecycle.app.runtime.problems import MEDIA_TYPE
 
 _PROBLEM = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
 

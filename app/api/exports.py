@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
-from openrecycle.app.api.runner import in_thread
-from openrecycle.app.console import Console
+from openrecycle.app.console.plan_sources import Source, export_of, find
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.exporting import BUNDLE, BUNDLE_TYPE, offer_named, render
 from openrecycle.app.plans.references import OfJob, Reference, Saved
-from openrecycle.app.plans.sources import Source, export_of, find
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.planner.export import EXPORTERS
 
 Format = Annotated[str, Query(json_schema_extra={"enum": [*EXPORTERS, BUNDLE]})]

@@ -10,10 +10,9 @@ from starlette.background import BackgroundTask
 from starlette.responses import FileResponse
 
 from openrecycle.agent.protocol import Identifier
-from openrecycle.app.api.jobs import Actor
-from openrecycle.app.api.models import Outcome
-from openrecycle.app.api.runner import in_thread
-from openrecycle.app.console import Console
+from openrecycle.app.api.models import Actor, Outcome
+from openrecycle.app.console.service import Console
+from openrecycle.app.runtime.runner import in_thread
 
 ZIP: dict[int | str, dict[str, Any]] = {200: {"content": {"application/zip": {}}, "description": "The file."}}
 BODY = {

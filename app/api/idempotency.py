@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.protocol import API
-from openrecycle.app.api.problems import problem
-from openrecycle.app.api.runner import in_thread
 from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.db.idempotency import Earlier, IdempotentRequests
 
 HEADER = "Idempotency-Key"

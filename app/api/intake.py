@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from openrecycle.app.api.runner import in_thread
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.together import Report
+from openrecycle.app.runtime.runner import in_thread
 
 # Of one transaction: whoever else waits for the job, such as the clock that looks for silent workers, comes in between.
 MOST = 1024

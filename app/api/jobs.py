@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Header, Query, Request, Response
 
-from openrecycle.app.api.agents import Wait
 from openrecycle.app.api.models import (
+    Actor,
     EventInfo,
     Events,
     GenerationInfo,
@@ -22,19 +22,19 @@ from openrecycle.app.api.models import (
     Outcome,
     PlanInfo,
     Plans,
+    Wait,
     WorkerInfo,
     Workers,
 )
 from openrecycle.app.api.paging import After, Most, page
-from openrecycle.app.api.runner import answer_in_thread, in_thread
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.view_builder import summary
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view_builder import summary
 from openrecycle.app.observing.rates import RECENT
+from openrecycle.app.runtime.runner import answer_in_thread, in_thread
 from openrecycle.db.store import Record
 
 _DEFLATE = re.compile(r"\bdeflate\b(?! *; *q *= *0(?:\.0*)?(?:,|$))", re.IGNORECASE)
 Limit = Annotated[int, Query(ge=1, le=5000)]
-Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 
 
 def router(console: Console) -> APIRouter:
@@ -84,7 +84,7 @@ def router(console: Console) -> APIRouter:
     @api.get("/{job_id}/plans")
     async def plans(job_id: str, after: After = None, limit: Most = None) -> Plans:
         """Fewest failures first."""
-        made = await in_thread(console.plans, job_id)
+        made = await in_thread(console.job_plans, job_id)
         rows, following = page(f"plans of {job_id}", made, _place_of_plan, after, limit)
         return Plans(plans=[PlanInfo(**row) for row in rows], next=following)
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from openrecycle.agent.protocol import ClockReading, MeasuredOps, clock_name
 from openrecycle.app.api.models import Outcome
 from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.api.runner import answer_in_thread, in_thread
-from openrecycle.app.console import Console
-from openrecycle.app.observing.measured import MeasuredIteration, measured_iteration
+from openrecycle.app.console.measured import MeasuredIteration, measured_iteration
+from openrecycle.app.console.service import Console
+from openrecycle.app.runtime.runner import answer_in_thread, in_thread
 from openrecycle.planner.plan import Plan
 
 Watch = Annotated[bool, Query(description="have the job measured again soon")]
@@ -46,7 +46,7 @@ def router(console: Console) -> APIRouter:
     @api.post("/jobs/{job_id}/measured", tags=["agents"])
     async def post_measured(job_id: str, message: MeasuredOps) -> Outcome:
         """One worker's part of the iteration that heartbeats asked for."""
-        return Outcome(reason=await in_thread(console.measuring.take, console.job(job_id), message))
+        return Outcome(reason=await in_thread(console.observing.measuring.take, console.job(job_id), message))
 
     @api.get("/jobs/{job_id}/measured", response_model=MeasuredInfo, responses={204: {}})
     async def measured(job_id: str, watch: Watch = False) -> Response:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from fastapi import Header, Query
+from pydantic import BaseModel, Field
 
 from openrecycle.agent.protocol import JobSpec, JobState
+from openrecycle.app.plans.profiles import NAME
 from openrecycle.app.workers.states import Condition, RoleState
+
+# What requests have in common: who asks (where no token says so), for how long an answer may wait, a profile.
+Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
+Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
+ProfileName = Annotated[str, Field(pattern=NAME)]
 
 
 class JobInfo(BaseModel):

@@ -6,21 +6,20 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.agent.protocol import LogLine, LogLines, VerdictReport
-from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.models import Actor, Outcome
 from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.api.runner import in_thread
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.worker_history import worker_history
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.observing.worker_history import worker_history
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.db.heartbeats import Level
 from openrecycle.planner.plan import INTEGER
 
-Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 Moment = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="POSIX seconds")]
 TEN_MINUTES = 600.0
 Seq = Annotated[int, Field(ge=1, le=2**53), INTEGER]
@@ -81,15 +80,15 @@ def router(console: Console) -> APIRouter:
     @api.post("/{job_id}/logs", status_code=204, tags=["agents"])
     async def logs(job_id: str, message: LogLines) -> None:
         """Lines that a worker process has written since its last post."""
-        console.logs.take(console.job(job_id), message)
+        console.observing.logs.take(console.job(job_id), message)
 
     @api.post("/{job_id}/verdicts", status_code=204, tags=["agents"])
     async def verdict(job_id: str, message: VerdictReport) -> None:
-        await in_thread(console.feed.take_verdict, console.job(job_id), message)
+        await in_thread(console.observing.feed.take_verdict, console.job(job_id), message)
 
     @api.post("/{job_id}/events/acknowledge", tags=["operator"])
     async def acknowledge(job_id: str, message: Acknowledged, x_actor: Actor = "API") -> Outcome:
-        new = await in_thread(console.feed.acknowledge, console.job(job_id), message.seqs, x_actor)
+        new = await in_thread(console.observing.feed.acknowledge, console.job(job_id), message.seqs, x_actor)
         return Outcome(reason=f"{new} event{'' if new == 1 else 's'} acknowledged that nobody had acknowledged before")
 
     @api.get("/{job_id}/workers/{worker}/history")
@@ -120,7 +119,7 @@ def _history(
     return WorkerHistory(
         worker=worker,
         series=SeriesInfo(**series),
-        states=[StateInfo(**row) for row in console.observations.states(job.job_id, worker)],
+        states=[StateInfo(**row) for row in console.observing.observations.states(job.job_id, worker)],
         op_milliseconds=job.op_times.smoothed(worker),  # type: ignore[arg-type]
-        log=list(console.logs.lines(job.job_id, worker)),
+        log=list(console.observing.logs.lines(job.job_id, worker)),
     )

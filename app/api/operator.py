@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
 from openrecycle.agent.protocol import WorkerName
-from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.models import Actor, Outcome
 from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.api.runner import in_thread
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.operator_actions import named
+from openrecycle.app.console.operator_actions import named
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.replanning import Outcome as ReplanOutcome
 from openrecycle.app.plans.solving_child import MAX_SECONDS
-
-Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
+from openrecycle.app.runtime.runner import in_thread
 
 
 class CandidateInfo(BaseModel):
@@ -164,20 +162,20 @@ def router(console: Console) -> APIRouter:
         """Plans again for the workers that are out now. The plan is put in force if it is worth a new generation; the
         event feed, and GET here, say why not otherwise."""
         actor = named(x_actor)
-        reason = await in_thread(console.replanning.start, job_id, body.solver, body.seconds, actor)
+        reason = await in_thread(console.plans.replanning.start, job_id, body.solver, body.seconds, actor)
         return Outcome(reason=reason)
 
     @api.get("/{job_id}/replan")
     async def replan_status(job_id: str) -> ReplanInfo | None:
         """What has become of the newest request for a new plan; null: there was none since the console started."""
-        found = await in_thread(console.replanning.status, job_id)
+        found = await in_thread(console.plans.replanning.status, job_id)
         return None if found is None else ReplanInfo(**asdict(found))
 
     @api.post("/{job_id}/replan/stop", status_code=202, responses={409: {}})
     async def stop_replan(job_id: str, x_actor: Actor = "API") -> Outcome:
         """Has the search for a new plan end; its best one so far counts."""
-        reason = await in_thread(console.replanning.stop, job_id)
-        await in_thread(console.audit.record, x_actor, "stop planning again", job_id, job_id=job_id)
+        reason = await in_thread(console.plans.replanning.stop, job_id)
+        await in_thread(console.security.audit.record, x_actor, "stop planning again", job_id, job_id=job_id)
         return Outcome(reason=reason)
 
     return api

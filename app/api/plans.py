@@ -12,13 +12,10 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.agent.protocol import Memory
-from openrecycle.app.api.jobs import Actor
-from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.models import Actor, Outcome, ProfileName
 from openrecycle.app.api.paging import After, Most, page
 from openrecycle.app.api.parsing import ReadBeside, is_json
-from openrecycle.app.api.profiles import ProfileName
-from openrecycle.app.api.runner import in_thread
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.solving import Point, Solve, SolveState
 from openrecycle.app.plans.solving_child import (
@@ -31,6 +28,7 @@ from openrecycle.app.plans.solving_child import (
 )
 from openrecycle.app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.plan import INTEGER, JobDoc, Plan, job_doc
 
@@ -130,7 +128,7 @@ def router(console: Console) -> APIRouter:
     @api.get("/plans", tags=["plans"])
     async def saved(after: After = None, limit: Most = None) -> SavedPlans:
         """Newest first."""
-        rows, following = page("plans", await in_thread(console.library.saved), _place_of_plan, after, limit)
+        rows, following = page("plans", await in_thread(console.plans.library.saved), _place_of_plan, after, limit)
         return SavedPlans(plans=[SavedPlan(**row) for row in rows], next=following)
 
     uploads = APIRouter(route_class=ReadElsewhere)
@@ -139,7 +137,7 @@ def router(console: Console) -> APIRouter:
     async def save(message: PlanToSave, x_actor: Actor = "API") -> Kept:
         """Keeps a plan under a name; one that is kept already takes the new name."""
         fingerprint = await in_thread(_save, console, message)
-        await in_thread(console.audit.record, x_actor, "save plan", fingerprint, detail=message.name)
+        await in_thread(console.security.audit.record, x_actor, "save plan", fingerprint, detail=message.name)
         return Kept(fingerprint=fingerprint)
 
     api.include_router(uploads)
@@ -147,25 +145,27 @@ def router(console: Console) -> APIRouter:
     @api.get("/plans/{fingerprint}", response_model=dict[str, Any], tags=["plans"])
     async def plan(fingerprint: str) -> Response:
         """The Plan document."""
-        document = await in_thread(console.library.document, fingerprint)
+        document = await in_thread(console.plans.library.document, fingerprint)
         return Response(document, media_type="application/json")
 
     @api.delete("/plans/{fingerprint}", status_code=204, tags=["plans"])
     async def forget(fingerprint: str, x_actor: Actor = "API") -> None:
         """Jobs that have the plan keep it."""
-        await in_thread(console.library.forget, fingerprint)
-        await in_thread(console.audit.record, x_actor, "forget plan", fingerprint)
+        await in_thread(console.plans.library.forget, fingerprint)
+        await in_thread(console.security.audit.record, x_actor, "forget plan", fingerprint)
 
     @api.put("/jobs/{job_id}/plan", tags=["operator"])
     async def use(job_id: str, message: PlanToUse, x_actor: Actor = "API") -> Outcome:
         """Puts a saved plan in force, with the same workers: it must be for the job's grid, profile and failures."""
-        plan = await in_thread(console.library.saved_plan, message.fingerprint)
-        return Outcome(reason=await in_thread(use_plan, console, job_id, plan, x_actor))
+        plan = await in_thread(console.plans.library.saved_plan, message.fingerprint)
+        return Outcome(reason=await in_thread(lambda: use_plan(console.job(job_id), plan, x_actor)))
 
     @api.get("/solves", tags=["plans"])
     async def solves(after: After = None, limit: Most = None) -> SolveList:
         """In the order in which they were asked for, without their points."""
-        rows, following = page("solves", console.solves.all(), lambda solve: (solve.asked, solve.id), after, limit)
+        rows, following = page(
+            "solves", console.plans.solves.all(), lambda solve: (solve.asked, solve.id), after, limit
+        )
         return SolveList(solves=[solve_info(solve, len(solve.points)) for solve in rows], next=following)
 
     @api.post("/solves", status_code=202, tags=["plans"])
@@ -176,14 +176,14 @@ def router(console: Console) -> APIRouter:
     ) -> SolveInfo:
         """Begins to make a plan, or to look for migrations, in a process of its own; equal requests share one."""
         solve = await in_thread(_start, console, message)
-        await in_thread(console.audit.record, x_actor, "start solve", solve.id, detail=message.kind)
+        await in_thread(console.security.audit.record, x_actor, "start solve", solve.id, detail=message.kind)
         response.headers["Location"] = f"solves/{solve.id}"
         return solve_info(solve, 0)
 
     @api.get("/solves/{solve_id}", tags=["plans"])
     async def progress(solve_id: str, after: Annotated[int, Query(ge=0, le=10**6)] = 0) -> SolveInfo:
         """How far it is. after: how many points are known already."""
-        return solve_info(console.solves.get(solve_id), after)
+        return solve_info(console.plans.solves.get(solve_id), after)
 
     @api.get("/solves/{solve_id}/plan", response_model=dict[str, Any], tags=["plans"])
     async def made(solve_id: str) -> Response:
@@ -194,8 +194,8 @@ def router(console: Console) -> APIRouter:
     @api.post("/solves/{solve_id}/stop", status_code=202, tags=["plans"])
     async def stop(solve_id: str, x_actor: Actor = "API") -> SolveInfo:
         """Has it end with the best plan so far."""
-        stopped = await in_thread(console.solves.stop, solve_id)
-        await in_thread(console.audit.record, x_actor, "stop solve", solve_id)
+        stopped = await in_thread(console.plans.solves.stop, solve_id)
+        await in_thread(console.security.audit.record, x_actor, "stop solve", solve_id)
         return solve_info(stopped, 0)
 
     return api
@@ -214,7 +214,7 @@ def _start(console: Console, message: PlanWanted | MigrationsWanted) -> Solve:
             asked.checked_job()
     except PlannerError as error:
         raise ConsoleError(422, "invalid", str(error)) from None
-    return console.solves.start(asked)
+    return console.plans.solves.start(asked)
 
 
 def _job_of(console: Console, asked: _WhoseJob) -> JobDoc:
@@ -222,7 +222,7 @@ def _job_of(console: Console, asked: _WhoseJob) -> JobDoc:
     if (asked.job is None) == (asked.profile_name is None):
         raise ConsoleError(422, "invalid", "job, profile_name: expected one of them")
     if asked.profile_name is not None:
-        return job_doc(console.profiles.job(asked.profile_name, *sizes))
+        return job_doc(console.plans.profiles.job(asked.profile_name, *sizes))
     if any(size is not None for size in sizes):
         detail = "pipelines, stages, micro_batches: expected none of them beside job, which has its own"
         raise ConsoleError(422, "invalid", detail)
@@ -257,9 +257,9 @@ class ReadElsewhere(ReadBeside):
 
 
 def _upload(console: Console, body: bytes, actor: str) -> str:
-    found = console.uploads.read(body)
-    saved = console.library.save_read(found) if isinstance(found, ReadPlan) else _save(console, found)
-    console.audit.record(actor, "save plan", saved, detail=found.name)
+    found = console.plans.uploads.read(body)
+    saved = console.plans.library.save_read(found) if isinstance(found, ReadPlan) else _save(console, found)
+    console.security.audit.record(actor, "save plan", saved, detail=found.name)
     return Kept(fingerprint=saved).model_dump_json()
 
 
@@ -267,13 +267,13 @@ def _save(console: Console, message: PlanToSave) -> str:
     if wrong := message.wrong:
         raise ConsoleError(422, "invalid", wrong)
     if message.solve is not None:
-        return console.library.save(_plan_of(console, message.solve), message.name)
+        return console.plans.library.save(_plan_of(console, message.solve), message.name)
     assert message.plan is not None
-    return console.library.save(message.plan, message.name)
+    return console.plans.library.save(message.plan, message.name)
 
 
 def _plan_of(console: Console, solve_id: str) -> Plan:
-    solve = console.solves.get(solve_id)
+    solve = console.plans.solves.get(solve_id)
     if solve.plan is None:
         why = solve.error or ("it made no plan" if solve.over else "it is not done")
         raise ConsoleError(409, "no_plan", f"solve {solve_id}: {why}")

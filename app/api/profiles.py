@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Response
-from pydantic import BaseModel, Discriminator, Field, Tag
+from fastapi import APIRouter, Path, Response
+from pydantic import BaseModel, Discriminator, Tag
 
+from openrecycle.app.api.models import Actor
 from openrecycle.app.api.paging import After, Most, page
 from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.api.runner import in_thread
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.profiles import NAME, ProfileInfo
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.planner.plan import JobDoc, job_doc
 from openrecycle.planner.profiles import Profile
 
-ProfileName = Annotated[str, Field(pattern=NAME)]
 InPath = Annotated[str, Path(pattern=NAME)]
-Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
 
 
 def _kind(document: Any) -> str:
@@ -50,7 +49,7 @@ class ProfileList(BaseModel):
 
 def router(console: Console) -> APIRouter:
     api = APIRouter(prefix="/profiles", tags=["profiles"], route_class=ReadBeside)
-    profiles = console.profiles
+    profiles = console.plans.profiles
 
     @api.get("")
     async def listed(after: After = None, limit: Most = None) -> ProfileList:
@@ -69,7 +68,7 @@ def router(console: Console) -> APIRouter:
         Jobs and plans that were made with the one before keep what they have.
         """
         new = await in_thread(profiles.put, name, document, x_actor)
-        await in_thread(console.audit.record, x_actor, "save profile", name, detail="" if new else "replaced")
+        await in_thread(console.security.audit.record, x_actor, "save profile", name, detail="" if new else "replaced")
         response.status_code = 201 if new else 200
         return (await in_thread(profiles.get, name))[0]
 
@@ -77,11 +76,11 @@ def router(console: Console) -> APIRouter:
     async def delete(name: InPath, x_actor: Actor = "API") -> None:
         """Jobs and plans that were made with it keep what they have."""
         await in_thread(profiles.delete, name)
-        await in_thread(console.audit.record, x_actor, "delete profile", name)
+        await in_thread(console.security.audit.record, x_actor, "delete profile", name)
 
     return api
 
 
 def _detail(console: Console, name: str) -> ProfileDetail:
-    line, document = console.profiles.get(name)
-    return ProfileDetail(**line.model_dump(), document=document, job=job_doc(console.profiles.job(name)))
+    line, document = console.plans.profiles.get(name)
+    return ProfileDetail(**line.model_dump(), document=document, job=job_doc(console.plans.profiles.job(name)))

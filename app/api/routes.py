@@ -22,18 +22,17 @@ from openrecycle.app.api import (
     observed,
     operator,
     plans,
-    problems,
     profiles,
-    runner,
     streams,
 )
 from openrecycle.app.api.idempotency import Idempotency
 from openrecycle.app.api.parsing import ReadBeside, known_query
 from openrecycle.app.api.reference import POLICY, page
-from openrecycle.app.api.runner import in_thread
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.metrics.requests import Named
+from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.db.idempotency import IdempotentRequests
 
 

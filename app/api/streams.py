@@ -14,11 +14,11 @@ from fastapi.responses import StreamingResponse
 
 from openrecycle.app.api.models import EventInfo
 from openrecycle.app.api.plans import solve_info
-from openrecycle.app.api.runner import in_thread
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.callers import STILL
 
 # Seconds after which a comment shows that the connection lives; proxies close silent ones after a minute.
@@ -72,7 +72,7 @@ def router(console: Console) -> APIRouter:
         request: Request, solve_id: str, after: After = 0, last_event_id: LastEventId = None
     ) -> Response:
         """How far it is, as GET .../solves/{solve_id} says it, whenever that changes; ends when it is over."""
-        solve = console.solves.get(solve_id)
+        solve = console.plans.solves.get(solve_id)
         known = after if last_event_id is None else int(last_event_id)
         if solve.over and last_event_id is not None and len(solve.points) <= known:
             return Response(status_code=204)

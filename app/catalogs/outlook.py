@@ -1,7 +1,7 @@
 """What there is to plan for a job: which workers may fail, and how long an iteration without failures takes.
 
 Both cost more than the API's process may take, once a job has thousands of stages or micro-batches: the answer then
-comes from a child process (app.plans.maker.PlanMaker).
+comes from a child process (app.runtime.maker).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from itertools import chain, islice
 from math import comb
 from typing import Any
 
+from openrecycle.app.runtime.children import Channel
+from openrecycle.app.runtime.maker import answered
 from openrecycle.planner.baseline import reference_period
 from openrecycle.planner.catalog_store import CatalogInfo
 from openrecycle.planner.failures import patterns
@@ -44,7 +46,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class OutlookRequest:
-    """Asks a PlanMaker for an Outlook."""
+    """Asks for an Outlook."""
 
     owner: str
     job: JobDoc
@@ -52,13 +54,14 @@ class OutlookRequest:
     memory: str
     tolerance: int
     patience: float
+    makes: bool = False
 
     @classmethod
     def of(cls, owner: str, info: CatalogInfo, tolerance: int) -> OutlookRequest:
         return cls(owner, info.job, info.technique.value, info.memory, tolerance, PATIENCE)
 
     def to_json(self) -> bytes:
-        return json.dumps({"outlook": {**self.__dict__, "job": self.job.model_dump(mode="json")}}).encode()
+        return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
 
     def read(self, document: bytes) -> Outlook:
         said = json.loads(document)
@@ -85,6 +88,11 @@ def outlook(question: Question, tolerance: int) -> Outlook:
     job, tolerance = question.job, min(tolerance, most_failures(question))
     every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
     return Outlook(tolerance, tuple(islice(every, MOST + 1)), reference_period(job) / job.ticks_per_unit)
+
+
+def serve(channel: Channel, request: bytes) -> None:
+    """In a child process."""
+    channel.say(answered(request, lambda asked: outlook_document(asked).encode()))
 
 
 def outlook_document(asked: dict[str, Any]) -> str:

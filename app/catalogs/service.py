@@ -16,12 +16,13 @@ from functools import partial
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from openrecycle.app.catalogs import outlook as outlooks
 from openrecycle.app.catalogs.fill import CatalogRequest, read_message, serve, share_of_cores
 from openrecycle.app.catalogs.outlook import Outlook, OutlookRequest, is_quick, most_failures, outlook
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, report, summary
-from openrecycle.app.plans.maker import Done, PlanMaker
 from openrecycle.app.runtime.children import Asked, ChildEnded, Children
 from openrecycle.app.runtime.errors import ConsoleError, unavailable
+from openrecycle.app.runtime.maker import Done, Maker
 from openrecycle.db.store import Store
 from openrecycle.planner.catalog import rename_pipelines
 from openrecycle.planner.catalog_store import CatalogInfo, StoredCatalog, plan_name
@@ -120,7 +121,7 @@ class Catalogs:
         self._outlooks: OrderedDict[tuple[str, int], Outlook] = OrderedDict()
         self._outlooks_wanted: dict[tuple[str, int], Waiting] = {}
         self._outlooks_failed: dict[tuple[str, int], tuple[str, float]] = {}  # why, and until when (monotonic seconds)
-        self._outlook_maker: PlanMaker | None = None
+        self._outlook_maker: Maker | None = None
         self._closed = False
         self.on_plans: Callable[[Question, list[str]], None] = lambda question, names: None
 
@@ -270,7 +271,7 @@ class Catalogs:
         if key not in self._outlooks_wanted:
             self._outlooks_wanted[key] = []
             if self._outlook_maker is None:
-                self._outlook_maker = PlanMaker("outlook")
+                self._outlook_maker = Maker(outlooks.serve, "outlook")
                 self._outlook_maker.start(child=False)
             request = OutlookRequest.of("outlook", info_of(question), key[1])
             self._outlook_maker.submit(request, partial(self._outlook_made, key))

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -22,13 +22,11 @@ from openrecycle.agent.protocol import WorkerState
 from openrecycle.app.history.archive import export
 from openrecycle.app.history.importing import REST, Imported, abandoned, import_history
 from openrecycle.app.history.reading import HistoryError
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
 from openrecycle.db.job_rows import DELETING, JobRows
 from openrecycle.db.session import Database, DatabaseError
-
-if TYPE_CHECKING:
-    from openrecycle.app.console import Console
 
 log = structlog.get_logger()
 
@@ -40,11 +38,24 @@ FOLLOW_SECONDS = 5.0
 _ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
 
 
+class Jobs(Protocol):
+    """What is asked of the console's jobs."""
+
+    def job(self, job_id: str) -> LiveJob:
+        """Raises ConsoleError (404)."""
+
+    def follow(self) -> None:
+        """Notes jobs that have come into the database, or gone. Raises SQLAlchemyError."""
+
+    def let_go(self, job_id: str) -> None:
+        """Of a job that is deleted."""
+
+
 class Histories:
     """One per console. Thread-safe; export and take_in are called in an event loop."""
 
-    def __init__(self, console: Console, database: Database) -> None:
-        self._console, self._database = console, database
+    def __init__(self, jobs: Jobs, database: Database) -> None:
+        self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
         self._busy = threading.Lock()
         self._children = Children(work, name="history")
@@ -65,7 +76,7 @@ class Histories:
 
     async def export(self, job_id: str) -> Path:
         """A file of the caller's, who deletes it. Raises ConsoleError."""
-        self._console.job(job_id)
+        self._jobs.job(job_id)
         out = _temporary()
         try:
             out.unlink()
@@ -123,23 +134,23 @@ class Histories:
         """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
         if why := self.kept_for(job_id):
             raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
-        job = self._console.job(job_id)
+        job = self._jobs.job(job_id)
         audit = {"at": time.time(), "actor": actor.replace("\0", "")[:80] or "unknown", "action": "delete"}
         with job.lock, storing():
             self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
-        self._console.let_go(job_id)
+        self._jobs.let_go(job_id)
         self._deleted.set()
         log.info("job deleted", job=job_id, actor=actor)
 
     def kept_for(self, job_id: str) -> str:
         """Why it can't be deleted now: `is running (W0_0 lives)`; "" where it can be. Raises ConsoleError."""
-        job = self._console.job(job_id)
+        job = self._jobs.job(job_id)
         alive = sorted(name for name, m in job.state.members.items() if m.state in _ALIVE)
         return f"is {job.state.job_state} ({alive[0]} lives)" if alive and not job.state.over else ""
 
     def look(self) -> None:
         """Takes up jobs that have been imported, and lets go of those that were deleted. Raises SQLAlchemyError."""
-        self._console.follow()
+        self._jobs.follow()
 
     def _follow(self) -> None:
         while True:

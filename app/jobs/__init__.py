@@ -1,1 +1,1 @@
-"""What the console knows of each job: its state in memory, what is said to it, asked of it and shown of it."""
+"""One job: its state in memory and in the database, and what that state is made of."""

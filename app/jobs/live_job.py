@@ -32,7 +32,11 @@ from openrecycle.agent.coordination.events import (
 )
 from openrecycle.agent.coordination.membership import Ladder, Member, State
 from openrecycle.agent.protocol import Command, Deployment, Heartbeat, JobSpec
-from openrecycle.app.advice.verdict import Verdict
+from openrecycle.app.jobs.baseline import Baseline, read_baseline
+from openrecycle.app.jobs.folding import LOOK_BACK, Folding
+from openrecycle.app.jobs.job_plans import LookUp, PlannedJob
+from openrecycle.app.jobs.op_times import OpTimes
+from openrecycle.app.jobs.recording import Recording
 from openrecycle.app.jobs.records import (
     Contact,
     contact_row,
@@ -48,14 +52,9 @@ from openrecycle.app.jobs.records import (
     state_rows,
     waits_row,
 )
+from openrecycle.app.jobs.stored_plans import stored_plan
 from openrecycle.app.jobs.together import Report, processes_of, run_together
-from openrecycle.app.observing.baseline import Baseline, read_baseline
-from openrecycle.app.observing.folding import LOOK_BACK, Folding
-from openrecycle.app.observing.op_times import OpTimes
-from openrecycle.app.observing.recording import Recording
-from openrecycle.app.observing.waiting import Wait, after_change, pauses, read_waits
-from openrecycle.app.plans.job_plans import LookUp, PlannedJob
-from openrecycle.app.plans.stored import stored_plan
+from openrecycle.app.jobs.waiting import Wait, after_change, pauses, read_waits
 from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.workers.states import Process, WorkerStates, follow
@@ -103,7 +102,7 @@ class LiveJob(PlannedJob):
         self.created_at = created_at
         self.ladder = ladder
         self.advice_asked: tuple[str, ...] = ()  # the workers that were out then
-        self.verdict: tuple[tuple[str, ...], Verdict] | None = None  # on these workers being out
+        self.advised: tuple[tuple[str, ...], str] | None = None  # on these workers being out, in words
         self.topic = Topic()  # anything that is stored
         self.generation_topic = Topic()  # what thousands of workers may wait for: no other change wakes them
         self.state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
@@ -117,7 +116,7 @@ class LiveJob(PlannedJob):
         self.held: list[tuple[str, float]] = []  # `pause` or `resume`, and when (POSIX seconds)
         self.choices: tuple[Wait, ...] = ()  # when it waited for one
         self.baseline: Baseline | None = None
-        self.view_cache: dict[object, object] = {}  # of app.jobs.view_builder
+        self.view_cache: dict[object, object] = {}  # of app.console.view_builder
         self._want_plan = want_plan
         self._on_generation = on_generation
         self._clock = clock
@@ -137,16 +136,11 @@ class LiveJob(PlannedJob):
     @property
     def advice(self) -> str | None:
         """What the advisor says of the workers that are out now; None when it has not, or none is."""
-        verdict, generation = self.verdict, self.state.current
-        if (
-            verdict is None
-            or generation is None
-            or generation.failed != verdict[0]
-            or self.state.halted
-            or self.state.over
-        ):
+        advised, current = self.advised, self.state.current
+        over = self.state.halted or self.state.over
+        if advised is None or current is None or current.failed != advised[0] or over:
             return None
-        return verdict[1].reason
+        return advised[1]
 
     @property
     def paused(self) -> bool:

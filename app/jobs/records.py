@@ -22,7 +22,7 @@ from openrecycle.agent.coordination.membership import (
     State,
 )
 from openrecycle.agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
-from openrecycle.app.observing.waiting import Wait
+from openrecycle.app.jobs.waiting import Wait
 from openrecycle.app.workers.states import Process, WorkerStates
 from openrecycle.db.store import Record, Store
 

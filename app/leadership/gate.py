@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.app.api.problems import problem
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.leadership.watch import LeaderStatus
 from openrecycle.app.runtime.notify import Topic
+from openrecycle.app.runtime.problems import problem
 
 STANDBY = "standby"
 """The problem's code."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.console import Console, set_console
+from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.leadership.watch import Leadership, LeaderStatus
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.tokens import Tokens
@@ -153,7 +153,7 @@ class ConsoleHost:
             try:
                 console.start()
                 if self._guarded:
-                    console.tokens.start()
+                    console.security.tokens.start()
             except BaseException:
                 console.close()
                 raise

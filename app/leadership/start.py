@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.leadership.host import ConsoleHost
 from openrecycle.app.leadership.watch import Leadership
 from openrecycle.app.security.tokens import Tokens

@@ -20,10 +20,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.protocol import JobState
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.waiting import NOTHING, Waited
 from openrecycle.app.metrics.exposition import PREFIX, quantiles
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import RECENT, iteration_view, recent_rate, share_of
-from openrecycle.app.observing.waiting import NOTHING, Waited
 from openrecycle.app.workers.states import RoleState
 from openrecycle.db.store import Store
 from openrecycle.planner.plan import Plan

@@ -1,1 +1,1 @@
-"""What is seen of running jobs: op times, measured iterations, goodput, events, logs."""
+"""What is observed of running jobs: measured iterations, goodput, history, the feed, logs."""

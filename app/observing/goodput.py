@@ -3,10 +3,10 @@
 ETTR is productive time / wall time, goodput the same weighted with throughput / fault-free
 throughput, that is samples that count / (fault-free rate x wall time). Wall time runs from the first
 generation's opening until now, or to the last commit of a job that is over, without the time in which the job waited
-for a person (app.observing.waiting), which is shown apart. The first iteration of a
+for a person (app.jobs.waiting), which is shown apart. The first iteration of a
 generation takes from the last commit of the generation before, so it has the failure, the redone work and the
 recovery in it: what it took beyond a usual iteration of its generation is not productive.
-The fault-free rate is pinned (app.observing.baseline).
+The fault-free rate is pinned (app.jobs.baseline).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from openrecycle.agent.coordination.events import Note
+from openrecycle.app.jobs.baseline import Baseline, Window
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.observing.baseline import Baseline, Window
-from openrecycle.app.observing.waiting import NOTHING, Waited, Waiting, trained
+from openrecycle.app.jobs.waiting import NOTHING, Waited, trained
+from openrecycle.app.observing.waiting import Waiting
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.plan import Plan

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from openrecycle.db.store import Record
-
-if TYPE_CHECKING:
-    from openrecycle.app.console import Console
 
 Row = tuple[float, str, str]
 
@@ -45,24 +40,3 @@ def repair_times(rows: Iterable[Row]) -> list[float]:
         elif worker in since:
             times.append(at - since.pop(worker))
     return times
-
-
-def history(console: Console, job_id: str, seconds: float | None = None) -> tuple[tuple[Row, ...], float]:
-    """((seconds since the first generation, worker, `failed` or `joined`), ...), seconds covered: to now, or the first
-    so many.
-
-    A generation tells both: who is out that was in before, and who is in that was out. Raises ConsoleError.
-    """
-    generations = console.generations(job_id)
-    if not generations:
-        return (), 0.0
-    begin = generations[0]["opened_at"]
-    rows = changes(generations, begin)
-    job = console.job(job_id)
-    iterations = console.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
-    last = iterations[-1]["committed_at"] if iterations else time.time()
-    # Whole ten seconds: a page that is opened again soon asks the same question.
-    covered = 10.0 * ((max(last, generations[-1]["opened_at"]) - begin) // 10 + 1)
-    if seconds is not None:
-        covered = min(covered, seconds)
-    return tuple(row for row in rows if row[0] <= covered), covered

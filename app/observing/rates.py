@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from openrecycle.app.jobs.view import IterationView
-from openrecycle.app.observing.waiting import NOTHING, Waited, trained
+from openrecycle.app.jobs.waiting import NOTHING, Waited, trained
+from openrecycle.app.observing.goodput import Figures
 from openrecycle.db.store import Record
 
-if TYPE_CHECKING:
-    from openrecycle.app.observing.goodput import Figures
-
 RECENT = 5
+
+
+@dataclass(frozen=True)
+class IterationView:
+    """seconds: wall time of the iteration, without waited, for which the job waited for a person in it. skipped:
+    micro-batches, numbered over the pipelines, that are in no sum of it. samples_per_second: global batch / seconds."""
+
+    iteration: int
+    loss: float
+    seconds: float
+    samples_per_second: float
+    generation: int
+    living: int
+    committed_at: float
+    waited: float = 0.0
+    skipped: tuple[int, ...] = ()
 
 
 def iteration_view(row: Record, samples: int, waited: Waited = NOTHING) -> IterationView:

@@ -10,19 +10,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import structlog
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
-from openrecycle.app.observing.keep import Keep
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.settings import Keep
 from openrecycle.db.heartbeats import Heartbeats, Level
 from openrecycle.db.retention import Retention
 from openrecycle.db.samples import Samples
 from openrecycle.db.session import Database
-
-if TYPE_CHECKING:
-    from openrecycle.app.jobs.live_job import LiveJob
 
 log = structlog.get_logger()
 

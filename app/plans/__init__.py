@@ -1,1 +1,1 @@
-"""Plans that people ask for, keep, refer to, compare and take away."""
+"""The plans of running jobs, and those that people ask for, keep, refer to and take away."""

@@ -14,9 +14,10 @@ from openrecycle.app.catalogs.fill import CatalogRequest
 from openrecycle.app.catalogs.outlook import MOST, Outlook
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.plans.maker import AHEAD, URGENT, Done, LookUpRequest, PlanMaker, PlanRequest
+from openrecycle.app.plans.plan_requests import LookUpRequest, PlanRequest, plan_maker
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.garbage_collection import LARGE_OPS, building
+from openrecycle.app.runtime.maker import AHEAD, URGENT, Done
 from openrecycle.planner.catalog_build import LISTED
 from openrecycle.planner.catalog_store import plan_name
 from openrecycle.planner.failures import canonical_pattern
@@ -41,7 +42,7 @@ class Planning:
     def __init__(self, tolerance: int, catalogs: Catalogs, on_made: Callable[[Plan], None] = lambda plan: None) -> None:
         self._tolerance = tolerance
         self._catalogs = catalogs
-        self._maker = PlanMaker(on_made=on_made)
+        self._maker = plan_maker(on_made=on_made)
         self._filling: dict[str, tuple[str, frozenset[str]]] = {}  # job -> its catalog, the names made ahead
 
     def start(self) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 
 from openrecycle.agent.coordination.events import UsePlan
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.agent_reports import plain
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError, plain
 from openrecycle.planner.job import MemoryLimit, Worker
 from openrecycle.planner.plan import Plan, job_doc
 from openrecycle.planner.words import names
@@ -41,13 +39,12 @@ def misfit(job: LiveJob, plan: Plan) -> str:
     return _too_much(job, plan)
 
 
-def use_plan(console: Console, job_id: str, plan: Plan, actor: str) -> str:
+def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
     """Opens a generation with the same workers and this plan, which was checked when it was made or saved; returns what
     the coordinator makes of it.
 
-    Raises ConsoleError (404, 409) naming what does not fit; then nothing has changed.
+    Raises ConsoleError (409) naming what does not fit; then nothing has changed.
     """
-    job = console.job(job_id)
     if why := misfit(job, plan):
         raise ConsoleError(409, "misfit", f"plan {plan.fingerprint[:8]}: {why}")
     who = plain(actor).strip()[:80] or "unknown"

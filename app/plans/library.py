@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from openrecycle.app.jobs.view_builder import PlanCache
+from openrecycle.app.jobs.stored_plans import PlanCache
 from openrecycle.app.plans.summary import summary_of
 from openrecycle.app.plans.uploading import ReadPlan
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_plan
@@ -18,7 +18,7 @@ MAX_NAME = 80
 
 
 class Library:
-    """One per console (`console.library`). Thread-safe. Its methods raise ConsoleError."""
+    """One per console (`console.plans.library`). Thread-safe. Its methods raise ConsoleError."""
 
     def __init__(self, store: Store, plans: PlanCache) -> None:
         self._rows = SavedPlans(store.database)

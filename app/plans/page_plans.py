@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from openrecycle.app.plans.maker import PlanMaker, PlanRequest
+from openrecycle.app.plans.plan_requests import PlanRequest, plan_maker
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Technique
 from openrecycle.planner.plan import JobDoc, Plan
@@ -57,7 +57,7 @@ class Making:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._answers: dict[str, Answer] = {}
-        self._maker = PlanMaker("plans on the spot")
+        self._maker = plan_maker("plans on the spot")
         self._started = False
 
     def get(self, question: Question) -> Answer:

@@ -62,7 +62,7 @@ class Kept:
 
 
 class NamedProfiles:
-    """One per console (`console.profiles`). Thread-safe. Its methods raise ConsoleError."""
+    """One per console (`console.plans.profiles`). Thread-safe. Its methods raise ConsoleError."""
 
     def __init__(self, database: Database) -> None:
         self._rows = rows.Profiles(database)

@@ -67,3 +67,8 @@ def storing() -> Iterator[None]:
         yield
     except SQLAlchemyError as error:
         raise unavailable(error) from error
+
+
+def plain(text: str) -> str:
+    """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")

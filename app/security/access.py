@@ -11,13 +11,14 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 
-from openrecycle.app.api.runner import in_thread
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.callers import CALLER, LOCAL, Caller, Role, from_header
 from openrecycle.app.security.limits import WrongTokens
 from openrecycle.app.security.login import COOKIE, SESSION_SECONDS
-from openrecycle.app.security.oidc import Login, OidcSettings
+from openrecycle.app.security.oidc import Login, role_of, signed_in
 from openrecycle.app.security.tokens import Tokens
+from openrecycle.app.settings import OidcSettings
 
 CONSOLE = "console"
 
@@ -67,7 +68,7 @@ class Access:
         cookies = _cookies(headers)
         caller = self._by_session(cookies.get(COOKIE, ""))
         if caller is None and self.oidc is not None and (claims := self.claims(cookies)):
-            caller = self.oidc.caller(claims)
+            caller = signed_in(self.oidc, claims)
         return caller
 
     def claims(self, cookies: Mapping[str, str]) -> Mapping[str, Any]:
@@ -77,7 +78,7 @@ class Access:
     def stranger(self, headers: Headers) -> Mapping[str, Any]:
         """The claims of an account without a role."""
         claims = self.claims(_cookies(headers)) if self.oidc is not None else {}
-        return claims if claims and self.oidc is not None and self.oidc.role(claims) is None else {}
+        return claims if claims and self.oidc is not None and role_of(self.oidc, claims) is None else {}
 
     # -- sessions ---------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.protocol import API
-from openrecycle.app.api.problems import problem
-from openrecycle.app.api.replay import replayed
 from openrecycle.app.runtime.documents import MOST_LARGE, PLAN_MIB
+from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.replay import replayed
 from openrecycle.app.security.hosts import UNSAFE
 
 BODY_LIMIT = 64 * 1024

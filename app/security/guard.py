@@ -14,16 +14,17 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.app.api.problems import problem
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.problems import problem
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
-from openrecycle.app.security.hosts import foreign_page, hostname, is_loopback
+from openrecycle.app.security.hosts import foreign_page, hostname
 from openrecycle.app.security.limits import AGENTS, PEOPLE, UNKNOWN, Limits
 from openrecycle.app.security.login import COOKIE, SESSION_SECONDS, local, login_page
 from openrecycle.app.security.oidc import CALLBACK, LOGOUT, account
 from openrecycle.app.security.refusing import CLOSED, refuse
+from openrecycle.app.settings import is_loopback
 
 # What must work for whoever has not signed in; none of it says anything about a job.
 HEALTH, LOGIN, LOGIN_OIDC, LOGIN_STREAMLIT = "/healthz", "/login", "/login/oidc", "/auth/login"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -10,7 +9,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.app.api.problems import problem
+from openrecycle.app.runtime.problems import problem
 from openrecycle.app.security.refusing import refuse
 
 _HARDENING = (
@@ -99,10 +98,3 @@ def foreign_page(headers: Headers) -> bool:
             except ValueError:
                 return True
     return False
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -8,7 +8,6 @@ import stat
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.callers import Caller, Role
+from openrecycle.app.settings import OidcSettings
 
 CALLBACK = "/oauth2callback"
 LOGOUT = "/auth/logout"
@@ -27,33 +27,21 @@ _SHARED = ("redirect_uri", "cookie_secret")
 _OF_PROVIDER = ("client_id", "client_secret", "server_metadata_url")
 
 
-@dataclass(frozen=True)
-class OidcSettings:
-    """file: with Streamlit's [auth] section. providers: their names in it; "" for the only one.
+def role_of(oidc: OidcSettings, claims: Mapping[str, Any]) -> Role | None:
+    """Of the account that a provider has vouched for."""
+    for patterns, role in ((oidc.operators, Role.OPERATE), (oidc.viewers, Role.VIEW)):
+        if any(_fits(pattern, claims) for pattern in patterns):
+            return role
+    return None
 
-    operators, viewers: e-mail addresses, with * for any characters, or `group:NAME`.
-    """
 
-    file: Path
-    providers: tuple[str, ...]
-    redirect_uri: str
-    operators: tuple[str, ...]
-    viewers: tuple[str, ...]
-
-    def role(self, claims: Mapping[str, Any]) -> Role | None:
-        """Of the account that a provider has vouched for."""
-        for patterns, role in ((self.operators, Role.OPERATE), (self.viewers, Role.VIEW)):
-            if any(_fits(pattern, claims) for pattern in patterns):
-                return role
+def signed_in(oidc: OidcSettings, claims: Mapping[str, Any]) -> Caller | None:
+    """None: no role, or signed in too long ago. claims: of an ID token that was checked."""
+    role, at = role_of(oidc, claims), claims.get("iat")
+    if role is None or not isinstance(at, int | float) or time.time() >= at + SIGNED_IN_SECONDS:
         return None
-
-    def caller(self, claims: Mapping[str, Any]) -> Caller | None:
-        """None: no role, or signed in too long ago. claims: of an ID token that was checked."""
-        role, at = self.role(claims), claims.get("iat")
-        if role is None or not isinstance(at, int | float) or time.time() >= at + SIGNED_IN_SECONDS:
-            return None
-        name = account(claims)
-        return Caller(f"oidc:{name}", name, role, until=at + SIGNED_IN_SECONDS)
+    name = account(claims)
+    return Caller(f"oidc:{name}", name, role, until=at + SIGNED_IN_SECONDS)
 
 
 class Login(Protocol):

@@ -8,7 +8,7 @@ from html import escape
 
 import streamlit as st
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.callers import CALLER
 from openrecycle.app.security.guard import SIGN_OUT
@@ -16,7 +16,7 @@ from openrecycle.app.security.guard import SIGN_OUT
 
 def actor(console: Console) -> str:
     """For the audit log. Raises ConsoleError, a sentence, when they may only look on."""
-    return console.access.operator(st.context.headers.get(CALLER))
+    return console.security.access.operator(st.context.headers.get(CALLER))
 
 
 def why_not(console: Console) -> str:
@@ -33,15 +33,15 @@ def acting(console: Console, action: str, target: str = "") -> Iterator[None]:
     """Around what is no change of a job: asks whether they may, and puts it into the audit log when it is done."""
     name = actor(console)
     yield
-    console.audit.record(name, action, target)
+    console.security.audit.record(name, action, target)
 
 
 def who(console: Console) -> None:
     """Says who has signed in, and what they may not do. Nothing where the console has no token."""
-    if not console.access.guarded:
+    if not console.security.access.guarded:
         return
     try:
-        caller = console.access.caller(st.context.headers.get(CALLER))
+        caller = console.security.access.caller(st.context.headers.get(CALLER))
     except ConsoleError as error:
         st.error(str(error))
         return

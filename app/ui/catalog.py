@@ -10,7 +10,7 @@ import streamlit as st
 from openrecycle.app.catalogs.export import exported, json_refusal
 from openrecycle.app.catalogs.fill import CatalogRequest
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, stale
-from openrecycle.app.console import Console, get_console
+from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, catalog_chart, components
 from openrecycle.app.ui import catalog_words as words

@@ -8,7 +8,7 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.app.catalogs.report import CatalogReport, whole_counts
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.ui import catalog_words as words
 from openrecycle.app.ui import components
 from openrecycle.app.ui.charts.catalog import catalog_curves

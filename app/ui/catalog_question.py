@@ -8,7 +8,7 @@ import streamlit as st
 
 from openrecycle.app.catalogs.fill import CatalogRequest, parse_request
 from openrecycle.app.catalogs.outlook import most_failures
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound
 from openrecycle.app.ui.picker import CHOSEN

@@ -8,8 +8,8 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, Mode
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.view import JobView
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import JobView
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, components, text
 from openrecycle.app.ui.access import actor

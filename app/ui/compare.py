@@ -7,11 +7,11 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.console import Console, get_console
-from openrecycle.app.jobs.view import JobHead
-from openrecycle.app.plans.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
+from openrecycle.app.console.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
+from openrecycle.app.console.plan_sources import NOT_KEPT, Awaited, Source, find, pinned
+from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.references import Reference, job_of, parse_reference
-from openrecycle.app.plans.sources import NOT_KEPT, Awaited, Source, find, pinned
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, chart_revision, components, facts, text
 from openrecycle.app.ui.charts.overview import MAX_BARS

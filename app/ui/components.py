@@ -13,8 +13,8 @@ from html import escape
 import plotly.graph_objects as go
 import streamlit as st
 
-from openrecycle.app.console import get_console
-from openrecycle.app.jobs.view import JobHead, JobView, RecoveryView
+from openrecycle.app.console.service import get_console
+from openrecycle.app.console.view import JobHead, JobView, RecoveryView
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, text
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
@@ -221,7 +221,7 @@ def no_job(address: str) -> None:
         language=None,
         wrap_lines=True,
     )
-    if get_console().access.guarded:
+    if get_console().security.access.guarded:
         st.markdown("This console asks for a token: the launcher finds it in `OPENRECYCLE_TOKEN`.")
     st.markdown("Leave out `--pace` to run as fast as the machine can, and `--demo` to forbid kills from here.")
     st.markdown(

@@ -8,8 +8,8 @@ from html import escape
 
 import streamlit as st
 
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.view import EventView, JobView
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import EventView, JobView
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, text
 from openrecycle.app.ui.access import actor
@@ -121,7 +121,7 @@ def feed(console: Console, view: JobView, events: list[EventView], zone: str | N
 
 def _acknowledge(console: Console, job_id: str, seqs: list[int]) -> None:
     try:
-        console.feed.acknowledge(console.job(job_id), seqs, actor(console))
+        console.observing.feed.acknowledge(console.job(job_id), seqs, actor(console))
     except ConsoleError as error:
         say_later(str(error))
 

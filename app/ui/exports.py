@@ -8,9 +8,9 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.agent.protocol import JobSpec
-from openrecycle.app.console import Console
+from openrecycle.app.console.plan_sources import Source, export_of
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.exporting import Export, offers, render
-from openrecycle.app.plans.sources import Source, export_of
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.plan import Plan
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openrecycle.agent.protocol import JobSpec, JobState
+from openrecycle.app.console.view import JobView, WorkerView
+from openrecycle.app.jobs.baseline import Baseline
 from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
-from openrecycle.app.jobs.view import JobView, WorkerView
-from openrecycle.app.observing.baseline import Baseline
 from openrecycle.app.observing.rates import recent_rate, share_of
 from openrecycle.app.ui import text
 from openrecycle.app.workers.states import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of

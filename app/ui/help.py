@@ -7,7 +7,7 @@ from html import escape
 
 import streamlit as st
 
-from openrecycle.app.console import get_console
+from openrecycle.app.console.service import get_console
 from openrecycle.app.plans.idea import JOB, Picture, pictures
 from openrecycle.app.ui import bound, components
 from openrecycle.app.ui.charts.worker_grid import LOOKS
@@ -91,7 +91,7 @@ def _steps(colours: Palette) -> None:
 
 def _own(colours: Palette) -> None:
     address = (st.context.url or "http://127.0.0.1:8501").split("?")[0].removesuffix("/help").rstrip("/")
-    if get_console().access.guarded:
+    if get_console().security.access.guarded:
         st.markdown("This console asks for a token. Processes that report to it find it in their environment:")
         st.code(token_line(), language="bash")
     st.markdown("A training script of your own: stages, loss and data, and the console to report to.")

@@ -7,8 +7,8 @@ from html import escape
 import streamlit as st
 
 from openrecycle.agent.protocol import API
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.view import JobHead
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import JobHead
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text
 from openrecycle.app.ui.access import actor

@@ -7,9 +7,9 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.agent.protocol import JobState
-from openrecycle.app.console import Console, get_console
-from openrecycle.app.jobs.view import JobView, WorkerView
-from openrecycle.app.observing.measured import MeasuredIteration
+from openrecycle.app.console.measured import MeasuredIteration
+from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import (
     bound,

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.view import JobView
-from openrecycle.app.observing.measured import MeasuredIteration, measured_iteration
+from openrecycle.app.console.measured import MeasuredIteration, measured_iteration
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import JobView
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.ui.patience import Patience
 
@@ -33,6 +33,8 @@ def read_now(console: Console, job_id: str, iterations: int, events: int) -> Now
         at = time.time()
         view = console.view(job_id, iterations, events)
         choice = console.operators.choice(job_id)
-        return Now(view, choice, measured_iteration(console, job_id), console.roll_outs.of(console.job(job_id)), at)
+        return Now(
+            view, choice, measured_iteration(console, job_id), console.observing.roll_outs.of(console.job(job_id)), at
+        )
 
     return _patience.read((id(console), job_id, events), read)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.view import JobHead, JobSummary
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import JobHead, JobSummary
 from openrecycle.app.ui import bound, components
 from openrecycle.app.ui.facts import OVER
 from openrecycle.app.ui.iteration_range import ITERATIONS

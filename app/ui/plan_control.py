@@ -8,8 +8,8 @@ from html import escape
 
 import streamlit as st
 
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.view import JobView
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import JobView
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.plans.replanning import Replan
 from openrecycle.app.plans.solving_child import MAX_SECONDS
@@ -80,13 +80,13 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
             disabled=bool(frozen_by),
             help="The plan is frozen." if frozen_by else None,
             on_click=_try,
-            args=(lambda: console.replanning.start(job_id, solver, seconds, actor(console)),),
+            args=(lambda: console.plans.replanning.start(job_id, solver, seconds, actor(console)),),
         )
 
 
 def replan_line(console: Console, view: JobView) -> None:
     """How far the search for a new plan is, or what became of it."""
-    replan = console.replanning.status(view.job_id)
+    replan = console.plans.replanning.status(view.job_id)
     if replan is None:
         return
     if replan.outcome == "planning":
@@ -106,7 +106,7 @@ def replan_line(console: Console, view: JobView) -> None:
 
 def _stop(console: Console, job_id: str) -> str:
     with acting(console, "stop planning again", job_id):
-        return console.replanning.stop(job_id)
+        return console.plans.replanning.stop(job_id)
 
 
 def _searching(replan: Replan, view: JobView) -> str:

@@ -9,11 +9,20 @@ from dataclasses import replace
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.view import JobHead
-from openrecycle.app.observing.measured import measured_iteration
+from openrecycle.app.console.measured import measured_iteration
+from openrecycle.app.console.plan_sources import (
+    NOT_KEPT,
+    Awaited,
+    Source,
+    find,
+    measured_name,
+    names,
+    pinned,
+    saved_names,
+)
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.references import Measured, OfJob, Reference, job_of, parse_reference
-from openrecycle.app.plans.sources import NOT_KEPT, Awaited, Source, find, measured_name, names, pinned, saved_names
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.garbage_collection import settle
 from openrecycle.app.ui import bound, components, text

@@ -8,7 +8,7 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.references import Saved
 from openrecycle.app.plans.uploading import Reading, ReadPlan
 from openrecycle.app.runtime.documents import PLAN_MIB
@@ -44,7 +44,7 @@ def open_file(console: Console, show: Callable[[str], None]) -> None:
 def read_file(console: Console, name: str, document: bytes) -> None:
     """For a callback: begins to read it. Raises ConsoleError for who may only look on."""
     by = actor(console)
-    st.session_state[READING] = console.uploads.begin(name, document, partial(_keep, console, by))
+    st.session_state[READING] = console.plans.uploads.begin(name, document, partial(_keep, console, by))
 
 
 def show_reading(show: Callable[[str], None]) -> None:
@@ -76,8 +76,8 @@ def _begin(console: Console) -> None:
 
 
 def _keep(console: Console, by: str, plan: ReadPlan) -> str:
-    kept = console.library.save_read(plan)
-    console.audit.record(by, "save plan", kept, detail=plan.name)
+    kept = console.plans.library.save_read(plan)
+    console.security.audit.record(by, "save plan", kept, detail=plan.name)
     return kept
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from openrecycle.app.console import Console, get_console
+from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.solving_child import PlanAsked
 from openrecycle.app.plans.whatif import PARAMS, WhatIf
@@ -26,11 +26,11 @@ from openrecycle.planner.plan import Plan
 def page() -> None:
     colours = components.use_style()
     console = get_console()
-    console.solves.warm()
+    console.plans.solves.warm()
     saved = _saved(console)
-    question, misread = state.current(console.profiles.kept)
+    question, misread = state.current(console.plans.profiles.kept)
     found = checked(question)
-    solve = console.solves.find(found.asked) if found.asked is not None else None
+    solve = console.plans.solves.find(found.asked) if found.asked is not None else None
     # Looked at once, and before the plan: it may be done at any moment, and the page must not be of two minds.
     running = solve is not None and not solve.over
     plan = None if running else _answer(found.asked, saved, solve)
@@ -75,7 +75,7 @@ def _saved(console: Console) -> Plan | None:
     if fingerprint is None:
         return None
     try:
-        plan = console.library.saved_plan(fingerprint)
+        plan = console.plans.library.saved_plan(fingerprint)
     except ConsoleError:
         st.error(f"saved: got {fingerprint!r}, expected the fingerprint of a plan that is kept. Plan it anew instead.")
         return None
@@ -119,16 +119,16 @@ def _plan(console: Console) -> None:
     question = state.now()
     try:
         with acting(console, "plan"):
-            console.solves.start(question.asked())
+            console.plans.solves.start(question.asked())
             if question.failed:
-                console.solves.start(question.migrations_asked())
+                console.plans.solves.start(question.migrations_asked())
     except (ConsoleError, PlannerError) as error:
         state.say(state.PAGE, str(error))
 
 
 def _example(console: Console, question: WhatIf) -> None:
     """The paper's example: its steps side by side, one of them shown in full below."""
-    solves = [console.solves.find(step.question.asked()) for step in STEPS]
+    solves = [console.plans.solves.find(step.question.asked()) for step in STEPS]
     chosen = step_of(question)
     going = any(s is not None and not s.over for s in solves)
     components.heading("The paper's worked example", "3 × 4 workers, 6 micro-batches each; F = I = W = 1 slot")
@@ -148,7 +148,7 @@ def _example(console: Console, question: WhatIf) -> None:
 
 
 def _steps(console: Console, chosen: str | None, going: bool) -> None:
-    solves = [console.solves.find(step.question.asked()) for step in STEPS]
+    solves = [console.plans.solves.find(step.question.asked()) for step in STEPS]
     if going and all(s is None or s.over for s in solves):
         st.rerun()
     example_steps([(s.name, s.about, made, s.name == chosen) for s, made in zip(STEPS, solves, strict=True)])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import streamlit as st
 
-from openrecycle.app.console import Console, get_console
+from openrecycle.app.console.plan_sources import Source
+from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.plans.references import Made, OfJob
-from openrecycle.app.plans.sources import Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, chart_revision, components, facts
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
@@ -36,7 +36,7 @@ def page() -> None:
     colours = components.use_style()
     console = get_console()
     # Without a job there may still be plans of the library, or one that a link names.
-    jobless = not console.list_jobs() and bool(console.library.saved() or "plan" in st.query_params)
+    jobless = not console.list_jobs() and bool(console.plans.library.saved() or "plan" in st.query_params)
     opened = None if jobless else open_job(console, pace=False, title=partial(title_of, console))
     if opened is None and not jobless:
         if not console.list_jobs():

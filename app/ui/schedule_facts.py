@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrecycle.app.observing.measured import MeasuredIteration
+from openrecycle.app.console.measured import MeasuredIteration
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.schedule import MAX_NODES
 from openrecycle.planner.paths import critical_path, waited, workers_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.console import Console, get_console
-from openrecycle.app.observing.job_history import Row, history
+from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.observing.job_history import Row
 from openrecycle.app.plans.simulations import (
     DRAWN,
     HISTORY,
@@ -51,12 +51,12 @@ def page() -> None:
     before = st.session_state.get(SHOWN)
     if request is None:
         if before is not None:
-            console.simulations.cancel(before)
+            console.plans.simulations.cancel(before)
         return
     if before is not None and before != request:
-        console.simulations.cancel(before)
+        console.plans.simulations.cancel(before)
     st.session_state[SHOWN] = request
-    simulation = console.simulations.get(request)
+    simulation = console.plans.simulations.get(request)
     simulation.first.wait(PATIENCE_SECONDS)
     st.fragment(_results, run_every=None if simulation.done else 0.2)(simulation, colours)
 
@@ -140,11 +140,11 @@ def _history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
         return float(seconds) if job == job_id and seconds.isdecimal() and len(seconds) < 10 else None
 
     pinned = bound.read(COVERS, accept, f"{job_id}:<seconds>", "All of its history is shown.")
-    rows, covered = history(console, job_id, pinned)
+    rows, covered = console.past_failures(job_id, pinned)
     bound.say(COVERS)
     if pinned is None:
         st.query_params[COVERS] = f"{job_id}:{covered:.0f}"
-    elif history(console, job_id)[1] > covered:
+    elif console.past_failures(job_id)[1] > covered:
         with st.container(horizontal=True, vertical_alignment="center", key="simulate-covers"):
             components.quiet(f"The job's first {text.milliseconds(1000 * covered)}; it has gone on since.")
             st.button("Up to now", key="simulate-to-now", on_click=_up_to_now)

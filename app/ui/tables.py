@@ -8,7 +8,8 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.jobs.view import IterationView, WorkerView
+from openrecycle.app.console.view import WorkerView
+from openrecycle.app.observing.rates import IterationView
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.progress import Mark
 from openrecycle.app.ui.charts.worker_grid import LOOKS, QUIET

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import streamlit as st
 
-from openrecycle.app.console import Console
-from openrecycle.app.jobs.view import JobView, WorkerView
-from openrecycle.app.observing.worker_detail import WorkerDetail, worker_detail
-from openrecycle.app.observing.worker_history import worker_history
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import JobView, WorkerView
+from openrecycle.app.console.worker_detail import WorkerDetail, worker_detail
+from openrecycle.app.console.worker_history import worker_history
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, facts, worker_words
 from openrecycle.app.ui.access import actor

@@ -10,9 +10,9 @@ from html import escape
 from itertools import groupby
 
 from openrecycle.agent.protocol import Doing
-from openrecycle.app.jobs.view import WorkerView
-from openrecycle.app.observing.worker_detail import Stay, WorkerDetail
-from openrecycle.app.observing.worker_history import Series
+from openrecycle.app.console.view import WorkerView
+from openrecycle.app.console.worker_detail import Stay, WorkerDetail
+from openrecycle.app.console.worker_history import Series
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.workers.states import OUT, RoleState

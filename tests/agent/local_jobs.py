@@ -1,4 +1,4 @@
-"""Real jobs without a console, run inside the test process: tests see and disturb them as they go."""
+"""Real jobs, run inside the test process: tests see and disturb them as they go. Without a console, or with one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from openrecycle.agent.checkpoints.checkpoint import Identity
 from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.coordination.launcher import Coordination
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.devices import Platform
 from openrecycle.agent.launch import Launcher, Stopped
@@ -30,7 +31,7 @@ ENDLESS = 100_000
 class LocalJob:
     """One job. on_line: called with the job and each line of the record. on_message: with the job, the
     worker's name and each message that counts, before the launcher acts on it. on_generation: with the job
-    and each deployment, when it has been sent."""
+    and each deployment, when it has been sent. decides: makes who decides on generations."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class LocalJob:
         timeouts: Timeouts | None = None,
         hand_over: HandOver | None = None,
         partition: tuple[int, ...] = (),
-        decides: type[LocalCoordination] = LocalCoordination,
+        decides: Callable[..., Coordination] = LocalCoordination,
         plans: type[Catalog] = Catalog,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
         on_message: Callable[[LocalJob, str, Message], None] = lambda job, worker, message: None,

@@ -9,7 +9,7 @@ import pytest
 from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.agent.timeouts import Timeouts
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from openrecycle.agent.coordination.launcher import Deploy, Halt, Remark
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.protocol import Deployment
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from tests.conftest import examples
 from tests.golden import golden
 
 
@@ -146,3 +150,105 @@ def test_a_planned_move_shortens_the_plan_and_leaves_no_stage_to_a_newcomer() ->
     assert source.stage == 1 and to.stage == 0 and second.restore is None
     stay, _ = Catalog(Job(3, 2, 2), Technique.STAGGERED, MemoryLimit("uniform")).plan_for([Worker(0, 0), Worker(1, 0)])
     assert second.plan.metrics.period < stay.metrics.period
+
+
+class Play(RuleBasedStateMachine):
+    """A launcher's life: processes begin, die, form, and break off with each other. It does what it is told."""
+
+    pipelines, stages = 3, 2
+
+    @initialize(migrate=st.booleans(), checkpoints=st.booleans())
+    def begin(self, migrate: bool, checkpoints: bool) -> None:
+        job = Job(self.pipelines, self.stages, 2)
+        catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+        point = (lambda: "point") if checkpoints else None
+        self.decides = LocalCoordination(catalog, grace=1.0, migrate=migrate, checkpoint=point)
+        self.now, self.count, self.halted = 0.0, 0, False
+        self.processes: dict[Worker, str] = {}
+        self.newest: Deployment | None = None
+        for worker in job.workers():
+            self.start(worker)
+        self.poll()
+
+    def start(self, worker: Worker) -> None:
+        self.count += 1
+        self.processes[worker] = f"i{self.count}"
+        self.decides.ready(worker, f"i{self.count}")
+
+    def poll(self) -> None:
+        for event in self.decides.poll(self.now):
+            if isinstance(event, Halt):
+                self.halted = True
+            elif isinstance(event, Deploy) and not self.halted:
+                self.obey(event)
+
+    def obey(self, deploy: Deploy) -> None:
+        newest = deploy.deployment
+        assert newest.generation == (self.newest.generation if self.newest else 0) + 1
+        assert newest.plan_fingerprint == deploy.plan.fingerprint and newest.failed == deploy.plan.failed
+        for source, to in deploy.moves:
+            assert source in self.processes and to not in self.processes
+            self.processes[to] = self.processes.pop(source)
+        living = set(map(Worker.parse, newest.living))
+        assert living <= set(self.processes), "nobody trains whose process has ended"
+        assert {w.stage for w in living} == set(range(self.stages))
+        holding = {Worker.parse(name).stage for name in set(newest.living) - set(newest.joining)}
+        assert deploy.restore or holding == set(range(self.stages)), "each stage has somebody to take its state from"
+        self.newest = newest
+        for worker in set(self.processes) - living:
+            self.exit(worker)  # put out
+
+    def exit(self, worker: Worker) -> None:
+        self.decides.exited(worker, self.processes.pop(worker), "died")
+
+    @precondition(lambda self: not self.halted)
+    @rule(place=st.integers(0, 5), poll=st.booleans())
+    def dies(self, place: int, poll: bool) -> None:
+        if worker := self._pick(place):
+            self.exit(worker)
+        if poll:
+            self.poll()
+
+    @precondition(lambda self: not self.halted)
+    @rule(place=st.integers(0, 5))
+    def comes_back(self, place: int) -> None:
+        worker = Worker(*divmod(place, self.stages))
+        if worker not in self.processes:
+            self.start(worker)
+            self.poll()
+
+    @precondition(lambda self: not self.halted)
+    @rule(some=st.sets(st.integers(0, 5)), all_of_them=st.booleans())
+    def form(self, some: set[int], all_of_them: bool) -> None:
+        self.poll()
+        for name in self.newest.living if self.newest and not self.halted else ():
+            worker = Worker.parse(name)
+            process = self.processes.get(worker)
+            if process and (all_of_them or worker.pipeline * self.stages + worker.stage in some):
+                self.decides.adopted(worker, process, self.newest.generation)
+                self.decides.formed(worker, process, self.newest.generation)
+
+    @precondition(lambda self: not self.halted)
+    @rule(one=st.integers(0, 5), other=st.integers(0, 5), seconds=st.sampled_from([0.1, 5.0]))
+    def link_breaks(self, one: int, other: int, seconds: float) -> None:
+        worker, peer = self._pick(one), self._pick(other)
+        if worker and peer and self.newest:
+            self.decides.broken(worker, self.processes[worker], self.newest.generation, self.now, str(peer))
+        self.now += seconds
+        self.poll()
+
+    @invariant()
+    def who_died_is_gone_from_the_next(self) -> None:
+        if self.newest is None or self.halted:
+            return
+        self.poll()
+        if not self.halted:
+            assert set(map(Worker.parse, self.newest.living)) <= set(self.processes)
+
+    def _pick(self, place: int) -> Worker | None:
+        worker = Worker(*divmod(place, self.stages))
+        return worker if worker in self.processes else None
+
+
+TestPlay = Play.TestCase
+TestPlay.settings = examples(15, stateful_step_count=15)

@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 
+from openrecycle.agent.client import ConsoleClient
+from openrecycle.agent.console_link import ConsoleCoordination, create_job
+from openrecycle.agent.start import job_spec
 from openrecycle.planner.check import check
+from openrecycle.planner.job import Job, MemoryLimit, Technique
 from openrecycle.planner.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
+from tests.agent.local_jobs import LocalJob
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, small
 from tests.golden import golden
 
@@ -192,3 +197,24 @@ def test_the_console_says_what_is_run_while_a_worker_returns_and_when_all_have_s
         assert {worker["state"] for worker in workers} == {"paused"}
         server.post(f"/jobs/{job_id}/resume")
         until(lambda: detail()["committed"] > committed and detail()["condition"] == "running", "it goes on")
+
+
+def test_a_death_after_the_last_iteration_is_survived(tmp_path: Path) -> None:
+    """All iterations are committed, and not all final hashes are in: the dead one's would be waited for for ever."""
+    grid: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 3}
+    killed: list[str] = []
+
+    def kill_the_first_that_is_done(run: LocalJob, worker: str, message: dict[str, Any]) -> None:
+        if message["kind"] == "done" and not killed:
+            killed.append(worker)
+            run.signal(worker, signal.SIGKILL)
+
+    # No heartbeats come from these workers.
+    with console(tmp_path, "--suspect", "100", "--dead", "200") as server:
+        limits = {"technique": Technique.STAGGERED, "memory": MemoryLimit("uniform")}
+        spec = job_spec(Job(2, 2, 2), name="end", iterations=3, samples_per_micro_batch=2, **limits)  # type: ignore[arg-type]
+        created = create_job(ConsoleClient(server.root), spec)
+        decides = ConsoleCoordination(lambda: ConsoleClient(server.root), created.job_id, lambda text: None)
+        run = LocalJob(**grid, decides=lambda *args, **more: decides, on_message=kill_the_first_that_is_done).run()
+        assert killed and server.read(f"/jobs/{created.job_id}")["state"] == "finished"
+    assert run.lines[-1] == LocalJob(**grid).run().lines[-1] and "final" in run.lines[-1]

@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 
 from openrecycle.agent.protocol import Acknowledgement, Iteration, JobSpec, Registration
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

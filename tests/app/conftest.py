@@ -6,7 +6,7 @@ import pytest
 from console_server import Agents, ConsoleServer
 from ui_console import ConsoleHere
 
-from openrecycle.app.console import Console, set_console
+from openrecycle.app.console.service import Console, set_console
 from tests.conftest import new_database
 
 

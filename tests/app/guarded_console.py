@@ -9,7 +9,7 @@ from starlette.middleware import Middleware
 from ui_console import JobHere
 
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.metrics.requests import Metering
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.bodies import BodyLimit
@@ -22,15 +22,15 @@ class Served:
 
     def __init__(self, console: Console, job: JobHere) -> None:
         self.console, self.job = console, job
-        console.access = Access("the console's own", console.tokens)
+        console.security.access = Access("the console's own", console.security.tokens)
         guards = [
             Middleware(Metering, metrics=console.metrics),
             Middleware(HostGuard, allowed=("localhost",)),
-            Middleware(AccessGuard, access=console.access),
+            Middleware(AccessGuard, access=console.security.access),
             Middleware(BodyLimit),
         ]
         self.app = Starlette(routes=create_routes(console), middleware=guards)
-        self.token, text = console.tokens.create("agent", created_by="ada", job_id=job.job_id)
+        self.token, text = console.security.tokens.create("agent", created_by="ada", job_id=job.job_id)
         self.headers = {"Authorization": f"Bearer {text}"}
 
 

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from openrecycle.agent.coordination.events import Offered
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
 from openrecycle.agent.protocol import JobSpec, JobState, Message, WorkerState
+from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.records import read_state
-from openrecycle.app.plans import job_plans as planned
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 from tests.app.flaky_database import FAULTS, Fault, FlakyDatabase
 from tests.app.job_world import STEPS, Process, Report, World

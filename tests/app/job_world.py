@@ -27,12 +27,12 @@ from openrecycle.agent.protocol import (
     Recovery,
     Registration,
 )
-from openrecycle.app.jobs.agent_reports import Reports
+from openrecycle.app.console.agent_reports import Reports
+from openrecycle.app.console.operator_actions import Operators
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.operator_actions import Operators
-from openrecycle.app.observing.goodput import Accounts
+from openrecycle.app.observing.service import Observing
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.db.observations import Observations
+from openrecycle.app.settings import Keep
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
 from tests.agent.coordinator_run import LADDER
@@ -55,7 +55,7 @@ class Process:
 
 @dataclass
 class Report:
-    """route: the method of app.jobs.agent_reports.Reports that takes it. Exits are the launcher's."""
+    """route: the method of app.console.agent_reports.Reports that takes it. Exits are the launcher's."""
 
     route: str
     message: Message
@@ -307,7 +307,8 @@ class World:
 class _Reports(Reports):
     def __init__(self, world: World) -> None:
         self._store, self._world = world.store, world
-        self.accounts = Accounts(world.store, Observations(world.database))
+        jobs = lambda: [world.job]  # noqa: E731
+        self.observing = Observing(world.store, 1.0, lambda fingerprint: None, jobs, list, Keep())
 
     def job(self, job_id: str) -> LiveJob:
         return self._world.job

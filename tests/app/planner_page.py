@@ -10,7 +10,7 @@ from typing import Any
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, until
 
-from openrecycle.app.console import Console, set_console
+from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.whatif import PARAMS
 from openrecycle.app.ui.planning.state import EXAMPLE, SAVED
@@ -20,8 +20,8 @@ def page_console(here: ConsoleHere) -> Iterator[Console]:
     """The console that the page talks to; what it was asked to plan is forgotten afterwards."""
     set_console(here.console)
     yield here.console
-    here.console.solves.close()
-    here.console.solves = Solves()
+    here.console.plans.solves.close()
+    here.console.plans.solves = Solves()
     set_console(None)
 
 
@@ -65,7 +65,7 @@ def compared(test: AppTest) -> dict[str, list[str]]:
 
 
 def settled(test: AppTest, console: Console) -> AppTest:
-    until(lambda: all(s.over for s in console.solves.all()), "all is planned")
+    until(lambda: all(s.over for s in console.plans.solves.all()), "all is planned")
     return run(test)
 
 

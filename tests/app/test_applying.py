@@ -12,7 +12,7 @@ from ui_factory import plan
 
 from openrecycle.agent.coordination.events import Exited, PlanReady, UsePlan
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.applying import misfit, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from tests.agent.coordinator_run import Run
@@ -82,7 +82,7 @@ def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
     job = console.job(here.job_id)
     mine = plan(memory="4", technique="decoupled")
     assert misfit(job, mine) == ""
-    reason = use_plan(console, here.job_id, mine, "ada")
+    reason = use_plan(console.job(here.job_id), mine, "ada")
     assert reason == f"ada put plan {mine.fingerprint[:8]} in force"
     view = console.view(here.job_id)
     assert view.generation == 2 and view.plan == mine
@@ -93,9 +93,9 @@ def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
     here.resume(2)
     here.die("W1_2").resume(3)
     with pytest.raises(ConsoleError, match=golden("the-plan-is-for-a")) as error:
-        use_plan(console, here.job_id, mine, "ada")
+        use_plan(console.job(here.job_id), mine, "ada")
     assert error.value.status == 409
-    use_plan(console, here.job_id, plan(("W1_2",), memory="4", technique="adaptive"), "ada")
+    use_plan(console.job(here.job_id), plan(("W1_2",), memory="4", technique="adaptive"), "ada")
     assert console.view(here.job_id).plan.technique == "adaptive"  # type: ignore[union-attr]
 
 
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_said(console: Console) -> None:
     ):
         assert words in misfit(console.job(job.job_id), wrong)
     with pytest.raises(ConsoleError) as error:
-        use_plan(console, running.job_id, plan(("W1_2",)), "ada")
+        use_plan(console.job(running.job_id), plan(("W1_2",)), "ada")
     assert error.value.status == 409
     assert console.view(running.job_id).generation == 1
 
@@ -125,7 +125,7 @@ def test_over_http_a_saved_plan_is_put_in_force(console: Console) -> None:
     path = f"/api/v1/jobs/{here.job_id}/plan"
     refused = client.put(path, json={"fingerprint": mine.fingerprint})
     assert (refused.status_code, refused.json()["code"]) == (404, "unknown_plan")
-    console.library.save(mine, "mine")
+    console.plans.library.save(mine, "mine")
     done = client.put(path, json={"fingerprint": mine.fingerprint}, headers={"X-Actor": "ada"})
     assert (done.status_code, done.json()["reason"]) == (200, f"ada put plan {mine.fingerprint[:8]} in force")
     again = client.put(path, json={"fingerprint": mine.fingerprint})

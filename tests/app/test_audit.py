@@ -55,8 +55,8 @@ def changing(here: ConsoleHere) -> set[Operation]:
 @pytest.fixture(scope="module")
 def app(here: ConsoleHere) -> Iterator[TestClient]:
     console = here.console
-    console.access = Access(TOKEN, console.tokens)
-    guarded = AccessGuard(Starlette(routes=create_routes(console)), console.access)
+    console.security.access = Access(TOKEN, console.security.tokens)
+    guarded = AccessGuard(Starlette(routes=create_routes(console)), console.security.access)
     headers = {"Authorization": f"Bearer {TOKEN}", "X-Actor": "ada"}
     yield TestClient(
         guarded,
@@ -65,7 +65,7 @@ def app(here: ConsoleHere) -> Iterator[TestClient]:
         raise_server_exceptions=False,
         headers=headers,
     )
-    console.access = Access()
+    console.security.access = Access()
 
 
 def test_each_change_leaves_a_line_that_says_who(here: ConsoleHere, app: TestClient) -> None:
@@ -176,7 +176,7 @@ def test_every_route_has_the_role_that_its_tag_says(here: ConsoleHere) -> None:
 def test_without_a_token_nothing_is_reachable(here: ConsoleHere) -> None:
     """Every route, pages' and metrics' included, is asked for by a stranger on another machine."""
     routes = create_routes(here.console)
-    guard = AccessGuard(Starlette(routes=routes), Access(TOKEN, here.console.tokens))
+    guard = AccessGuard(Starlette(routes=routes), Access(TOKEN, here.console.security.tokens))
     asked = {("GET", getattr(route, "path", "/")) for route in routes}
     asked |= {(method, API + path) for method, path in operations(here)}
     asked |= {("GET", path) for path in ("/", "/_stcore/health", "/_stcore/stream", "/static/x.js", "/metrics")}

@@ -34,9 +34,9 @@ def test_a_second_job_begins_with_the_first_ones_plans(tmp_path: Path) -> None:
     wait(lambda: first.planned_ahead == first.plans_to_make)
     wait(lambda: len(here.console.catalogs.names(first.question)) == 5)
     calls = []
-    here.console._planning._maker.submit = lambda *args, **more: calls.append(args)  # type: ignore[method-assign]
+    here.console.plans.ahead._maker.submit = lambda *args, **more: calls.append(args)  # type: ignore[method-assign]
     second = here.console.job(JobHere(here.console, "second").job_id)
-    wait(lambda: len(here.console.plans(second.job_id)) == 5)
+    wait(lambda: len(here.console.job_plans(second.job_id)) == 5)
     assert calls == [], "nothing was planned again"
     here.close()
 
@@ -45,7 +45,7 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = ConsoleHere(tmp_path)
-    monkeypatch.setattr(here.console._planning, "make_ahead", lambda job: None)
+    monkeypatch.setattr(here.console.plans.ahead, "make_ahead", lambda job: None)
     job = JobHere(here.console, "waits for its plans").register()
     question = here.console.job(job.job_id).question
     request = parse_request(
@@ -65,7 +65,7 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
 def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.plans.job_plans.INLINE_OPS", 1)
+    monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 1)
     monkeypatch.setattr("openrecycle.app.plans.ahead.HELD_OPS", 1)
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large")
@@ -113,8 +113,8 @@ def test_a_large_plan_is_fitted_beside_the_console(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     for limit in (
-        "openrecycle.app.plans.job_plans.INLINE_OPS",
-        "openrecycle.app.plans.job_plans.LARGE_OPS",
+        "openrecycle.app.jobs.job_plans.INLINE_OPS",
+        "openrecycle.app.jobs.job_plans.LARGE_OPS",
         "openrecycle.app.plans.ahead.LARGE_OPS",
         "openrecycle.app.plans.ahead.HELD_OPS",
     ):
@@ -146,9 +146,9 @@ def test_a_large_plan_is_fitted_beside_the_console(
 def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = ConsoleHere(tmp_path)
     monkeypatch.setattr("openrecycle.app.plans.ahead.HELD_OPS", 1)
-    here.console._planning._tolerance = 3
+    here.console.plans.ahead._tolerance = 3
     jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
-    wait(lambda: len(here.console._planning._filling) == 2)
+    wait(lambda: len(here.console.plans.ahead._filling) == 2)
     (filling,) = here.console.catalogs._fillings.values()
     jobs[0].finish()
     assert filling.running, "another job of the same question waits for it"

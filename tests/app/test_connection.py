@@ -94,7 +94,7 @@ def request(served: Served, seq: int) -> bytes:
 @pytest.fixture
 def served(here: ConsoleHere) -> Iterator[Served]:
     yield Served(here.console, JobHere(here.console, "connections").register())
-    here.console.access = Access()
+    here.console.security.access = Access()
 
 
 Case = Callable[[Connection], Any]

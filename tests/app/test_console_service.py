@@ -21,7 +21,7 @@ from openrecycle.agent.protocol import (
     JobState,
     Registration,
 )
-from openrecycle.app.console import Console, get_console, set_console
+from openrecycle.app.console.service import Console, get_console, set_console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.workers.states import RoleState
 from openrecycle.db.session import Database
@@ -129,8 +129,8 @@ def test_a_commit_whose_answer_was_lost_is_found_again(
 def test_a_plan_for_a_large_grid_comes_from_the_child(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.plans.job_plans.INLINE_OPS", 0)
-    monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
+    monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 0)
+    monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
     created, _ = console.create_job(SPEC)
     register_all(console, created.job_id)
     until(lambda: console.job(created.job_id).state.generation == 1)
@@ -144,8 +144,8 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
 def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.plans.job_plans.INLINE_OPS", 0)
-    monkeypatch.setattr(console._planning, "make_ahead", lambda job: None)
+    monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 0)
+    monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
     created, _ = console.create_job(SPEC)
     register_all(console, created.job_id)
     until(lambda: console.job(created.job_id).state.generation == 1)
@@ -216,10 +216,10 @@ def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Stor
         job = console.job(created.job_id)
         register_all(console, created.job_id)
         resume(console, created.job_id, 1, NAMES)
-        until(lambda: {len(p["failed"]) for p in console.plans(created.job_id)} == {0, 1})
+        until(lambda: {len(p["failed"]) for p in console.job_plans(created.job_id)} == {0, 1})
         until(lambda: job.planned_ahead == job.plans_to_make == 3)
         console.failure(created.job_id, exited("W0_1"))
-        until(lambda: {len(p["failed"]) for p in console.plans(created.job_id)} == {0, 1, 2})
+        until(lambda: {len(p["failed"]) for p in console.job_plans(created.job_id)} == {0, 1, 2})
         assert golden("planned-ahead-for-1-failed") in console.view(created.job_id).events[0].text
     finally:
         console.close()
@@ -317,7 +317,7 @@ def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatc
     before = console.list_jobs()
     assert before[-1].sentence == golden("the-job-has-finished-as") and before[-1].living == 6
     console.close()
-    monkeypatch.setattr("openrecycle.app.console.OVER_SHOWN", 1)
+    monkeypatch.setattr("openrecycle.app.console.service.OVER_SHOWN", 1)
     again = Console(store)
     again.start()
     try:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.observing.drifting import Drifting
+from openrecycle.app.plans.drifting import Drifting
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.drift import Limits
@@ -89,7 +89,9 @@ def until(true: Callable[[], object], seconds: float = 30) -> None:
 
 def started(store: Store) -> Console:
     console = Console(store)
-    console._drifting = Drifting(console._planning, console._plans.get, 1.0, limits=Limits(slow=1.3, window=WINDOW))
+    console.plans.drifting = Drifting(
+        console.plans.ahead, console.plans.cache.get, 1.0, limits=Limits(slow=1.3, window=WINDOW)
+    )
     console.start()
     return console
 

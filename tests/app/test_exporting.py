@@ -184,7 +184,7 @@ def test_over_the_api(here: ConsoleHere) -> None:
     plan = here.console.view(job.job_id).plan
     assert plan is not None
     kept = made_plan(technique="decoupled", memory="none")
-    saved = here.console.library.save(kept, "kept")
+    saved = here.console.plans.library.save(kept, "kept")
     for path, shown in (
         (f"/api/v1/jobs/{job.job_id}/plans/{plan.fingerprint}/export", plan),
         (f"/api/v1/jobs/{job.job_id}/plans/in-force/export", plan),

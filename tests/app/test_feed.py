@@ -29,7 +29,7 @@ def test_a_verdict_is_a_line_of_the_feed_once(
     console = here.console
     job_id = JobHere(console, "steps").job_id
     for _ in range(2):
-        console.feed.take_verdict(console.job(job_id), report)
+        console.observing.feed.take_verdict(console.job(job_id), report)
     lines = [e for e in console.view(job_id).events if e.kind == "step"]
     assert [(e.severity, words in e.text) for e in lines] == [(severity, True)]
 
@@ -40,8 +40,8 @@ def test_what_somebody_has_taken_note_of_says_who(here: ConsoleHere) -> None:
     notable = [e for e in console.view(job.job_id).events if e.severity != "info"]
     assert notable and not any(e.seen_by for e in notable)
     live = console.job(job.job_id)
-    assert console.feed.acknowledge(live, [notable[0].seq, 10_000], "Ann") == 1
-    assert console.feed.acknowledge(live, [e.seq for e in notable], "Bob") == len(notable) - 1
+    assert console.observing.feed.acknowledge(live, [notable[0].seq, 10_000], "Ann") == 1
+    assert console.observing.feed.acknowledge(live, [e.seq for e in notable], "Bob") == len(notable) - 1
     by = {e.seq: e.seen_by for e in console.view(job.job_id).events if e.severity != "info"}
     assert by[notable[0].seq] == "Ann" and set(by.values()) <= {"Ann", "Bob"}
 

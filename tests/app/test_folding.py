@@ -9,9 +9,9 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.coordination.events import Note, Stalled
-from openrecycle.app.jobs.view import EventView
-from openrecycle.app.observing import folding
-from openrecycle.app.observing.folding import Folding
+from openrecycle.app.console.view import EventView
+from openrecycle.app.jobs import folding
+from openrecycle.app.jobs.folding import Folding
 from openrecycle.app.ui.event_feed import feed_html
 from tests.golden import golden
 
@@ -117,7 +117,7 @@ def test_the_feed_of_a_job_has_few_rows(here: ConsoleHere, job: JobHere) -> None
     rows = console.events(job.job_id, before, 100)
     assert [r["count"] for r in rows if "stood still" in r["text"]] == [4]
     # What somebody has taken note of, and happens again, is to be seen again.
-    console.feed.acknowledge(live, [before + 1], "ada")
+    console.observing.feed.acknowledge(live, [before + 1], "ada")
     live.apply(Stalled(5))
     rows = console.events(job.job_id, before, 100)
     assert [r["count"] for r in rows if "stood still" in r["text"]] == [4, 1]

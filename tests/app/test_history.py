@@ -16,7 +16,7 @@ import pytest
 from history_job import NAMES, everything, lived_job
 from sqlalchemy import func, select, update
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.history import importing, reading
 from openrecycle.app.history.archive import EXPORTED, Manifest, export, table_file
 from openrecycle.app.history.importing import delete_job, import_history

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,8 @@ def test_a_room_imports_what_it_may(room: str) -> None:
 
 
 def test_who_decides_does_nothing_else() -> None:
-    files = sorted((ROOT / PURE).rglob("*.py"))
+    """`local.py` drives the machine in a launcher, and has plans made beside it."""
+    files = [path for path in sorted((ROOT / PURE).rglob("*.py")) if path.name != "local.py"]
     assert files
     found = [
         f"{path.name} imports {module}"
@@ -75,3 +77,23 @@ def test_who_decides_does_nothing_else() -> None:
         if module.partition(".")[0] not in PURE_STANDARD and not within(module, PURE_MAY)
     ]
     assert not found
+
+
+def test_features_of_the_console_import_each_other_in_no_circle() -> None:
+    """What stands in `app` is a feature, be it a folder or a file."""
+    arrows: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "app").rglob("*.py")):
+        own = path.relative_to(ROOT).with_suffix("").parts[1]
+        for module in imported(path):
+            if within(module, ("app",)) and (other := module.split(".")[1]) != own:
+                arrows.setdefault(own, set()).add(other)
+    assert len(arrows) > 10
+    try:
+        tuple(TopologicalSorter(arrows).static_order())
+    except CycleError as circle:
+        pytest.fail(" <- ".join(circle.args[1]))
+
+
+def test_settings_know_no_feature() -> None:
+    found = {module for module in imported(ROOT / "app" / "settings.py") if within(module, ("app",))}
+    assert all(within(module, ("app.runtime",)) for module in found), found

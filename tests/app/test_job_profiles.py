@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.protocol import JobSpec
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

@@ -31,10 +31,10 @@ SPEC = {"name": "job", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterati
 @pytest.fixture(scope="module")
 def app(here: ConsoleHere) -> Iterator[TestClient]:
     console = here.console
-    console.access = Access(TOKEN, console.tokens)
-    guarded = AccessGuard(Starlette(routes=create_routes(console)), console.access)
+    console.security.access = Access(TOKEN, console.security.tokens)
+    guarded = AccessGuard(Starlette(routes=create_routes(console)), console.security.access)
     yield TestClient(guarded, base_url="http://localhost", client=("127.0.0.1", 50000), raise_server_exceptions=False)
-    console.access = Access()
+    console.security.access = Access()
 
 
 @pytest.fixture(scope="module")

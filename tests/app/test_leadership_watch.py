@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.leadership.decision import Times
 from openrecycle.app.leadership.host import ConsoleHost, Seat
 from openrecycle.app.leadership.watch import Leadership

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     here = ConsoleHere(tmp_path_factory.mktemp("library"))
-    yield here.console.library
+    yield here.console.plans.library
     here.close()
 
 

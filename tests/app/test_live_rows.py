@@ -10,8 +10,8 @@ import pytest
 import ui_factory as factory
 from ui_console import JobHere
 
-from openrecycle.app.console import Console
-from openrecycle.app.jobs import view_builder as views
+from openrecycle.app.console import view_builder as views
+from openrecycle.app.console.service import Console
 from openrecycle.app.ui.charts.progress import generation_marks, progress_rows, throughput
 from openrecycle.app.ui.charts.vega import arrow
 from openrecycle.app.ui.charts.worker_grid import worker_grid

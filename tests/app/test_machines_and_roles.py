@@ -20,22 +20,24 @@ from openrecycle.agent.coordination.events import Offered
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.app.api.models import WorkerInfo
+from openrecycle.app.catalogs.service import Catalogs
+from openrecycle.app.console.plan_sources import names
+from openrecycle.app.console.queries import Readings
+from openrecycle.app.console.view import JobView
+from openrecycle.app.console.view_builder import job_view
+from openrecycle.app.console.worker_detail import WorkerDetail, worker_detail
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.queries import Readings
-from openrecycle.app.jobs.view import JobView
-from openrecycle.app.jobs.view_builder import PlanCache, job_view
-from openrecycle.app.observing.goodput import Accounts
-from openrecycle.app.observing.log_book import LogBook
+from openrecycle.app.jobs.stored_plans import PlanCache
 from openrecycle.app.observing.rollout import RollOuts
-from openrecycle.app.observing.worker_detail import WorkerDetail, worker_detail
-from openrecycle.app.plans.sources import names
+from openrecycle.app.observing.service import Observing
+from openrecycle.app.plans.service import Plans
+from openrecycle.app.settings import Keep
 from openrecycle.app.ui import facts
 from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_words import facts_html
 from openrecycle.app.workers.sentence import sentence
 from openrecycle.app.workers.states import OUT, Condition, RoleState, words_of
-from openrecycle.db.observations import Observations
 from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
@@ -55,9 +57,7 @@ class Console(Readings):
 
     def __init__(self, world: World) -> None:
         self._store, self._world, self.ladder = world.store, world, LADDER
-        self.observations = Observations(world.database)
-        self.accounts = Accounts(world.store, self.observations)
-        self.logs = LogBook()
+        self.observing = Observing(world.store, 1.0, lambda fingerprint: None, self.live_jobs, list, Keep())
 
     def job(self, job_id: str) -> LiveJob:
         return self._world.job
@@ -70,10 +70,10 @@ class Console(Readings):
         """As `view`, by the clock of the played job."""
         job, plans = self._world.job, PlanCache(self._store)
         try:
-            waited = self.accounts.waiting.of(job)
-            stores = self._store, self.observations
+            accounts, stores = self.observing.accounts, (self._store, self.observing.observations)
+            waited = accounts.waiting.of(job)
             say = lambda worker_states, newest: sentence(worker_states, self._world.now, LADDER)  # noqa: E731
-            return job_view(job, stores, plans, say, self.accounts.of(job), waited, 5, 200)
+            return job_view(job, stores, plans, say, accounts.of(job), waited, 5, 200)
         finally:
             plans.close()
 
@@ -83,11 +83,18 @@ class Console(Readings):
     @property
     def picker(self) -> str:
         """What the plan pickers call the plan that is run."""
-        self._plans = PlanCache(self._store)
+        self.plans = Plans(
+            *(self._store, Catalogs(self._store)),
+            tolerance=0,
+            heartbeat=1.0,
+            find=self.job,
+            jobs=self.live_jobs,
+            on_made=lambda plan: None,
+        )
         try:
             return next(iter(names(self, self._world.job_id).values()))  # type: ignore[arg-type]
         finally:
-            self._plans.close()
+            self.plans.close()
 
 
 def view_of(world: World) -> JobView:

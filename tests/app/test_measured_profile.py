@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.app.observing.op_times import OpTimes
+from openrecycle.app.jobs.op_times import OpTimes
 from openrecycle.app.plans.measured_profile import measured_profile
 from openrecycle.planner.job import Job
 

@@ -6,9 +6,9 @@ import pytest
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.protocol import MeasuredOps
+from openrecycle.app.console.measured import as_plan, as_schedule, measured_iteration
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing import measuring as measuring_module
-from openrecycle.app.observing.measured import as_plan, as_schedule, measured_iteration
 from openrecycle.app.observing.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.observations import Observations
@@ -266,14 +266,14 @@ def test_the_real_period_beside_the_planned_one(here: ConsoleHere) -> None:
         if live.state.committed < 3000:
             job.commit(done, done + 1, 1)
             done += 2
-        return console.measuring.wanted(job.job_id)
+        return console.observing.measuring.wanted(job.job_id)
 
     until(lambda: wanted() is not None, "the console's own clock asks for an iteration")
     iteration = wanted()
     assert iteration is not None
     planned = plan_of(here, job)
     for part in parts_of(planned.schedule(), iteration=iteration):
-        console.measuring.take(live, part)
+        console.observing.measuring.take(live, part)
     found = measured_iteration(console, job.job_id)
     assert found is not None and found.iteration == iteration
     assert found.planned_ms == planned.metrics.period == found.plan.metrics.period

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ui_console import until
 
 from openrecycle.agent.protocol import Iteration, JobSpec
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.metrics.exposition import quantiles
 from openrecycle.app.metrics.jobs import Distribution
 from openrecycle.app.metrics.requests import route_of

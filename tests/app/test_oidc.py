@@ -15,7 +15,8 @@ from joserfc.jwk import RSAKey
 
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.callers import Role
-from openrecycle.app.security.oidc import OidcSettings, read_oidc
+from openrecycle.app.security.oidc import read_oidc, role_of
+from openrecycle.app.settings import OidcSettings
 from tests.golden import golden
 
 TOKEN = "a-token-for-the-tests"
@@ -227,6 +228,6 @@ def test_several_providers_have_names(provider: IdentityProvider, tmp_path: Path
 
 def test_operators_win_over_viewers() -> None:
     settings = OidcSettings(Path(), ("",), "", ("ada@x.example",), ("*@x.example",))
-    assert settings.role({"email": "Ada@X.example"}) is Role.OPERATE
-    assert settings.role({"email": "grace@x.example"}) is Role.VIEW
-    assert settings.role({"email": "grace@y.example"}) is None
+    assert role_of(settings, {"email": "Ada@X.example"}) is Role.OPERATE
+    assert role_of(settings, {"email": "grace@x.example"}) is Role.VIEW
+    assert role_of(settings, {"email": "grace@y.example"}) is None

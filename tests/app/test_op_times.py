@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.protocol import Heartbeat
-from openrecycle.app.observing.op_times import NEWEST, OpTimes
+from openrecycle.app.jobs.op_times import NEWEST, OpTimes
 
 
 def beat(worker: str, incarnation: str, milliseconds: dict[str, float]) -> Heartbeat:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.app.jobs.view_builder import PlanCache
-from openrecycle.app.plans import packing
+from openrecycle.app.jobs import stored_plans
+from openrecycle.app.jobs.stored_plans import PlanCache
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.saved_plans import SavedPlans
 from openrecycle.db.session import Database
@@ -54,7 +54,7 @@ def test_small_plans_stay_documents(database: Database, plan: Plan) -> None:
 def test_a_large_plan_is_put_into_columns_once_it_was_read(
     database: Database, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "LARGE_OPS", 10)
+    monkeypatch.setattr(stored_plans, "LARGE_OPS", 10)
     cache = PlanCache(Store(database))
     assert cache.get(plan.fingerprint) == plan
     deadline = time.monotonic() + 120

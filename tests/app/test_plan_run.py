@@ -8,9 +8,9 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.protocol import Acknowledgement, Heartbeat, InterimPlan, Iteration, Registration
-from openrecycle.app.console import Console
+from openrecycle.app.console.plan_sources import Source, find, names
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.references import OfJob
-from openrecycle.app.plans.sources import Source, find, names
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import facts, tables
 from openrecycle.app.ui.facts import Card

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from openrecycle.app.plans.maker import AHEAD, URGENT, PlanMaker, PlanRequest
+from openrecycle.app.plans.plan_requests import PlanRequest, plan_maker
+from openrecycle.app.runtime.maker import AHEAD, URGENT, Maker
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import Plan, job_doc
@@ -44,14 +45,14 @@ def request(*failed: str, owner: str = "job", job: object = JOB, solver: str = "
 
 
 @pytest.fixture
-def maker() -> Iterator[PlanMaker]:
-    maker = PlanMaker()
+def maker() -> Iterator[Maker]:
+    maker = plan_maker()
     maker.start()
     yield maker
     maker.close()
 
 
-def test_a_plan_comes_back_valid(maker: PlanMaker) -> None:
+def test_a_plan_comes_back_valid(maker: Maker) -> None:
     answers = Answers()
     maker.submit(request("W1_0"), answers.taker("a"))
     [(_, plan, why)] = answers.wait(1)
@@ -60,7 +61,7 @@ def test_a_plan_comes_back_valid(maker: PlanMaker) -> None:
     assert check(plan) == []
 
 
-def test_what_can_not_be_planned_is_a_sentence(maker: PlanMaker) -> None:
+def test_what_can_not_be_planned_is_a_sentence(maker: Maker) -> None:
     answers = Answers()
     maker.submit(request("W0_0", "W1_0"), answers.taker("a"))
     [(_, plan, why)] = answers.wait(1)
@@ -69,7 +70,7 @@ def test_what_can_not_be_planned_is_a_sentence(maker: PlanMaker) -> None:
 
 
 def test_the_urgent_overtake_the_others() -> None:
-    maker, answers = PlanMaker(), Answers()
+    maker, answers = plan_maker(), Answers()
     try:
         for name in ("a", "b"):
             maker.submit(request(), answers.taker(name), priority=AHEAD)
@@ -81,7 +82,7 @@ def test_the_urgent_overtake_the_others() -> None:
 
 
 def test_what_was_cancelled_is_not_made() -> None:
-    maker, answers = PlanMaker(), Answers()
+    maker, answers = plan_maker(), Answers()
     try:
         maker.submit(request(owner="gone"), answers.taker("a"))
         maker.submit(request(owner="here"), answers.taker("b"))
@@ -92,7 +93,7 @@ def test_what_was_cancelled_is_not_made() -> None:
         maker.close()
 
 
-def test_the_death_of_the_child_costs_a_retry(maker: PlanMaker) -> None:
+def test_the_death_of_the_child_costs_a_retry(maker: Maker) -> None:
     answers = Answers()
     maker.submit(request(), answers.taker("before"))
     answers.wait(1)
@@ -104,7 +105,7 @@ def test_the_death_of_the_child_costs_a_retry(maker: PlanMaker) -> None:
     assert plan is not None
 
 
-def test_an_error_in_a_callback_stops_nothing(maker: PlanMaker) -> None:
+def test_an_error_in_a_callback_stops_nothing(maker: Maker) -> None:
     def fails(plan: Plan | None, why: str) -> None:
         raise RuntimeError("the callback is at fault")
 
@@ -115,7 +116,7 @@ def test_an_error_in_a_callback_stops_nothing(maker: PlanMaker) -> None:
 
 
 def test_close_does_not_wait_for_a_long_solve() -> None:
-    maker = PlanMaker()
+    maker = plan_maker()
     maker.start()
     big = job_doc(Job.uniform(32, 32, 64))
     maker.submit(request(job=big), lambda plan, why: None)

@@ -12,13 +12,13 @@ import pytest
 from sqlalchemy import text
 
 from openrecycle.agent.protocol import Heartbeat, JobSpec, Registration
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.worker_detail import worker_detail
+from openrecycle.app.console.worker_history import MAX_SAMPLES, worker_history
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.observing.keep import Keep, seconds
 from openrecycle.app.observing.recorder import Recorder, clock_offset
-from openrecycle.app.observing.worker_detail import worker_detail
-from openrecycle.app.observing.worker_history import MAX_SAMPLES, worker_history
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
+from openrecycle.app.settings import Keep, seconds
 from openrecycle.db.heartbeats import Level
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -69,7 +69,7 @@ def test_what_is_not_written_yet_is_read_too(console: Console, job: LiveJob) -> 
     assert before.step == 1 and sum(before.beats) == 3
     assert set(before.metrics) == {"F", "resident_bytes", "silence_seconds"}
     assert before.iteration[-1] == 2 and set(before.phase) == {"training"}
-    console.recorder.write(float("inf"))
+    console.observing.recorder.write(float("inf"))
     after = worker_history(console, job.job_id, "W1_0", now - 60, now + 60)
     assert after == before
     low, high = after.metrics["F"].low, after.metrics["F"].high
@@ -81,10 +81,10 @@ def test_what_is_not_written_yet_is_read_too(console: Console, job: LiveJob) -> 
 def test_only_minutes_that_are_over_are_written(console: Console, job: LiveJob) -> None:
     beat(job, 0)
     job.take_heartbeats()
-    console.recorder.write(time.time() - 10)
-    assert console.recorder.heartbeats.bytes_by_level(job.job_id) == {}
-    console.recorder.write(time.time() + 10)
-    assert set(console.recorder.heartbeats.bytes_by_level(job.job_id)) == {Level.SECOND, Level.MINUTE}
+    console.observing.recorder.write(time.time() - 10)
+    assert console.observing.recorder.heartbeats.bytes_by_level(job.job_id) == {}
+    console.observing.recorder.write(time.time() + 10)
+    assert set(console.observing.recorder.heartbeats.bytes_by_level(job.job_id)) == {Level.SECOND, Level.MINUTE}
     assert len(job.recording.peek(2, clock_offset())) == 0
 
 
@@ -103,10 +103,10 @@ def test_heartbeats_wait_for_a_database_that_fails(console: Console, job: LiveJo
         connection.execute(text("alter table heartbeat rename to elsewhere"))
     beat(job, 0)
     job.take_heartbeats()
-    console.recorder.write(float("inf"))
+    console.observing.recorder.write(float("inf"))
     with database.engine.begin() as connection:
         connection.execute(text("alter table elsewhere rename to heartbeat"))
-    console.recorder.write(0)
+    console.observing.recorder.write(0)
     now = time.time()
     assert worker_history(console, job.job_id, "W1_0", now - 60, now + 60).beats == (1,)
 

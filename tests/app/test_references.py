@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan as made_plan
 
+from openrecycle.app.console.plan_sources import Awaited, Source, find, names, saved_names, techniques
 from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.references import Made, Measured, OfJob, Reference, Saved, parse_reference
-from openrecycle.app.plans.sources import Awaited, Source, find, names, saved_names, techniques
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
@@ -84,7 +84,7 @@ def test_plans_of_a_job(here: ConsoleHere) -> None:
 
 
 def test_saved_plans(here: ConsoleHere) -> None:
-    fingerprint = here.console.library.save(made_plan(("W0_1",)), "worth keeping")
+    fingerprint = here.console.plans.library.save(made_plan(("W0_1",)), "worth keeping")
     assert saved_names(here.console) == {f"saved:{fingerprint}": "Saved: worth keeping"}
     found = find(here.console, Saved(fingerprint))
     assert isinstance(found, Source) and (found.name, found.plan.failed) == ("worth keeping", ("W0_1",))
@@ -133,7 +133,7 @@ def test_plans_for_the_same_workers_are_told_apart(here: ConsoleHere) -> None:
     live = here.console.job(job.job_id)
     problem = Problem(live.job, frozenset({Worker(1, 2)}), Technique.ADAPTIVE, MemoryLimit.parse("uniform"))
     mine = make_plan(problem, solver="list")
-    use_plan(here.console, job.job_id, mine, "ada")
+    use_plan(here.console.job(job.job_id), mine, "ada")
     listed = names(here.console, job.job_id, lambda at: "12:34:56")
     alike = [name for name in listed.values() if name.startswith("without W1_2")]
     assert len(set(listed.values())) == len(listed)

@@ -11,7 +11,7 @@ from ui_console import JobHere, until
 from ui_factory import plan
 
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.replanning import Replan
 from openrecycle.app.plans.worth import worth
@@ -28,11 +28,11 @@ LOST = ("W1_2",)
 
 def ended(console: Console, job: JobHere) -> Replan:
     def over() -> bool:
-        found = console.replanning.status(job.job_id)
+        found = console.plans.replanning.status(job.job_id)
         return found is not None and found.outcome != "planning"
 
     until(over, "the new plan has been made and judged")
-    found = console.replanning.status(job.job_id)
+    found = console.plans.replanning.status(job.job_id)
     assert found is not None
     return found
 
@@ -44,7 +44,7 @@ def with_a_poor_plan(console: Console, name: str) -> tuple[JobHere, Plan]:
     live = console.job(job.job_id)
     problem = Problem(live.job, frozenset({Worker.parse("W1_2")}), Technique.ADAPTIVE, MemoryLimit.parse("uniform"))
     poor = make_plan(problem, solver="list")
-    use_plan(console, job.job_id, poor, "eve")
+    use_plan(console.job(job.job_id), poor, "eve")
     job.resume(3)
     return job, poor
 
@@ -55,14 +55,14 @@ def texts(console: Console, job: JobHere) -> list[str]:
 
 def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> None:
     job, poor = with_a_poor_plan(console, "again")
-    console.replanning.start(job.job_id, "list", 10.0, "ada")
+    console.plans.replanning.start(job.job_id, "list", 10.0, "ada")
     first = ended(console, job)
     assert (first.outcome, first.failed, first.actor) == ("adopted", LOST, "ada")
     in_force = console.view(job.job_id).plan
     assert in_force is not None and in_force.metrics.period < poor.metrics.period
     assert any("ada planned again (list" in text and "it saves" in text for text in texts(console, job))
     job.resume(4)
-    console.replanning.start(job.job_id, "list", 10.0, "ada")
+    console.plans.replanning.start(job.job_id, "list", 10.0, "ada")
     second = ended(console, job)
     assert second.outcome == "kept" and "found again" in second.reason
     assert texts(console, job)[0].startswith(golden("the-plan-in-force-stays"))
@@ -72,7 +72,7 @@ def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> N
 def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: Console) -> None:
     job, _ = with_a_poor_plan(console, "nearly done")
     job.commit(10, 38, 3)
-    console.replanning.start(job.job_id, "list", 10.0, "ada")
+    console.plans.replanning.start(job.job_id, "list", 10.0, "ada")
     found = ended(console, job)
     assert found.outcome == "kept" and golden("in-the-iteration-that-is") in found.reason
     assert console.view(job.job_id).generation == 3
@@ -86,17 +86,17 @@ def test_what_comes_too_late_says_so(console: Console) -> None:
     job = JobHere(console, "large", pipelines=6, stages=6, micro_batches=12, durations=slow, memory="7")
     job.register().commit(0, 3, 1).die("W0_1")
     job.resume(2)
-    console.replanning.start(job.job_id, "cp-sat", 300.0, "ada")
+    console.plans.replanning.start(job.job_id, "cp-sat", 300.0, "ada")
     with pytest.raises(ConsoleError, match=golden("being-planned-again-already")):
-        console.replanning.start(job.job_id, "cp-sat", 300.0, "eve")
+        console.plans.replanning.start(job.job_id, "cp-sat", 300.0, "eve")
 
     def has_a_plan() -> bool:
-        running = console.replanning.status(job.job_id)
+        running = console.plans.replanning.status(job.job_id)
         return running is not None and running.best is not None
 
     until(has_a_plan, "it has a first plan")
     job.die("W1_4").resume(3)
-    assert console.replanning.stop(job.job_id) == golden("the-best-plan-so-far")
+    assert console.plans.replanning.stop(job.job_id) == golden("the-best-plan-so-far")
     found = ended(console, job)
     assert found.outcome == "kept" and golden("by-now-it-trains-without") in found.reason
     assert console.view(job.job_id).generation == 3

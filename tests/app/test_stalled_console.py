@@ -23,7 +23,7 @@ from ui_console import JobHere, until
 from openrecycle.agent.coordination.events import TransferBroken
 from openrecycle.agent.protocol import JobSpec, WorkerState
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.db.session import Database

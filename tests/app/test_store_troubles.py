@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from openrecycle.agent.protocol import Iteration, JobSpec
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.history.tables import exact
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
@@ -50,7 +50,7 @@ def fill(database: Database) -> None:
 
 
 def test_on_a_full_disk_it_is_not_ready_and_says_why(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrecycle.app.console.PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("openrecycle.app.console.service.PROBE_SECONDS", 0.0)
     console = Console(Store(database), tolerance=0)
     try:
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
@@ -73,7 +73,7 @@ def test_on_a_full_disk_it_is_not_ready_and_says_why(database: Database, monkeyp
 @pytest.mark.xdist_group("full disk")
 def test_a_full_disk_of_postgresql_is_said_in_words_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server on a disk of its own, which is filled up, and has room again; then the server is gone."""
-    monkeypatch.setattr("openrecycle.app.console.PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("openrecycle.app.console.service.PROBE_SECONDS", 0.0)
     with ExitStack() as stack:
         cluster = ExitStack()
         stack.push(cluster)
@@ -111,7 +111,7 @@ def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:
     """As above, with the system's own limit, in a process of its own."""
     script = """
 import resource, sys
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -120,8 +120,8 @@ database.upgrade()
 console = Console(Store(database), tolerance=0)
 console.ready()
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-import openrecycle.app.console
-openrecycle.app.console.PROBE_SECONDS = 0.0
+import openrecycle.app.console.service
+openrecycle.app.console.service.PROBE_SECONDS = 0.0
 try:
     console.ready()
 except ConsoleError as error:

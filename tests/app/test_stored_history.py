@@ -10,8 +10,8 @@ from hypothesis import Phase, settings
 from openrecycle.agent.coordination.events import Offered
 from openrecycle.agent.coordination.membership import Candidate, Offer
 from openrecycle.agent.protocol import FailureReport, JobSpec, Registration
+from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.records import read_state
-from openrecycle.app.plans import job_plans as planned
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.policy import MIGRATE
 from tests.app.flaky_database import FlakyDatabase

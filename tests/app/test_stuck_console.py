@@ -15,9 +15,9 @@ from console_server import ROOT
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from openrecycle.app.api import runner
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
+from openrecycle.app.runtime import runner
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import at_length
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.processes
 
 HANGING = """
 import sys, threading, time
-from openrecycle.app.api import runner
+from openrecycle.app.runtime import runner
 from openrecycle.app.server import serve
 from openrecycle.app.settings import Settings
 import openrecycle.app.server

@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 from openrecycle.agent.protocol import Acknowledgement, FailureReport, JobSpec, Registration
 from openrecycle.app.api import intake as intake_module
 from openrecycle.app.api.intake import Intake
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.records import read_processes
 from openrecycle.app.jobs.together import Report

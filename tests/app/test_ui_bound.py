@@ -11,7 +11,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.app.catalogs.fill import parse_request
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui import bound
 from tests.golden import golden
@@ -202,7 +202,7 @@ def test_every_page_says_what_of_its_link_cannot_be(
     until(lambda: not filling.running, "the catalog is filled")
     plan = factory.plan(("W0_1",), unit="slot")
     words = {
-        "SAVED": lambda: console.library.save(plan, "kept"),
+        "SAVED": lambda: console.plans.library.save(plan, "kept"),
         "JOB": lambda: f"{job.spec.name} · {job.job_id}",
     }
     query = {name: words[value]() if value in words else value for name, value in rest.items()}

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.app.catalogs.fill import parse_request
-from openrecycle.app.console import Console, set_console
+from openrecycle.app.console.service import Console, set_console
 from openrecycle.planner.catalog_store import CatalogInfo, plan_name
 from openrecycle.planner.packed import Effort, encode_plan
 from openrecycle.planner.solvers.portfolio import make_plan

@@ -13,8 +13,8 @@ import ui_factory as factory
 from streamlit.testing.v1 import AppTest
 from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.app.console import Console, set_console
-from openrecycle.app.plans.comparing import MOST, WORKED_EXAMPLE, stage_table
+from openrecycle.app.console.comparing import MOST, WORKED_EXAMPLE, stage_table
+from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts import schedule as charts
 from openrecycle.app.ui.charts.schedule import RELATIVE, Strip, comparison
@@ -123,7 +123,7 @@ def test_a_link_compares_what_its_sender_saw_when_the_job_runs_another_plan(cons
 
 
 def test_plans_of_any_kind_and_unit_stand_on_one_axis(console: Console, job: JobHere) -> None:
-    saved = console.library.save(factory.plan(("W0_1",), unit="slot", memory="none"), "in <b>slots</b>")
+    saved = console.plans.library.save(factory.plan(("W0_1",), unit="slot", memory="none"), "in <b>slots</b>")
     test = open_page(job=job.job_id, plans=[f"job:{job.job_id}:in-force", f"saved:{saved}"])
     assert RELATIVE in chart(test)["layout"]["xaxis"]["title"]["text"]
     assert titles(test)[1] == "in &lt;b>slots&lt;/b>", "names are not read as HTML"

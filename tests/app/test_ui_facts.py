@@ -9,8 +9,8 @@ import pytest
 import ui_factory as factory
 
 from openrecycle.agent.protocol import JobState
-from openrecycle.app.jobs.view import JobView
-from openrecycle.app.observing.baseline import Baseline
+from openrecycle.app.console.view import JobView
+from openrecycle.app.jobs.baseline import Baseline
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks

@@ -11,7 +11,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere
 
-from openrecycle.app.console import set_console
+from openrecycle.app.console.service import set_console
 from openrecycle.app.plans.idea import pictures
 from openrecycle.app.ui import snippets
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette

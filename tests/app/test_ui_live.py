@@ -14,7 +14,7 @@ from ui_console import MAIN, JobHere, until
 
 from openrecycle.agent.coordination.membership import Ladder, Mode
 from openrecycle.agent.protocol import LogLine, LogLines, Registration
-from openrecycle.app.console import Console, set_console
+from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.ui import live_now
 from openrecycle.app.ui.patience import Patience
 from openrecycle.app.workers.states import Condition
@@ -79,7 +79,9 @@ def test_events_are_filtered_and_acknowledged(console: Console) -> None:
 def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
     job = failed_job(console, "history")
     line = LogLine(at=time.time(), text="<b>hello</b>")
-    console.logs.take(console.job(job.job_id), LogLines(worker="W0_2", incarnation="W0_2-a", lines=(line,), skipped=0))
+    console.observing.logs.take(
+        console.job(job.job_id), LogLines(worker="W0_2", incarnation="W0_2-a", lines=(line,), skipped=0)
+    )
     until(lambda: bool(console.job(job.job_id).op_times.smoothed("W0_2")), "the heartbeats are taken in")
     test = open_live(job.job_id, worker="W0_2")
     page = html(test)
@@ -288,7 +290,7 @@ def test_a_job_that_has_ended_can_be_deleted(console: Console) -> None:
     assert job.job_id not in [known.job_id for known in console.list_jobs()]
     assert test.toast[0].value == "ends is deleted"
     assert test.query_params["job"] != job.job_id and "or-sentence" in html(test)
-    audit = console.audit.read(job_id=job.job_id)
+    audit = console.security.audit.read(job_id=job.job_id)
     assert [line["actor"] for line in audit if line["action"] == "delete"] == [golden("operator-in-the-browser")]
 
 

@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pytest
 import ui_factory as factory
 
-from openrecycle.app.jobs.view import EventView, JobView
+from openrecycle.app.console.view import EventView, JobView
 from openrecycle.app.ui.charts.progress import LATE, WORDS, Mark, generation_marks, losses, progress_rows, throughput
 from openrecycle.app.ui.charts.vega import LiveChart
 from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid

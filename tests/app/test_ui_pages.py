@@ -14,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.coordination.membership import Ladder
-from openrecycle.app.console import Console, set_console
+from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.plans.references import OfJob, parse_reference
 from tests.golden import golden
 

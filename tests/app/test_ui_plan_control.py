@@ -7,7 +7,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
 from openrecycle.agent.protocol import Acknowledgement
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.observing.rollout import RollOut, Taken
 from openrecycle.app.ui.plan_control import roll_out_html
 from tests.golden import golden
@@ -50,11 +50,11 @@ def test_a_plan_is_asked_for_and_the_page_says_what_became_of_it(console: Consol
     test.number_input(key="replan-seconds").set_value(5.0).run()
     test.button(key="replan").click().run()
     assert not test.exception
-    replan = console.replanning.status(job.job_id)
+    replan = console.plans.replanning.status(job.job_id)
     assert replan is not None and (replan.solver, replan.seconds) == ("list", 5.0)
 
     def over() -> bool:
-        found = console.replanning.status(job.job_id)
+        found = console.plans.replanning.status(job.job_id)
         return found is not None and found.outcome != "planning"
 
     until(over, "the new plan has been judged")
@@ -68,14 +68,14 @@ def test_the_search_is_seen_and_stopped(console: Console) -> None:
     job = JobHere(console, "long search", pipelines=6, stages=6, micro_batches=12, durations=slow, memory="7")
     job.register().commit(0, 3, 1)
     job.die("W0_1").resume(2)
-    console.replanning.start(job.job_id, "cp-sat", 300.0, "ada")
+    console.plans.replanning.start(job.job_id, "cp-sat", 300.0, "ada")
     test = open_live(job.job_id)
     assert "Planning again: " in html(test) and golden("s-of-at-most-5") in html(test)
     test.button(key="replan-stop").click().run()
     assert not test.exception and golden("best-plan-so-far-counts") in test.toast[0].value
 
     def over() -> bool:
-        found = console.replanning.status(job.job_id)
+        found = console.plans.replanning.status(job.job_id)
         return found is not None and found.outcome != "planning"
 
     until(over, "the search has ended")

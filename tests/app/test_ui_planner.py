@@ -12,7 +12,7 @@ from planner_page import click, compared, figure, open_page, page_console, param
 from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.whatif import WhatIf, parse
 from openrecycle.planner.job import Job
@@ -33,7 +33,7 @@ def console(here: ConsoleHere) -> Iterator[Console]:
 def test_without_a_job_the_page_asks_and_starts_nothing(console: Console) -> None:
     test = open_page()
     assert golden("no-plan-can-be-shorter-than-21") in words(test)
-    assert console.solves.all() == [] and params(test) == {}
+    assert console.plans.solves.all() == [] and params(test) == {}
     assert not test.button(key="planner-plan").disabled
     assert all("alive" in test.button(key=f"worker-W{p}_{s}").label for p in range(3) for s in range(4))
 
@@ -48,7 +48,7 @@ def test_a_click_kills_and_another_revives(console: Console) -> None:
     click(test, "worker-W1_2")
     assert params(test) == {"fail": "W0_0"}
     assert params(click(test, "planner-revive")) == {}
-    assert console.solves.all() == []
+    assert console.plans.solves.all() == []
 
 
 def test_each_technique_includes_the_ones_before(console: Console) -> None:
@@ -102,7 +102,7 @@ def test_every_control_is_in_the_link_and_a_link_sets_every_control(console: Con
     again.switch_page("planner.py")
     assert params(run(again)) == link
     assert params(click(again, "planner-reset")) == {}
-    assert console.solves.all() == []
+    assert console.plans.solves.all() == []
 
 
 def test_some_at_random(console: Console) -> None:
@@ -237,7 +237,7 @@ def test_a_search_under_way_is_shown_and_cancelled(console: Console) -> None:
     hard = job_doc(Job.uniform(6, 6, 12, durations={"F": 1, "I": 1.3, "W": 0.7, "transfer": 0.4}))
     question = WhatIf.of(hard.job(), ("W0_1", "W1_4", "W2_4"), WhatIf().technique, "7")
     test = click(open_page(**question.params(), solver="cp-sat", time="300"), "planner-plan")
-    solve = next(s for s in console.solves.all() if s.request.kind == "plan")
+    solve = next(s for s in console.plans.solves.all() if s.request.kind == "plan")
     until(lambda: bool(solve.points), "there is a plan")
     run(test)
     page = words(test)
@@ -254,11 +254,11 @@ def test_a_planning_process_that_dies_is_an_error_on_the_page(console: Console) 
     test = open_page(fail="W1_2")
     # Whatever the process may say or not: it is gone.
     click(test, "planner-plan")
-    for solve in console.solves.all():
+    for solve in console.plans.solves.all():
         assert solve.child is not None
         solve.child.process.kill()
     settled(test, console)
-    plan_made = [s for s in console.solves.all() if s.request.kind == "plan" and s.plan is not None]
+    plan_made = [s for s in console.plans.solves.all() if s.request.kind == "plan" and s.plan is not None]
     assert plan_made or golden("ended-before-it-was-done") in words(test)
     if not plan_made:
         assert not test.button(key="planner-plan").disabled, "one may try again"
@@ -274,20 +274,20 @@ def test_a_plan_is_kept_and_its_link_shows_it(console: Console) -> None:
     click(test, "planner-keep")
     link = params(test)
     assert "Saved as “the paper's”" in words(test)
-    (row,) = console.library.saved()
+    (row,) = console.plans.library.saved()
     assert (row["name"], link["saved"]) == ("the paper's", row["fingerprint"])
     # The link of a colleague, in a console that has not planned it.
-    console.solves.close()
-    console.solves = Solves()
+    console.plans.solves.close()
+    console.plans.solves = Solves()
     again = open_page(saved=link["saved"])
     assert params(again) == link and "27 slots" in words(again) and golden("a-saved-plan") in words(again)
-    assert console.solves.all() == []
+    assert console.plans.solves.all() == []
     again.button(key="planner-to-plan").click()
     run(again)
     assert again.query_params["plan"] == f"saved:{link['saved']}" and "27 slots" in words(again)
     again = open_page(saved=link["saved"])
     click(again, "planner-forget")
-    assert console.library.saved() == [] and "saved" not in params(again)
+    assert console.plans.library.saved() == [] and "saved" not in params(again)
     assert golden("expected-the-fingerprint-of-a") in words(open_page(saved=link["saved"]))
 
 
@@ -321,12 +321,12 @@ def test_a_plan_that_does_not_fit_says_why(console: Console) -> None:
 
 
 def test_a_saved_plan_is_taken_over(console: Console) -> None:
-    console.library.save(plan(("W2_1",), unit="slot"), "two one")
+    console.plans.library.save(plan(("W2_1",), unit="slot"), "two one")
     test = open_page()
     test.selectbox(key="planner-take").select(f"saved {plan(('W2_1',), unit='slot').fingerprint}")
     run(test)
     assert params(test)["fail"] == "W2_1" and golden("a-saved-plan") in words(test)
-    assert console.solves.all() == []
+    assert console.plans.solves.all() == []
 
 
 # -- size ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.protocol import Heartbeat
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.measured_profile import measured_profile
 from openrecycle.app.plans.whatif import parse
 from openrecycle.app.security.callers import Caller, Role
@@ -99,7 +99,7 @@ def test_a_profile_is_saved_chosen_replaced_and_deleted(console: Console) -> Non
     click(click(other, "planner-profile-delete"), "act-kill-profile")
     assert "**stairs** is deleted" in words(other) and selected(other) == "even"
     assert golden("expected-the-name-of-a") in words(open_page(profile=link))
-    told = [(row["action"], row["detail"]) for row in console.audit.read()]
+    told = [(row["action"], row["detail"]) for row in console.security.audit.read()]
     assert told[-3:] == [("save profile", ""), ("save profile", "replaced"), ("delete profile", "")]
 
 
@@ -129,18 +129,18 @@ def test_what_a_job_measures_is_a_profile(console: Console) -> None:
     }
     assert made.job().time_unit == "ms"
     save_as(test, "as-measured")
-    assert console.profiles.job("as-measured").profiles == made.job().profiles
-    console.profiles.delete("as-measured")
+    assert console.plans.profiles.job("as-measured").profiles == made.job().profiles
+    console.plans.profiles.delete("as-measured")
 
 
 def test_whoever_may_only_look_on_chooses_and_does_not_save(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    console.profiles.put("theirs", job_doc(Job.uniform(1, 2, 1)), "ada")
+    console.plans.profiles.put("theirs", job_doc(Job.uniform(1, 2, 1)), "ada")
     viewer = Caller("oidc:grace", "grace", Role.VIEW)
-    monkeypatch.setattr(console.access, "guarded", True)
-    monkeypatch.setattr(console.access, "caller", lambda header: viewer)
+    monkeypatch.setattr(console.security.access, "guarded", True)
+    monkeypatch.setattr(console.security.access, "caller", lambda header: viewer)
     test = choose(open_page(), "saved:theirs")
     assert selected(test) == "saved:theirs" and params(test)["grid"] == "3x2x6"
     assert test.button(key="planner-profile-save").disabled and test.button(key="planner-profile-delete").disabled
     assert golden("grace-may-look-at-everything") in words(test)
     monkeypatch.undo()
-    console.profiles.delete("theirs")
+    console.plans.profiles.delete("theirs")

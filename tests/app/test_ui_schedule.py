@@ -17,7 +17,7 @@ from streamlit.testing.v1.element_tree import Selectbox
 from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.protocol import MeasuredOps
-from openrecycle.app.console import Console, set_console
+from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.ui import bound, box_select, schedule_filters, schedule_large, time_range
 from openrecycle.app.ui.charts import overview
 from openrecycle.app.ui.schedule_facts import critical_words
@@ -83,7 +83,7 @@ def test_a_plan_is_drawn_without_reading_what_its_job_does(
 
     fingerprint = console.head(job.job_id).plan
     monkeypatch.setattr(console, "view", read)
-    monkeypatch.setattr(console.accounts, "of", read)
+    monkeypatch.setattr(console.observing.accounts, "of", read)
     test = open_page(job=job.job_id, plan=f"job:{job.job_id}:{fingerprint}")  # by way of Live, which fails
     assert {"memory", "ghost"} <= kinds(test) and "drawn job" in words(test)
 
@@ -151,7 +151,7 @@ def test_a_saved_plan_is_shown_without_any_job(tmp_path: Path) -> None:
     empty = ConsoleHere(tmp_path)
     set_console(empty.console)
     try:
-        saved = empty.console.library.save(factory.plan(("W0_1",), unit="slot"), "kept")
+        saved = empty.console.plans.library.save(factory.plan(("W0_1",), unit="slot"), "kept")
         test = open_page()
         assert test.selectbox(key="plan-picker").options == ["Saved: kept"]
         assert "<b>out</b>" in json.dumps(drawn(test)[1]), "nobody knows why"
@@ -225,14 +225,14 @@ def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch)
 def measure(console: Console, job: JobHere) -> int:
     """The job's workers record the iteration that the console asks for, exactly as planned; returns which."""
     live = console.job(job.job_id)
-    console.measuring.newest(live, watch=True)
+    console.observing.measuring.newest(live, watch=True)
 
     def asked() -> bool:
         job.commit(live.state.committed, live.state.committed, live.state.generation)
-        return console.measuring.wanted(job.job_id) is not None
+        return console.observing.measuring.wanted(job.job_id) is not None
 
     until(asked, "an iteration is asked for")
-    iteration, plan = console.measuring.wanted(job.job_id), console.view(job.job_id).plan
+    iteration, plan = console.observing.measuring.wanted(job.job_id), console.view(job.job_id).plan
     assert iteration is not None and plan is not None
     for name in job.living:
         ops = plan.workers[name]
@@ -251,7 +251,7 @@ def measure(console: Console, job: JobHere) -> int:
             starts_us=tuple(round(1000 * op.start) for op in ops),
             durations_us=tuple(round(1000 * op.duration) for op in ops),
         )
-        console.measuring.take(live, part)
+        console.observing.measuring.take(live, part)
     return iteration
 
 
@@ -323,7 +323,7 @@ def test_the_head_names_the_plan_that_is_shown(console: Console, job: JobHere) -
     def head(test: AppTest) -> str:
         return next(e.proto.body for e in test.get("html") if '<h1 class="or-title">' in e.proto.body)
 
-    kept = console.library.save(factory.plan(grid=(2, 3, 5)), "two by three")
+    kept = console.plans.library.save(factory.plan(grid=(2, 3, 5)), "two by three")
     other = head(open_page(job=job.job_id, plan=f"saved:{kept}"))
     assert "two by three" in other and "2 pipelines × 3 stages, 5 micro-batches each" in other
     assert golden("not-a-plan-of", job.spec.name) in other
@@ -334,7 +334,9 @@ def test_a_file_with_a_plan_is_read_and_shown(console: Console, job: JobHere) ->
     plan = factory.plan(("W0_1",), grid=(2, 3, 4))
     test = open_page(job=job.job_id)
     test.file_uploader[0].set_value(("mine.json", plan.to_json().encode(), "application/json")).run()
-    until(lambda: any(row["fingerprint"] == plan.fingerprint for row in console.library.saved()), "the plan is kept")
+    until(
+        lambda: any(row["fingerprint"] == plan.fingerprint for row in console.plans.library.saved()), "the plan is kept"
+    )
     until(lambda: test.run().query_params.get("plan") == f"saved:{plan.fingerprint}", "the plan is shown")
     assert "mine" in words(test) and "2 pipelines × 3 stages" in words(test)
     test.file_uploader[0].set_value(("other.json", b'{"no": "plan"}', "application/json")).run()

@@ -8,7 +8,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.leadership.host import ConsoleHost, set_host
 from openrecycle.app.leadership.watch import LeaderStatus
 from tests.golden import golden

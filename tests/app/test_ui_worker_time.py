@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrecycle.app.observing.worker_history import Metric, Series
+from openrecycle.app.console.worker_history import Metric, Series
 from openrecycle.app.ui.charts.worker_time import broken, memory, op_times
 from openrecycle.app.ui.theme import LIGHT
 

@@ -17,7 +17,7 @@ from openrecycle.agent.protocol import (
     Recovery,
     Registration,
 )
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 

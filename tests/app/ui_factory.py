@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 from openrecycle.agent.protocol import JobSpec, JobState
-from openrecycle.app.jobs.view import EventView, IterationView, JobSummary, JobView, RecoveryView, WorkerView
-from openrecycle.app.observing.baseline import Baseline
+from openrecycle.app.console.view import EventView, JobSummary, JobView, RecoveryView, WorkerView
+from openrecycle.app.jobs.baseline import Baseline
 from openrecycle.app.observing.goodput import Figures
+from openrecycle.app.observing.rates import IterationView
 from openrecycle.app.workers.states import OUT, Condition, Process, RoleState
 from openrecycle.planner.failures import parse_failed
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique

@@ -24,7 +24,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwright
 
 from openrecycle.app.catalogs.fill import parse_request
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.planner.job import Job, Problem, Worker
 from openrecycle.planner.plan import job_doc
@@ -83,7 +83,7 @@ def main() -> None:
                 Problem(Job.uniform(sizes.pipelines, sizes.stages, sizes.micro_batches), frozenset({Worker(3, 5)})),
                 solver="list",
             )
-            fingerprint = here.console.library.save(plan, "large")
+            fingerprint = here.console.plans.library.save(plan, "large")
             columns = PlanColumns(here.database)
             while columns.get(fingerprint) is None:
                 time.sleep(0.2)

@@ -23,8 +23,8 @@ from sqlalchemy import text
 from openrecycle.agent.protocol import Heartbeat, JobSpec
 from openrecycle.app.history.archive import export
 from openrecycle.app.history.importing import import_history
-from openrecycle.app.observing.keep import Keep
-from openrecycle.app.observing.recording import Recording
+from openrecycle.app.jobs.recording import Recording
+from openrecycle.app.settings import Keep
 from openrecycle.db.heartbeats import GROUP, Heartbeats, Level, groups
 from openrecycle.db.samples import METRICS, Samples, from_beats, joined, pack, rolled_up
 from openrecycle.db.session import Database

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from openrecycle.app.plans.comparing import WORKED_EXAMPLE
+from openrecycle.app.console.comparing import WORKED_EXAMPLE
 from openrecycle.app.runtime.documents import PLAN_MIB
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.plan import Plan

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from openrecycle.agent.protocol import JobSpec, Registration
 from openrecycle.app.api.routes import create_routes
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.job import Job, Problem

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from openrecycle.app.jobs.view import EventView, IterationView, RecoveryView
+from openrecycle.app.console.view import EventView, RecoveryView
+from openrecycle.app.observing.rates import IterationView
 from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.words import milliseconds

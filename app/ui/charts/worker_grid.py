@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from openrecycle.app.jobs.view import JobView, WorkerView
+from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
 from openrecycle.app.ui.theme import Palette

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from openrecycle.app.observing.worker_history import Series, Values
+from openrecycle.app.console.worker_history import Series, Values
 from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.drawing import OP_WORDS

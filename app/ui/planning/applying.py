@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from openrecycle.agent.protocol import JobState
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.applying import misfit, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui.access import actor
@@ -40,7 +40,7 @@ def apply(console: Console, plan: Plan) -> None:
 
 def _apply(console: Console, plan: Plan) -> None:
     try:
-        reason = use_plan(console, st.session_state[JOB], plan, actor(console))
+        reason = use_plan(console.job(st.session_state[JOB]), plan, actor(console))
     except ConsoleError as error:
         say(PAGE, f"The plan was not applied: {error}")
     else:

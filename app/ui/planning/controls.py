@@ -9,9 +9,9 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.plan_sources import without
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.solving_child import MAX_SECONDS
-from openrecycle.app.plans.sources import without
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.plans.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
 from openrecycle.app.plans.worked_example import STEPS
@@ -64,7 +64,7 @@ TAKE = "planner-take"
 def sources(console: Console) -> None:
     """Questions to begin with: the paper's example, a job's, a saved plan's."""
     jobs = {f"job {job.job_id}": f"{job.name} · {job.job_id}" for job in console.list_jobs()}
-    saved = {f"saved {row['fingerprint']}": f"Saved: {row['name']}" for row in console.library.saved()}
+    saved = {f"saved {row['fingerprint']}": f"Saved: {row['name']}" for row in console.plans.library.saved()}
     names = {**jobs, **saved}
     with st.container(horizontal=True, vertical_alignment="bottom", width="content", key="planner-sources"):
         st.button(
@@ -94,7 +94,7 @@ def example(console: Console) -> None:
     for step in STEPS:
         try:
             with acting(console, "plan"):
-                console.solves.start(step.question.asked())
+                console.plans.solves.start(step.question.asked())
         except ConsoleError as error:
             say(PAGE, str(error))
 
@@ -106,7 +106,7 @@ def _take(console: Console) -> None:
         return
     try:
         if kind == "saved":
-            plan = console.library.saved_plan(name)
+            plan = console.plans.library.saved_plan(name)
             change(WhatIf.of_plan(plan), saved=name)
         else:
             live = console.job(name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.profiles import ProfileInfo
 from openrecycle.app.plans.whatif import WhatIf, to_keep
 from openrecycle.app.runtime.errors import ConsoleError
@@ -94,9 +94,9 @@ def _save(console: Console, key: str, replaced: ProfileInfo | None) -> None:
     try:
         by = actor(console)
         document = to_keep(question, measured if word == question.profile else None)
-        console.profiles.put_over(name, document, by, updated_at=seen)
-        console.audit.record(by, "save profile", name, detail="replaced" if seen else "")
-        change(question.with_kept(console.profiles.kept(name)))
+        console.plans.profiles.put_over(name, document, by, updated_at=seen)
+        console.security.audit.record(by, "save profile", name, detail="replaced" if seen else "")
+        change(question.with_kept(console.plans.profiles.kept(name)))
     except (ConsoleError, PlannerError) as error:
         say(FIELD, str(error))
         return
@@ -130,8 +130,8 @@ def _delete(console: Console, name: str) -> None:
     _ask("")
     try:
         by = actor(console)
-        console.profiles.delete(name)
-        console.audit.record(by, "delete profile", name)
+        console.plans.profiles.delete(name)
+        console.security.audit.record(by, "delete profile", name)
         remember_name(question)
         change(question.with_own())
     except (ConsoleError, PlannerError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.solving_child import Migrations
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.runtime.errors import ConsoleError
@@ -48,7 +48,7 @@ def migrations(console: Console, question: WhatIf, job: Job, colours: Palette) -
                 on_change=_price,
                 args=(console, name),
             )
-        known = console.solves.find(question.migrations_asked())
+        known = console.plans.solves.find(question.migrations_asked())
         if known is None or (known.over and known.migrations is None):
             st.button("Look for migrations", key="planner-look", on_click=look, args=(console,))
     if not question.state_gb and not any(p.weight_bytes + p.optimizer_bytes for p in job.profiles):
@@ -69,7 +69,7 @@ def look(console: Console) -> None:
     """Begins to look, in the background."""
     try:
         with acting(console, "look for migrations"):
-            console.solves.start(now().migrations_asked())
+            console.plans.solves.start(now().migrations_asked())
     except (ConsoleError, PlannerError) as error:
         say(PAGE, str(error))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.measured_profile import measured_profile
 from openrecycle.app.plans.profile_table import HELP, edited, table
 from openrecycle.app.plans.profiles import ProfileInfo
@@ -45,7 +45,7 @@ ROWS = 12
 
 
 def profile(console: Console, question: WhatIf, found: Checked) -> None:
-    known = console.profiles.list()
+    known = console.plans.profiles.list()
     options = _options(console, known)
     named = question.profile if question.profile in options else OWN
     if question.named is not None:
@@ -162,7 +162,7 @@ def _choose(console: Console) -> None:
     kind, _, of = name.partition(":")
     try:
         if kind == SAVED:
-            change(now().with_kept(console.profiles.kept(of)))
+            change(now().with_kept(console.plans.profiles.kept(of)))
         elif kind == MEASURED:
             _take_measured(console, of)
         elif name != OWN:
@@ -201,7 +201,7 @@ def _edit(key: str, document: JobDoc) -> None:
 def _show_plan(console: Console, reference: str) -> None:
     """Asks what the plan answers, and shows it as the answer."""
     fingerprint = reference.partition(":")[2]
-    change(WhatIf.of_plan(console.library.saved_plan(fingerprint)), saved=fingerprint)
+    change(WhatIf.of_plan(console.plans.library.saved_plan(fingerprint)), saved=fingerprint)
 
 
 def _upload(console: Console) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
@@ -180,7 +180,7 @@ def _peak_memory(plan: Plan) -> str:
 
 
 def _save(console: Console, plan: Plan, question: WhatIf) -> None:
-    kept = next((row for row in console.library.saved() if row["fingerprint"] == plan.fingerprint), None)
+    kept = next((row for row in console.plans.library.saved() if row["fingerprint"] == plan.fingerprint), None)
     with st.popover("Saved" if kept else "Save", icon=":material/bookmark:", key="planner-save"):
         if kept:
             st.markdown(f"Kept as **{_plain(kept['name'])}**. The link to this page shows it.")
@@ -200,7 +200,7 @@ def _keep(console: Console, plan: Plan, key: str) -> None:
     name = st.session_state[key]
     try:
         with acting(console, "save plan", plan.fingerprint):
-            console.library.save(plan, name)
+            console.plans.library.save(plan, name)
     except ConsoleError as error:
         say("page", str(error))
         return
@@ -211,7 +211,7 @@ def _keep(console: Console, plan: Plan, key: str) -> None:
 def _forget(console: Console, plan: Plan) -> None:
     try:
         with acting(console, "forget plan", plan.fingerprint):
-            console.library.forget(plan.fingerprint)
+            console.plans.library.forget(plan.fingerprint)
     except ConsoleError as error:
         say("page", str(error))
     change(now())
@@ -242,10 +242,10 @@ def _sent(console: Console, link: str) -> Shown | None:
     """The plan that a link was compared with; where it is not there, that is said."""
     try:
         if link.startswith(f"{SAVED}:"):
-            plan = console.library.saved_plan(link.partition(":")[2])
+            plan = console.plans.library.saved_plan(link.partition(":")[2])
             return Shown(question_words(WhatIf.of_plan(plan)), plan, link)
         asked = parse_word(link)
-        solve = console.solves.find(asked.asked())
+        solve = console.plans.solves.find(asked.asked())
         if solve is not None and solve.plan is not None:
             return Shown(question_words(asked), solve.plan, link)
         words = f"plan {question_words(asked)} to see it"

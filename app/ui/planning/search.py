@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text
@@ -26,7 +26,7 @@ def search(console: Console, solve: Solve, unit: str, colours: Palette) -> None:
 
 def _follow(console: Console, solve_id: str, unit: str, colours: Palette) -> None:
     try:
-        solve = console.solves.get(solve_id)
+        solve = console.plans.solves.get(solve_id)
     except ConsoleError:
         st.rerun()
     if solve.over:
@@ -62,7 +62,7 @@ def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
 
 def others(console: Console, shown: Sequence[str]) -> None:
     """What else is being made, by whomever, and the way to end it. shown: ids of those the page has elsewhere."""
-    for solve in console.solves.all():
+    for solve in console.plans.solves.all():
         if solve.over or solve.id in shown or solve.request.kind != "plan":
             continue
         job = solve.request.job
@@ -84,6 +84,6 @@ def _standing(solve: Solve) -> str:
 def _stop(console: Console, solve_id: str) -> None:
     try:
         with acting(console, "stop solve", solve_id):
-            console.solves.stop(solve_id)
+            console.plans.solves.stop(solve_id)
     except ConsoleError as error:
         say(PAGE, str(error))

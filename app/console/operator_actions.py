@@ -12,9 +12,8 @@ from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
 from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, Member, Mode, Offer
 from openrecycle.agent.protocol import Command, WorkerState
-from openrecycle.app.jobs.agent_reports import plain
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError, plain
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
 

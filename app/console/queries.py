@@ -1,4 +1,4 @@
-"""What people, pages and dashboards read of every job. A part of app.console.Console."""
+"""What people, pages and dashboards read of every job. A part of app.console.service.Console."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openrecycle.agent.coordination.membership import Ladder
-from openrecycle.app.jobs.agent_reports import plain
+from openrecycle.app.console.jobs import PastJobs
+from openrecycle.app.console.view import JobHead, JobSummary, JobView
+from openrecycle.app.console.view_builder import SHARED, SHARED_SECONDS, head, job_view, summary
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.past_jobs import PastJobs
-from openrecycle.app.jobs.view import IterationView, JobHead, JobSummary, JobView
-from openrecycle.app.jobs.view_builder import SHARED, SHARED_SECONDS, PlanCache, head, job_view, summary
-from openrecycle.app.observing.goodput import Accounts
-from openrecycle.app.observing.rates import recent_rate, share_of
-from openrecycle.app.runtime.errors import storing, unknown_plan
+from openrecycle.app.observing.job_history import Row, changes
+from openrecycle.app.observing.rates import IterationView, recent_rate, share_of
+from openrecycle.app.observing.service import Observing
+from openrecycle.app.plans.service import Plans
+from openrecycle.app.runtime.errors import plain, storing, unknown_plan
 from openrecycle.app.workers.sentence import sentence
 from openrecycle.app.workers.states import WorkerStates
-from openrecycle.db.observations import Observations
 from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.plan import Plan
@@ -39,10 +39,9 @@ class Readings(ABC):
     """Thread-safe. Every method raises ConsoleError: for an unknown job, or a database that does not answer."""
 
     _store: Store
-    _plans: PlanCache
     ladder: Ladder
-    observations: Observations
-    accounts: Accounts
+    plans: Plans
+    observing: Observing
     past: PastJobs
 
     @abstractmethod
@@ -76,25 +75,21 @@ class Readings(ABC):
         """workers: with what is seen of each, of which there may be thousands."""
         job = self.job(job_id)
         with storing():
-            figures, waited = self.accounts.of(job), self.accounts.waiting.of(job)
-            stores = self._store, self.observations
+            figures, waited = self.observing.accounts.of(job), self.observing.accounts.waiting.of(job)
+            stores = self._store, self.observing.observations
 
             def say(worker_states: WorkerStates, newest: Sequence[IterationView]) -> str:
                 share = share_of(recent_rate(newest), figures)
                 return sentence(worker_states, time.monotonic(), self.ladder, share=share)
 
-            return job_view(job, stores, self._plans, say, figures, waited, iterations, events, workers=workers)
+            return job_view(job, stores, self.plans.cache, say, figures, waited, iterations, events, workers=workers)
 
     def sentence(self, job: LiveJob) -> str:
         return sentence(job.worker_states(), time.monotonic(), self.ladder)
 
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""
-        with storing():
-            plan = self._plans.get(plain(fingerprint))
-        if plan is None:
-            raise unknown_plan(fingerprint)
-        return plan
+        return self.plans.plan(fingerprint)
 
     def plan_document(self, job_id: str, fingerprint: str) -> str:
         """The stored JSON, as it is. Raises ConsoleError (404)."""
@@ -109,7 +104,7 @@ class Readings(ABC):
             raise unknown_plan(fingerprint)
         return document
 
-    def plans(self, job_id: str) -> list[Record]:
+    def job_plans(self, job_id: str) -> list[Record]:
         """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""
         self.job(job_id)
         with storing():
@@ -124,6 +119,27 @@ class Readings(ABC):
         self.job(job_id)
         with storing():
             return self._store.iterations(job_id, after=after, limit=limit)
+
+    def past_failures(self, job_id: str, seconds: float | None = None) -> tuple[tuple[Row, ...], float]:
+        """((seconds since the first generation, worker, `failed` or `joined`), ...), seconds covered: to now, or the
+        first so many: what a simulation can be run on.
+
+        A generation tells both: who is out that was in before, and who is in that was out.
+        """
+        job = self.job(job_id)
+        with storing():
+            generations = self._store.generations(job_id)
+        if not generations:
+            return (), 0.0
+        begin = generations[0]["opened_at"]
+        rows = changes(generations, begin)
+        iterations = self.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
+        last = iterations[-1]["committed_at"] if iterations else time.time()
+        # Whole ten seconds: a page that is opened again soon asks the same question.
+        covered = 10.0 * ((max(last, generations[-1]["opened_at"]) - begin) // 10 + 1)
+        if seconds is not None:
+            covered = min(covered, seconds)
+        return tuple(row for row in rows if row[0] <= covered), covered
 
     def generations_by_plan(self, job_id: str) -> dict[str, list[int]]:
         """The numbers of the generations that each plan was run in, by its fingerprint."""

@@ -1,4 +1,4 @@
-"""Op times that workers report, smoothed for display, and as they come for app.observing.drifting."""
+"""Op times that workers report, smoothed for display, and as they come for app.plans.drifting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the UI sees of a job: plain data, made by app.console, drawn by app.ui.
+"""What the UI sees of a job: plain data, made by app.console.service, drawn by app.ui.
 
 Times: `*_at` are POSIX seconds (wall clock, for display); `*_age` are seconds by the monotonic
 clock of the console.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from openrecycle.agent.protocol import Doing, JobSpec, JobState, OpKind
 from openrecycle.app.observing.goodput import Figures
+from openrecycle.app.observing.rates import IterationView
 from openrecycle.app.workers.states import Condition, Process, RoleState
 from openrecycle.planner.plan import Plan
 
@@ -46,22 +47,6 @@ class WorkerView(NamedTuple):
     since: float = 0.0
     slot: str = ""
     moved_to: str = ""
-
-
-@dataclass(frozen=True)
-class IterationView:
-    """seconds: wall time of the iteration, without waited, for which the job waited for a person in it. skipped:
-    micro-batches, numbered over the pipelines, that are in no sum of it. samples_per_second: global batch / seconds."""
-
-    iteration: int
-    loss: float
-    seconds: float
-    samples_per_second: float
-    generation: int
-    living: int
-    committed_at: float
-    waited: float = 0.0
-    skipped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

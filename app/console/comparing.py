@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.plan_sources import made_name, measured_name, names, saved_names, techniques
+from openrecycle.app.console.service import Console
 from openrecycle.app.plans.references import Made, OfJob, Reference
-from openrecycle.app.plans.sources import made_name, measured_name, names, saved_names, techniques
 from openrecycle.planner.export.compare import by_stage
 from openrecycle.planner.job import Technique
 from openrecycle.planner.schedule import Schedule

@@ -1,94 +1,27 @@
-"""Makes what the UI and the API see of a job: app.jobs.view's plain data."""
+"""Makes what the UI and the API see of a job: app.console.view's plain data."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from openrecycle.agent.coordination.membership import Member
+from openrecycle.app.console.view import EventView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.view import EventView, IterationView, JobHead, JobSummary, JobView, RecoveryView, WorkerView
+from openrecycle.app.jobs.stored_plans import PlanCache
+from openrecycle.app.jobs.waiting import Waited, segments
 from openrecycle.app.observing.goodput import Figures
-from openrecycle.app.observing.rates import iteration_view
-from openrecycle.app.observing.waiting import Waited, segments
-from openrecycle.app.plans.packing import Packing
-from openrecycle.app.plans.stored import stored_plan
+from openrecycle.app.observing.rates import IterationView, iteration_view
 from openrecycle.app.workers.states import OUT, WorkerStates
 from openrecycle.db.observations import Observations
-from openrecycle.db.plan_columns import PlanColumns
 from openrecycle.db.store import Store
-from openrecycle.planner.plan import Plan
-
-# Parsed plans kept in memory; a document's plan of 393,216 ops takes about 40 MB.
-_KEEP_PLANS = 64
-_KEEP_OPS = 400_000
 
 # Of jobs of so many workers, what is seen of each is made once a second, however many look.
 SHARED, SHARED_SECONDS = 256, 1.0
 # And some at a time: while another thread is at work, the event loop gets its turn once for each heartbeat, which is
 # not often enough for thousands a second.
 AT_ONCE, PAUSE_SECONDS = 256, 0.001
-
-
-class PlanCache:
-    """Plans by fingerprint, out of the store; the most recently used ones stay parsed. Thread-safe.
-
-    Large ones are put into columns once they are asked for, and are read in no time from then on.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._packing = Packing(PlanColumns(store.database), self._packed)
-        self._lock = threading.Lock()
-        self._plans: OrderedDict[str, tuple[Plan, dict[str, int]]] = OrderedDict()
-
-    def get(self, fingerprint: str) -> Plan | None:
-        found = self._get(fingerprint)
-        return found[0] if found else None
-
-    def rerouted(self, fingerprint: str) -> dict[str, int]:
-        """worker -> micro-batches of other pipelines that it runs per iteration."""
-        found = self._get(fingerprint)
-        return found[1] if found else {}
-
-    def _get(self, fingerprint: str) -> tuple[Plan, dict[str, int]] | None:
-        with self._lock:
-            if found := self._plans.get(fingerprint):
-                self._plans.move_to_end(fingerprint)
-                return found
-        plan = stored_plan(self._store, fingerprint)
-        if plan is None:
-            return None
-        if not plan.in_arrays:
-            self._packing.want(fingerprint, plan.op_count)
-        found = (plan, plan.rerouted())
-        with self._lock:
-            self._plans[fingerprint] = found
-            ops = sum(p.op_count for p, _ in self._plans.values())
-            while len(self._plans) > 1 and (len(self._plans) > _KEEP_PLANS or ops > _KEEP_OPS):
-                ops -= self._plans.popitem(last=False)[1][0].op_count
-        return found
-
-    def stored(self, plan: Plan) -> None:
-        """A plan has been stored, and will be asked for: it need not be read as a document first."""
-        if not plan.in_arrays:
-            self.will_be_asked_for(plan.fingerprint, plan.op_count)
-
-    def will_be_asked_for(self, fingerprint: str, ops: int) -> None:
-        """As `stored`, of a plan that nobody has here."""
-        self._packing.want(fingerprint, ops)
-
-    def close(self) -> None:
-        """Ends what is done in the background."""
-        self._packing.close()
-
-    def _packed(self, fingerprint: str) -> None:
-        """Whoever asks next gets the columns, which take a tenth of the memory."""
-        with self._lock:
-            self._plans.pop(fingerprint, None)
 
 
 @dataclass(frozen=True)

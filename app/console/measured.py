@@ -8,16 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING
 
+from openrecycle.app.console.service import Console
 from openrecycle.app.observing.measuring import Measured
 from openrecycle.planner.job import Job, Problem, StageProfile, Worker
 from openrecycle.planner.migration import SECONDS
 from openrecycle.planner.plan import MEASURED, MetricsDoc, Plan, SolverDoc
 from openrecycle.planner.schedule import Op, Schedule
-
-if TYPE_CHECKING:
-    from openrecycle.app.console import Console
 
 _KEEP = 8
 _AROUND = 4
@@ -61,7 +58,7 @@ def measured_iteration(
 
     watch: somebody looks, so have it measured again soon. keep: for links to it. Raises ConsoleError.
     """
-    job, measuring = console.job(job_id), console.measuring
+    job, measuring = console.job(job_id), console.observing.measuring
     found = measuring.newest(job, watch=watch, keep=keep and iteration is None)
     if iteration is not None:
         found = measuring.kept(job, iteration)

@@ -1,4 +1,4 @@
-"""What agents and launchers say and ask, of every job. A part of app.console.Console.
+"""What agents and launchers say and ask, of every job. A part of app.console.service.Console.
 
 Every report goes through the coordinator of its job and into the database before it is answered;
 heartbeats alone are kept in memory and written behind.
@@ -30,11 +30,10 @@ from openrecycle.agent.protocol import (
     Registration,
 )
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.stored_plans import stored_plan
 from openrecycle.app.jobs.together import Report
-from openrecycle.app.observing.goodput import Accounts
-from openrecycle.app.observing.measuring import Measuring
-from openrecycle.app.plans.stored import stored_plan
-from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.observing.service import Observing
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing
 from openrecycle.db.store import Store
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import PlannerError
@@ -54,8 +53,7 @@ class Reports(ABC):
     not count, or a database that does not answer."""
 
     _store: Store
-    accounts: Accounts
-    measuring: Measuring
+    observing: Observing
 
     @abstractmethod
     def job(self, job_id: str) -> LiveJob:
@@ -95,7 +93,7 @@ class Reports(ABC):
             if isinstance(answer, ConsoleError)
         ]
         taken = len(reports) - len(refused)
-        measure = self.measuring.wanted(job.job_id)
+        measure = self.observing.measuring.wanted(job.job_id)
         return BatchReply(generation=job.state.generation, measure=measure, taken=taken, refused=tuple(refused))
 
     def failure(self, job_id: str, message: FailureReport) -> str:
@@ -180,7 +178,7 @@ class Reports(ABC):
         took, at = milliseconds(message.resumed_ms), time.time()
         text = f"generation {message.generation}: training resumed {took} after {message.worker} died"
         with storing():
-            people = sum(self.accounts.waiting.of(job).in_recovery({**message.model_dump(), "at": at}))
+            people = sum(self.observing.accounts.waiting.of(job).in_recovery({**message.model_dump(), "at": at}))
         if people:
             text += f", of it {milliseconds(1000 * people)} waiting for a person"
         with job.writing():
@@ -210,8 +208,3 @@ class Reports(ABC):
     def commands(self, job_id: str, after: int) -> list[Command]:
         """The commands with seq > after. Does not block."""
         return [c for c in self.job(job_id).commands if c.seq > after]
-
-
-def plain(text: str) -> str:
-    """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
-    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from openrecycle.app.console.service import Console
+from openrecycle.app.jobs.recording import grid_place
 from openrecycle.app.observing.recorder import clock_offset
-from openrecycle.app.observing.recording import grid_place
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db.heartbeats import Level
 from openrecycle.db.samples import METRICS, PHASES, joined, rolled_up
-
-if TYPE_CHECKING:
-    from openrecycle.app.console import Console
 
 # More are not asked for at once: beyond them the next longer step is taken.
 MAX_SAMPLES = 3_000
@@ -63,7 +60,7 @@ def worker_history(
         raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
     if not since < until:
         raise ConsoleError(422, "invalid", f"until: got {until!r}, expected more than since, {since!r}")
-    recorder = console.recorder
+    recorder = console.observing.recorder
     level = step or _level(since, until, time.time(), recorder.keep.seconds, recorder.keep.minutes)
     if (until - since) / level > MAX_SAMPLES:
         got = f"{until - since:,.0f} s of {level} s each"

@@ -1,4 +1,4 @@
-"""The audit log: who did what, on what. What changes a job is written with that change (app.jobs.operator_actions);
+"""The audit log: who did what, on what. What changes a job is written with that change (app.console.operator_actions);
 everything else that an operator does is written here, once it is done.
 """
 

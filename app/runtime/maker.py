@@ -1,7 +1,7 @@
-"""Long work in a child process: plans and advice are made there, one at a time, the most urgent first.
+"""Long work in a child process, one piece at a time, the most urgent first: plans and advice are made so.
 
-A solver in a thread of the console's process would hold up its heartbeats; in a child it can also
-be ended. JSON crosses the pipe, and large plans in columns (planner.packed).
+A solver in a thread of the console's process would hold up its heartbeats; in a child it can also be ended. What is
+made is for the feature that asks: it hands in the function that the child runs.
 """
 
 from __future__ import annotations
@@ -11,23 +11,14 @@ import json
 import math
 import queue
 import threading
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from openrecycle.app.advice.verdict import verdict_document
-from openrecycle.app.catalogs.outlook import OutlookRequest, outlook_document
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.garbage_collection import OP_BYTES, building
-from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.packed import from_bytes, to_bytes
-from openrecycle.planner.plan import JobDoc, Plan, PlanError
-from openrecycle.planner.solvers.portfolio import checked_plan_of, make_plan
 
 log = structlog.get_logger()
 
@@ -37,70 +28,34 @@ URGENT, AHEAD = 0, 1
 _ATTEMPTS = 2
 
 
+Serve = Callable[[Channel, bytes], None]
 Made = TypeVar("Made")
 Made_co = TypeVar("Made_co", covariant=True)
 
 
 class Request(Protocol[Made_co]):
-    """owner: what `cancel` goes by (the job's id). patience: seconds that its work may take; None: any."""
+    """owner: what `cancel` goes by (the job's id). patience: seconds that its work may take; None: any. makes: is what
+    comes of it new, and not just looked up?"""
 
     @property
     def owner(self) -> str: ...
+    @property
+    def makes(self) -> bool: ...
     @property
     def patience(self) -> float | None: ...
     def to_json(self) -> bytes: ...
     def read(self, document: bytes) -> Made_co: ...
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """Asks for one plan. time_limit: of the solver, in seconds."""
-
-    owner: str
-    job: JobDoc
-    failed: tuple[str, ...]
-    technique: str
-    memory: str
-    solver: str = "list"
-    time_limit: float = 60.0
-    patience: None = None
-
-    def to_json(self) -> bytes:
-        body = {**self.__dict__, "job": self.job.model_dump(mode="json")}
-        return json.dumps(body).encode()
-
-    def read(self, document: bytes) -> Plan:
-        return from_bytes(document, source="the planning process")
-
-
-@dataclass(frozen=True)
-class LookUpRequest:
-    """Asks for one plan of a catalog, fitted to the failures. info: of the catalog, as JSON. stored: the plan as it
-    lies there, under that name."""
-
-    owner: str
-    info: str
-    failed: tuple[str, ...]
-    name: str
-    stored: bytes
-    patience: None = None
-
-    def to_json(self) -> bytes:
-        return json.dumps({"look_up": {**self.__dict__, "stored": b64encode(self.stored).decode()}}).encode()
-
-    def read(self, document: bytes) -> Plan:
-        return from_bytes(document, source="the planning process")
-
-
 Done = Callable[[Made | None, str], None]
 """Called with (what was made, "") or (None, why there is nothing), in the maker's own thread."""
 
 
-class PlanMaker:
-    """Owns the child process. Thread-safe. `done` callbacks run one after the other. on_made: called with
-    everything that was made, and not just looked up, before them."""
+class Maker:
+    """Owns the child process. Thread-safe. `done` callbacks run one after the other. serve: what the child does with a
+    request (see `answered`). on_made: called with everything that was made, and not just looked up, before them."""
 
-    def __init__(self, name: str = "planning", *, on_made: Callable[[Any], None] = lambda made: None) -> None:
+    def __init__(self, serve: Serve, name: str, *, on_made: Callable[[Any], None] = lambda made: None) -> None:
         self._name = name
         self._on_made = on_made
         self._queue: queue.PriorityQueue[tuple[int, int, Request[Any] | None, Done[Any]]] = queue.PriorityQueue()
@@ -143,7 +98,7 @@ class PlanMaker:
                 return
             if request.owner not in self._cancelled:
                 try:
-                    if made is not None and not isinstance(request, LookUpRequest | OutlookRequest):
+                    if made is not None and request.makes:
                         self._on_made(made)
                     done(made, why)
                 except Exception:
@@ -167,11 +122,6 @@ class PlanMaker:
         return None, "the planning process died over it"
 
 
-def serve(channel: Channel, request: bytes) -> None:
-    """In the child."""
-    channel.say(answer(request))
-
-
 # Before what was made, and before why nothing was: a large document is not wrapped into another one.
 _MADE, _WHY = b"+", b"-"
 
@@ -181,42 +131,13 @@ def read_answer(data: bytes) -> tuple[bytes | None, str]:
     return (data[1:], "") if data[:1] == _MADE else (None, data[1:].decode())
 
 
-def answer(request: bytes) -> bytes:
-    """What `read_answer` reads."""
-    body = json.loads(request)
+def answered(request: bytes, make: Callable[[dict[str, Any]], bytes]) -> bytes:
+    """In the child: what `read_answer` reads. make: from the request's JSON; may raise PlannerError."""
+    asked = json.loads(request)
     try:
-        if "advise" in body:
-            return _MADE + verdict_document(body["advise"]).encode()
-        if "outlook" in body:
-            return _MADE + outlook_document(body["outlook"]).encode()
-        if "look_up" in body:
-            return _MADE + to_bytes(_looked_up(**body["look_up"]))
-        plan = make_plan(
-            problem(JobDoc.model_validate(body["job"]), body["failed"], body["technique"], body["memory"]),
-            solver=body["solver"],
-            time_limit=body["time_limit"],
-            look_ahead=body["solver"] != "list",  # asked for while workers wait
-            form=checked_plan_of,
-        )
+        return _MADE + make(asked)
     except PlannerError as error:
         return _WHY + str(error).encode()
     except Exception as error:
-        asked = body.get("advise") or body.get("look_up") or body
         log.exception("the planner failed", failed=asked.get("failed"))
         return _WHY + f"the planner failed ({type(error).__name__}); the console's log says more".encode()
-    return _MADE + to_bytes(plan)
-
-
-def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: object) -> Plan:
-    """Raises PlannerError when the stored plan is damaged, or not for such failures."""
-    catalog = StoredCatalog(CatalogInfo.from_json(info), MappedBlobs({name: b64decode(stored)}))
-    found = catalog.find(Worker.parse(worker, field="failed") for worker in failed)
-    if found is None:
-        raise PlanError(f"plan {name} is not for these failures")
-    return found.plan
-
-
-def problem(job: JobDoc, failed: Sequence[str], technique: str, memory: str) -> Problem:
-    """Raises PlannerError."""
-    workers = frozenset(Worker.parse(name, field="failed") for name in failed)
-    return Problem(job.job(), workers, Technique.of(technique), MemoryLimit.parse(memory))

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from openrecycle.app.console import Console
+from openrecycle.app.console.measured import MeasuredIteration, measured_iteration
+from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.observing.measured import MeasuredIteration, measured_iteration
 from openrecycle.app.plans.exporting import Export
 from openrecycle.app.plans.page_plans import TIME_LIMIT, Question
 from openrecycle.app.plans.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
@@ -67,7 +67,7 @@ def find(console: Console, reference: Reference) -> Source | Awaited:
         case Made():
             return _made(console, reference)
         case Saved(fingerprint):
-            return Source(reference, _saved_name(console, fingerprint), console.library.saved_plan(fingerprint))
+            return Source(reference, _saved_name(console, fingerprint), console.plans.library.saved_plan(fingerprint))
         case OfCatalog(fingerprint, plan_name):
             plan = console.catalogs.plan(fingerprint, plan_name)
             return Source(reference, f"Catalog {fingerprint[:8]}: {without(plan.failed)}", plan)
@@ -88,7 +88,7 @@ def job_catalog(console: Console, job: LiveJob) -> Catalog:
     if len(job.catalog):
         return job.catalog
     catalog = Catalog(job.catalog.job, job.catalog.technique, job.catalog.memory)
-    for record in console.plans(job.job_id):
+    for record in console.job_plans(job.job_id):
         with suppress(InputError):  # of another job's profile, before it was measured anew
             catalog.add(console.plan(record["fingerprint"]))
     return catalog
@@ -106,7 +106,7 @@ def names(console: Console, job_id: str, clock: Callable[[float], str] | None = 
         failed = run.failed
         words = f"{run.words[0].upper()}{run.words[1:]}, generation {run.generation}"
         out[str(OfJob(job_id))] = f"{words}: {without(failed, job.worker_states().why_out(failed))}"
-    records = sorted(console.plans(job_id), key=lambda r: (len(r["failed"]), r["failed"], r["created_at"]))
+    records = sorted(console.job_plans(job_id), key=lambda r: (len(r["failed"]), r["failed"], r["created_at"]))
     alike = Counter(tuple(record["failed"]) for record in records)
     ran = console.generations_by_plan(job_id) if any(n > 1 for n in alike.values()) else {}
     for record in records:
@@ -141,7 +141,7 @@ def measured_name(console: Console, job_id: str) -> dict[str, str]:
 
 def saved_names(console: Console) -> dict[str, str]:
     """Every plan of the library by its reference, newest first."""
-    return {str(Saved(row["fingerprint"])): f"Saved: {row['name']}" for row in console.library.saved()}
+    return {str(Saved(row["fingerprint"])): f"Saved: {row['name']}" for row in console.plans.library.saved()}
 
 
 def techniques(job_id: str, failed: tuple[str, ...], memory: str) -> Iterator[Made]:
@@ -209,14 +209,14 @@ def _measured(console: Console, reference: Measured) -> Source | Awaited:
 
 
 def _saved_name(console: Console, fingerprint: str) -> str:
-    found = (row["name"] for row in console.library.saved() if row["fingerprint"] == fingerprint)
+    found = (row["name"] for row in console.plans.library.saved() if row["fingerprint"] == fingerprint)
     return next(found, fingerprint[:12])
 
 
 def _made(console: Console, made: Made) -> Source | Awaited:
     try:
         job = made.of_slots or console.job(made.grid).job
-        answer = console.making.get(Question(job_doc(job), made.failed, made.technique, made.memory))
+        answer = console.plans.making.get(Question(job_doc(job), made.failed, made.technique, made.memory))
     except PlannerError as error:
         raise ConsoleError(422, "invalid", str(error)) from None
     job_id = None if made.of_slots else made.grid

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from openrecycle.agent.protocol import LogLine
-from openrecycle.app.console import Console
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import EventView, JobView, WorkerView
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.view import EventView, JobView, WorkerView
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.workers.states import HOLDING
 from openrecycle.planner.job import Worker
@@ -61,9 +61,9 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
         raise ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
     job = console.job(view.job_id)
     with storing():
-        states = console.observations.states(job.job_id, name)
-        events = console.observations.events_of(job.job_id, name, limit=EVENTS)
-        seen = console.observations.seen_events(job.job_id, [e["seq"] for e in events])
+        states = console.observing.observations.states(job.job_id, name)
+        events = console.observing.observations.events_of(job.job_id, name, limit=EVENTS)
+        seen = console.observing.observations.seen_events(job.job_id, [e["seq"] for e in events])
     # Of a worker that has not registered yet there is no state.
     ends = ([row["at"] for row in states[1:]] + [now])[: len(states)]
     return WorkerDetail(
@@ -74,7 +74,7 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
         ),
         _op_times(job, view, worker),
         tuple(EventView(**{k: e[k] for k in _EVENT}, seen_by=seen.get(e["seq"], ("",))[0]) for e in events),
-        console.logs.lines(job.job_id, name),
+        console.observing.logs.lines(job.job_id, name),
         view.plan.metrics.peak_activations.get(name) if view.plan else None,
     )
 

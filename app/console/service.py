@@ -1,0 +1,241 @@
+"""The console as a service: what the REST API and the pages call. Thread-safe.
+
+What agents and launchers say is in app.console.agent_reports, what people read of jobs in app.console.queries, what
+operators ask for in app.console.operator_actions.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.protocol import JobSpec
+from openrecycle.app.advice.service import Advising
+from openrecycle.app.catalogs.service import Catalogs
+from openrecycle.app.console.agent_reports import Reports
+from openrecycle.app.console.jobs import MAX_WORKERS, Jobs
+from openrecycle.app.console.operator_actions import Operators
+from openrecycle.app.console.queries import Readings
+from openrecycle.app.history.service import Histories
+from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
+from openrecycle.app.metrics.exposition import Metrics
+from openrecycle.app.metrics.jobs import OVER_SHOWN, JobMetrics
+from openrecycle.app.observing.service import Observing
+from openrecycle.app.plans.service import Plans
+from openrecycle.app.runtime.children import begin_without_pages
+from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
+from openrecycle.app.security.service import Security
+from openrecycle.app.settings import Keep
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
+
+log = structlog.get_logger()
+
+# What a console that is killed forgets of its workers' newest heartbeats; each sends another within a second.
+FLUSH_SECONDS = 5.0
+# For one job's turn; a database that does not answer takes a tenth of it.
+STUCK_SECONDS = 120.0
+# Between two looks whether the database can be written.
+PROBE_SECONDS = 1.0
+# Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
+FLUSH_AT_ONCE = 512
+
+
+class Console(Jobs, Reports, Readings):
+    """One per process and database. `start` before use, `close` at the end.
+
+    tolerance: plans are made ahead for up to this many failures. keep: how much of its history. pulse: of the event
+    loop that hears the workers; while that stands still, no silence counts.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        ladder: Ladder | None = None,
+        tolerance: int = 2,
+        keep: Keep | None = None,
+        pulse: EventLoopWatch | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store, ladder or Ladder(), clock)
+        self.pulse, self.tolerance = pulse or EventLoopWatch(clock=clock), tolerance
+        self.metrics, heartbeat = Metrics(), self.ladder.heartbeat
+        self.security = Security(store.database)
+        self.operators = Operators(self.job, store)
+        self.catalogs = Catalogs(store)
+        self.plans = Plans(
+            *(store, self.catalogs),
+            tolerance=tolerance,
+            heartbeat=heartbeat,
+            find=self.job,
+            jobs=self.live_jobs,
+            on_made=self.metrics.plan_made,
+        )
+        cache = self.plans.cache
+        self.observing = Observing(store, heartbeat, cache.get, self.live_jobs, self.job_ids, keep or Keep())
+        accounts = self.observing.accounts
+        waited = accounts.waiting.of
+        self._advising = Advising(store, waited)
+        self._job_metrics = JobMetrics(self.live_jobs, store, cache.get, accounts.of, self.past.states, waited)
+        self.metrics.registry.register(self._job_metrics)
+        self._unwatch = self.metrics.watch(store.database.engine)
+        self.histories = Histories(self, store.database)
+        self._stop = threading.Event()
+        self._got_on = self._clock()
+        self._probing, self._stored_at = threading.Lock(), -math.inf
+        self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
+
+    # -- life -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Takes up every job of the database that is not over; the others, of which there may be thousands, one by one
+        when somebody asks for them."""
+        begin_without_pages()
+        self.plans.start()
+        self._advising.start()
+        self.take_up_all(over=OVER_SHOWN)
+        self._got_on = self._clock()
+        self._ticker.start()
+        self.observing.start()
+        self.histories.start()
+
+    def stop_waiting(self) -> None:
+        """Sends every long-poll home, so that the server can end."""
+        for job in self.live_jobs():
+            job.topic.close()
+            job.generation_topic.close()
+        self.plans.stop_waiting()
+
+    def close(self) -> None:
+        """Writes what is not yet written, ends the child processes."""
+        self.stop_waiting()
+        self._stop.set()
+        if self._ticker.is_alive():
+            self._ticker.join(2)
+        self.security.close()
+        self.catalogs.close()
+        self.plans.close()
+        self._advising.close()
+        for job in self.live_jobs():
+            with suppress(ConsoleError):
+                job.take_heartbeats()
+        self.histories.close()
+        self.observing.close()
+        self._flush()
+        self._unwatch()
+
+    def new_job(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
+        return LiveJob(
+            job_id,
+            spec,
+            created_at,
+            store=self._store,
+            ladder=self.ladder,
+            want_plan=self.plans.ahead.make_now,
+            on_generation=self.plans.ahead.make_next,
+            look_up=self.catalogs.find,
+            clock=self._clock,
+        )
+
+    def job_begins(self, job: LiveJob) -> None:
+        self.plans.ahead.make_ahead(job)
+
+    def job_read(self, job: LiveJob) -> None:
+        self._job_metrics.begin(job)
+
+    def job_ended(self, job: LiveJob) -> None:
+        self.plans.ahead.cancel(job)
+        self._advising.cancel(job)
+        self.security.tokens.end_job(job.job_id)
+
+    def stuck(self) -> str:
+        """Which threads of the console have not got on for longer than anything takes; empty: none."""
+        if not self._ticker.ident or self._stop.is_set():
+            return ""
+        still = not self._ticker.is_alive() or self._clock() - self._got_on > STUCK_SECONDS
+        return self._ticker.name if still else ""
+
+    def ready(self) -> None:
+        """Raises ConsoleError when the database does not answer, or can't store anything, which is asked for once a
+        second at most."""
+        with self._probing, storing():
+            if self._clock() - self._stored_at >= PROBE_SECONDS:
+                self._store.try_to_write()
+                self._stored_at = self._clock()
+            else:
+                self._store.ping()
+
+    @property
+    def database(self) -> Database:
+        return self._store.database
+
+    def _keep_time(self) -> None:
+        last_flush, turns = time.monotonic(), 0
+        resting: set[str] = set()  # jobs that are over, and of which nothing is left to be done
+        while not self._stop.wait(TICK_SECONDS):
+            self._got_on = self._clock()
+            for job in self.live_jobs():
+                self._got_on = self._clock()
+                if job.job_id in resting and job.quiet:
+                    continue
+                try:
+                    self.tick(job)
+                    if missing := job.plan_missing():
+                        job.ask_for(missing)
+                    self.plans.consider(job)
+                    self._advising.consider(job)
+                    self.observing.consider(job)
+                    if job.state.over:
+                        resting.add(job.job_id)
+                except ConsoleError as error:
+                    log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)
+                except Exception:
+                    log.exception("a tick failed", job=job.job_id)
+            if time.monotonic() - last_flush >= FLUSH_SECONDS:
+                last_flush = time.monotonic()
+                resting &= self._jobs.keys()
+                turns = max((len(job.state.members) for job in self.live_jobs()), default=0)
+                turns = max(1, -(-turns // FLUSH_AT_ONCE))
+            if turns:
+                turns -= 1
+                self._flush(FLUSH_AT_ONCE)
+
+    def tick(self, job: LiveJob) -> None:
+        """Looks for workers that have fallen silent, unless it is this process that can't hear them: then the next
+        tick takes all of that time for a pause of the console's own."""
+        if self.pulse.overdue <= self.ladder.heartbeat:
+            job.tick()
+
+    def _flush(self, most: int = MAX_WORKERS) -> None:
+        """most: workers of each job."""
+        beats = {job.job_id: rows for job in self.live_jobs() if (rows := job.unsaved_contacts(most))}
+        if beats:
+            try:
+                self._store.heartbeats(beats)
+            except SQLAlchemyError as error:
+                # Only the latest heartbeat counts, and another one is on its way.
+                log.warning("heartbeats could not be stored", reason=type(error).__name__)
+
+
+_console: Console | None = None
+
+
+def get_console() -> Console:
+    """The console of this process. Raises RuntimeError before `set_console`."""
+    if _console is None:
+        raise RuntimeError("no console runs in this process")
+    return _console
+
+
+def set_console(console: Console | None) -> None:
+    global _console
+    _console = console
