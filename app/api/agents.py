@@ -40,7 +40,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 After = Annotated[int, Query(ge=0, le=2**53)]
-Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
 # Reports that take less than a change of threads does.
 AT_ONCE = 64
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
