@@ -60,8 +60,9 @@ def gaps(memory: MemoryLimit, count: int) -> None:
 
 def large() -> None:
     draw = random.Random(1)
-    times = [[round(draw.uniform(0.5, 2), 3) for _ in range(4)] for _ in range(96)]
-    job = Job(64, 32, 64, layers=tuple(LayerProfile(*own) for own in times), time_unit="ms")
+    f, i, w, o = ([round(draw.uniform(0.5, 2), 3) for _ in range(96)] for _ in range(4))
+    layers = tuple(LayerProfile(*times) for times in zip(f, i, w, o, strict=True))
+    job = Job(64, 32, 64, layers=layers, time_unit="ms")
     dead = frozenset(draw.sample(list(job.workers()), 102))
     for turn in range(2):  # the first loads machine code
         layer_bounds(job, Technique.STAGGERED, NONE)
