@@ -52,14 +52,8 @@ def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable
 
     step = measure_step(workload, options.job, options.optimization)
     say(f"a step takes {step:g} ms here, which plans reckon with")
-    job = options.job
-    if job.layers:  # each stage's part of it
-        each = round(step * job.stages / len(job.layers), 6)
-        layers = tuple(replace(layer, optimizer=each) for layer in job.layers)
-        derived: dict[str, Any] = {"profiles": (), "transfers": (), "backward_transfers": ()}
-        return replace(options, job=replace(job, layers=layers, **derived))
-    profiles = tuple(replace(profile, optimizer=step) for profile in job.profiles)
-    return replace(options, job=replace(job, profiles=profiles))
+    profiles = tuple(replace(profile, optimizer=step) for profile in options.job.profiles)
+    return replace(options, job=replace(options.job, profiles=profiles))
 
 
 def make_launcher(
@@ -103,6 +97,8 @@ def make_launcher(
     partition = partition_of(
         options.job.partition or parse_partition(options.planning.partition or ""), layers, options.job.stages
     )
+    if options.console.url is not None:  # which does not move layers yet: its plans are for stages as they are cut
+        options = replace(options, job=options.job.as_stages())
     layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
     if on_cpu or autocast is None:
