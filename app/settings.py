@@ -13,6 +13,7 @@ from pathlib import Path
 
 from openrecycle.agent.coordination.membership import Ladder
 from openrecycle.app.runtime.errors import SettingsError
+from openrecycle.planner.files import read_whole
 
 MIN_TOKEN = 16
 _ADDRESS = re.compile(r"https?://[A-Za-z0-9._\[\]:-]{1,200}(/[A-Za-z0-9._~/-]{0,40})?")
@@ -186,7 +187,7 @@ def read_token(token_file: Path | None, environment: Mapping[str, str] | None = 
         return environment.get("OPENRECYCLE_TOKEN") or None
     try:
         mode = stat.S_IMODE(token_file.stat().st_mode)
-        text = token_file.read_text().strip()
+        text = read_whole(token_file).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise SettingsError(f"--token-file {token_file} can't be read: {why}") from None

@@ -24,6 +24,7 @@ from openrecycle.planner.catalog import Catalog, rename_pipelines
 from openrecycle.planner.distribution import Counts
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.failures import canonical_pattern, failures_per_stage
+from openrecycle.planner.files import read_whole
 from openrecycle.planner.job import Job, MemoryLimit, Over, Technique, Worker
 from openrecycle.planner.migration import Migration, migrations_to
 from openrecycle.planner.packed import Header, Question, decode_columns, decode_header, decode_plan
@@ -275,7 +276,7 @@ def create_folder(root: Path, question: Question) -> tuple[StoredCatalog, Folder
 def open_folder(path: Path) -> StoredCatalog:
     """A catalog by its own folder, whichever planner made it. Raises PlanError when there is none."""
     try:
-        text = (path / INFO).read_bytes()
+        text = read_whole(path / INFO)
     except OSError as error:
         raise PlanError(f"{path / INFO} can't be read: {error.strerror or error}") from None
     info = CatalogInfo.from_json(text, source=str(path / INFO))

@@ -16,6 +16,7 @@ from openrecycle.planner.errors import InputError
 from openrecycle.planner.export import EXPORTERS, format_named
 from openrecycle.planner.export.compare import Row, compare
 from openrecycle.planner.export.yaml_document import parse_yaml
+from openrecycle.planner.files import PLAN_BYTES, read_whole
 from openrecycle.planner.output import check_out, console, write_out
 from openrecycle.planner.plan import Plan, PlanError
 
@@ -61,7 +62,7 @@ def _valid_plan(path: Path) -> Plan:
     picture and its numbers would mean nothing."""
     if path.suffix.lower() in (".yaml", ".yml"):
         try:
-            plan = parse_yaml(path.read_bytes(), source=str(path))
+            plan = parse_yaml(read_whole(path, most=PLAN_BYTES), source=str(path))
         except OSError as error:
             raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
     else:

@@ -35,6 +35,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.files import PLAN_BYTES, read_whole
 from openrecycle.planner.job import Job, LayerProfile, MemoryLimit, Over, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.schedule import Op, Schedule
 from openrecycle.planner.words import printable
@@ -509,7 +510,7 @@ class Plan(_Model):
     def load(cls, path: str | Path) -> Plan:
         """Raises PlanError when the file can't be read."""
         try:
-            data = Path(path).read_bytes()
+            data = read_whole(path, most=PLAN_BYTES)
         except OSError as error:
             raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
         return cls.from_json(data, source=str(path))

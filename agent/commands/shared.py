@@ -16,6 +16,7 @@ from openrecycle.agent.client import ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.options import FLAGS, GRID
 from openrecycle.agent.settings import Leaf, spelled, without_none
 from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.files import read_whole
 from openrecycle.planner.plan import read_json
 from openrecycle.planner.words import printable
 
@@ -99,6 +100,8 @@ def read_token(path: Path | None) -> str | None:
     if path is None:
         return os.environ.get("OPENRECYCLE_TOKEN") or None
     try:
-        return path.read_text().strip()
+        return read_whole(path).decode().strip()
     except OSError as error:
         raise InputError("--token-file", str(path), f"a readable file ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise InputError("--token-file", str(path), "a text file") from None

@@ -36,13 +36,13 @@ from openrecycle.agent.coordination.membership import AckState, Generation, Ladd
 from openrecycle.agent.protocol import Iteration, Recovery, VerdictReport
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Worker
+from openrecycle.planner.job import Job, Worker
 from openrecycle.planner.migration import normalize
-from openrecycle.planner.partition import Layout, lay_out
 from openrecycle.planner.plan import Plan
 
 if TYPE_CHECKING:
     from openrecycle.agent.clock import Offset
+    from openrecycle.planner.partition import Layout
 
 
 Relayout = Literal["auto", "never", "always"]
@@ -55,6 +55,13 @@ def worth_moving(now: float, then: float, iteration_seconds: float) -> tuple[boo
     saved, cost = 3600 * (1 - then / now), MOVE_ITERATIONS * iteration_seconds
     reason = f"layers move: the period falls by {1 - then / now:.1%}"
     return saved > cost, reason
+
+
+def _lay_out(job: Job, failed: frozenset[Worker], **about: Any) -> Layout:
+    """planner.partition.lay_out, which needs numpy; training alone does not."""
+    from openrecycle.planner.partition import lay_out
+
+    return lay_out(job, failed, **about)
 
 
 class LocalCoordination(Coordination):
@@ -176,7 +183,7 @@ class LocalCoordination(Coordination):
         self._looked_at = state.generation
         lost, at = frozenset(map(Worker.parse, state.current.failed)), self._held
         technique, memory = self._catalog.technique, self._catalog.memory
-        found = self._layouts.submit(lay_out, job, lost, technique=technique, memory=memory, present=at)
+        found = self._layouts.submit(_lay_out, job, lost, technique=technique, memory=memory, present=at)
         self._layout = state.generation, found
 
     def _take_layout(self) -> None:
@@ -194,6 +201,10 @@ class LocalCoordination(Coordination):
             plan, _ = self._catalog.at(partition).plan_for(lost)
             now, _ = self._catalog.at(self._held).plan_for(lost)
         except PlannerError:
+            return
+        except ImportError:
+            self._relayout = "never"
+            self._orders.append(Remark("layers stay where they are: moving them needs numpy (pip install numpy)"))
             return
         better, reason = worth_moving(now.metrics.period, plan.metrics.period, self._iteration_seconds)
         if not better and self._relayout != "always":

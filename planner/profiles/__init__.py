@@ -15,6 +15,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from openrecycle.planner.errors import InputError
+from openrecycle.planner.files import read_whole
 from openrecycle.planner.job import Job, LayerProfile, StageProfile
 from openrecycle.planner.plan import (
     INTEGER,
@@ -307,7 +308,7 @@ def job_on(
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except OSError as error:
         named = f"; profiles by name: {', '.join(shipped())}" if not path.suffix else ""
         raise PlanError(f"{path} can't be read: {error.strerror or error}{named}") from None

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from openrecycle.agent.commands.shared import read_token
 from openrecycle.planner.errors import InputError
+from openrecycle.planner.files import read_whole
 from openrecycle.planner.job import Job, Problem
 from openrecycle.planner.output import check_out, write_out
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plan import Plan, PlanError
+from openrecycle.planner.simulation.traces import read_trace
 from openrecycle.planner.solvers.portfolio import make_plan
 
 SIZES = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3", "--solver", "list")
@@ -123,3 +126,21 @@ def test_an_unknown_word_is_one_line(module: str, arguments: tuple[str, ...]) ->
     done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom", "/dev/null"])
+def test_a_device_is_not_read_to_an_end_that_it_has_not(device: str) -> None:
+    with pytest.raises(PlanError, match="device"):
+        Plan.load(device)
+    with pytest.raises(InputError, match="device"):
+        read_trace(Path(device))
+    with pytest.raises(InputError, match="device"):
+        read_token(Path(device))
+
+
+def test_a_file_is_read_up_to_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "some"
+    path.write_bytes(b"12345")
+    assert read_whole(path, most=5) == b"12345"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_whole(path, most=4)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from openrecycle.planner.errors import InputError
+from openrecycle.planner.files import read_whole
 from openrecycle.planner.simulation.trace import Trace
 from openrecycle.planner.simulation.traces import counts, events, gpu_hours, replay
 
@@ -26,9 +27,7 @@ FORMATS: tuple[tuple[Callable[[str], bool], Callable[[str, Lines], Trace]], ...]
 def read_trace(path: Path) -> Trace:
     """A trace from a file. Raises InputError naming file, line, value and what was expected."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(str(path), f"{path.stat().st_size} bytes", f"at most {MAX_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
+        text = read_whole(path, most=MAX_BYTES).decode()
     except OSError as error:
         raise InputError(str(path), error.strerror or str(error), "a trace file that can be read") from None
     except UnicodeDecodeError:
