@@ -21,12 +21,11 @@ from openrecycle.planner.migration import Migration, normalize
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.words import percent
+from openrecycle.planner.words import DROP, MIGRATE, REROUTE, percent
 
 # Ops above which nothing is planned while a failure waits: the count's own period stands for it.
 PLANNED_OPS = 200_000
 
-REROUTE, MIGRATE, DROP = "re-route", "migrate and re-route", "drop the replica"
 REPARTITION, SHALLOWER = "re-partition", "one stage less"
 
 # From here on a share is called the whole: plans are counted in ticks.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# What may be done when workers are lost, as planner.policy calls it.
+REROUTE, MIGRATE, DROP = "re-route", "migrate and re-route", "drop the replica"
+
 
 def printable(text: str, keep: str = "") -> str:
     """What others wrote, for a terminal or a log: what is not seen but obeyed (escapes, line breaks, marks of

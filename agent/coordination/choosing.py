@@ -41,8 +41,7 @@ from openrecycle.agent.coordination.membership import (
     returned,
 )
 from openrecycle.agent.protocol import WorkerState
-from openrecycle.planner.policy import REROUTE
-from openrecycle.planner.words import names
+from openrecycle.planner.words import REROUTE, names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
 

@@ -20,11 +20,8 @@ from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.packed import to_bytes
 from openrecycle.planner.plan import JobDoc, Plan
 from openrecycle.planner.policy import (
-    DROP,
-    MIGRATE,
     PLANNED_OPS,
     REPARTITION,
-    REROUTE,
     SHALLOWER,
     Advice,
     JobState,
@@ -38,7 +35,7 @@ from openrecycle.planner.policy import (
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.solvers.portfolio import checked_plan_of, make_plan
-from openrecycle.planner.words import names, percent
+from openrecycle.planner.words import DROP, MIGRATE, REROUTE, names, percent
 
 RESTART, SPARES = "restart from the checkpoint", "take spares"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.

@@ -231,7 +231,9 @@ def state_rows(old: WorkerStates, new: WorkerStates, at: float) -> list[Record]:
         return rows  # nobody trains yet
     for name, member in new.state.members.items():
         before = old.state.members[name]
-        if member is not before and (state := new.role(member).state) is not old.role(before).state:
+        # A role that its process has left is another's matter: it is empty once that has ended elsewhere.
+        left = member.state is WorkerState.FAILED and member.incarnation is None
+        if (member is not before or left) and (state := new.role(member).state) is not old.role(before).state:
             rows.append({"worker": name, "state": state.value, "at": at})
     return rows
 

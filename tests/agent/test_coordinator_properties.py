@@ -28,7 +28,7 @@ from openrecycle.agent.coordination.events import (
 )
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
+from openrecycle.planner.words import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER, Run
 from tests.conftest import examples
 

@@ -13,7 +13,7 @@ from openrecycle.agent.coordination.events import (
 )
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.planner.policy import MIGRATE, REROUTE
+from openrecycle.planner.words import MIGRATE, REROUTE
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.golden import golden
 

@@ -224,9 +224,9 @@ def test_running_statistics_do_not_depend_on_who_ran_what(routing: list[tuple[in
     for stage in stages:
         stage.gradients.buffer.copy_(reduced)
         stage.gradients.write_buffers()
-        for name, buffer in stage.module.named_buffers():
+        for name, buffer in dict(stage.module.layers)[0].named_buffers():
             mean = torch.stack([e[name] for e in expected]).mean(0)
             torch.testing.assert_close(buffer.double(), mean, rtol=1e-6, atol=1e-7)
-    ours, theirs = (dict(stage.module.named_buffers()) for stage in stages)
+    ours, theirs = (dict(dict(stage.module.layers)[0].named_buffers()) for stage in stages)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert int(ours["1.num_batches_tracked"]) == 1

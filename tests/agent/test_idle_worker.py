@@ -23,6 +23,7 @@ class WithoutIdle(Catalog):
     """Its plans do without IDLE, which is there, for as long as it has a peer."""
 
     def plan_for(self, failed: Iterable[Worker]) -> tuple[Plan, str]:
+        failed = frozenset(failed)
         without = {*failed, IDLE}
         peers = {w for w in self.job.workers() if w.stage == IDLE.stage}
         return super().plan_for(failed if peers <= without else without)

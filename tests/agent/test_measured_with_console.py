@@ -23,7 +23,7 @@ def measured(server: JobConsole, job_id: str, generation: int) -> dict[str, Any]
     """The newest measured iteration, once it is one of this generation and its neighbours are committed."""
 
     def look() -> dict[str, Any] | None:
-        answer = server.get(f"/jobs/{job_id}/measured", params={"watch": True})
+        answer = server.get(f"/jobs/{job_id}/measured", params={"watch": "true"})
         found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
         return found if found.get("generation") == generation and found["period_ms"] is not None else None
 

@@ -16,6 +16,7 @@ from openrecycle.agent.backward.probe import Probe, Split, choose_split
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.gradients import GradientSum, MicroBatch
 from openrecycle.agent.options import Autocast
+from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.stage import Stage
 from tests.agent.recurrent import run_lstm
 
@@ -234,7 +235,7 @@ def _reference(case: Case, autocast: bool = False) -> Outcome:
     total = GradientSum(module.parameters(), terms=len(KEYS), buffers=moving)
     dxs: dict[MicroBatch, list[Tensor | None]] = {}
     for key, inputs in _data(case).items():
-        torch.manual_seed(_seed(key))
+        torch.manual_seed(seed_for("layer", _seed(key), 0))
         leaves = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
             ys = _as_tuple(module(*leaves))

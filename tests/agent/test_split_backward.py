@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from openrecycle.agent.examples.gpt import Block, Gpt
 from openrecycle.agent.gradients import GradientSum
+from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.stage import Stage
 
 
@@ -41,7 +42,7 @@ def _fused(module: nn.Module, xs: dict[tuple[int, int], Tensor], dys: dict[tuple
     total = GradientSum(module.parameters(), terms=len(xs))
     dxs = {}
     for key, x in xs.items():
-        torch.manual_seed(_seed(key))
+        torch.manual_seed(seed_for("layer", _seed(key), 0))
         x = x.clone().requires_grad_()
         module.zero_grad(set_to_none=True)
         module(x).backward(dys[key])

@@ -18,7 +18,7 @@ from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, St
 from openrecycle.agent.protocol import JobSpec, JobState, Message, WorkerState
 from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.records import read_state
-from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
+from openrecycle.planner.words import DROP, MIGRATE, REROUTE
 from tests.app.flaky_database import FAULTS, Fault, FlakyDatabase
 from tests.app.job_world import STEPS, Process, Report, World
 

@@ -21,8 +21,9 @@ from openrecycle.planner.check import check
 from openrecycle.planner.job import Job
 from openrecycle.planner.packed import from_bytes
 from openrecycle.planner.plan import job_doc
-from openrecycle.planner.policy import DROP, MIGRATE, REROUTE, Advice, Option, best_option
+from openrecycle.planner.policy import Advice, Option, best_option
 from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.words import DROP, MIGRATE, REROUTE
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -38,7 +38,7 @@ from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_words import facts_html
 from openrecycle.app.workers.sentence import sentence
 from openrecycle.app.workers.states import OUT, Condition, RoleState, words_of
-from openrecycle.planner.policy import DROP, MIGRATE, REROUTE
+from openrecycle.planner.words import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World

@@ -11,7 +11,7 @@ from openrecycle.agent.coordination.events import Offered
 from openrecycle.agent.coordination.membership import Candidate, Offer
 from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.policy import MIGRATE
+from openrecycle.planner.words import MIGRATE
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -13,7 +13,7 @@ from openrecycle.agent.protocol import FailureReport, JobSpec, Registration
 from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.records import read_state
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.policy import MIGRATE
+from openrecycle.planner.words import MIGRATE
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.history_machine import History, durable
 from tests.app.job_world import World

@@ -282,7 +282,7 @@ def test_workers_migrate_where_they_may() -> None:
     document = json.loads(result.stdout)
     assert document["metrics"]["bound_over"] == "layouts" and len(document["failed"]) == 3
     shown = invoke("plan", *LAYERED, "--fail", dead, "--migrate")
-    assert "takes the place of" in shown.stdout and "layers per stage" in shown.stdout
+    assert golden("takes-the-place-of-3") in shown.stdout and golden("layers-per-stage") in shown.stdout
 
 
 def test_layers_that_were_measured() -> None:

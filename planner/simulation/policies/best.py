@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from openrecycle.planner.errors import InputError
-from openrecycle.planner.policy import DROP, REPARTITION, REROUTE, Option, best_option
+from openrecycle.planner.policy import REPARTITION, Option, best_option
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
 from openrecycle.planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.words import DROP, REROUTE
 
 WAIT = "wait"
 
